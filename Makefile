@@ -1,0 +1,57 @@
+# make test      lint, types and the quick tests, in a fresh .venv
+# make test-all  the same with the slow tests
+# make demo      pretrain a small Llama on the embedded corpus, swap on (CPU is enough, no network but a package index)
+# make gpu       tests and benchmarks that need an accelerator, in the current Python
+# make clean     remove the environment and the caches
+#
+# PYTHON chooses the interpreter (3.11 or newer):  make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: test test-all lint types demo gpu clean
+.DELETE_ON_ERROR:
+
+test: lint types
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: lint types
+	$(PYTEST)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+demo: $(VENV)/.run
+	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
+		recipes/llama_swap.py recipes/sample_cpu.yaml --dataset sample
+
+# --strict-config would reject the timeout setting where pytest-timeout is not installed.
+gpu:
+	$(PYTHON) -m pytest -o addopts="--import-mode=importlib --strict-markers -ra" -m gpu
+	$(PYTHON) benchmarks/frontier.py
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -not -path './.git/*' -type d -prune -exec rm -rf {} +
+
+# torch first and alone: a CPU wheel that the index configuration offers is then taken as it is.
+$(VENV)/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(f"Python 3.11 or newer is needed, found {sys.version}" if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) torch
+	touch $@
+
+$(VENV)/.run: $(VENV)/.torch pyproject.toml
+	$(PIP_INSTALL) --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	$(PIP_INSTALL) --editable '.[dev]'
+	touch $@

@@ -1,0 +1,41 @@
+"""What all tests share: no network, the gpu marker, and the folder of real text."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Set before any test imports transformers or datasets: they read these once, at import.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked ``gpu`` where there is no accelerator."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch  # here, because the pure tests are quick only without it
+
+    if torch.accelerator.is_available():
+        return
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the checkout."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def wikitext_dir() -> Path:
+    """Folder with wikitext-2's ``valid.txt`` and ``test.txt``, where one lies beside the checkout."""
+    folder = REPOSITORY.parent / "shared" / "wikitext-2"
+    if not (folder / "valid.txt").is_file():
+        pytest.skip(f"no wikitext-2 beside the checkout ({folder.name}/valid.txt)")
+    return folder

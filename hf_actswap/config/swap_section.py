@@ -1,0 +1,235 @@
+"""Reading ``swap_config`` (MindFormers, Fine-Grained Activations SWAP)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+from hf_actswap.config.keys import SWAP_KEYS
+from hf_actswap.config.op_path import op_path_fault
+from hf_actswap.config.reader import (
+    Findings,
+    Path,
+    check_keys,
+    is_int,
+    read_bool,
+    read_items,
+    read_section,
+    show,
+    where,
+)
+from hf_actswap.config.schema import Layers, LayerSwapRule, OpSwapRule, Prefetch, SwapConfig
+
+EXPECTED_LAYERS = "true, false or a flat list of layer indices"
+EXPECTED_PREFETCH = "a whole number of operators, at least 1, or auto"
+EXPECTED_OP_NAME = "an op path or a list of op paths"
+
+_LAYER_ENTRY_KEYS = ("backward_prefetch", "layers")
+_OP_ENTRY_KEYS = ("op_name", "backward_prefetch", "layers")
+
+RuleT = TypeVar("RuleT", LayerSwapRule, OpSwapRule)
+
+
+@dataclass(frozen=True)
+class _Entry(Generic[RuleT]):
+    """A rule and the path of the entry that it was written in."""
+
+    path: Path
+    rule: RuleT
+
+
+def read_swap(findings: Findings) -> SwapConfig:
+    """Read ``swap_config``. With ``swap`` false everything is read and checked all the same."""
+    section = read_section(findings, "swap_config", SWAP_KEYS)
+    values: dict[str, Any] = {}
+    if "swap" in section:
+        values["swap"] = read_bool(findings, ("swap_config", "swap"), section["swap"])
+    if section.get("default_prefetch") is not None:
+        path = ("swap_config", "default_prefetch")
+        values["default_prefetch"] = read_prefetch(findings, path, section["default_prefetch"])
+    for key, read_entry, group_of in (
+        ("layer_swap", _read_layer_entry, _layer_group),
+        ("op_swap", _read_op_entry, _op_group),
+    ):
+        if section.get(key) is not None:
+            entries = _read_entries(findings, ("swap_config", key), section[key], read_entry)
+            values[key] = _collapse(findings, entries, group_of)
+    return SwapConfig(**{key: value for key, value in values.items() if value is not None})
+
+
+def swap_is_unreadable(findings: Findings) -> bool:
+    """Whether ``swap_config.swap`` is neither true nor false, so that nobody knows which rules hold."""
+    section = findings.document.get("swap_config")
+    return isinstance(section, Mapping) and not isinstance(section.get("swap", False), bool)
+
+
+def read_prefetch(findings: Findings, path: Path, value: object) -> Prefetch | None:
+    """Read a prefetch number (operators, at least 1) or ``auto``."""
+    if isinstance(value, str) and value in ("auto", "Auto"):
+        auto: Literal["auto"] = "auto"
+        return auto
+    if isinstance(value, int) and is_int(value) and value >= 1:
+        return value
+    findings.problem(path, EXPECTED_PREFETCH, show(value))
+    return None
+
+
+def read_layers(findings: Findings, path: Path, value: object) -> Layers | None:
+    """Read ``layers``: a bool, or a flat list of distinct global layer indices."""
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, list | tuple):
+        hint = f"Write [{value}]." if is_int(value) and isinstance(value, int) and value >= 0 else ""
+        findings.problem(path, EXPECTED_LAYERS, show(value), hint)
+        return None
+    if any(isinstance(item, list | tuple) for item in value):
+        findings.problem(path, EXPECTED_LAYERS, show(value), "Layers are global indices in one flat list.")
+        return None
+    indices = read_items(findings, path, value, read_layer_index)
+    if indices is None:
+        return None
+    first_places = {index: place for place, index in reversed(list(enumerate(indices)))}
+    repeated = [place for place, index in enumerate(indices) if first_places[index] != place]
+    for place in repeated:
+        findings.problem((*path, place), "each layer once", f"layer {indices[place]} again")
+    return None if repeated else indices
+
+
+def read_layer_index(findings: Findings, path: Path, value: object) -> int | None:
+    """Read one global layer index."""
+    if isinstance(value, int) and is_int(value) and value >= 0:
+        return value
+    # Python counts true as 1: the reference takes [true] for layer 1.
+    hint = f"As a number it would be layer {int(value)}." if isinstance(value, bool) else ""
+    findings.problem(path, "a layer index (a whole number, at least 0)", show(value), hint)
+    return None
+
+
+def read_op_path(findings: Findings, path: Path, value: object) -> str | None:
+    """Read one op path; every segment of it must be a regular expression that compiles."""
+    if not isinstance(value, str):
+        findings.problem(path, "an op path (a text)", show(value))
+        return None
+    fault = op_path_fault(value)
+    if fault:
+        hint = r"Levels are separated by \. (in single quotes) or by a plain dot."
+        findings.problem(path, "an op path (a regular expression per level)", fault, hint)
+        return None
+    return value
+
+
+def _read_entries(
+    findings: Findings,
+    path: Path,
+    value: object,
+    read_entry: Callable[[Findings, Path, Mapping[Any, Any]], list[_Entry[Any]]],
+) -> list[_Entry[Any]]:
+    """All rules of a list of entries; a single entry may stand without the list."""
+    if isinstance(value, Mapping):
+        return read_entry(findings, path, value)
+    if not isinstance(value, list | tuple):
+        findings.problem(path, "a list of entries, or one entry (a mapping)", show(value))
+        return []
+    entries: list[_Entry[Any]] = []
+    for index, item in enumerate(value):
+        here = (*path, index)
+        if isinstance(item, Mapping):
+            entries += read_entry(findings, here, item)
+        else:
+            findings.problem(here, "an entry (a mapping)", show(item))
+    return entries
+
+
+def _read_layer_entry(
+    findings: Findings, path: Path, entry: Mapping[Any, Any]
+) -> list[_Entry[LayerSwapRule]]:
+    check_keys(findings, path, entry, _LAYER_ENTRY_KEYS)
+    prefetch = _read_key(findings, path, entry, "backward_prefetch", read_prefetch, EXPECTED_PREFETCH)
+    layers = _read_key(findings, path, entry, "layers", read_layers, EXPECTED_LAYERS)
+    if prefetch is None or layers is None:
+        return []
+    return [_Entry(path, LayerSwapRule(prefetch, layers))]
+
+
+def _read_op_entry(findings: Findings, path: Path, entry: Mapping[Any, Any]) -> list[_Entry[OpSwapRule]]:
+    check_keys(findings, path, entry, _OP_ENTRY_KEYS)
+    names = _read_key(findings, path, entry, "op_name", _read_op_names, EXPECTED_OP_NAME)
+    prefetch = _read_key(findings, path, entry, "backward_prefetch", read_prefetch, EXPECTED_PREFETCH)
+    layers = _read_key(findings, path, entry, "layers", read_layers, EXPECTED_LAYERS)
+    if names is None or prefetch is None or layers is None:
+        return []
+    return [_Entry(path, OpSwapRule(name, prefetch, layers)) for name in names]
+
+
+def _read_key(
+    findings: Findings,
+    path: Path,
+    entry: Mapping[Any, Any],
+    key: str,
+    read: Callable[[Findings, Path, object], Any],
+    expected: str,
+) -> Any:
+    if key in entry:
+        return read(findings, (*path, key), entry[key])
+    findings.problem((*path, key), expected, "nothing")
+    return None
+
+
+def _read_op_names(findings: Findings, path: Path, value: object) -> tuple[str, ...] | None:
+    if isinstance(value, str):
+        name = read_op_path(findings, path, value)
+        return None if name is None else (name,)
+    if isinstance(value, list | tuple) and value:
+        return read_items(findings, path, value, read_op_path)
+    findings.problem(
+        path, EXPECTED_OP_NAME, "an empty list" if isinstance(value, list | tuple) else show(value)
+    )
+    return None
+
+
+def _layer_group(rule: LayerSwapRule) -> str:
+    return "`layer_swap`"
+
+
+def _op_group(rule: OpSwapRule) -> str:
+    return f"op '{rule.op_name}'"
+
+
+def _collapse(
+    findings: Findings, entries: list[_Entry[Any]], group_of: Callable[[Any], str]
+) -> tuple[Any, ...]:
+    """Replace every group with an entry for all layers by that one rule, at the place of the group's first.
+
+    As in the reference (``TransformerSwapConfig``), all entries of such a group must agree on the prefetch;
+    the problem is named at the entry at which both facts are known.
+    """
+    groups: dict[str, list[_Entry[Any]]] = {}
+    for entry in entries:
+        groups.setdefault(group_of(entry.rule), []).append(entry)
+    rules: list[Any] = []
+    for entry in entries:
+        members = groups[group_of(entry.rule)]
+        everywhere = next((member for member in members if member.rule.layers is True), None)
+        if everywhere is None:
+            rules.append(entry.rule)
+        elif entry is members[0]:
+            _check_group(findings, group_of(entry.rule), members, everywhere)
+            # Same prefetch in all members, or a problem was noted: the rule for all layers speaks for all.
+            rules.append(everywhere.rule)
+    return tuple(rules)
+
+
+def _check_group(findings: Findings, group: str, members: list[_Entry[Any]], everywhere: _Entry[Any]) -> None:
+    first = members[0].rule.backward_prefetch
+    other = next((m for m in members if m.rule.backward_prefetch != first), None)
+    if other is None:
+        return
+    at = max(members.index(other), members.index(everywhere))
+    values = ", ".join(str(member.rule.backward_prefetch) for member in members)
+    findings.problem(
+        members[at].path,
+        f"the same backward_prefetch in all entries of {group}",
+        values,
+        f"They must agree because {where(everywhere.path)} is for all layers.",
+    )

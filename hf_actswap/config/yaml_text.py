@@ -1,0 +1,193 @@
+"""YAML (and JSON) text to plain values: safe tags only, duplicate keys named, no text can make it hang."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import yaml
+
+from hf_actswap.config.reader import Path, show, where
+from hf_actswap.errors import ConfigError, Problem
+
+MAX_TEXT_BYTES = 1024 * 1024
+MAX_NODES = 20_000
+"""Scalars, lists and mappings of a document, each counted as often as aliases repeat it."""
+
+_INT_TAG = "tag:yaml.org,2002:int"
+_STR_TAG = "tag:yaml.org,2002:str"
+_FLOAT_TAG = "tag:yaml.org,2002:float"
+_INT_TEXT = re.compile(r"[-+]?[0-9]+\Z")
+_FLOAT_TEXT = re.compile(
+    r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?\Z|[-+]?\.(?:inf|Inf|INF)\Z|\.(?:nan|NaN|NAN)\Z"
+)
+_UNREADABLE = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
+_BAD_ESCAPE = "found unknown escape character"
+
+
+class _TooManyNodes(yaml.MarkedYAMLError):
+    """The document repeats itself beyond all reason."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the numbers of YAML 1.2: ``1:30`` is no number and ``1e3`` is one."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own class attribute
+        first: [(tag, text) for tag, text in resolvers if tag not in (_INT_TAG, _FLOAT_TAG)]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._node_count = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._node_count += 1
+        if self._node_count > MAX_NODES:
+            raise _TooManyNodes()
+        return super().compose_node(parent, index)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except _UNREADABLE as error:
+            kind = node.tag.rpartition(":")[2]
+            problem = f"a value that cannot be read as {kind}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        # JSON escapes a character beyond 16 bits as two, which YAML would leave apart.
+        text: str = self.construct_scalar(node)
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
+    def construct_decimal(self, node: yaml.ScalarNode) -> int:
+        return int(self.construct_scalar(node))
+
+
+_Loader.add_implicit_resolver(_INT_TAG, _INT_TEXT, list("-+0123456789"))
+_Loader.add_implicit_resolver(_FLOAT_TAG, _FLOAT_TEXT, list("-+.0123456789"))
+_Loader.add_constructor(_INT_TAG, _Loader.construct_decimal)
+_Loader.add_constructor(_STR_TAG, _Loader.construct_text)
+
+
+def parse_yaml(text: str, source: str) -> tuple[object, list[tuple[Path, Problem]]]:
+    """Read one YAML or JSON document.
+
+    Args:
+        text: the document.
+        source: where it comes from, for the message.
+
+    Returns:
+        The value (``None`` for an empty document), and a problem with its path for each key that stands
+        more than once in a mapping.
+
+    Raises:
+        ConfigError: if it is not one YAML document, holds a tag that is not safe, is longer than
+            `MAX_TEXT_BYTES`, or has more than `MAX_NODES` nodes with its aliases written out.
+    """
+    size_bytes = len(text.encode("utf-8", "surrogatepass"))
+    if size_bytes > MAX_TEXT_BYTES:
+        raise ConfigError([too_long(f"{size_bytes} bytes")], source)
+    try:
+        # Loading begins with a check of the characters, so the loader itself may raise.
+        loader = _Loader(_without_json_tabs(text))
+        node = loader.get_single_node()
+        if node is None:
+            return None, []
+        survey = _Survey()
+        survey.visit(node, ())
+        return loader.construct_document(node), survey.duplicates
+    except _TooManyNodes:
+        problem = Problem("document", f"at most {MAX_NODES} values, aliases written out", "more")
+        raise ConfigError([problem], source) from None
+    except RecursionError:
+        problem = Problem("document", "at most a few hundred levels of lists and mappings", "more")
+        raise ConfigError([problem], source) from None
+    except yaml.YAMLError as error:
+        raise ConfigError([_syntax_problem(error, text)], source) from error
+
+
+def too_long(size: str) -> Problem:
+    """The problem of a document above `MAX_TEXT_BYTES`."""
+    return Problem("document", f"at most {MAX_TEXT_BYTES} bytes", size)
+
+
+class _Survey:
+    """One walk over the nodes of a document: counts them, aliases written out, and finds duplicate keys."""
+
+    def __init__(self) -> None:
+        self.duplicates: list[tuple[Path, Problem]] = []
+        self._sizes: dict[int, int] = {}
+        self._open: set[int] = set()
+
+    def visit(self, node: yaml.Node, path: Path) -> int:
+        """Nodes below and including ``node``, aliases written out.
+
+        Raises:
+            yaml.MarkedYAMLError: above `MAX_NODES`, or an alias stands inside what it names.
+        """
+        known = self._sizes.get(id(node))
+        if known is not None:
+            return known
+        if id(node) in self._open:
+            raise yaml.MarkedYAMLError(problem="an alias inside what it names", problem_mark=node.start_mark)
+        self._open.add(id(node))
+        size = 1
+        if isinstance(node, yaml.SequenceNode):
+            size += sum(self.visit(item, (*path, index)) for index, item in enumerate(node.value))
+        elif isinstance(node, yaml.MappingNode):
+            self._note_duplicates(node, path)
+            for key, value in node.value:
+                step = (key.value,) if isinstance(key, yaml.ScalarNode) else ()
+                size += self.visit(key, path) + self.visit(value, path + step)
+        if size > MAX_NODES:
+            raise _TooManyNodes()
+        self._open.remove(id(node))
+        self._sizes[id(node)] = size
+        return size
+
+    def _note_duplicates(self, node: yaml.MappingNode, path: Path) -> None:
+        lines: dict[tuple[str, str], list[int]] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                lines.setdefault((key.tag, key.value), []).append(key.start_mark.line + 1)
+        for (_, name), places in lines.items():
+            if len(places) > 1:
+                here = (*path, name)
+                found = f"it on lines {', '.join(map(str, places[:-1]))} and {places[-1]}"
+                if places[0] == places[-1]:
+                    found = f"it {len(places)} times on line {places[0]}"
+                self.duplicates.append((here, Problem(where(here), "each key once", found)))
+
+
+def _without_json_tabs(text: str) -> str:
+    """JSON may be indented with tabs and YAML may not; in valid JSON no tab stands inside a string."""
+    if "\t" not in text or not text.lstrip().startswith("{"):
+        return text
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return text.replace("\t", " ")
+
+
+def _syntax_problem(error: yaml.YAMLError, text: str) -> Problem:
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return Problem("document", "valid YAML", " ".join(str(error).split()))
+    mark = error.problem_mark
+    what = " ".join(", ".join(filter(None, (error.context, error.problem))).split())
+    found = f"a syntax error ({what})"
+    hint = ""
+    if (error.problem or "").startswith(_BAD_ESCAPE):
+        hint = _single_quote_hint(text, mark.line, mark.column)
+    return Problem(f"line {mark.line + 1}, column {mark.column + 1}", "valid YAML", found, hint)
+
+
+def _single_quote_hint(text: str, line: int, column: int) -> str:
+    r"""Show the double-quoted text around a bad escape in single quotes, where ``\.`` means what it says."""
+    written = text.splitlines()[line] if line < len(text.splitlines()) else ""
+    for quoted in re.finditer(r'"([^"]*)"', written):
+        if quoted.start() < column < quoted.end():
+            return f"Write it in single quotes: {show(quoted.group(1))}."
+    return "Write it in single quotes."

@@ -1,0 +1,71 @@
+"""Errors that name every fault of a document at once, before any training step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One fault of what the user wrote.
+
+    Args:
+        where: path of the value in the document, e.g. ``swap_config.op_swap[1].backward_prefetch``.
+        expected: what would have been accepted there.
+        found: what stands there, as the user would recognise it.
+        hint: what to do about it; usually the nearest valid name. May be empty.
+    """
+
+    where: str
+    expected: str
+    found: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.where}: expected {self.expected}, found {self.found}."
+        return f"{text} {self.hint}" if self.hint else text
+
+
+class ActSwapError(ValueError):
+    """Base of the errors that list problems; never raised itself.
+
+    Attributes:
+        problems: every problem found, in the order of the document.
+        source: what was read: a file name, or a short description.
+    """
+
+    subject = "input"
+
+    def __init__(self, problems: Sequence[Problem], source: str = "") -> None:
+        self.problems = tuple(problems)
+        self.source = source
+        count = len(self.problems)
+        head = f"{count} problem{'' if count == 1 else 's'} in the {self.subject}"
+        if source:
+            head += f" ({source})"
+        super().__init__("\n".join([f"{head}:", *(f"  - {problem}" for problem in self.problems)]))
+
+    def __reduce__(self) -> tuple[type[ActSwapError], tuple[tuple[Problem, ...], str]]:
+        return type(self), (self.problems, self.source)
+
+
+class ConfigError(ActSwapError):
+    """The document is malformed: raised by ``load_config`` with all of its problems."""
+
+    subject = "configuration"
+
+
+class PlanError(ActSwapError):
+    """The document does not fit the model, or asks for what cannot be applied to it."""
+
+    subject = "plan"
+
+
+def nearest(name: str, valid: Sequence[str]) -> str:
+    """Return a "Did you mean ...?" hint for ``name``, or the valid names if none is near."""
+    close = get_close_matches(name, valid, n=1, cutoff=0.6)
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    return f"Valid: {', '.join(valid)}." if valid else ""

@@ -1,0 +1,266 @@
+"""The plan: what will happen to each op of each layer, as frozen data.
+
+A plan does not remember whether a person or the planner wrote it. The engine reads its rows and nothing
+else; everything beside them (overrides, log lines) is for people.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from ..errors import PlanError, Problem
+
+FORMAT_VERSION = 1
+
+Fate = Literal["keep", "swap", "recompute", "re-gather", "slice"]
+FATES: tuple[Fate, ...] = ("keep", "swap", "recompute", "re-gather", "slice")
+Scope = int | Literal["embedding", "final_norm", "head"]
+SCOPES = ("embedding", "final_norm", "head")
+
+RELEASE_PER_PREFETCH = 3
+"""Forward hold per operator of backward lead (MindSpore, ``offload_activation.cc``: a constant)."""
+
+
+@dataclass(frozen=True)
+class Windows:
+    """When a swapped tensor moves, in operators (one operator: one autograd node in creation order).
+
+    Args:
+        prefetch_ops: the copy back starts when backward is this many operators before the first consumer.
+        release_ops: device memory is released this many operators after the copy out began, at the latest
+            at the end of the model's forward.
+    """
+
+    prefetch_ops: int
+    release_ops: int
+
+    @classmethod
+    def of_prefetch(cls, prefetch_ops: int) -> Windows:
+        """Both windows from the YAML number, as the reference couples them."""
+        return cls(prefetch_ops, RELEASE_PER_PREFETCH * prefetch_ops)
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """The fate of what one op produces.
+
+    Args:
+        scope: index of the decoder layer in the model given, or ``embedding``, ``final_norm``, ``head``.
+        op_path: op inside the scope (``self_attn.flash_attention``); ``""`` is the whole scope, ``output``
+            the hidden state that the layer hands on. A row covers everything below its path; the longest
+            path wins.
+        ordinal: which call of the op within the layer, from 0; ``None``: all. A row with one beats
+            a row without.
+        fate: see the glossary.
+        windows: of a swap, else ``None``.
+        parameters: what else the fate needs; JSON values.
+    """
+
+    scope: Scope
+    op_path: str
+    fate: Fate
+    ordinal: int | None = None
+    windows: Windows | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class Override:
+    """A rule that changed what the user wrote.
+
+    Args:
+        where: YAML path of the wish.
+        layers: global layer indices concerned; empty if the wish concerns no layer in particular.
+        op_path: op concerned, as the user named it.
+        asked: fate or value wished.
+        got: what happens instead.
+        reason: the rule, in words, with its source.
+    """
+
+    where: str
+    layers: tuple[int, ...]
+    op_path: str
+    asked: str
+    got: str
+    reason: str
+
+    def __str__(self) -> str:
+        layers = f", layers {folded(self.layers)}" if self.layers else ""
+        name = f" {self.op_path}" if self.op_path else ""
+        return f"{self.where}{name}{layers}: asked {self.asked}, got {self.got}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What will happen to the saved tensors of one model.
+
+    Args:
+        rows: the fates that are not "keep what nothing else names".
+        num_layers: decoder layers of the model given.
+        family: ``model_type`` of the model; information only.
+        overrides: one for each rule that changed what the user wrote.
+        min_tensor_bytes: smaller saved tensors are never swapped.
+        host_memory_bytes: cap on host memory per process; ``None``: no cap.
+        lines: the reference-style log lines; warnings apart.
+        warnings: the reference's conflict warnings.
+        unbuilt: wishes that this version resolves but cannot apply, by name; `hf_actswap.apply` refuses them.
+    """
+
+    rows: tuple[PlanRow, ...]
+    num_layers: int
+    family: str = ""
+    overrides: tuple[Override, ...] = ()
+    min_tensor_bytes: int = 1024
+    host_memory_bytes: int | None = None
+    lines: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    unbuilt: tuple[str, ...] = ()
+
+    def fate(self, layer: Scope, op_path: str = "", ordinal: int | None = None) -> Fate:
+        """Return the fate of what ``op_path`` of ``layer`` produces (``keep`` where no row names it).
+
+        Raises:
+            KeyError: there is no such layer.
+        """
+        if isinstance(layer, int) and not 0 <= layer < self.num_layers:
+            raise KeyError(f"layer {layer}: the plan has layers 0 to {self.num_layers - 1}")
+        row = self.row(layer, op_path, ordinal)
+        return row.fate if row else "keep"
+
+    def row(self, scope: Scope, op_path: str, ordinal: int | None = None) -> PlanRow | None:
+        """Return the row that decides ``op_path``: the longest path, then the ordinal."""
+        table = self._by_path.get(scope)
+        if table is None:
+            return None
+        path = op_path
+        while True:
+            for key in ((path, ordinal), (path, None)) if path == op_path else ((path, None),):
+                if key in table:
+                    return table[key]
+            if not path:
+                return None
+            path = path.rpartition(".")[0]
+
+    @cached_property
+    def _by_path(self) -> dict[Scope, dict[tuple[str, int | None], PlanRow]]:
+        table: dict[Scope, dict[tuple[str, int | None], PlanRow]] = {}
+        for row in self.rows:
+            table.setdefault(row.scope, {})[row.op_path, row.ordinal] = row
+        return table
+
+    def log_lines(self) -> list[str]:
+        """Return the lines that MindFormers logs at INFO for the same configuration, in its order."""
+        return list(self.lines)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON; `from_json` reads it back."""
+        document: dict[str, Any] = {"format": "hf_actswap.plan", "format_version": FORMAT_VERSION}
+        document.update(asdict(self))
+        return json.dumps(document, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> MemoryPlan:
+        """Read a plan back.
+
+        Raises:
+            PlanError: not a plan, written by a newer format, or with malformed rows.
+        """
+        return _PlanReader(text).plan()
+
+
+class _PlanReader:
+    """Reads a plan document and collects what is wrong with it."""
+
+    def __init__(self, text: str) -> None:
+        self.problems: list[Problem] = []
+        try:
+            self.document: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError([Problem("plan", "a JSON document", f"no JSON: {error}")]) from None
+
+    def plan(self) -> MemoryPlan:
+        document = self.document
+        if not isinstance(document, dict) or document.get("format") != "hf_actswap.plan":
+            raise PlanError([Problem("plan.format", "'hf_actswap.plan'", repr(self._get("format")))])
+        if document.get("format_version") != FORMAT_VERSION:
+            raise PlanError(
+                [Problem("plan.format_version", str(FORMAT_VERSION), repr(document.get("format_version")))]
+            )
+        num_layers = document.get("num_layers")
+        if not isinstance(num_layers, int):
+            raise PlanError([Problem("plan.num_layers", "an integer", repr(num_layers))])
+        rows = tuple(
+            self._row(f"plan.rows[{index}]", row, num_layers)
+            for index, row in enumerate(document.get("rows", ()))
+        )
+        try:
+            overrides = tuple(
+                Override(**{**item, "layers": tuple(item["layers"])})
+                for item in document.get("overrides", ())
+            )
+        except (TypeError, KeyError) as error:
+            raise PlanError(
+                [Problem("plan.overrides", "a list of overrides", f"a malformed one: {error}")]
+            ) from None
+        if self.problems:
+            raise PlanError(self.problems)
+        return MemoryPlan(
+            rows=tuple(row for row in rows if row is not None),
+            num_layers=num_layers,
+            family=document.get("family", ""),
+            overrides=overrides,
+            min_tensor_bytes=document.get("min_tensor_bytes", 1024),
+            host_memory_bytes=document.get("host_memory_bytes"),
+            lines=tuple(document.get("lines", ())),
+            warnings=tuple(document.get("warnings", ())),
+            unbuilt=tuple(document.get("unbuilt", ())),
+        )
+
+    def _get(self, key: str) -> Any:
+        return self.document.get(key) if isinstance(self.document, dict) else self.document
+
+    def _row(self, where: str, row: Any, num_layers: int) -> PlanRow | None:
+        if not isinstance(row, dict):
+            self.problems.append(Problem(where, "a mapping", repr(row)))
+            return None
+        before = len(self.problems)
+        scope, fate, windows = row.get("scope"), row.get("fate"), row.get("windows")
+        known = scope in SCOPES or (type(scope) is int and 0 <= scope < num_layers)
+        if not known:
+            expected = f"a layer from 0 to {num_layers - 1}, or one of {', '.join(SCOPES)}"
+            self.problems.append(Problem(f"{where}.scope", expected, repr(scope)))
+        if fate not in FATES:
+            self.problems.append(Problem(f"{where}.fate", f"one of {', '.join(FATES)}", repr(fate)))
+        well_formed = isinstance(windows, dict) and all(
+            type(windows.get(name)) is int and windows[name] >= 0 for name in ("prefetch_ops", "release_ops")
+        )
+        if fate == "swap" and not well_formed:
+            expected = "prefetch_ops and release_ops, in operators, both >= 0"
+            self.problems.append(Problem(f"{where}.windows", expected, repr(windows)))
+        if not isinstance(row.get("op_path"), str):
+            self.problems.append(Problem(f"{where}.op_path", "a string", repr(row.get("op_path"))))
+        if len(self.problems) > before:
+            return None
+        return PlanRow(
+            scope=row["scope"],
+            op_path=row["op_path"],
+            fate=row["fate"],
+            ordinal=row.get("ordinal"),
+            windows=Windows(**windows) if isinstance(windows, dict) and well_formed else None,
+            parameters=row.get("parameters") or {},
+        )
+
+
+def folded(layers: tuple[int, ...]) -> str:
+    """Return layer indices with runs folded: ``(0, 1, 2, 5)`` as ``0-2, 5``."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

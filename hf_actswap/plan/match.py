@@ -1,0 +1,160 @@
+"""Which ops of a layer an op path of the configuration names.
+
+A path is a list of regular expressions, one per level, each matched in full against the names one level
+down (MindFormers ``LayerSetting``; `split_op_path` splits it). It is tried in three vocabularies, and the
+first in which it names an op of this layer decides: MindFormers' layer names, the Hugging Face names of
+this layer, the names of MindFormers' Megatron-core layers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ..config.op_path import split_op_path
+from .families import NameTable, Targets, megatron_names, names_of
+from .outline import LayerOutline
+
+_SYNONYMS = {"linear": ("matmul",)}
+"""Function names that MindFormers calls otherwise wherever they occur."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """One op that a path names.
+
+    Args:
+        name: as the reference logs it: the path that matched, in the vocabulary that matched. The path of a
+            one-segment pattern keeps a leading dot, which is an accident of the reference's string slicing.
+        targets: op paths of this layer; empty if the op has no counterpart here.
+        is_module: whether the name is a module (a "cell") rather than a single op.
+        logged: the reference logs only the last of several siblings.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+    is_module: bool
+    logged: bool
+
+    @property
+    def bare_name(self) -> str:
+        """The name without the accidental leading dot."""
+        return self.name.removeprefix(".")
+
+
+@dataclass
+class _Node:
+    targets: tuple[str, ...] | None = None
+    is_module: bool = False
+    children: dict[str, _Node] = field(default_factory=dict)
+
+
+class LayerNames:
+    """The three vocabularies of one layer.
+
+    Args:
+        layer: outline of the layer.
+        family: ``config.model_type``.
+    """
+
+    def __init__(self, layer: LayerOutline, family: str) -> None:
+        table = names_of(family)
+        existing = {op.path for op in layer.ops}
+        self._trees = (
+            _tree_of_table(table, existing),
+            _tree_of_ops(layer),
+            _tree_of_table(megatron_names(table), existing),
+        )
+
+    def match(self, op_path: str) -> list[Match]:
+        """Return the ops that ``op_path`` names, in the reference's order; empty if it names none."""
+        segments = split_op_path(op_path)
+        found = [list(_walk(tree, segments, "")) for tree in self._trees]
+        with_targets = (matches for matches in found if any(match.targets for match in matches))
+        return next(with_targets, None) or next((matches for matches in found if matches), [])
+
+    def all_names(self) -> list[str]:
+        """Every path that can be written, for hints."""
+        names: dict[str, None] = {}
+        for tree in (self._trees[1], self._trees[0], self._trees[2]):
+            names.update(dict.fromkeys(_paths(tree, "")))
+        return list(names)
+
+
+@lru_cache(maxsize=256)
+def _compiled(segment: str) -> re.Pattern[str]:
+    return re.compile(segment)
+
+
+def _walk(node: _Node, segments: tuple[str, ...], path: str) -> Iterable[Match]:
+    """Yield the matches below ``node``; functions before modules among siblings, as the reference does."""
+    pattern, last = _compiled(segments[0]), len(segments) == 1
+    hits = [(name, child) for name, child in node.children.items() if pattern.fullmatch(name)]
+    if not last:
+        for name, child in hits:
+            yield from _walk(child, segments[1:], f"{path}.{name}")
+        return
+    chosen = [(name, child) for name, child in hits if child.targets is not None]
+    chosen.sort(key=lambda hit: hit[1].is_module)
+    for position, (name, child) in enumerate(chosen):
+        full = f"{path}.{name}"
+        yield Match(
+            name=full if not path else full.removeprefix("."),
+            targets=child.targets or (),
+            is_module=child.is_module,
+            logged=position == len(chosen) - 1,
+        )
+
+
+def _insert(root: _Node, path: str) -> _Node:
+    node = root
+    for name in path.split("."):
+        node = node.children.setdefault(name, _Node())
+    return node
+
+
+def _tree_of_table(table: NameTable, existing: set[str]) -> _Node:
+    root = _Node()
+    for path, targets in table.items():
+        node = _insert(root, path)
+        node.targets = _present(targets, existing)
+    for path in table:
+        node = _insert(root, path)
+        node.is_module = bool(node.children)
+    return root
+
+
+def _present(targets: Targets, existing: set[str]) -> tuple[str, ...]:
+    """Return the targets that this layer has; ``x.*`` stands for every function called directly in ``x``."""
+    found: list[str] = []
+    for target in (targets,) if isinstance(targets, str) else targets or ():
+        if target.endswith(".*"):
+            prefix = target[:-1]
+            found += sorted(
+                path for path in existing if path.startswith(prefix) and "." not in path[len(prefix) :]
+            )
+        elif target in existing:
+            found.append(target)
+    return tuple(found)
+
+
+def _tree_of_ops(layer: LayerOutline) -> _Node:
+    root = _Node()
+    for op in layer.ops:
+        node = _insert(root, op.path)
+        node.targets, node.is_module = (op.path,), op.kind == "module"
+        parent, _, name = op.path.rpartition(".")
+        for synonym in _SYNONYMS.get(name, ()) if op.kind == "function" else ():
+            other = _insert(root, f"{parent}.{synonym}" if parent else synonym)
+            other.targets = (op.path,)
+    return root
+
+
+def _paths(node: _Node, prefix: str) -> Iterable[str]:
+    for name, child in node.children.items():
+        path = f"{prefix}.{name}" if prefix else name
+        if child.targets is not None:
+            yield path
+        yield from _paths(child, path)

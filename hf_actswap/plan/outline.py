@@ -1,0 +1,246 @@
+"""The outline of a model: its decoder layers and the ops in them, by name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from ..errors import PlanError, Problem
+from .families import ATTENTION_MODULES
+from .opnames import ATTENTION_CORE
+from .record import LAYER_INPUT, Call, LayerRecord, OpKey, record_forward
+
+logger = logging.getLogger(__name__)
+
+OUTPUT = "output"
+"""Op path of the hidden state that a layer hands on."""
+
+OpKind = Literal["module", "activation", "function"]
+
+
+@dataclass(frozen=True)
+class Op:
+    """A named op of a layer.
+
+    Args:
+        path: inside the layer, e.g. ``mlp.gate_proj`` or ``mlp.mul``.
+        kind: ``module``; ``activation`` (a module without weights or submodules: its functions are the
+            op); ``function``.
+    """
+
+    path: str
+    kind: OpKind
+
+
+@dataclass(frozen=True)
+class LayerOutline:
+    """One decoder layer.
+
+    Args:
+        index: from 0, in the model given.
+        module_path: inside the model given, e.g. ``model.layers.0``.
+        class_name: of the layer's module.
+        ops: modules first, then functions, each in order of definition or call.
+        calls: the recorded data flow; empty if it is not known.
+        output_of: the op that produces the hidden state handed on, if known.
+    """
+
+    index: int
+    module_path: str
+    class_name: str
+    ops: tuple[Op, ...]
+    calls: tuple[Call, ...] = ()
+    output_of: OpKey | None = None
+
+    @property
+    def attention_paths(self) -> frozenset[str]:
+        """Paths of the layer's attention modules."""
+        return frozenset(op.path for op in self.ops if op.path in ATTENTION_MODULES)
+
+    def inputs_of(self, op_path: str) -> tuple[OpKey, ...]:
+        """Return the producers, outside ``op_path``, of what the ops at or below it read.
+
+        ``("input", 0)`` is the layer's incoming hidden state.
+        """
+        found: list[OpKey] = []
+        for call in self.calls:
+            if is_below(call.key[0], op_path):
+                found += [key for key in call.inputs if not is_below(key[0], op_path) and key not in found]
+        if not op_path and LAYER_INPUT not in found:
+            found.append(LAYER_INPUT)
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The layers of a model, and what stands around them.
+
+    Args:
+        family: ``config.model_type``; empty if the model has none.
+        layers: the decoder layers.
+        embedding, final_norm, head: module paths, or ``None`` where none was found.
+        functions_known: whether functional ops were recorded; if not, only module paths (and the attention
+            core) can be named.
+        why_not: why they are not known.
+    """
+
+    family: str
+    layers: tuple[LayerOutline, ...]
+    embedding: str | None = None
+    final_norm: str | None = None
+    head: str | None = None
+    functions_known: bool = True
+    why_not: str = ""
+
+
+def is_below(path: str, ancestor: str) -> bool:
+    """Whether ``path`` is ``ancestor`` or inside it; everything is inside ``""``."""
+    return not ancestor or path == ancestor or path.startswith(ancestor + ".")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside DistributedDataParallel and other one-module wrappers.
+
+    Wrappers are recognised by what they are (a single child called ``module`` or ``_orig_mod`` and no
+    weights of their own), so that this floor needs none of their classes.
+    """
+    while True:
+        children = dict(model.named_children())
+        inner = children.get("module") or children.get("_orig_mod")
+        if inner is None or len(children) != 1:
+            return model
+        model = inner
+
+
+def outline(model: nn.Module) -> Outline:
+    """Name the decoder layers and ops of a Hugging Face decoder.
+
+    Modules are read off the model; functional ops (``mlp.mul``, ``self_attn.flash_attention``) come from one
+    forward on fake tensors. A model that cannot run on fake tensors still has its module paths.
+
+    Args:
+        model: a causal language model, bare or wrapped (DDP, PEFT).
+
+    Raises:
+        PlanError: no list of decoder layers was found.
+    """
+    root = unwrapped(model)
+    path, container = _layer_list(root)
+    layers = list(container)
+    attention = [
+        frozenset(name for name, _ in layer.named_children() if name in ATTENTION_MODULES) for layer in layers
+    ]
+    known, why_not = True, ""
+    try:
+        records = record_forward(root, layers, attention)
+    except Exception as error:  # the model's own code runs: it may raise anything
+        known, why_not = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        logger.debug("no recording on fake tensors", exc_info=True)
+        records = [LayerRecord() for _ in layers]
+    embedding, final_norm, head = _surroundings(root, path)
+    return Outline(
+        family=str(getattr(getattr(root, "config", None), "model_type", "") or ""),
+        layers=tuple(
+            _layer_outline(index, f"{path}.{name}", layer, record)
+            for index, ((name, layer), record) in enumerate(
+                zip(container.named_children(), records, strict=True)
+            )
+        ),
+        embedding=embedding,
+        final_norm=final_norm,
+        head=head,
+        functions_known=known,
+        why_not=why_not,
+    )
+
+
+def _layer_outline(index: int, path: str, layer: nn.Module, record: LayerRecord) -> LayerOutline:
+    modules = [Op(name, _kind(module)) for name, module in layer.named_modules() if name]
+    functions: dict[str, Op] = {}
+    module_paths = {op.path for op in modules}
+    for call in record.calls:
+        if call.key[0] not in module_paths:
+            functions.setdefault(call.key[0], Op(call.key[0], "function"))
+    for op in modules:  # known by design even where the recording failed
+        if op.path in ATTENTION_MODULES:
+            core = f"{op.path}.{ATTENTION_CORE}"
+            functions.setdefault(core, Op(core, "function"))
+    return LayerOutline(
+        index=index,
+        module_path=path,
+        class_name=type(layer).__name__,
+        ops=(*modules, *functions.values()),
+        calls=tuple(record.calls),
+        output_of=record.output,
+    )
+
+
+def _kind(module: nn.Module) -> OpKind:
+    bare = next(module.children(), None) is None and next(module.parameters(recurse=False), None) is None
+    return "activation" if bare and next(module.buffers(recurse=False), None) is None else "module"
+
+
+def _layer_list(root: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Find the decoder layers: the longest list of modules that hold an attention module."""
+    best: tuple[str, nn.ModuleList] | None = None
+    for path, module in root.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) <= (len(best[1]) if best else 0):
+            continue
+        if all(_has_attention(layer) for layer in module):
+            best = (path, module)
+    if best is None:
+        raise PlanError(
+            [
+                Problem(
+                    "model",
+                    f"a decoder: a list of layers with an attention module ({', '.join(ATTENTION_MODULES)})",
+                    type(root).__name__,
+                    "Pass the causal language model itself.",
+                )
+            ]
+        )
+    return best
+
+
+def _has_attention(layer: nn.Module) -> bool:
+    return any(name in ATTENTION_MODULES for name, _ in layer.named_children())
+
+
+def _surroundings(root: nn.Module, layers_path: str) -> tuple[str | None, str | None, str | None]:
+    """Find the embedding, the norm after the last layer, and the head."""
+    names = {id(module): path for path, module in root.named_modules()}
+    embedding = head = final_norm = None
+    for getter, kind in (("get_input_embeddings", "embedding"), ("get_output_embeddings", "head")):
+        method = getattr(root, getter, None)
+        module = _quietly(method) if method is not None else None
+        if kind == "embedding":
+            embedding = names.get(id(module))
+        else:
+            head = names.get(id(module)) if module is not None else None
+    parent = root.get_submodule(layers_path.rpartition(".")[0])
+    for name, module in _after(parent, layers_path.rpartition(".")[2]):
+        if "norm" in name.lower() or "norm" in type(module).__name__.lower():
+            final_norm = names[id(module)]
+            break
+    return embedding, final_norm, head
+
+
+def _quietly(method: object) -> nn.Module | None:
+    """Call a model's getter that may not be implemented for its architecture."""
+    try:
+        return method()  # type: ignore[operator]
+    except (NotImplementedError, AttributeError):
+        return None
+
+
+def _after(parent: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """The children of ``parent`` behind the child ``name``."""
+    seen = False
+    for child, module in parent.named_children():
+        if seen:
+            yield child, module
+        seen = seen or child == name

@@ -1,0 +1,211 @@
+"""One forward on fake tensors: which functions a model's layers call, and which feeds which.
+
+No memory is touched and nothing is computed: weights become fake on the fly. What is recorded is the data
+flow between ops by storage, so views and reshapes are looked through: a tensor belongs to the op that
+produced its storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from .families import EXPERTS_MODULE
+from .opnames import OpStack, function_name
+
+OpKey = tuple[str, int]
+"""Op path inside the layer and ordinal of the call."""
+
+LAYER_INPUT: OpKey = ("input", 0)
+"""Stands for the hidden state that a layer receives."""
+
+_RECORDED_LENGTH = 8
+
+
+@dataclass(frozen=True)
+class Call:
+    """One function call inside a layer: what it is, and whose outputs it reads."""
+
+    key: OpKey
+    inputs: tuple[OpKey, ...]
+
+
+@dataclass
+class LayerRecord:
+    """The calls of one layer in order, and who produced the hidden state that it hands on."""
+
+    calls: list[Call] = field(default_factory=list)
+    output: OpKey | None = None
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Return the identity of a tensor's storage, or ``None`` if it has none.
+
+    The number is the address of the storage object: it is unique while a `StorageWeakRef` of it is held.
+    """
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def record_forward(
+    model: nn.Module, layers: Sequence[nn.Module], attention: Sequence[frozenset[str]]
+) -> list[LayerRecord]:
+    """Run ``model`` once on fake token ids and record its layers.
+
+    Args:
+        model: takes ``input_ids`` of shape (batch, sequence).
+        layers: its decoder layers in order.
+        attention: for each layer, the paths of its attention modules.
+
+    Returns:
+        One record per layer.
+
+    Raises:
+        Exception: whatever the model raises on fake tensors (data-dependent control flow, custom kernels).
+    """
+    recorder = _Recorder(layers, attention)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    handles = recorder.install()
+    try:
+        with torch.no_grad(), fake, recorder.expert_stand_ins():
+            device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+            ids = torch.zeros((1, _RECORDED_LENGTH), dtype=torch.long, device=device)
+            with recorder:
+                model(input_ids=ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return recorder.records
+
+
+class _Recorder(TorchFunctionMode):
+    """Sees every function; between a layer's start and its end it writes the call down."""
+
+    def __init__(self, layers: Sequence[nn.Module], attention: Sequence[frozenset[str]]) -> None:
+        super().__init__()
+        self.records = [LayerRecord() for _ in layers]
+        self._layers = layers
+        self._attention = attention
+        self._record: LayerRecord | None = None
+        self._stack = OpStack(frozenset())
+        self._owners: dict[int, tuple[StorageWeakRef, OpKey]] = {}
+
+    def install(self) -> list[Any]:
+        handles: list[Any] = []
+        for index, layer in enumerate(self._layers):
+            handles.append(layer.register_forward_pre_hook(self._starter(index), with_kwargs=True))
+            handles.append(layer.register_forward_hook(self._finish))
+            for path, module in layer.named_modules():
+                if path:
+                    handles.append(module.register_forward_pre_hook(self._enterer(path)))
+                    handles.append(module.register_forward_hook(self._leaver(path)))
+        return handles
+
+    def _starter(self, index: int) -> Callable[..., None]:
+        def start(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._record = self.records[index]
+            self._stack = OpStack(self._attention[index])
+            self._owners.clear()
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            self._own(hidden, LAYER_INPUT)
+
+        return start
+
+    def _finish(self, _layer: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        key = storage_key(hidden) if isinstance(hidden, torch.Tensor) else None
+        if self._record is not None and key in self._owners:
+            self._record.output = self._owners[key][1]
+        self._record = None
+
+    def _enterer(self, path: str) -> Callable[..., None]:
+        return lambda *_: self._stack.enter(path)
+
+    def _leaver(self, path: str) -> Callable[..., None]:
+        return lambda *_: self._stack.leave(path)
+
+    @contextmanager
+    def expert_stand_ins(self) -> Iterator[None]:
+        """Replace the forward of routed experts while recording.
+
+        Which expert gets which token depends on data, so that fake tensors cannot run them. What they call
+        around their grouped products is the gated activation; the stand-in calls it on tensors that belong
+        to the experts module as a whole.
+        """
+        changed: list[nn.Module] = []
+        try:
+            for layer in self._layers:
+                for path, module in layer.named_modules():
+                    if path.rpartition(".")[2] == EXPERTS_MODULE and "forward" not in vars(module):
+                        module.forward = self._stand_in(path, getattr(module, "act_fn", None))
+                        changed.append(module)
+            yield
+        finally:
+            for module in changed:
+                del module.forward
+
+    def _stand_in(self, path: str, activation: nn.Module | None) -> Callable[..., torch.Tensor]:
+        def fresh(like: torch.Tensor) -> torch.Tensor:
+            with torch._C.DisableTorchFunction():
+                tensor = torch.empty_like(like)
+            self._own(tensor, (path, 0))
+            return tensor
+
+        def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if self._record is not None:
+                key = storage_key(hidden)
+                owner = self._owners.get(key) if key is not None else None
+                self._record.calls.append(Call((path, 0), (owner[1],) if owner else ()))
+            if activation is not None:
+                _ = activation(fresh(hidden)) * fresh(hidden)
+            return fresh(hidden)
+
+        return forward
+
+    def _own(self, value: Any, op: OpKey) -> None:
+        for tensor in tree_leaves(value):
+            key = storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
+            if key is not None and key not in self._owners:
+                self._owners[key] = (StorageWeakRef(tensor.untyped_storage()), op)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        record, name = self._record, function_name(func)
+        if record is None or name is None:
+            return func(*args, **kwargs)
+        op = self._stack.begin(name)
+        result = func(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if not outputs:
+            return result
+        inputs: list[OpKey] = []
+        keys = set()
+        for leaf in tree_leaves((args, dict(kwargs))):
+            key = storage_key(leaf) if isinstance(leaf, torch.Tensor) else None
+            if key is not None:
+                keys.add(key)
+                if key in self._owners and self._owners[key][1] not in inputs:
+                    inputs.append(self._owners[key][1])
+        if all(storage_key(output) in keys for output in outputs):
+            return result  # a view, or in place: no storage of its own, so it is looked through
+        self._stack.count(op[0])
+        record.calls.append(Call(op, tuple(inputs)))
+        self._own(outputs, op)
+        return result

@@ -1,0 +1,204 @@
+"""From a configuration and a model's outline to a plan.
+
+Wishes are painted in the reference's order (layer swap, op swap, selective recompute, full recompute,
+exclude), then the coupling rules run (`rules`). Everything that changes a wish becomes an override;
+everything that cannot be meant becomes a `Problem`, and all problems are raised together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config.schema import ActSwapConfig, LayerSwapRule, OpSwapRule
+from ..errors import PlanError, Problem
+from .actions import MemoryPlan
+from .families import DEFAULT_COMM_PATTERNS, DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
+from .layer_tables import (
+    layers_from_counts,
+    layers_from_indices,
+    normalise_counts,
+    normalise_indices,
+    normalise_selection,
+)
+from .layout import PipelineLayout, build_layout
+from .outline import Outline
+from .reference_log import conflict_warnings, formative_lines
+from .rules import EXCLUDE_BEATS_ALL
+from .wishes import Painter, same_ops
+from .without_effect import unbuilt_wishes, wishes_without_effect
+
+_DEFAULT_MIN_TENSOR_BYTES = 1024
+"""As in torchtune and TRL (``min_offload_size``)."""
+
+_SELECTIONS: dict[str, tuple[str, ...]] = {
+    "select_recompute": DEFAULT_SELECT_PATTERNS,
+    "select_comm_recompute": DEFAULT_COMM_PATTERNS,
+    "select_recompute_exclude": (),
+    "select_comm_recompute_exclude": (),
+}
+
+
+def resolve_plan(config: ActSwapConfig, outline: Outline, stage: int | None = None) -> MemoryPlan:
+    """Decide what happens to each op of each layer.
+
+    Args:
+        config: from `load_config`.
+        outline: from `outline`, of the model that will train.
+        stage: pipeline stage whose layers the model holds; ``None``: the model holds all of them, whatever
+            the configured pipeline, and the tables apply by global layer index. Layers in the plan's rows
+            are the model's own, in its log lines global.
+
+    Raises:
+        PlanError: with every problem: a path that names no op, a layer that does not exist, a layout that
+            does not add up, a layer count that is not the model's.
+    """
+    return _Resolution(config, outline, stage).plan()
+
+
+class _Resolution:
+    """One resolution: collects problems and overrides while the fates are painted."""
+
+    def __init__(self, config: ActSwapConfig, outline: Outline, stage: int | None) -> None:
+        self._config = config
+        self._outline = outline
+        self._swap = config.swap_config.swap
+        self._problems: list[Problem] = []
+        self._layout_failed = False
+        self._layout, self._local = self._place(stage)
+        self._painter = Painter(outline, self._local, self._layout.num_layers, self._swap)
+
+    def plan(self) -> MemoryPlan:
+        recompute, full = self._full_layers()
+        selections = {key: self._selection(key, patterns) for key, patterns in _SELECTIONS.items()}
+        layer_swap, op_swap = self._swap_rules()
+        painter = self._painter
+        swapped_layers = painter.paint_layer_swap(layer_swap or ())
+        swapped_ops = painter.paint_op_swap(op_swap or ())
+        excluded = self._drop_excluded_patterns(selections)
+        painter.paint_select(selections["select_recompute"], full)
+        painter.note_comm(selections["select_comm_recompute"], "select_comm", full)
+        painter.paint_full(full)
+        painter.paint_exclude(selections["select_recompute_exclude"], excluded)
+        painter.note_comm(selections["select_comm_recompute_exclude"], "comm_exclude", ())
+        painter.keep_inputs()
+        problems = self._problems + painter.problems
+        if problems:
+            raise PlanError(problems, self._config.source)
+        tables = {
+            key: {pattern: form for pattern, (form, _) in table.items()} for key, table in selections.items()
+        }
+        everywhere = self._config.recompute_config.recompute is True
+        lines = formative_lines(recompute, tables, layer_swap, op_swap, self._swap)
+        for layer in self._local:
+            lines += painter.requests[layer].lines(layer, self._swap, everywhere)
+        warnings = (
+            conflict_warnings(self._config, self._layout.num_layers, full, swapped_layers, swapped_ops)
+            if self._swap
+            else []
+        )
+        min_tensor, host_memory = self._config.memory.min_tensor_mib, self._config.memory.host_memory_gib
+        return MemoryPlan(
+            rows=tuple(row for layer, own in self._local.items() for row in painter.fates[layer].rows(own)),
+            num_layers=len(self._outline.layers),
+            family=self._outline.family,
+            overrides=(*painter.collected_overrides(), *wishes_without_effect(self._config)),
+            min_tensor_bytes=_DEFAULT_MIN_TENSOR_BYTES if min_tensor is None else round(min_tensor * 2**20),
+            host_memory_bytes=None if host_memory is None else round(host_memory * 2**30),
+            lines=tuple(lines),
+            warnings=tuple(warnings),
+            unbuilt=unbuilt_wishes(self._config),
+        )
+
+    def _place(self, stage: int | None) -> tuple[PipelineLayout, dict[int, int]]:
+        """Return the layout and global layer -> layer of the model given."""
+        own = len(self._outline.layers)
+        declared = self._config.num_layers
+        parallel = self._config.parallel_config
+        total = own if stage is None else declared
+        if total is None:
+            expected = "the layer count of the whole model, since the model given holds one stage"
+            raise PlanError(
+                [Problem("model.model_config.num_layers", expected, "nothing")], self._config.source
+            )
+        if stage is None and declared is not None and declared != own:
+            found = f"{declared}, and the model has {own} layers"
+            hint = "Change it or remove it; it is only a check."
+            self._problems.append(Problem("model.model_config.num_layers", f"{own}", found, hint))
+        layout, problems = build_layout(total, parallel)
+        self._problems += problems
+        if layout is None:
+            if stage is not None:
+                raise PlanError(self._problems, self._config.source)
+            layout = PipelineLayout(((total,),))  # only to find what else is wrong
+            self._layout_failed = True
+        if stage is None:
+            return layout, {layer: layer for layer in range(total)}
+        if not 0 <= stage < layout.pp:
+            raise PlanError([Problem("stage", f"0 to {layout.pp - 1}", str(stage))], self._config.source)
+        layers = layout.layers_of(stage)
+        if len(layers) != own:
+            found = f"{own} layers in the model given"
+            self._problems.append(Problem("stage", f"{len(layers)} layers on stage {stage}", found))
+            raise PlanError(self._problems, self._config.source)
+        return layout, {layer: index for index, layer in enumerate(layers)}
+
+    def _full_layers(self) -> tuple[object, tuple[int, ...]]:
+        """Return the normal form of ``recompute`` and the layers recomputed whole."""
+        where, value = "recompute_config.recompute", self._config.recompute_config.recompute
+        if self._swap:
+            indices, problems = normalise_indices(value, self._layout.num_layers, where)
+            self._problems += problems
+            return indices, () if problems else layers_from_indices(indices, self._layout.num_layers)
+        if self._layout_failed:
+            return value, ()
+        table, problems = normalise_counts(value, self._layout, where)
+        self._problems += problems
+        return table, () if problems else layers_from_counts(table, self._layout)
+
+    def _selection(self, key: str, defaults: tuple[str, ...]) -> dict[str, tuple[object, tuple[int, ...]]]:
+        """Return pattern -> (normal form, layers) of a selective key."""
+        where = f"recompute_config.{key}"
+        value = getattr(self._config.recompute_config, key)
+        if self._layout_failed and not self._swap:
+            return {}
+        forms, problems = normalise_selection(value, self._layout, defaults, swap=self._swap, where=where)
+        self._problems += problems
+        if problems:
+            return {}
+        to_layers = self._layers_of_indices if self._swap else self._layers_of_table
+        return {pattern: (form, to_layers(form)) for pattern, form in forms.items()}
+
+    def _layers_of_indices(self, indices: Any) -> tuple[int, ...]:
+        return layers_from_indices(indices, self._layout.num_layers)
+
+    def _layers_of_table(self, table: Any) -> tuple[int, ...]:
+        return layers_from_counts(table, self._layout)
+
+    def _swap_rules(self) -> tuple[tuple[LayerSwapRule, ...] | None, tuple[OpSwapRule, ...] | None]:
+        """Return the rules in force: the default strategy where neither list is given."""
+        swap = self._config.swap_config
+        if not swap.swap:
+            return None, None
+        if swap.layer_swap is None and swap.op_swap is None:
+            return None, (OpSwapRule(DEFAULT_SWAP_PATTERN, swap.default_prefetch, True),)
+        return swap.layer_swap, swap.op_swap
+
+    def _drop_excluded_patterns(
+        self, selections: dict[str, dict[str, tuple[object, tuple[int, ...]]]]
+    ) -> set[str]:
+        """Drop the patterns that an exclude pattern matches level by level, for all layers."""
+        dropped = set()
+        for key in ("select_recompute", "select_comm_recompute"):
+            excludes = selections[f"{key}_exclude"]
+            for pattern in list(selections[key]):
+                conflict = next((item for item in excludes if same_ops(pattern, item)), None)
+                if conflict is not None:
+                    layers = selections[key].pop(pattern)[1]
+                    dropped.add(conflict)
+                    by = f"{key}_exclude names {conflict!r}, and a pattern is dropped whole"
+                    reason = f"{EXCLUDE_BEATS_ALL}; {by}"
+                    for layer in layers:
+                        self._painter.override(
+                            f"recompute_config.{key}", pattern, "recompute", "keep", reason, layer
+                        )
+        return dropped

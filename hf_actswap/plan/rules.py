@@ -1,0 +1,142 @@
+"""Fates of the ops of one layer, and the rules by which wishes give way to each other.
+
+`LayerFates` is a tree of op paths; a wish paints a subtree, later wishes paint over earlier ones, and the
+coupling rules are the methods that paint last. Each quotes its source.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .actions import Fate, PlanRow, Scope, Windows
+from .outline import OUTPUT, LayerOutline, is_below
+from .record import LAYER_INPUT, OpKey
+
+RECOMPUTE_BEATS_SWAP = (
+    "recomputation takes effect and swap does not where both are enabled (MindFormers, coupling rule 1)"
+)
+OUTPUT_FEEDS_RECOMPUTE = (
+    "its output is used by an op with recomputation enabled, so it stays on the device "
+    "(MindFormers, coupling rule 2)"
+)
+FULL_BEATS_SELECTIVE = (
+    "full recomputation takes effect where both are configured (MindFormers, Memory Optimization)"
+)
+EXCLUDE_BEATS_ALL = "exclude keys have the highest priority (MindFormers 1.5, LayerSetting)"
+NO_COUNTERPART = "the reference has this op and these layers have no counterpart, no effect"
+
+
+@dataclass(frozen=True)
+class Painted:
+    """What a node carries: a fate, its windows, and for a recompute the path that is rebuilt as one."""
+
+    fate: Fate = "keep"
+    windows: Windows | None = None
+    root: str | None = None
+
+
+KEEP = Painted()
+
+
+class LayerFates:
+    """Mutable while a plan is being resolved, for one layer.
+
+    Args:
+        layer: outline of the layer.
+    """
+
+    def __init__(self, layer: LayerOutline) -> None:
+        self.layer = layer
+        self.recompute_roots: list[str] = []
+        self._nodes: dict[str, Painted] = {"": KEEP}
+        self._nodes.update({op.path: KEEP for op in layer.ops})
+        self._nodes[OUTPUT] = KEEP
+        self._exact: dict[OpKey, Painted] = {}
+        self._kinds = {op.path: op.kind for op in layer.ops}
+
+    def __getitem__(self, path: str) -> Painted:
+        return self._nodes[path]
+
+    def swap(self, path: str, windows: Windows) -> None:
+        """Swap everything at or below ``path``."""
+        self._paint(path, lambda _: Painted("swap", windows))
+
+    def recompute(self, path: str) -> list[str]:
+        """Recompute ``path`` as one; return the op paths below it whose swap gives way (rule 1).
+
+        A module without weights (an activation) is its functions: keeping its output would save nothing.
+        """
+        if self._kinds.get(path) == "activation":
+            functions = [node for node in self._nodes if node.rpartition(".")[0] == path]
+            if functions:
+                return [lost for function in functions for lost in self.recompute(function)]
+        if any(is_below(path, root) for root in self.recompute_roots):
+            return []  # already inside a recomputed module
+        lost = [
+            node
+            for node, painted in self._nodes.items()
+            if painted.fate == "swap" and self._is_below(node, path)
+        ]
+        self._paint(path, lambda _: Painted("recompute", root=path))
+        self._nodes[OUTPUT] = KEEP if self._is_below(OUTPUT, path) else self._nodes[OUTPUT]
+        self.recompute_roots = [root for root in self.recompute_roots if not is_below(root, path)] + [path]
+        return lost
+
+    def exclude(self, path: str) -> bool:
+        """Take ``path`` out of recomputation; return whether anything was recomputed there."""
+        hit = False
+        for node, painted in list(self._nodes.items()):
+            if self._is_below(node, path) and painted.fate == "recompute":
+                self._nodes[node] = KEEP
+                hit = True
+        self.recompute_roots = [root for root in self.recompute_roots if not is_below(root, path)]
+        return hit
+
+    def keep_inputs_of_recompute(self) -> tuple[list[OpKey], bool]:
+        """Rule 2: keep what recomputed ops read.
+
+        Returns:
+            The ops of this layer whose swap gives way, and whether the incoming hidden state is read.
+        """
+        kept: list[OpKey] = []
+        reads_input = False
+        for root in self.recompute_roots:
+            for key in self.layer.inputs_of(root):
+                if key == LAYER_INPUT:
+                    reads_input = True
+                elif self._nodes.get(key[0], KEEP).fate == "swap" and key not in self._exact:
+                    self._exact[key] = KEEP
+                    kept.append(key)
+        return kept, reads_input
+
+    def keep_output(self) -> bool:
+        """Rule 2 across layers: the next one rebuilds from this output. Return whether it was swapped."""
+        swapped = self._nodes[OUTPUT].fate == "swap"
+        if swapped:
+            self._nodes[OUTPUT] = KEEP
+        return swapped
+
+    def rows(self, scope: Scope) -> list[PlanRow]:
+        """Return the fewest rows that say the same: one for each node that differs from the row above it."""
+        rows = []
+        effective: dict[str, Painted] = {}
+        for path in sorted(self._nodes, key=lambda node: (bool(node), node.count("."))):
+            painted = self._nodes[path]
+            above = effective[path.rpartition(".")[0]] if path else KEEP
+            effective[path] = painted
+            if painted != above:
+                rows.append(PlanRow(scope, path, painted.fate, windows=painted.windows))
+        exact = self._exact.items()
+        return rows + [PlanRow(scope, path, painted.fate, ordinal) for (path, ordinal), painted in exact]
+
+    def _paint(self, path: str, new: Callable[[str], Painted]) -> None:
+        for node in self._nodes:
+            if self._is_below(node, path):
+                self._nodes[node] = new(node)
+
+    def _is_below(self, node: str, path: str) -> bool:
+        """The hidden state handed on belongs to the op that produces it, if that is known."""
+        if node == OUTPUT and path and self.layer.output_of:
+            return is_below(self.layer.output_of[0], path)
+        return is_below(node, path)

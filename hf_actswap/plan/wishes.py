@@ -1,0 +1,250 @@
+"""Paints what the user wrote onto the layers of a model, and records what gives way to what.
+
+The painter meets the wishes in the reference's order; each method takes one key of the configuration in its
+normal form, paints the fates, and notes what the reference would log.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from ..config.op_path import split_op_path
+from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch
+from ..errors import Problem, nearest
+from .actions import Override, Windows
+from .match import LayerNames, Match
+from .outline import Outline
+from .reference_log import LayerRequests
+from .rules import (
+    EXCLUDE_BEATS_ALL,
+    FULL_BEATS_SELECTIVE,
+    NO_COUNTERPART,
+    OUTPUT_FEEDS_RECOMPUTE,
+    RECOMPUTE_BEATS_SWAP,
+    LayerFates,
+)
+
+Selection = Mapping[str, tuple[object, tuple[int, ...]]]
+"""Op path as written -> (normal form, global layers that it concerns)."""
+
+
+class Painter:
+    """Fates and requests of the layers that a model holds.
+
+    Args:
+        outline: of the model.
+        local: global layer -> layer of the model.
+        num_layers: of the whole model.
+        swap: whether ``swap_config.swap`` is on.
+
+    Attributes:
+        fates, requests: by global layer.
+        problems: paths that name nothing, layers that do not exist.
+    """
+
+    def __init__(self, outline: Outline, local: Mapping[int, int], num_layers: int, swap: bool) -> None:
+        self._outline, self._local, self._num_layers, self._swap = outline, local, num_layers, swap
+        self._names = _NamesByLayer(outline)
+        self._overrides: dict[tuple[str, str, str, str, str], list[int]] = {}
+        self.problems: list[Problem] = []
+        self.fates = {layer: LayerFates(outline.layers[own]) for layer, own in local.items()}
+        self.requests = {layer: LayerRequests() for layer in local}
+
+    def paint_layer_swap(self, rules: Iterable[LayerSwapRule]) -> dict[int, Prefetch]:
+        chosen: dict[int, Prefetch] = {}
+        for index, rule in enumerate(rules):
+            where = f"swap_config.layer_swap[{index}]"
+            for layer in self._layers(rule.layers, f"{where}.layers"):
+                if layer in chosen:
+                    self._lose_to_first(where, "", layer, rule.backward_prefetch, chosen[layer])
+                    continue
+                chosen[layer] = rule.backward_prefetch
+                if layer in self.fates:
+                    self.fates[layer].swap("", self._windows(where, "", layer, rule.backward_prefetch))
+                    self.requests[layer].layer_swap = rule.backward_prefetch
+        return chosen
+
+    def paint_op_swap(self, rules: Iterable[OpSwapRule]) -> dict[str, list[int]]:
+        """Paint op rules name by name, in order of first appearance; the first entry naming a layer wins."""
+        groups: dict[str, list[tuple[int, OpSwapRule]]] = {}
+        for index, rule in enumerate(rules):
+            groups.setdefault(rule.op_name, []).append((index, rule))
+        named: dict[str, list[int]] = {}
+        for op_name, group in groups.items():
+            chosen: dict[int, tuple[str, Prefetch]] = {}
+            for index, rule in group:
+                where = f"swap_config.op_swap[{index}]"
+                for layer in self._layers(rule.layers, f"{where}.layers"):
+                    if layer in chosen:
+                        self._lose_to_first(where, op_name, layer, rule.backward_prefetch, chosen[layer][1])
+                    else:
+                        chosen[layer] = (where, rule.backward_prefetch)
+            named[op_name] = sorted(chosen)
+            where = f"swap_config.op_swap[{group[0][0]}].op_name"
+            for layer, matches in self._matches(op_name, chosen, where):
+                rule_where, prefetch = chosen[layer]
+                windows = self._windows(rule_where, op_name, layer, prefetch)
+                for match in matches:
+                    for target in match.targets:
+                        self.fates[layer].swap(target, windows)
+                    if match.logged:
+                        self.requests[layer].op_swap.append((match.name, prefetch))
+        return named
+
+    def paint_select(
+        self, table: Mapping[str, tuple[object, tuple[int, ...]]], full: tuple[int, ...]
+    ) -> None:
+        where = "recompute_config.select_recompute"
+        for pattern, (_, layers) in table.items():
+            for layer in layers:
+                if layer in full:
+                    self.override(
+                        where, pattern, "selective recompute", "full recompute", FULL_BEATS_SELECTIVE, layer
+                    )
+            wanted = [layer for layer in layers if layer not in full]
+            for layer, matches in self._matches(pattern, wanted, where):
+                for match in matches:
+                    if match.logged:
+                        self.requests[layer].select.append(match.bare_name)
+                    for target in match.targets:
+                        for lost in self.fates[layer].recompute(target):
+                            self.override(where, lost, "swap", "recompute", RECOMPUTE_BEATS_SWAP, layer)
+
+    def paint_full(self, full: tuple[int, ...]) -> None:
+        where = "recompute_config.recompute"
+        for layer in full:
+            if layer not in self.fates:
+                continue
+            self.requests[layer].full = True
+            lost = self.fates[layer].recompute("")
+            if lost:
+                name = "" if "" in lost else ", ".join(path for path in lost if "." not in path) or lost[0]
+                self.override(where, name, "swap", "recompute", RECOMPUTE_BEATS_SWAP, layer)
+
+    def paint_exclude(self, table: Mapping[str, tuple[object, tuple[int, ...]]], used: set[str]) -> None:
+        where = "recompute_config.select_recompute_exclude"
+        for pattern, (_, layers) in table.items():
+            effective = pattern in used
+            for layer, matches in self._matches(pattern, layers, where):
+                for match in matches:
+                    if match.logged and not self._swap:
+                        self.requests[layer].select_exclude.append(match.bare_name)
+                    for target in match.targets:
+                        if self.fates[layer].exclude(target):
+                            effective = True
+                            self.override(where, pattern, "recompute", "keep", EXCLUDE_BEATS_ALL, layer)
+            if not effective:
+                self.override(
+                    where, pattern, "exclude", "no effect", "nothing that it names is recomputed", None
+                )
+
+    def note_comm(
+        self, table: Mapping[str, tuple[object, tuple[int, ...]]], into: str, full: tuple[int, ...]
+    ) -> None:
+        """Communication keys: names are checked and logged; what they do is in `without_effect`."""
+        key = "select_comm_recompute" if into == "select_comm" else "select_comm_recompute_exclude"
+        for pattern, (_, layers) in table.items():
+            wanted = [layer for layer in layers if layer not in full]
+            for layer, matches in self._matches(pattern, wanted, f"recompute_config.{key}"):
+                names = [match.bare_name for match in matches if not match.is_module]
+                if into == "select_comm" or not self._swap:
+                    getattr(self.requests[layer], into).extend(names)
+
+    def keep_inputs(self) -> None:
+        where = "swap_config"
+        for layer, fates in self.fates.items():
+            kept, reads_input = fates.keep_inputs_of_recompute()
+            for path, _ in kept:
+                self.override(where, path, "swap", "keep", OUTPUT_FEEDS_RECOMPUTE, layer)
+            before = self.fates.get(layer - 1)
+            if reads_input and before is not None and before.keep_output():
+                self.override(where, "output", "swap", "keep", OUTPUT_FEEDS_RECOMPUTE, layer - 1)
+
+    def _matches(self, op_path: str, layers: Iterable[int], where: str) -> list[tuple[int, list[Match]]]:
+        """Return the ops that a path names, by layer that this model holds; naming none is a problem."""
+        found = []
+        held = [layer for layer in sorted(layers) if layer in self.fates]
+        for layer in held:
+            matches = self._names[self._local[layer]].match(op_path)
+            if matches:
+                found.append((layer, matches))
+                if not any(match.targets for match in matches):
+                    self.override(where, op_path, "a fate", "no effect", NO_COUNTERPART, layer)
+        if held and not found:
+            self.problems.append(self._unknown(op_path, self._local[held[0]], where))
+        return found
+
+    def _unknown(self, op_path: str, own_layer: int, where: str) -> Problem:
+        names = self._names[own_layer].all_names()
+        hint = nearest(op_path.replace("\\.", "."), names)
+        if not hint.startswith("Did"):
+            hint = f"Some that exist: {', '.join(names[:12])}."
+        if not self._outline.functions_known:
+            hint += f" Only module paths are known of this model ({self._outline.why_not})."
+        return Problem(
+            where,
+            f"a path that names an op of {self._outline.layers[own_layer].class_name}",
+            f"{op_path!r}",
+            hint,
+        )
+
+    def _layers(self, layers: bool | tuple[int, ...], where: str) -> list[int]:
+        """Return global indices; those outside the model are a problem."""
+        count = self._num_layers
+        if isinstance(layers, bool):
+            return list(range(count)) if layers else []
+        outside = [layer for layer in layers if layer >= count]
+        if outside:
+            found = ", ".join(map(str, outside))
+            self.problems.append(Problem(where, f"layers from 0 to {count - 1}", found))
+        return [layer for layer in layers if layer < count]
+
+    def _windows(self, where: str, op_path: str, layer: int, prefetch: Prefetch) -> Windows:
+        if prefetch == "auto":
+            reason = "the reference stores Auto as 1 operator ahead, and so do we until windows are measured"
+            self.override(where, op_path, "backward_prefetch auto", "1", reason, layer)
+            return Windows.of_prefetch(1)
+        return Windows.of_prefetch(prefetch)
+
+    def _lose_to_first(self, where: str, op_path: str, layer: int, asked: Prefetch, got: Prefetch) -> None:
+        reason = "the first entry that names a layer wins (MindFormers, LayerSetting)"
+        if asked != got:
+            self.override(where, op_path, f"backward_prefetch {asked}", str(got), reason, layer)
+
+    def override(
+        self, where: str, op_path: str, asked: str, got: str, reason: str, layer: int | None
+    ) -> None:
+        layers = self._overrides.setdefault((where, op_path, asked, got, reason), [])
+        if layer is not None and layer not in layers:
+            layers.append(layer)
+
+    def collected_overrides(self) -> list[Override]:
+        return [
+            Override(where, tuple(sorted(layers)), op_path, asked, got, reason)
+            for (where, op_path, asked, got, reason), layers in self._overrides.items()
+        ]
+
+
+class _NamesByLayer:
+    """Vocabularies per layer; layers with equal ops share one."""
+
+    def __init__(self, outline: Outline) -> None:
+        shared: dict[object, LayerNames] = {}
+        self._names = [
+            shared.setdefault(layer.ops, LayerNames(layer, outline.family)) for layer in outline.layers
+        ]
+
+    def __getitem__(self, layer: int) -> LayerNames:
+        return self._names[layer]
+
+
+def same_ops(pattern: str, other: str) -> bool:
+    """Whether two op paths match level by level, in either direction (MindFormers, LayerSetting)."""
+    one, two = split_op_path(pattern), split_op_path(other)
+    if len(one) != len(two):
+        return False
+    return all(
+        re.fullmatch(a, b) is not None or re.fullmatch(b, a) is not None
+        for a, b in zip(one, two, strict=True)
+    )

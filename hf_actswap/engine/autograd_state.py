@@ -1,0 +1,48 @@
+"""What the engine reads of autograd's private state, all in one place.
+
+Verified on torch 2.11 to 2.13; `tests/engine/test_autograd_state.py` fails loudly if a release changes it.
+
+A node's *number* is its sequence number: autograd counts nodes per thread in order of creation and runs
+them in descending order. A saved tensor is packed while its node is being built, after the node has taken
+its number, so the counter then stands one past it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+_next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+_running_node: Callable[[], Any] = torch._C._current_autograd_node
+
+
+def packing_node_number() -> int:
+    """Return the number of the node whose tensors are being packed (or of the node built last)."""
+    return _next_number() - 1
+
+
+def running_node_number() -> int | None:
+    """Return the number of the node that backward is running on this thread; ``None`` outside backward."""
+    node = _running_node()
+    return None if node is None else int(node._sequence_nr())
+
+
+def pop_leaked_hooks(pack: Callable[..., Any]) -> bool:
+    """Pop the innermost saved-tensor hooks of this thread if they are ours.
+
+    A `KeyboardInterrupt` in a forward skips even ``always_call`` module hooks, so ours may be left behind.
+    """
+    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if top is None or top[0] != pack:
+        return False
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    return True
+
+
+def function_mode_is_innermost(mode: TorchFunctionMode) -> bool:
+    """Whether ``mode`` is the innermost function mode of this thread."""
+    stack = _get_current_function_mode_stack()
+    return bool(stack) and stack[-1] is mode

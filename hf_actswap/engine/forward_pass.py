@@ -1,0 +1,287 @@
+"""One forward of the model: who produced what, and what is done when autograd saves it.
+
+A `ForwardPass` lives from the model's forward start to its end. It keeps an **owner** for each storage
+that it meets: the op that produced it, and from the plan what to do with it. A storage is known by the
+address of its storage object, which cannot be reused while the owner holds a `StorageWeakRef` on it; the
+owners are dropped when the forward ends. What outlives the pass is in the tickets, and the `Backward` that
+they share: the order in which backward prefetches.
+
+Who owns a storage that no visible op produced? While a function runs, that function (its statistics, its
+own output packed before it returns); an argument of the layer, or something the model was called with,
+nobody; else the innermost module (a custom ``autograd.Function``, which no function mode sees).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from ..plan.actions import Scope
+from ..plan.opnames import OpStack
+from ..plan.outline import OUTPUT
+from .autograd_state import packing_node_number, running_node_number
+from .fates import KEEP, Action, FateTable
+from .host_pool import HostPool
+from .recompute import Region, Ticket
+from .schedule import PrefetchOrder, ReleaseQueue, Want
+from .stats import Counters
+from .tickets import KeepTicket, SwapGroup, SwapTicket, View, moved_range
+from .transfer import Transfer
+
+
+@dataclass(slots=True)
+class Owner:
+    """What is known of a storage.
+
+    Args:
+        ref: keeps the storage object's address from being reused.
+        action: what the plan says about its producer.
+        region, position: of a recomputed function whose output this is.
+    """
+
+    ref: StorageWeakRef | None
+    action: Action
+    region: Region | None = None
+    position: int = 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the passes of one applied plan share."""
+
+    fates: FateTable
+    pool: HostPool
+    transfer: Transfer
+    device: torch.device
+    counters: Counters
+    min_tensor_bytes: int
+
+
+class Backward:
+    """The order in which the backward of one forward prefetches; shared by its tickets."""
+
+    def __init__(self) -> None:
+        self._order: PrefetchOrder[weakref.ref[SwapGroup]] | None = None
+
+    def schedule(self, order: PrefetchOrder[weakref.ref[SwapGroup]]) -> None:
+        """The forward has ended; this is what it swapped."""
+        self._order = order if order else None
+
+    def reached(self) -> None:
+        """A node of this graph asks for a saved tensor: start the copies whose time has come."""
+        if self._order is None:
+            return
+        node = running_node_number()
+        if node is not None:
+            for reference in self._order.due(node):
+                group = reference()
+                if group is not None:
+                    group.fetch()
+
+
+class ForwardPass:
+    """See the module's text.
+
+    Args:
+        setting: what the passes of one applied plan share.
+        outside: storages of parameters and buffers, by address, which are never touched.
+    """
+
+    def __init__(self, setting: Setting, outside: Iterable[int]) -> None:
+        self._setting = setting
+        self._fates = setting.fates
+        self._owners: dict[int, Owner] = {key: Owner(None, KEEP) for key in outside}
+        self._groups: dict[int, weakref.ref[SwapGroup]] = {}
+        self._all_groups: list[weakref.ref[SwapGroup]] = []
+        self._releases: ReleaseQueue[weakref.ref[SwapGroup]] = ReleaseQueue()
+        self._hooks: list[int] = []
+        self._backward = Backward()
+        self.scope: Scope | None = None
+        self.stack: OpStack | None = None
+        self.running: Action | None = None
+        self.region: Region | None = None
+        self.packing = False
+
+    def owner(self, tensor: torch.Tensor) -> Owner | None:
+        """The owner of a tensor's storage, if it has been met."""
+        key = _address(tensor)
+        return None if key is None else self._owners.get(key)
+
+    def own(
+        self, tensor: torch.Tensor, action: Action, region: Region | None = None, position: int = 0
+    ) -> None:
+        """Set the owner of a tensor's storage, whether or not it has been met."""
+        key = _address(tensor)
+        if key is None:
+            return
+        known = self._owners.get(key)
+        if known is None:
+            ref = StorageWeakRef(tensor.untyped_storage())
+            self._owners[key] = Owner(ref, action, region, position)
+        elif known.ref is not None:
+            known.action, known.region, known.position = action, region, position
+
+    def own_outside(self, values: Any) -> None:
+        """Whatever among ``values`` has not been met comes from outside the layers and belongs to nobody."""
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, torch.Tensor) and self.owner(leaf) is None:
+                self.own(leaf, KEEP)
+
+    def start_scope(self, scope: Scope, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A decoder layer, or a module around the layers, starts."""
+        if isinstance(scope, int):
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if isinstance(hidden, torch.Tensor) and self.owner(hidden) is None:
+                self.own(hidden, self._fates["embedding", OUTPUT, None])
+            self.own_outside((args, kwargs))
+        self.scope = scope
+
+    def end_scope(self, output: Any) -> None:
+        """It ends; a layer owns the hidden state that it hands on."""
+        scope, self.scope = self.scope, None
+        hidden = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(scope, int) and isinstance(hidden, torch.Tensor):
+            self.own(hidden, self._fates[scope, OUTPUT, None])
+
+    def pack(self, tensor: torch.Tensor) -> Ticket:
+        """Autograd saves ``tensor``: return the ticket that it keeps instead."""
+        node = packing_node_number()
+        self._hooks.append(node)
+        if self._releases:
+            self._release(self._releases.due(node))
+        self.packing = True
+        try:
+            return self._ticket_of_saved(tensor, node)
+        finally:
+            self.packing = False
+
+    def ticket_of_input(self, tensor: torch.Tensor) -> Ticket:
+        """Make the ticket of a tensor that a region reads: its producer's fate holds."""
+        tensor = tensor.detach()
+        owner = self.owner(tensor)
+        return (
+            self._ticket(tensor, owner, packing_node_number())
+            if owner
+            else KeepTicket(tensor, self._backward)
+        )
+
+    def end(self) -> None:
+        """The model's forward ends: release what is left, and plan the backward."""
+        self._release(self._releases.drain())
+        wants = []
+        for reference in self._all_groups:
+            group = reference()
+            if group is not None:
+                wants.append(Want(reference, group.last_use, group.prefetch_ops))
+        self._backward.schedule(PrefetchOrder(self._hooks, wants))
+        self._owners.clear()
+        self._groups.clear()
+
+    def _ticket_of_saved(self, tensor: torch.Tensor, node: int) -> Ticket:
+        key = _address(tensor)
+        if key is None:
+            return KeepTicket(tensor, self._backward)
+        region = self.region
+        if region is not None:
+            region.packs += 1
+            for group in region.input_groups:
+                group.last_use = node
+        owner = self._owners.get(key)
+        if owner is None:
+            owner = self._owners[key] = Owner(
+                StorageWeakRef(tensor.untyped_storage()), self._action_of_unmet()
+            )
+        inside = owner.action.kind == "recompute_inside" or (
+            owner.action.kind == "recompute_function" and owner.region is None
+        )
+        if inside and region is not None:
+            return region.saved(tensor, self._backward)
+        return self._ticket(tensor, owner, node)
+
+    def _action_of_unmet(self) -> Action:
+        if self.running is not None:
+            return self.running
+        if self.scope is None:
+            return KEEP
+        if self.stack is not None:
+            return self._fates[self.scope, *self.stack.unseen()]
+        return self._fates[self.scope, "", None]
+
+    def _ticket(self, tensor: torch.Tensor, owner: Owner, node: int) -> Ticket:
+        if owner.region is not None:
+            return owner.region.output(owner.position, View.of(tensor), self._backward)
+        if owner.action.kind == "swap":
+            return self._swap(tensor, owner.action, node) or KeepTicket(tensor, self._backward)
+        return KeepTicket(tensor, self._backward)
+
+    def _swap(self, tensor: torch.Tensor, action: Action, node: int) -> Ticket | None:
+        reason = self._refusal(tensor)
+        if reason is None:
+            view, key = View.of(tensor), tensor.untyped_storage()._cdata
+            reference = self._groups.get(key)
+            group = reference() if reference else None
+            if group is None or not group.covers(view, tensor._version):
+                group = self._new_group(tensor, view, action, node, again=group is not None)
+            if group is not None:
+                group.last_use = node
+                if self.region is not None and group not in self.region.input_groups:
+                    self.region.input_groups.append(group)
+                return SwapTicket(group, view, self._backward)
+            reason = "host memory cap"
+        self._setting.counters.refused[reason] += tensor.numel() * tensor.element_size()
+        return None
+
+    def _new_group(
+        self, tensor: torch.Tensor, view: View, action: Action, node: int, again: bool
+    ) -> SwapGroup | None:
+        setting = self._setting
+        storage = tensor.untyped_storage()
+        moved = (0, storage.nbytes()) if again else moved_range(view, storage.nbytes())
+        host = setting.pool.take(moved[1] - moved[0])
+        if host is None:
+            return None
+        try:
+            group = SwapGroup(
+                tensor, moved, host, setting.pool, setting.transfer, setting.counters, action.prefetch_ops
+            )
+        except BaseException:
+            setting.pool.give_back(host)
+            raise
+        reference = weakref.ref(group)
+        self._groups[storage._cdata] = reference
+        self._all_groups.append(reference)
+        self._releases.add(reference, node, action.release_ops)
+        return group
+
+    def _refusal(self, tensor: torch.Tensor) -> str | None:
+        """Why a tensor that the plan wants to swap stays, or ``None``."""
+        setting = self._setting
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return f"tensor subclass {type(tensor).__name__}"
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            return "not a plain strided tensor"
+        if tensor.device != setting.device:
+            return f"on {tensor.device.type}, not on the compute device"
+        if tensor.numel() * tensor.element_size() < setting.min_tensor_bytes:
+            return "smaller than min_tensor_mib"
+        return None
+
+    def _release(self, references: Iterable[weakref.ref[SwapGroup]]) -> None:
+        for reference in references:
+            group = reference()
+            if group is not None:
+                group.release()
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """The identity of a tensor's storage; ``None`` for tensors without one (sparse, nested, wrappers)."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None

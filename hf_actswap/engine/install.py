@@ -1,0 +1,286 @@
+"""Puts a plan on a model and takes it off again.
+
+What is installed, and nothing else:
+
+* on the model, a pair of forward hooks: the saved-tensor hooks are pushed before its forward and popped
+  after it, also after an exception (``always_call``);
+* on each decoder layer, and on the embedding, the final norm and the head, a pair that says where we are;
+* on the modules inside layers whose ops are decided one by one, a pair that follows the module path, and
+  the `NamingMode` while the layer runs;
+* on layers that are recomputed whole, ``torch.utils.checkpoint`` around their forward.
+
+Outside a training forward (no grad, evaluation, recomputation in backward) there is no `ForwardPass`, and
+every hook returns at once. A `KeyboardInterrupt` skips even ``always_call`` hooks; what it left behind is
+cleaned up by the next forward and by `AppliedPlan.remove`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PlanError, Problem
+from ..plan.actions import MemoryPlan, Scope
+from ..plan.opnames import OpStack
+from ..plan.outline import LayerOutline, Outline, unwrapped
+from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
+from .fates import KEEP, FateTable
+from .forward_pass import ForwardPass, Setting
+from .host_pool import HostPool
+from .naming_mode import NamingMode
+from .recompute import Region, Ticket, checkpointed
+from .stats import Counters, SwapStats
+from .transfer import BlockingTransfer, Transfer
+from .transfer_streams import StreamTransfer
+
+
+class AppliedPlan:
+    """A plan on a model. Use as a context manager, or call `remove`.
+
+    Attributes:
+        plan: what was applied.
+        outline: of the model.
+    """
+
+    def __init__(self, engine: Engine, undo: list[Callable[[], None]]) -> None:
+        self.plan = engine.plan
+        self.outline = engine.outline
+        self._engine = engine
+        self._undo = undo
+
+    def stats(self) -> SwapStats:
+        """Return the totals since the plan was applied; subtract an earlier one to get a step."""
+        return self._engine.stats()
+
+    def on_remove(self, step: Callable[[], None]) -> None:
+        """Let `remove` do one thing more."""
+        self._undo.append(step)
+
+    def remove(self) -> None:
+        """Take everything off the model and free the host memory. Safe to call again.
+
+        A graph that still lives keeps its tickets and their host blocks and can still run backward.
+        """
+        undo, self._undo = self._undo, []
+        for step in reversed(undo):
+            step()
+
+    def __enter__(self) -> AppliedPlan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def install(
+    model: nn.Module, plan: MemoryPlan, outline: Outline, transfer: Transfer | None = None
+) -> AppliedPlan:
+    """Put ``plan`` on ``model``.
+
+    Args:
+        model: bare or wrapped; hooks go to the model inside the wrapper.
+        plan: fates this engine builds: keep, swap, recompute.
+        outline: of this model.
+        transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
+
+    Raises:
+        PlanError: the plan does not belong to this model, or a plan is on it already.
+    """
+    root = unwrapped(model)
+    _check(root, plan, outline)
+    engine = Engine(root, plan, outline, transfer)
+    return AppliedPlan(engine, engine.attach())
+
+
+class Engine:
+    """The hooks of one applied plan and what they share. Made by `install`."""
+
+    def __init__(
+        self, root: nn.Module, plan: MemoryPlan, outline: Outline, transfer: Transfer | None
+    ) -> None:
+        self.plan, self.outline = plan, outline
+        self._root = root
+        device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
+        transfer = transfer or (BlockingTransfer(device) if device.type == "cpu" else StreamTransfer(device))
+        self._counters = Counters()
+        self._pool = HostPool(transfer.pinned, plan.host_memory_bytes)
+        self._fates = FateTable(plan, outline)
+        self._setting = Setting(
+            self._fates, self._pool, transfer, device, self._counters, plan.min_tensor_bytes
+        )
+        self._forward: ForwardPass | None = None
+        self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._mode: NamingMode | None = None
+
+    def stats(self) -> SwapStats:
+        """See `AppliedPlan.stats`."""
+        pool = self._pool
+        return self._counters.snapshot(pool.used_bytes, pool.peak_bytes, pool.held_bytes)
+
+    def attach(self) -> list[Callable[[], None]]:
+        """Install the hooks; return what undoes them, in order of installation."""
+        undo: list[Callable[[], None]] = [self._pool.close]
+        if not self.plan.rows:
+            return undo
+        undo += self._pair(self._root, self._start_forward, self._end_forward)
+        around: dict[Scope, str | None] = {
+            "embedding": self.outline.embedding,
+            "final_norm": self.outline.final_norm,
+            "head": self.outline.head,
+        }
+        for scope, path in around.items():
+            if path is not None:
+                undo += self._follow_scope(self._root.get_submodule(path), scope, None)
+        for layer in self.outline.layers:
+            module = self._root.get_submodule(layer.module_path)
+            naming = layer.index in self._fates.named_layers
+            undo += self._follow_scope(module, layer.index, layer if naming else None)
+            if naming:
+                for path, child in module.named_modules():
+                    if path:
+                        undo += self._follow_path(child, layer.index, path)
+            if layer.index in self._fates.checkpointed_layers:
+                undo.append(checkpointed(module))
+        undo.append(self._clean_up)
+        return undo
+
+    def _pair(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[Any]:
+        handles = [
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+        ]
+        return [handle.remove for handle in handles]
+
+    def _pack(self, tensor: torch.Tensor) -> Ticket | _Plain:
+        forward = self._forward
+        return _Plain(tensor) if forward is None else forward.pack(tensor)
+
+    def _start_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._clean_up()
+        if not torch.is_grad_enabled():
+            return
+        outside = {
+            tensor.untyped_storage()._cdata
+            for tensors in (self._root.parameters(), self._root.buffers())
+            for tensor in tensors
+            if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided
+        }
+        self._forward = ForwardPass(self._setting, outside)
+        self._forward.own_outside((args, kwargs))
+        self._counters.forwards += 1
+        self._saving.__enter__()
+
+    def _end_forward(self, *_: Any) -> None:
+        forward, self._forward = self._forward, None
+        if forward is not None:
+            self._saving.__exit__(None, None, None)
+            forward.end()
+
+    def _clean_up(self) -> None:
+        """Drop what an interrupted forward left behind."""
+        forward, self._forward = self._forward, None
+        self._leave_mode()
+        if forward is not None:
+            pop_leaked_hooks(self._pack)
+            forward.end()
+
+    def _follow_scope(self, module: nn.Module, scope: Scope, naming: LayerOutline | None) -> list[Any]:
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            forward = self._forward
+            if forward is None:
+                return
+            forward.start_scope(scope, args, kwargs)
+            if naming is not None:
+                forward.stack = OpStack(naming.attention_paths)
+                if self._fates.is_region(scope, ""):
+                    forward.region = self._module_region(module, scope, "", args, kwargs)
+                self._mode = NamingMode(forward, self._fates, self._counters)
+                self._mode.__enter__()
+
+        def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            forward = self._forward
+            if forward is None:
+                return
+            if naming is not None:
+                self._leave_mode()
+                forward.stack = None
+                forward.region = None
+            forward.end_scope(output)
+
+        return self._pair(module, before, after)
+
+    def _follow_path(self, module: nn.Module, scope: int, path: str) -> list[Any]:
+        is_region = self._fates.is_region(scope, path)
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            forward = self._forward
+            if forward is None or forward.stack is None:
+                return
+            forward.stack.enter(path)
+            if is_region and forward.region is None:
+                forward.region = self._module_region(module, scope, path, args, kwargs)
+
+        def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+            forward = self._forward
+            if forward is None or forward.stack is None:
+                return
+            if is_region:
+                forward.region = None
+                for tensor in torch.utils._pytree.tree_leaves(output):
+                    if isinstance(tensor, torch.Tensor):
+                        forward.own(tensor, KEEP)
+            forward.stack.leave(path)
+
+        return self._pair(module, before, after)
+
+    def _module_region(
+        self, module: nn.Module, scope: Scope, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Region | None:
+        if self._forward is None:
+            return None
+        name = f"{scope}.{path}" if path else str(scope)
+        return Region(name, module, args, kwargs, self._forward.ticket_of_input, self._counters, random=True)
+
+    def _leave_mode(self) -> None:
+        mode, self._mode = self._mode, None
+        if mode is not None and function_mode_is_innermost(mode):
+            mode.__exit__(None, None, None)
+
+
+class _Plain:
+    """A ticket made while no forward of the model runs (hooks left over from an interrupt)."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def restore(self) -> torch.Tensor:
+        return self._tensor
+
+
+def _unpack(ticket: Ticket) -> torch.Tensor:
+    return ticket.restore()
+
+
+def _check(root: nn.Module, plan: MemoryPlan, outline: Outline) -> None:
+    problems = []
+    if any(isinstance(getattr(hook, "__self__", None), Engine) for hook in root._forward_pre_hooks.values()):
+        problems.append(
+            Problem("model", "no plan on it yet", "one that is applied", "Call remove() on it first.")
+        )
+    if plan.num_layers != len(outline.layers):
+        problems.append(
+            Problem("plan.num_layers", f"{len(outline.layers)}, as in the model", str(plan.num_layers))
+        )
+    for row in plan.rows:
+        if row.fate in ("re-gather", "slice"):
+            expected = "keep, swap or recompute: this version builds no communication fates"
+            problems.append(Problem(f"plan row {row.scope}.{row.op_path}", expected, row.fate))
+        elif row.fate == "recompute" and not isinstance(row.scope, int):
+            problems.append(Problem(f"plan row {row.scope}", "keep or swap outside the layers", row.fate))
+    if problems:
+        raise PlanError(problems)

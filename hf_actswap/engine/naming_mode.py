@@ -1,0 +1,110 @@
+"""The function mode that names ops while a layer runs, and runs recomputed functions as regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from ..plan.opnames import RANDOM_FUNCTIONS, function_name
+from .fates import Action, FateTable
+from .forward_pass import ForwardPass
+from .recompute import Region
+from .stats import Counters
+
+
+class NamingMode(TorchFunctionMode):
+    """Active during one call of one layer.
+
+    Args:
+        forward: the running pass.
+        fates: the plan.
+        counters: where recomputations are counted.
+    """
+
+    def __init__(self, forward: ForwardPass, fates: FateTable, counters: Counters) -> None:
+        super().__init__()
+        self._forward, self._fates, self._counters = forward, fates, counters
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs) if kwargs else {}
+        forward, name = self._forward, function_name(func)
+        stack, scope = forward.stack, forward.scope
+        if name is None or stack is None or scope is None or forward.packing:
+            return func(*args, **kwargs)
+        path, ordinal = stack.begin(name)
+        action = self._fates[scope, path, ordinal]
+        inputs = _tensors((args, kwargs)) if kwargs else _tensors(args)
+        for tensor in inputs:
+            if forward.owner(tensor) is None:  # no visible op produced it
+                forward.own(tensor, self._fates[scope, *stack.unseen()])
+        region = self._region(func, path, name, args, kwargs, action)
+        forward.running = action
+        if region is not None:
+            forward.region = region
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            forward.running = None
+            if region is not None:
+                forward.region = None
+        self._own_outputs(result, inputs, path, action, region)
+        return result
+
+    def _region(
+        self,
+        func: Callable[..., Any],
+        path: str,
+        name: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        action: Action,
+    ) -> Region | None:
+        """Open a region for a recomputed function, unless a recomputed module around it has one."""
+        if (
+            action.kind != "recompute_function"
+            or self._forward.region is not None
+            or not torch.is_grad_enabled()
+        ):
+            return None
+        random = name in RANDOM_FUNCTIONS or bool(kwargs.get("dropout_p"))
+        ticket_of = self._forward.ticket_of_input
+        return Region(f"{self._forward.scope}.{path}", func, args, kwargs, ticket_of, self._counters, random)
+
+    def _own_outputs(
+        self, result: Any, inputs: list[torch.Tensor], path: str, action: Action, region: Region | None
+    ) -> None:
+        """Register the outputs that have a storage of their own (views and in-place results have none)."""
+        forward = self._forward
+        known = {_storage_address(tensor) for tensor in inputs}
+        fresh = [
+            (position, tensor)
+            for position, tensor in enumerate(_tensors(result))
+            if _storage_address(tensor) not in known
+        ]
+        for position, tensor in fresh:
+            forward.own(tensor, action, region, position)
+        if fresh and forward.stack is not None:
+            forward.stack.count(path)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)

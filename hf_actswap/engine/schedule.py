@@ -1,0 +1,110 @@
+"""When things move, in operators: pure arithmetic over node numbers, without tensors.
+
+One operator is one autograd node (`autograd_state`). The engine gets control only in hooks: in forward each
+time a tensor is packed, in backward each time one is unpacked. So an action happens at the *first* hook at
+or after a release point, and at the *last* hook at or before a prefetch point (never later than asked).
+
+::
+
+    forward   node k: copy out starts          node >= k + release_ops: wait for it, release
+    backward  nodes run downwards: ... c+p: copy back starts ... c: first consumer
+
+The reference's rules and clamps: `docs/reference.md`, "Windows".
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class ReleaseQueue(Generic[Item]):
+    """Copies out whose device memory has not been released yet."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Item]] = []
+        self._count = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
+
+    def add(self, item: Item, copied_at: int, release_ops: int) -> None:
+        """Release ``item`` at the first hook at or after node ``copied_at + release_ops``."""
+        heapq.heappush(self._heap, (copied_at + release_ops, self._count, item))
+        self._count += 1
+
+    def due(self, now: int) -> list[Item]:
+        """Take out what is due at a hook at node ``now``, earliest first."""
+        items = []
+        while self._heap and self._heap[0][0] <= now:
+            items.append(heapq.heappop(self._heap)[2])
+        return items
+
+    def drain(self) -> list[Item]:
+        """Take out everything: the forward has ended (the reference clips to the last operator)."""
+        items = [item for _, _, item in sorted(self._heap, key=lambda entry: entry[:2])]
+        self._heap.clear()
+        return items
+
+
+@dataclass(frozen=True)
+class Want(Generic[Item]):
+    """A tensor that backward will need.
+
+    Args:
+        item: what is to be fetched.
+        consumer: number of the first node that needs it in backward, that is the highest.
+        prefetch_ops: operators of lead.
+    """
+
+    item: Item
+    consumer: int
+    prefetch_ops: int
+
+
+class PrefetchOrder(Generic[Item]):
+    """What to fetch at which hook of backward.
+
+    Args:
+        hooks: numbers of the nodes at which backward will call us, in any order.
+        wants: what will be needed. A lead that reaches before the first hook of backward is clamped to it.
+    """
+
+    def __init__(self, hooks: Iterable[int], wants: Iterable[Want[Item]]) -> None:
+        points = sorted(set(hooks))
+        triggers = [(_trigger(points, want), want) for want in wants]
+        triggers.sort(key=lambda entry: (-entry[0], -entry[1].consumer))
+        self._triggers = triggers
+        self._next = 0
+        self._last: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._triggers)
+
+    def due(self, now: int) -> list[Item]:
+        """Return what to start fetching at a hook at node ``now``.
+
+        Numbers fall during a backward. A number that rises means that another backward has begun over the
+        same graph (``retain_graph``), and the order starts again.
+        """
+        if self._last is not None and now > self._last:
+            self._next = 0
+        self._last = now
+        start = self._next
+        while self._next < len(self._triggers) and self._triggers[self._next][0] >= now:
+            self._next += 1
+        return [want.item for _, want in self._triggers[start : self._next]]
+
+
+def _trigger(points: Sequence[int], want: Want[Item]) -> int:
+    """The last hook at or before the prefetch point in backward, that is the lowest number not below it."""
+    point = want.consumer + want.prefetch_ops
+    index = bisect_left(points, point)
+    if index < len(points):
+        return points[index]
+    return points[-1] if points else point

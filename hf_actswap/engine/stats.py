@@ -1,0 +1,129 @@
+"""What the engine counted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Protocol
+
+
+class PendingTime(Protocol):
+    """A measured wait whose length is not known yet."""
+
+    def elapsed_ms(self) -> float | None:
+        """Return the length in ms, or ``None`` while the device has not got there."""
+
+
+@dataclass(frozen=True)
+class SwapStats:
+    """Totals since the plan was applied; subtract two to get a step.
+
+    Args:
+        forwards: training forwards of the model (micro-batches).
+        offloaded_bytes: copied device to host.
+        prefetched_bytes: copied host to device.
+        offloads: copies device to host, one per storage.
+        prefetches: copies host to device.
+        late_prefetches: of these, the ones that started only when the tensor was needed.
+        stalls: times that compute had to wait for a copy.
+        stall_ms: how long it waited.
+        recomputes: regions and layers run again, checkpointed layers not included.
+        refused: reason -> bytes of tensors that the plan wanted to swap and that stayed.
+        host_bytes: host memory in use now (not a total).
+        host_peak_bytes: most host memory in use at once (not a total).
+        host_pool_bytes: host memory held, in use or not (not a total).
+        live_swaps: swapped storages whose graph still lives (not a total).
+    """
+
+    forwards: int = 0
+    offloaded_bytes: int = 0
+    prefetched_bytes: int = 0
+    offloads: int = 0
+    prefetches: int = 0
+    late_prefetches: int = 0
+    stalls: int = 0
+    stall_ms: float = 0.0
+    recomputes: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    host_bytes: int = 0
+    host_peak_bytes: int = 0
+    host_pool_bytes: int = 0
+    live_swaps: int = 0
+
+    def __sub__(self, earlier: SwapStats) -> SwapStats:
+        """Return what happened since ``earlier``; the values that are not totals are this one's."""
+        changes = {
+            item.name: getattr(self, item.name) - getattr(earlier, item.name)
+            for item in fields(self)
+            if item.name not in _NOT_TOTALS
+        }
+        refused = {reason: count - earlier.refused.get(reason, 0) for reason, count in self.refused.items()}
+        kept = {name: getattr(self, name) for name in _NOT_TOTALS if name != "refused"}
+        return SwapStats(
+            **changes, **kept, refused={reason: count for reason, count in refused.items() if count}
+        )
+
+    def as_log(self, prefix: str = "actswap_") -> dict[str, float]:
+        """Return the numbers under names for a Trainer's log."""
+        numbers = {
+            f"{prefix}{item.name}": getattr(self, item.name)
+            for item in fields(self)
+            if item.name != "refused"
+        }
+        numbers[f"{prefix}refused_bytes"] = sum(self.refused.values())
+        return numbers
+
+
+_NOT_TOTALS = frozenset({"refused", "host_bytes", "host_peak_bytes", "host_pool_bytes", "live_swaps"})
+
+
+class Counters:
+    """The mutable side: the engine adds, `snapshot` reads."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.offloaded_bytes = 0
+        self.prefetched_bytes = 0
+        self.offloads = 0
+        self.prefetches = 0
+        self.late_prefetches = 0
+        self.stalls = 0
+        self.recomputes = 0
+        self.live_swaps = 0
+        self.refused: Counter[str] = Counter()
+        self._stall_ms = 0.0
+        self._pending: list[PendingTime] = []
+
+    def stalled(self, waited: PendingTime | None) -> None:
+        """Compute waited for a copy; ``None``: it did not have to."""
+        if waited is not None:
+            self.stalls += 1
+            self._pending.append(waited)
+
+    def snapshot(self, host_bytes: int, host_peak_bytes: int, host_pool_bytes: int) -> SwapStats:
+        """Return the totals; waits whose end the device has not reached are counted next time."""
+        still: list[PendingTime] = []
+        for waited in self._pending:
+            elapsed = waited.elapsed_ms()
+            if elapsed is None:
+                still.append(waited)
+            else:
+                self._stall_ms += elapsed
+        self._pending = still
+        return SwapStats(
+            forwards=self.forwards,
+            offloaded_bytes=self.offloaded_bytes,
+            prefetched_bytes=self.prefetched_bytes,
+            offloads=self.offloads,
+            prefetches=self.prefetches,
+            late_prefetches=self.late_prefetches,
+            stalls=self.stalls,
+            stall_ms=self._stall_ms,
+            recomputes=self.recomputes,
+            refused=dict(self.refused),
+            host_bytes=host_bytes,
+            host_peak_bytes=host_peak_bytes,
+            host_pool_bytes=host_pool_bytes,
+            live_swaps=self.live_swaps,
+        )

@@ -1,0 +1,196 @@
+"""Copies between device and host memory.
+
+The engine speaks to one interface; three classes implement it:
+
+* `StreamTransfer` (`transfer_streams`): any device of ``torch.accelerator``, two copy streams, events.
+* `BlockingTransfer`: the CPU, where "device" and "host" are the same memory. Each copy is complete when the
+  call returns, and its duration is a stall: compute did wait.
+* `RecordingTransfer`: tests decide when a copy completes and read the order of events.
+
+Contract, argued once for all of them. Between ``offload`` and ``wait`` on its copy the caller keeps the
+source alive and unchanged; after ``wait`` it may drop it (a stream orders the reuse of its memory behind
+the wait). Between ``reload`` and ``wait`` the caller neither reads the new block nor drops it. A host block
+may be given back to the pool as soon as nobody will reload it: the next ``offload`` into it is ordered
+after what still reads it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .host_pool import HostBuffer
+from .stats import PendingTime
+
+
+class Copy(Protocol):
+    """A copy that has been asked for."""
+
+    def wait(self) -> PendingTime | None:
+        """Make compute wait for the copy; return what measures the wait, ``None`` if there was none."""
+
+
+class Transfer(Protocol):
+    """Moves bytes; one object per device."""
+
+    pinned: bool
+    """Whether host memory should be page-locked."""
+
+    def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
+        """Copy ``source`` (uint8, shape (bytes,), on the device) to ``host``."""
+
+    def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
+        """Copy ``host`` to a new block on the device (uint8, shape (bytes,)), once ``after`` is complete."""
+
+    def host_reader_done(self, host: HostBuffer) -> None:
+        """Nobody will reload ``host`` for its present content."""
+
+
+@dataclass(frozen=True)
+class _Spent:
+    """A wait whose length is known."""
+
+    milliseconds: float
+
+    def elapsed_ms(self) -> float:
+        return self.milliseconds
+
+
+@dataclass
+class _Done:
+    """A copy that was complete when it was asked for: compute stood still meanwhile."""
+
+    spent: _Spent | None
+
+    def wait(self) -> PendingTime | None:
+        spent, self.spent = self.spent, None
+        return spent
+
+
+class BlockingTransfer:
+    """Copies that are complete when the call returns.
+
+    Args:
+        device: where reloaded tensors live.
+    """
+
+    pinned = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
+        """See `Transfer`."""
+        start = time.perf_counter()
+        host.data.copy_(source)
+        return _Done(_Spent((time.perf_counter() - start) * 1e3))
+
+    def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
+        """See `Transfer`."""
+        start = time.perf_counter()
+        block = torch.empty(host.size_bytes, dtype=torch.uint8, device=self._device)
+        block.copy_(host.data)
+        return block, _Done(_Spent((time.perf_counter() - start) * 1e3))
+
+    def host_reader_done(self, host: HostBuffer) -> None:
+        """Nothing is in flight."""
+
+
+class _RecordedCopy:
+    """Runs when the test says so, or when compute waits for it."""
+
+    def __init__(
+        self, owner: RecordingTransfer, name: str, source: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        self._owner = owner
+        self.name = name
+        self.source: torch.Tensor | None = source
+        self.target: torch.Tensor | None = target
+
+    @property
+    def complete(self) -> bool:
+        return self.source is None
+
+    def run(self) -> None:
+        if self.source is not None and self.target is not None:
+            self.target.copy_(self.source)
+            self.source = self.target = None
+            self._owner.events.append(f"{self.name} done")
+
+    def wait(self) -> PendingTime | None:
+        self._owner.events.append(f"{self.name} wait")
+        if self.complete:
+            return None
+        self._owner.complete_through(self)
+        return _Spent(0.0)
+
+
+class RecordingTransfer:
+    """Copies that complete when the test calls `complete`, in the order in which they were asked for.
+
+    New device blocks and host blocks are filled with 0xA5 until their copy runs, so that a read that comes
+    too early gives wrong numbers and not lucky ones.
+
+    Args:
+        device: where reloaded tensors live.
+
+    Attributes:
+        events: what happened, in order: ``out 0 start``, ``out 0 done``, ``out 0 wait``, ``in 0 start``, ...
+    """
+
+    pinned = False
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._device = device or torch.device("cpu")
+        self.events: list[str] = []
+        self._queue: deque[_RecordedCopy] = deque()
+        self._outs = 0
+        self._ins = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Copies asked for and not complete."""
+        return len(self._queue)
+
+    def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
+        """See `Transfer`."""
+        host.data.fill_(0xA5)
+        copy = self._start(f"out {self._outs}", source, host.data)
+        self._outs += 1
+        return copy
+
+    def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
+        """See `Transfer`."""
+        block = torch.full((host.size_bytes,), 0xA5, dtype=torch.uint8, device=self._device)
+        copy = self._start(f"in {self._ins}", host.data, block)
+        self._ins += 1
+        return block, copy
+
+    def host_reader_done(self, host: HostBuffer) -> None:
+        """What still reads or writes the block runs before anybody else can write it."""
+        last = next(
+            (copy for copy in reversed(self._queue) if host.data is copy.source or host.data is copy.target),
+            None,
+        )
+        if last is not None:
+            self.complete_through(last)
+
+    def complete(self, count: int | None = None) -> None:
+        """Let the ``count`` oldest copies complete; ``None``: all."""
+        for _ in range(len(self._queue) if count is None else min(count, len(self._queue))):
+            self._queue.popleft().run()
+
+    def complete_through(self, copy: _RecordedCopy) -> None:
+        """Let every copy up to and including ``copy`` complete."""
+        while not copy.complete:
+            self.complete(1)
+
+    def _start(self, name: str, source: torch.Tensor, target: torch.Tensor) -> _RecordedCopy:
+        copy = _RecordedCopy(self, name, source, target)
+        self.events.append(f"{name} start")
+        self._queue.append(copy)
+        return copy

@@ -1,0 +1,89 @@
+"""The verb: put a configuration or a plan on a model."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from .config import ActSwapConfig, load_config
+from .engine import AppliedPlan, Transfer, install
+from .errors import PlanError, Problem
+from .plan import MemoryPlan, Outline, outline, resolve_plan
+from .plan.outline import unwrapped
+
+logger = logging.getLogger(__name__)
+
+
+def apply(
+    model: nn.Module,
+    config_or_plan: ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | os.PathLike[str] | None,
+    *,
+    transfer: Transfer | None = None,
+) -> AppliedPlan:
+    """Put a configuration or a plan on a model.
+
+    Works before or after ``accelerator.prepare``; the model keeps its class and its state-dict names, and
+    after ``AppliedPlan.remove()`` it is as before. While a plan is on, ``model.config.use_cache`` is false:
+    a key-value cache would hold what swap releases, and be written twice by recomputation.
+
+    Args:
+        model: a causal language model, bare or wrapped (DDP, PEFT).
+        config_or_plan: a plan, or whatever `load_config` takes.
+        transfer: how bytes move; by default streams on an accelerator, blocking copies on the CPU.
+
+    Raises:
+        ConfigError: the configuration is malformed.
+        PlanError: it does not fit the model, or asks for what this version cannot carry out.
+    """
+    shape = outline(model)
+    if isinstance(config_or_plan, MemoryPlan):
+        plan = config_or_plan
+    else:
+        plan = resolve_plan(load_config(config_or_plan), shape)
+    _refuse_what_cannot_be_applied(model, plan, shape)
+    applied = install(model, plan, shape, transfer)
+    if plan.rows:
+        for restore in _without_cache(unwrapped(model)):
+            applied.on_remove(restore)
+    return applied
+
+
+def _refuse_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Outline) -> None:
+    problems = [
+        Problem("plan", "what this version can carry out", wish, "Remove it from the configuration.")
+        for wish in plan.unbuilt
+    ]
+    root = unwrapped(model)
+    if plan.rows and any(
+        getattr(root.get_submodule(layer.module_path), "gradient_checkpointing", False)
+        for layer in shape.layers
+    ):
+        problems.append(
+            Problem(
+                "model",
+                "no gradient checkpointing of its own beside a plan",
+                "gradient checkpointing switched on",
+                "Switch it off (gradient_checkpointing=False) and write recompute_config: {recompute: true}.",
+            )
+        )
+    if problems:
+        raise PlanError(problems)
+
+
+def _without_cache(root: nn.Module) -> list[Callable[[], None]]:
+    """Switch the key-value cache off in the model's configuration; return what switches it on again."""
+    config: Any = getattr(root, "config", None)
+    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
+    caching = [
+        item for item in {id(config): config, id(text): text}.values() if getattr(item, "use_cache", False)
+    ]
+    if caching:
+        logger.info("use_cache is off while the plan is on: a cache would hold the tensors that it releases.")
+    for item in caching:
+        item.use_cache = False
+    return [functools.partial(setattr, item, "use_cache", True) for item in caching]

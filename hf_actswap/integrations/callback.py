@@ -1,0 +1,154 @@
+"""The callback: applies at train begin, removes at train end, reports in between."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
+from transformers.training_args import TrainingArguments
+
+from ..apply import apply
+from ..config import ActSwapConfig, load_config
+from ..engine import AppliedPlan, SwapStats
+from ..plan import MemoryPlan
+from ..report import plan_table
+from .logs import console_logging, worker_log
+
+logger = logging.getLogger(__name__)
+
+
+class ActSwapCallback(TrainerCallback):
+    """Puts a configuration on the model while the Trainer trains.
+
+    At train begin the plan is applied to the model; rank 0 logs the reference-style lines and the plan as a
+    table; every rank writes its lines to ``<output_dir>/worker_<rank>.log``. The statistics of the last
+    optimizer step go into the Trainer's log, and so to TensorBoard and other trackers. The plan is removed
+    when ``Trainer.train`` ends, also by an exception.
+
+    Pass it to the Trainer's constructor (``callbacks=[...]``). Added later (``add_callback``) it works too,
+    but then an exception in the first ``train`` leaves the plan on the model until the next ``train``, or
+    until `remove`.
+
+    Args:
+        args: `ActSwapTrainingArguments`, or a configuration in any form that `load_config` takes, or a plan.
+
+    Attributes:
+        applied: the plan on the model, or ``None`` outside training.
+
+    Raises:
+        ConfigError: the configuration is malformed.
+    """
+
+    def __init__(
+        self, args: TrainingArguments | ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | None
+    ) -> None:
+        source = getattr(args, "actswap", None) if isinstance(args, TrainingArguments) else args
+        self._wish = source if isinstance(source, MemoryPlan) else load_config(source)
+        self._before = SwapStats()
+        self._step = SwapStats()
+        self.applied: AppliedPlan | None = None
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Find the Trainer, which the event does not pass, and see to its end and its log."""
+        trainer = _calling_trainer(self)
+        if trainer is None:
+            logger.warning("No Trainer found: statistics reach only its log history, not the trackers.")
+        else:
+            self.bind(trainer)
+
+    def bind(self, trainer: Any) -> None:
+        """Remove the plan whenever ``trainer.train`` ends, and put the statistics into ``trainer.log``."""
+        train, log = trainer.train, trainer.log
+
+        @functools.wraps(train)
+        def train_and_remove(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return train(*args, **kwargs)
+            finally:
+                self.remove()
+
+        @functools.wraps(log)
+        def log_with_statistics(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+            if self.applied is not None and "loss" in logs:
+                logs = {**logs, **self._step.as_log()}
+            return log(logs, *args, **kwargs)
+
+        trainer.train, trainer.log = train_and_remove, log_with_statistics
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Apply. Raises `PlanError` before the first step."""
+        self.remove()  # auto_find_batch_size begins again without an end
+        if model is None:
+            raise ValueError("ActSwapCallback needs the model: it is a callback of the Trainer")
+        self.applied = apply(model, self._wish)
+        self._before = self._step = SwapStats()
+        plan = self.applied.plan
+        notes = list(self._wish.notes) if isinstance(self._wish, ActSwapConfig) else []
+        path = os.path.join(args.output_dir or ".", f"worker_{args.process_index}.log")
+        with worker_log(path) as worker:
+            _log_plan(worker, plan, notes)
+        if state.is_world_process_zero:
+            with console_logging(logger):
+                _log_plan(logger, plan, notes)
+                logger.info("%s", "\n" + plan_table(plan))
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Take the statistics of the optimizer step that ends."""
+        if self.applied is not None:
+            now = self.applied.stats()
+            self._step, self._before = now - self._before, now
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Remove."""
+        self.remove()
+
+    def remove(self) -> None:
+        """Take the plan off the model. Safe to call again."""
+        applied, self.applied = self.applied, None
+        if applied is not None:
+            applied.remove()
+
+
+def _log_plan(target: logging.Logger, plan: MemoryPlan, notes: list[str]) -> None:
+    """Log the notes, the warnings and the reference-style lines, in the reference's order."""
+    for note in notes:
+        target.info("%s", note)
+    for warning in plan.warnings:
+        target.warning("%s", warning)
+    for line in plan.log_lines():
+        target.info("%s", line)
+
+
+def _calling_trainer(callback: TrainerCallback) -> Any:
+    """Return the Trainer whose event is running, read off the call stack.
+
+    The Trainer hands its events the model, the optimizer and the loaders, but not itself, and there is no
+    event for an exception. The frame that raised the event is a method of the Trainer.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        handler = getattr(candidate, "callback_handler", None)
+        if handler is not None and callback in handler.callbacks:
+            return candidate
+        frame = frame.f_back
+    return None

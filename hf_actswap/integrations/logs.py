@@ -1,0 +1,45 @@
+"""Where log lines go: the console of rank 0, and a file per process in the reference's format."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_WORKER_FORMAT = "-%(levelname)s - %(message)s"
+"""As in the log excerpts of the MindFormers documents, so that their ``grep`` commands print their lines."""
+
+
+@contextmanager
+def worker_log(path: str) -> Iterator[logging.Logger]:
+    """Write to a fresh file at ``path``; nothing else sees the lines."""
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    worker = logging.Logger(f"hf_actswap.worker.{os.path.basename(path)}", logging.INFO)
+    handler = logging.FileHandler(path, mode="w", encoding="utf-8")
+    handler.setFormatter(logging.Formatter(_WORKER_FORMAT))
+    worker.addHandler(handler)
+    try:
+        yield worker
+    finally:
+        handler.close()
+
+
+@contextmanager
+def console_logging(logger: logging.Logger) -> Iterator[None]:
+    """Let INFO lines of ``logger`` reach the console where the program has not configured logging at all.
+
+    A program that has (`logging.basicConfig`, a handler on ``hf_actswap``) decides for itself.
+    """
+    if logger.hasHandlers():
+        yield
+        return
+    handler, level = logging.StreamHandler(), logger.level
+    handler.setFormatter(logging.Formatter("%(levelname)s - %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)

@@ -1,0 +1,62 @@
+"""The effective plan as a table, equal layers folded."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+from rich.console import Console
+from rich.table import Table
+
+from ..plan.actions import SCOPES, MemoryPlan, PlanRow, Scope, folded
+
+
+def plan_table(plan: MemoryPlan, width: int = 110) -> str:
+    """Return the plan as text: what happens to what, then every override with its reason.
+
+    Args:
+        plan: to show.
+        width: of the table in characters; overrides take a line each, however long.
+    """
+    out = StringIO()
+    Console(file=out, width=width, color_system=None, highlight=False).print(_rows_table(plan))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    if plan.overrides:
+        lines += ["What was asked and gave way:", *(f"  - {override}" for override in plan.overrides)]
+    return "\n".join(lines)
+
+
+def _rows_table(plan: MemoryPlan) -> Table:
+    title = f"Activation plan: {plan.num_layers} {plan.family} layers".replace("  ", " ")
+    table = Table(title=title, title_justify="left")
+    for column in ("Layers", "Op", "Fate", "Prefetch (ops)", "Release (ops)"):
+        table.add_column(column, justify="right" if "ops" in column else "left")
+    by_rows: dict[tuple[PlanRow, ...], list[Scope]] = {}
+    for scope in (*range(plan.num_layers), *SCOPES):
+        by_rows.setdefault(_shape(plan, scope), []).append(scope)
+    for rows, scopes in by_rows.items():
+        layers = folded(tuple(scope for scope in scopes if isinstance(scope, int)))
+        names = [scope for scope in scopes if isinstance(scope, str)] if rows else []
+        label = ", ".join(filter(None, [layers, *names]))
+        if not label:
+            continue
+        for row in rows or (PlanRow(0, "", "keep"),):
+            table.add_row(label, *_cells(row))
+            label = ""
+        table.add_section()
+    return table
+
+
+def _shape(plan: MemoryPlan, scope: Scope) -> tuple[PlanRow, ...]:
+    """The rows of a scope without the scope, so that equal layers are equal."""
+    return tuple(
+        PlanRow(0, row.op_path, row.fate, row.ordinal, row.windows) for row in plan.rows if row.scope == scope
+    )
+
+
+def _cells(row: PlanRow) -> tuple[str, str, str, str]:
+    name = row.op_path or "everything"
+    if row.ordinal is not None:
+        name += f" (call {row.ordinal})"
+    if row.windows is None:
+        return name, row.fate, "", ""
+    return name, row.fate, str(row.windows.prefetch_ops), str(row.windows.release_ops)

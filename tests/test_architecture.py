@@ -1,0 +1,267 @@
+"""The walls of the house: who may import whom, what importing does, and what is public."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "hf_actswap"
+ROOT = Path(__file__).resolve().parent.parent
+MAX_LINES = 320
+
+PUBLIC_NAMES = {
+    *("load_config", "outline", "resolve_plan", "apply"),
+    *("ActSwapConfig", "MemoryPlan", "AppliedPlan"),
+    *("ConfigError", "PlanError"),
+    *("ActSwapTrainingArguments", "ActSwapCallback"),
+}
+
+FLOORS = (  # lowest first; a unit imports from lower floors and from itself
+    {"errors", "version"},
+    {"config"},
+    {"plan"},
+    {"engine", "parallel"},
+    {"planner"},
+    {"apply"},
+    {"integrations", "report", "cli"},
+    {"__init__"},
+)
+SIDEWAYS = {("integrations", "report"), ("cli", "report")}
+"""Imports allowed between units of one floor: whoever speaks to the user prints reports."""
+
+HUGGING_FACE = {"transformers", "accelerate", "datasets", "peft"}
+FORBIDDEN = {
+    "errors": {"torch", "yaml", *HUGGING_FACE},
+    "version": {"torch", "yaml", *HUGGING_FACE},
+    "config": {"torch", *HUGGING_FACE},
+    "plan": {"yaml", *HUGGING_FACE},
+    "engine": {"yaml", *HUGGING_FACE},
+    "parallel": {"yaml", "accelerate", "datasets", "transformers.Trainer", "transformers.trainer"},
+    "planner": {"yaml", *HUGGING_FACE},
+    "apply": set(HUGGING_FACE),
+    "report": {"accelerate", "datasets", "transformers.Trainer", "transformers.trainer"},
+    "cli": {"accelerate", "datasets", "transformers.Trainer", "transformers.trainer"},
+}
+"""Third-party names (and all that lies under them) that a unit must not know."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name, absolute, e.g. ``hf_actswap.plan.layout.PipelineLayout``."""
+
+    importer: Path
+    name: str
+    line: int
+    in_function: bool
+
+    @property
+    def unit(self) -> str:
+        return unit_of_path(self.importer)
+
+    def __str__(self) -> str:
+        return f"{self.importer.relative_to(ROOT)}:{self.line} imports {self.name}"
+
+    def is_under(self, name: str) -> bool:
+        return self.name == name or self.name.startswith(f"{name}.")
+
+
+def unit_of_path(path: Path) -> str:
+    """The floor's unit that a file belongs to: its top folder or its module name."""
+    return path.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py")
+
+
+def unit_of_name(name: str) -> str:
+    """The unit of an absolute name of our package; names of the top level itself are ``__init__``."""
+    parts = name.split(".")[1:]
+    units = {unit_of_path(path) for path in sources()}
+    return parts[0] if parts and parts[0] in units else "__init__"
+
+
+def sources() -> list[Path]:
+    return sorted((ROOT / PACKAGE).rglob("*.py"))
+
+
+def imported_names(node: ast.AST, path: Path) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = [node.module] if node.module else []
+    if node.level:
+        folder = path.relative_to(ROOT).parent.parts
+        base = [*folder[: len(folder) - node.level + 1], *base]
+    return [".".join([*base, alias.name]) for alias in node.names]
+
+
+def imports_of(path: Path, source: str | None = None) -> Iterator[Import]:
+    tree = ast.parse(path.read_text(encoding="utf-8") if source is None else source)
+    function_types = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+    functions = [node for node in ast.walk(tree) if isinstance(node, function_types)]
+    inside = {id(child) for function in functions for child in ast.walk(function)}
+    for node in ast.walk(tree):
+        for name in imported_names(node, path):
+            yield Import(path, name, getattr(node, "lineno", 0), id(node) in inside)
+
+
+def all_imports() -> list[Import]:
+    return [found for path in sources() for found in imports_of(path)]
+
+
+def climbs(found: Import) -> bool:
+    """Whether an import of our own package goes up, or sideways where that is not allowed."""
+    floor = {unit: level for level, units in enumerate(FLOORS) for unit in units}
+    importer, imported = found.unit, unit_of_name(found.name)
+    if importer == imported:
+        return False
+    if floor[importer] == floor[imported]:
+        return (importer, imported) not in SIDEWAYS
+    return floor[importer] < floor[imported]
+
+
+def test_every_file_stands_on_a_floor() -> None:
+    known = set().union(*FLOORS)
+    assert sources()
+    assert [str(path.relative_to(ROOT)) for path in sources() if unit_of_path(path) not in known] == []
+
+
+def test_imports_go_down_only() -> None:
+    assert [str(found) for found in all_imports() if found.is_under(PACKAGE) and climbs(found)] == []
+
+
+def test_floors_do_not_know_libraries_above_them() -> None:
+    wrong = [
+        str(found)
+        for found in all_imports()
+        for name in FORBIDDEN.get(found.unit, set())
+        if found.is_under(name)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "statement", "forbidden"),
+    [
+        ("plan/layout.py", "from hf_actswap.config.schema import Offset", False),
+        ("plan/layout.py", "from ..errors import Problem", False),
+        ("plan/layout.py", "from hf_actswap.engine import install", True),
+        ("plan/layout.py", "from .. import apply", True),
+        ("plan/layout.py", "import hf_actswap", True),
+        ("engine/stats.py", "from hf_actswap.parallel import group", True),
+        ("integrations/callback.py", "from hf_actswap.report import table", False),
+        ("integrations/callback.py", "from hf_actswap import cli", True),
+        ("errors.py", "from .config import schema", True),
+        ("__init__.py", "from .integrations.callback import ActSwapCallback", False),
+    ],
+)
+def test_the_guard_itself(
+    importer: str, statement: str, forbidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [ROOT / PACKAGE / f"{unit}.py" for units in FLOORS for unit in units]
+    monkeypatch.setattr(sys.modules[__name__], "sources", lambda: files)
+    (found,) = imports_of(ROOT / PACKAGE / importer, statement)
+    assert climbs(found) is forbidden
+
+
+def test_no_import_of_our_own_inside_a_function() -> None:
+    assert [str(found) for found in all_imports() if found.in_function and found.is_under(PACKAGE)] == []
+
+
+def test_modules_are_short() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in sources()}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_no_print_and_no_global_statement() -> None:
+    wrong = []
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(node, ast.Global) or (isinstance(called, ast.Name) and called.id == "print"):
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert wrong == []
+
+
+IMPORT_PROBE = """
+import json, logging, os, sys, threading, warnings
+import torch, torch.distributed, torch.utils.checkpoint
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+import accelerate, huggingface_hub, rich.console, rich.table, transformers, yaml
+from transformers import TrainerCallback, TrainingArguments
+
+def state():
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "function modes": repr(_get_current_function_mode_stack()),
+        "dispatch modes": repr(_get_current_dispatch_mode_stack()),
+        "rng": torch.get_rng_state().tolist(),
+        "torch threads": torch.get_num_threads(),
+        "default dtype": str(torch.get_default_dtype()),
+        "process group": torch.distributed.is_initialized(),
+        "saved-tensor hooks": torch._C._autograd._top_saved_tensors_default_hooks(True) is not None,
+        "environment": dict(os.environ),
+        "log handlers": repr(logging.getLogger().handlers),
+        "warning filters": repr(warnings.filters),
+        "folder": sorted(os.listdir()),
+    }
+
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+ACTS = {"os.mkdir", "socket.connect", "subprocess.Popen", "_thread.start_new_thread"}
+events = []
+def audit(event, arguments):
+    if event in ACTS or (event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES):
+        events.append([event, repr(arguments[0])])
+
+before = state()
+sys.addaudithook(audit)
+import hf_actswap
+acts = list(events)
+after = state()
+print(json.dumps({
+    "changed": [name for name in before if before[name] != after[name]],
+    "acts": acts,
+    "all": sorted(hf_actswap.__all__),
+    "missing": [name for name in hf_actswap.__all__ if not hasattr(hf_actswap, name)],
+}))
+"""
+
+
+def run_python(code: str, folder: Path) -> str:
+    """Run ``code`` in a fresh interpreter in an empty folder and return what it printed last."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def import_probe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    probe: dict[str, list[str]] = json.loads(run_python(IMPORT_PROBE, tmp_path_factory.mktemp("probe")))
+    return probe
+
+
+def test_import_has_no_side_effects(import_probe: dict[str, list[str]]) -> None:
+    assert {name: import_probe[name] for name in ("changed", "acts")} == {"changed": [], "acts": []}
+
+
+def test_public_names(import_probe: dict[str, list[str]]) -> None:
+    assert set(import_probe["all"]) == PUBLIC_NAMES
+    assert import_probe["missing"] == []
+
+
+def test_import_loads_neither_trainer_nor_datasets(tmp_path: Path) -> None:
+    code = (
+        "import json, sys, hf_actswap; hf_actswap.load_config; "
+        "print(json.dumps([m for m in ('datasets', 'transformers.trainer') if m in sys.modules]))"
+    )
+    assert json.loads(run_python(code, tmp_path)) == []

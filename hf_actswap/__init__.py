@@ -11,7 +11,7 @@ from .engine import AppliedPlan
 from .errors import ConfigError, PlanError
 from .integrations import ActSwapCallback, ActSwapTrainingArguments
 from .plan import MemoryPlan, outline, resolve_plan
-from .version import __version__
+from .version import __version__ as __version__
 
 __all__ = [
     "ActSwapCallback",
@@ -21,7 +21,6 @@ __all__ = [
     "ConfigError",
     "MemoryPlan",
     "PlanError",
-    "__version__",
     "apply",
     "load_config",
     "outline",

@@ -65,16 +65,13 @@ class SwapStats:
         )
 
     def as_log(self, prefix: str = "actswap_") -> dict[str, float]:
-        """Return the numbers under names for a Trainer's log."""
-        numbers = {
-            f"{prefix}{item.name}": getattr(self, item.name)
-            for item in fields(self)
-            if item.name != "refused"
-        }
+        """Return the numbers that belong into a training log, under names for it."""
+        numbers = {f"{prefix}{name}": getattr(self, name) for name in _LOGGED}
         numbers[f"{prefix}refused_bytes"] = sum(self.refused.values())
         return numbers
 
 
+_LOGGED = ("offloaded_bytes", "prefetched_bytes", "stalls", "stall_ms", "recomputes", "host_peak_bytes")
 _NOT_TOTALS = frozenset({"refused", "host_bytes", "host_peak_bytes", "host_pool_bytes", "live_swaps"})
 
 

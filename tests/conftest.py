@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# The models of the tests are tiny: more threads than one only wait for each other, here and in child processes.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 # Set before any test imports transformers or datasets: they read these once, at import.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 

@@ -1,0 +1,248 @@
+"""The stock Trainer with the callback: same losses, right logs, nothing left behind."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+from hf_actswap import ActSwapCallback, PlanError
+
+from .conftest import CASE_1, CASE_2, CASE_3, CASE_4, CASES, Tokens, grad_norms, losses, tiny_llama
+
+Make = Callable[..., Trainer]
+
+
+def state_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Everything that a plan could leave on a model."""
+    found: dict[str, Any] = {"use_cache": model.config.use_cache}
+    for name, module in model.named_modules():
+        found[name] = (
+            type(module),
+            sorted(vars(module)),
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+            len(module._forward_hooks_always_called),
+            len(module._forward_pre_hooks_with_kwargs),
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "max_steps": 8},
+        {"bf16": True},
+        {"eval_strategy": "steps", "eval_steps": 7},
+    ],
+    ids=["plain", "accumulation", "bf16 autocast", "evaluation between"],
+)
+def test_losses_and_gradient_norms_are_bitwise_those_of_a_plain_run(
+    make_trainer: Make, settings: dict[str, Any]
+) -> None:
+    plain = make_trainer(None, callback=False, **settings)
+    plain.train()
+    weights = {name: value.clone() for name, value in plain.model.state_dict().items()}
+    for name, case in CASES.items():
+        trainer = make_trainer(case, **settings)
+        trainer.train()
+        assert losses(trainer) == losses(plain), name
+        assert grad_norms(trainer) == grad_norms(plain), name
+        for key, value in trainer.model.state_dict().items():
+            assert torch.equal(value, weights[key]), (name, key)
+
+
+def test_statistics_reach_the_log_and_tensorboard(make_trainer: Make, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer = make_trainer(
+        CASE_2, max_steps=4, report_to=["tensorboard"], logging_steps=2
+    )
+    trainer.train()
+    entries = [entry for entry in trainer.state.log_history if "loss" in entry]
+    swapped = [entry["actswap_offloaded_bytes"] for entry in entries]
+    assert swapped[0] > 0
+    assert len(set(swapped)) == 1
+    assert swapped == [entry["actswap_prefetched_bytes"] for entry in entries]
+    (events,) = tmp_path.rglob("events.out.tfevents.*")
+    tags = EventAccumulator(str(events.parent))
+    tags.Reload()
+    assert any("actswap_offloaded_bytes" in tag for tag in tags.Tags()["scalars"])
+
+
+DOCUMENTED = [
+    (
+        CASE_1,
+        ["grep", "attention.flash_attention"],
+        [f"-INFO - Set op_swap at layer {i}: attention.flash_attention, value=10" for i in range(4)],
+    ),
+    (
+        CASE_2,
+        ["grep", "Set layer swap at"],
+        [f"-INFO - Set layer swap at layer {i} and value is: 20" for i in (0, 3)],
+    ),
+    (
+        CASE_3,
+        ["grep", "Set op_swap at layer"],
+        [
+            "-INFO - Set op_swap at layer 0: .attention, value=20",
+            "-INFO - Set op_swap at layer 1: .attention, value=20, .feed_forward, value=15",
+            "-INFO - Set op_swap at layer 2: .attention, value=20, .feed_forward, value=15",
+            "-INFO - Set op_swap at layer 3: .attention, value=10",
+        ],
+    ),
+    (
+        CASE_4,
+        ["grep", "Set op_swap at layer", "-C", "1"],
+        [
+            "-INFO - Set select recompute at layer 0: feed_forward",
+            "-INFO - Set op_swap at layer 0: .attention, value=20",
+            "-INFO - Set op_swap at layer 1: .attention, value=20, .feed_forward, value=15",
+            "-INFO - Set op_swap at layer 2: .attention, value=20, .feed_forward, value=15",
+            "-INFO - Set select recompute at layer 3: feed_forward",
+            "-INFO - Set op_swap at layer 3: .attention, value=10",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "command", "expected"), DOCUMENTED, ids=["1", "2", "3", "4"])
+def test_the_documents_grep_prints_exactly_their_lines(
+    make_trainer: Make, tmp_path: Path, case: dict[str, Any], command: list[str], expected: list[str]
+) -> None:
+    make_trainer(case, max_steps=1).train()
+    log = tmp_path / "out" / "worker_0.log"
+    printed = subprocess.run([*command, str(log)], capture_output=True, text=True, check=True).stdout
+    assert printed.splitlines() == expected
+
+
+def test_plan_and_lines_reach_the_console_of_a_program_without_logging(
+    make_trainer: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("logging.Logger.hasHandlers", lambda self: False)
+    make_trainer(CASE_4, max_steps=1).train()
+    shown = capsys.readouterr().err
+    assert "INFO - Set op_swap at layer 3: .attention, value=10" in shown
+    assert "Activation plan: 4 llama layers" in shown
+    assert "│ 1-2 " in shown
+
+
+def trained_without_a_plan(make_trainer: Make) -> dict[str, Any]:
+    """What the Trainer itself leaves on a model (it switches ``use_cache`` off)."""
+    plain = make_trainer(None, callback=False, max_steps=1)
+    plain.train()
+    return state_of(plain.model)
+
+
+def test_the_plan_is_removed_at_the_end(make_trainer: Make) -> None:
+    trainer = make_trainer(CASE_4, max_steps=2)
+    trainer.train()
+    assert state_of(trainer.model) == trained_without_a_plan(make_trainer)
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_the_plan_is_removed_after_an_exception(make_trainer: Make, error: type[BaseException]) -> None:
+    model = tiny_llama()
+    before = trained_without_a_plan(make_trainer)
+    trainer = make_trainer(CASE_4, model=model, data=Tokens(fail_at=11, error=error))
+    with pytest.raises(error, match="data loader fails"):
+        trainer.train()
+    assert state_of(model) == before
+    again = make_trainer(CASE_4, model=model, max_steps=2)
+    again.train()
+    assert state_of(model) == before
+
+
+def test_interrupt_inside_a_forward_leaves_nothing_behind(make_trainer: Make) -> None:
+    class Interrupt(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            if state.global_step == 2:
+
+                def stop(*_: Any) -> None:
+                    raise KeyboardInterrupt
+
+                model.model.layers[2].mlp.up_proj.register_forward_hook(stop)
+
+    model = tiny_llama()
+    trainer = make_trainer(CASE_4, model=model)
+    trainer.add_callback(Interrupt())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert torch.overrides._get_current_function_mode_stack() == []
+    model.model.layers[2].mlp.up_proj._forward_hooks.clear()
+    plain, again = make_trainer(None, callback=False, max_steps=3), make_trainer(CASE_4, max_steps=3)
+    plain.train()
+    again.train()
+    assert losses(again) == losses(plain)
+
+
+def test_a_callback_added_later_works(make_trainer: Make) -> None:
+    trainer = make_trainer(None, callback=False, max_steps=2)
+    callback = ActSwapCallback(CASE_2)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert callback.applied is None
+    plain = make_trainer(None, callback=False, max_steps=2)
+    plain.train()
+    assert losses(trainer) == losses(plain)
+
+
+def test_resume_from_checkpoint_continues_bitwise(make_trainer: Make, tmp_path: Path) -> None:
+    saved = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    whole = make_trainer(CASE_4, **saved)
+    whole.train()
+    resumed = make_trainer(CASE_4, model=tiny_llama(seed=9), **saved)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    assert losses(resumed) == losses(whole)
+
+
+def test_lora(make_trainer: Make) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def adapted() -> torch.nn.Module:
+        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=True)
+        return get_peft_model(tiny_llama(), lora)
+
+    plain = make_trainer(None, model=adapted(), callback=False, max_steps=6)
+    plain.train()
+    for name, case in CASES.items():
+        trainer = make_trainer(case, model=adapted(), max_steps=6)
+        trainer.train()
+        assert losses(trainer) == losses(plain), name
+
+
+@pytest.mark.parametrize(
+    ("actswap", "message"),
+    [
+        (
+            {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 1, "layers": [4, 9]}]}},
+            "swap_config.layer_swap[0].layers: expected layers from 0 to 3, found 4, 9.",
+        ),
+        (
+            {"memory": {"mode": "smart_swap"}},
+            "plan: expected what this version can carry out, found memory.mode: smart_swap (the planner).",
+        ),
+    ],
+)
+def test_what_does_not_fit_stops_before_the_first_step(
+    make_trainer: Make, actswap: dict[str, Any], message: str
+) -> None:
+    trainer = make_trainer(actswap)
+    with pytest.raises(PlanError) as caught:
+        trainer.train()
+    assert message in str(caught.value)
+    assert trainer.state.global_step == 0
+
+
+def test_gradient_checkpointing_beside_a_plan_is_refused(make_trainer: Make) -> None:
+    trainer = make_trainer(CASE_1, gradient_checkpointing=True)
+    with pytest.raises(PlanError, match="Switch it off"):
+        trainer.train()
+    assert trainer.state.global_step == 0

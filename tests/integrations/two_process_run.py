@@ -1,0 +1,72 @@
+"""Started by `accelerate launch` on two CPU processes: every case against a run with nothing."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tests.integrations.conftest import CASES, Tokens, grad_norms, losses, tiny_llama
+from transformers import Trainer
+
+from hf_actswap import ActSwapCallback, ActSwapTrainingArguments
+
+STEPS = 20
+
+
+def train(config: object, folder: str, **settings: object) -> tuple[list[float], list[float], list[torch.Tensor], float]:
+    args = ActSwapTrainingArguments(
+        output_dir=folder,
+        actswap=config,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        ddp_find_unused_parameters=False,
+        **settings,
+    )
+    assert args.world_size == 2
+    trainer = Trainer(
+        model=tiny_llama(), args=args, train_dataset=Tokens(), callbacks=[ActSwapCallback(args)] if config else []
+    )
+    trainer.train()
+    moved = [entry["actswap_offloaded_bytes"] for entry in trainer.state.log_history if "loss" in entry and config]
+    assert len(set(moved)) <= 1
+    weights = [value.clone() for value in trainer.model.state_dict().values()]
+    return losses(trainer), grad_norms(trainer), weights, moved[0] if moved else 0.0
+
+
+def main(result_file: str) -> None:
+    results: dict[str, dict[str, object]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for setting, more in {
+            "fp32": {},
+            "bf16": {"bf16": True},
+            "accumulation": {"gradient_accumulation_steps": 2},
+        }.items():
+            plain = train(None, folder, **more)
+            for name, case in CASES.items():
+                run = train(case, folder, **more)
+                results[f"{setting}, {name}"] = {
+                    "losses": run[0] == plain[0] and len(run[0]) == STEPS,
+                    "grad_norms": run[1] == plain[1],
+                    "weights": all(torch.equal(a, b) for a, b in zip(run[2], plain[2], strict=True)),
+                    "bytes": run[3],
+                }
+        rank = dist.get_rank()
+        log = Path(folder, f"worker_{rank}.log").read_text()
+        results["worker log"] = {"lines": log.count("Set full recompute at layer")}
+    Path(f"{result_file}.{rank}").write_text(json.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -29,7 +29,8 @@ def apply(
 
     Works before or after ``accelerator.prepare``; the model keeps its class and its state-dict names, and
     after ``AppliedPlan.remove()`` it is as before. While a plan is on, ``model.config.use_cache`` is false:
-    a key-value cache would hold what swap releases, and be written twice by recomputation.
+    a key-value cache would hold what swap releases, and be written twice by recomputation. What a rule
+    changed of a configuration is logged as warnings; a plan is applied without a word.
 
     Args:
         model: a causal language model, bare or wrapped (DDP, PEFT).
@@ -45,6 +46,8 @@ def apply(
         plan = config_or_plan
     else:
         plan = resolve_plan(load_config(config_or_plan), shape)
+        for changed in (*plan.warnings, *plan.overrides):
+            logger.warning("%s", changed)
     _refuse_what_cannot_be_applied(model, plan, shape)
     applied = install(model, plan, shape, transfer)
     if plan.rows:

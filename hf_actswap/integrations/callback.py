@@ -16,7 +16,7 @@ from transformers.training_args import TrainingArguments
 from ..apply import apply
 from ..config import ActSwapConfig, load_config
 from ..engine import AppliedPlan, SwapStats
-from ..plan import MemoryPlan
+from ..plan import MemoryPlan, outline, resolve_plan
 from ..report import plan_table
 from .logs import console_logging, worker_log
 
@@ -95,10 +95,11 @@ class ActSwapCallback(TrainerCallback):
         self.remove()  # auto_find_batch_size begins again without an end
         if model is None:
             raise ValueError("ActSwapCallback needs the model: it is a callback of the Trainer")
-        self.applied = apply(model, self._wish)
+        wish = self._wish
+        plan = wish if isinstance(wish, MemoryPlan) else resolve_plan(wish, outline(model))
+        self.applied = apply(model, plan)
         self._before = self._step = SwapStats()
-        plan = self.applied.plan
-        notes = list(self._wish.notes) if isinstance(self._wish, ActSwapConfig) else []
+        notes = list(wish.notes) if isinstance(wish, ActSwapConfig) else []
         path = os.path.join(args.output_dir or ".", f"worker_{args.process_index}.log")
         with worker_log(path) as worker:
             _log_plan(worker, plan, notes)

@@ -52,7 +52,9 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
 class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
     """Random blocks; can be told to fail at one index."""
 
-    def __init__(self, count: int = 64, fail_at: int | None = None, error: type[BaseException] = OSError) -> None:
+    def __init__(
+        self, count: int = 64, fail_at: int | None = None, error: type[BaseException] = OSError
+    ) -> None:
         generator = torch.Generator().manual_seed(1)
         self.ids = torch.randint(0, 64, (count, 16), generator=generator)
         self.fail_at, self.error = fail_at, error
@@ -68,7 +70,9 @@ class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
-    def make(actswap: Any, model: Any = None, callback: bool = True, data: Any = None, **more: Any) -> Trainer:
+    def make(
+        actswap: Any, model: Any = None, callback: bool = True, data: Any = None, **more: Any
+    ) -> Trainer:
         settings = {
             "output_dir": str(tmp_path / "out"),
             "max_steps": 20,

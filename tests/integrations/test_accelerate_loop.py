@@ -14,7 +14,9 @@ import hf_actswap
 from .conftest import CASE_4, Tokens, tiny_llama
 
 
-def train(config: Any, order: str, folder: Path | None = None, load: Path | None = None, steps: int = 6) -> list[float]:
+def train(
+    config: Any, order: str, folder: Path | None = None, load: Path | None = None, steps: int = 6
+) -> list[float]:
     """Train with accumulation 2; save after the third step; return the loss of each micro-batch."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = tiny_llama()

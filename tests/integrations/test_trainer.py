@@ -61,9 +61,7 @@ def test_losses_and_gradient_norms_are_bitwise_those_of_a_plain_run(
 def test_statistics_reach_the_log_and_tensorboard(make_trainer: Make, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    trainer = make_trainer(
-        CASE_2, max_steps=4, report_to=["tensorboard"], logging_steps=2
-    )
+    trainer = make_trainer(CASE_2, max_steps=4, report_to=["tensorboard"], logging_steps=2)
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
     swapped = [entry["actswap_offloaded_bytes"] for entry in entries]
@@ -161,7 +159,9 @@ def test_the_plan_is_removed_after_an_exception(make_trainer: Make, error: type[
 
 def test_interrupt_inside_a_forward_leaves_nothing_behind(make_trainer: Make) -> None:
     class Interrupt(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        def on_step_begin(
+            self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any
+        ) -> None:
             if state.global_step == 2:
 
                 def stop(*_: Any) -> None:
@@ -207,7 +207,9 @@ def test_lora(make_trainer: Make) -> None:
     from peft import LoraConfig, get_peft_model
 
     def adapted() -> torch.nn.Module:
-        lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=True)
+        lora = LoraConfig(
+            r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=True
+        )
         return get_peft_model(tiny_llama(), lora)
 
     plain = make_trainer(None, model=adapted(), callback=False, max_steps=6)

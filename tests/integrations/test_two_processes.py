@@ -13,17 +13,30 @@ import pytest
 from .conftest import CASES
 
 LAUNCH = [
-    *("--multi_gpu", "--num_processes", "2", "--num_machines", "1"),  # --multi_gpu: "use torchrun", nothing more
+    *(
+        "--multi_gpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ),  # --multi_gpu: "use torchrun", nothing more
     *("--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
 ]
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(400)
-def test_losses_gradients_and_weights_are_bitwise_those_of_a_plain_run(tmp_path: Path, repository: Path) -> None:
+def test_losses_gradients_and_weights_are_bitwise_those_of_a_plain_run(
+    tmp_path: Path, repository: Path
+) -> None:
     result = tmp_path / "result.json"
     script = repository / "tests" / "integrations" / "two_process_run.py"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(repository)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "PYTHONPATH": str(repository),
+    }
     command = [sys.executable, "-m", "accelerate.commands.launch", *LAUNCH, str(script), str(result)]
     run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=380)
     assert run.returncode == 0, run.stderr[-4000:]

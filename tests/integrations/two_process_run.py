@@ -9,15 +9,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tests.integrations.conftest import CASES, Tokens, grad_norms, losses, tiny_llama
 from transformers import Trainer
 
 from hf_actswap import ActSwapCallback, ActSwapTrainingArguments
+from tests.integrations.conftest import CASES, Tokens, grad_norms, losses, tiny_llama
 
 STEPS = 20
 
 
-def train(config: object, folder: str, **settings: object) -> tuple[list[float], list[float], list[torch.Tensor], float]:
+def train(
+    config: object, folder: str, **settings: object
+) -> tuple[list[float], list[float], list[torch.Tensor], float]:
     args = ActSwapTrainingArguments(
         output_dir=folder,
         actswap=config,
@@ -34,10 +36,15 @@ def train(config: object, folder: str, **settings: object) -> tuple[list[float],
     )
     assert args.world_size == 2
     trainer = Trainer(
-        model=tiny_llama(), args=args, train_dataset=Tokens(), callbacks=[ActSwapCallback(args)] if config else []
+        model=tiny_llama(),
+        args=args,
+        train_dataset=Tokens(),
+        callbacks=[ActSwapCallback(args)] if config else [],
     )
     trainer.train()
-    moved = [entry["actswap_offloaded_bytes"] for entry in trainer.state.log_history if "loss" in entry and config]
+    moved = [
+        entry["actswap_offloaded_bytes"] for entry in trainer.state.log_history if "loss" in entry and config
+    ]
     assert len(set(moved)) <= 1
     weights = [value.clone() for value in trainer.model.state_dict().values()]
     return losses(trainer), grad_norms(trainer), weights, moved[0] if moved else 0.0

@@ -62,6 +62,15 @@ def _refuse_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Ou
         for wish in plan.unbuilt
     ]
     root = unwrapped(model)
+    if plan.rows and isinstance(model, nn.DataParallel):
+        problems.append(
+            Problem(
+                "model",
+                "one process per device",
+                "nn.DataParallel, which runs copies of the model in threads",
+                "Start with `accelerate launch` or torchrun (DistributedDataParallel).",
+            )
+        )
     if plan.rows and any(
         getattr(root.get_submodule(layer.module_path), "gradient_checkpointing", False)
         for layer in shape.layers

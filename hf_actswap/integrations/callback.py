@@ -16,11 +16,19 @@ from transformers.training_args import TrainingArguments
 from ..apply import apply
 from ..config import ActSwapConfig, load_config
 from ..engine import AppliedPlan, SwapStats
+from ..errors import PlanError, Problem
 from ..plan import MemoryPlan, outline, resolve_plan
 from ..report import plan_table
 from .logs import console_logging, worker_log
 
 logger = logging.getLogger(__name__)
+
+_SEVERAL_DEVICES = Problem(
+    "training arguments",
+    "one process per device",
+    "several devices in one process, which the Trainer drives by nn.DataParallel",
+    "Start with `accelerate launch` or torchrun, or show it one device (CUDA_VISIBLE_DEVICES=0).",
+)
 
 
 class ActSwapCallback(TrainerCallback):
@@ -91,10 +99,12 @@ class ActSwapCallback(TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Apply. Raises `PlanError` before the first step."""
+        """Apply. Raises `PlanError`, before the first step."""
         self.remove()  # auto_find_batch_size begins again without an end
         if model is None:
             raise ValueError("ActSwapCallback needs the model: it is a callback of the Trainer")
+        if args.n_gpu > 1:
+            raise PlanError([_SEVERAL_DEVICES])
         wish = self._wish
         plan = wish if isinstance(wish, MemoryPlan) else resolve_plan(wish, outline(model))
         self.applied = apply(model, plan)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
+import hf_actswap
 from hf_actswap import ActSwapCallback, PlanError
 
 from .conftest import CASE_1, CASE_2, CASE_3, CASE_4, CASES, Tokens, grad_norms, losses, tiny_llama
@@ -248,3 +249,12 @@ def test_gradient_checkpointing_beside_a_plan_is_refused(make_trainer: Make) -> 
     with pytest.raises(PlanError, match="Switch it off"):
         trainer.train()
     assert trainer.state.global_step == 0
+
+
+def test_several_devices_in_one_process_are_refused(make_trainer: Make) -> None:
+    trainer = make_trainer(CASE_1)
+    trainer.args._n_gpu = 2
+    with pytest.raises(PlanError, match="accelerate launch"):
+        trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+    with pytest.raises(PlanError, match=r"nn\.DataParallel"):
+        hf_actswap.apply(torch.nn.DataParallel(tiny_llama()), CASE_1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -75,7 +75,7 @@ class Override:
     Args:
         where: YAML path of the wish.
         layers: global layer indices concerned; empty if the wish concerns no layer in particular.
-        op_path: op concerned, as the user named it.
+        op_path: op concerned, as the user named it; as the layer names it where a rule reached another op.
         asked: fate or value wished.
         got: what happens instead.
         reason: the rule, in words, with its source.
@@ -124,10 +124,10 @@ class MemoryPlan:
         """Return the fate of what ``op_path`` of ``layer`` produces (``keep`` where no row names it).
 
         Raises:
-            KeyError: there is no such layer.
+            KeyError: there is no such layer or scope.
         """
-        if isinstance(layer, int) and not 0 <= layer < self.num_layers:
-            raise KeyError(f"layer {layer}: the plan has layers 0 to {self.num_layers - 1}")
+        if not (0 <= layer < self.num_layers if isinstance(layer, int) else layer in SCOPES):
+            raise KeyError(f"{layer!r}: the plan has layers 0 to {self.num_layers - 1}, {', '.join(SCOPES)}")
         row = self.row(layer, op_path, ordinal)
         return row.fate if row else "keep"
 
@@ -191,34 +191,50 @@ class _PlanReader:
                 [Problem("plan.format_version", str(FORMAT_VERSION), repr(document.get("format_version")))]
             )
         num_layers = document.get("num_layers")
-        if not isinstance(num_layers, int):
-            raise PlanError([Problem("plan.num_layers", "an integer", repr(num_layers))])
-        rows = tuple(
-            self._row(f"plan.rows[{index}]", row, num_layers)
-            for index, row in enumerate(document.get("rows", ()))
-        )
-        try:
-            overrides = tuple(
-                Override(**{**item, "layers": tuple(item["layers"])})
-                for item in document.get("overrides", ())
-            )
-        except (TypeError, KeyError) as error:
-            raise PlanError(
-                [Problem("plan.overrides", "a list of overrides", f"a malformed one: {error}")]
-            ) from None
+        if type(num_layers) is not int or num_layers < 0:
+            raise PlanError([Problem("plan.num_layers", "a number of layers", repr(num_layers))])
+        rows = [self._row(where, row, num_layers) for where, row in self._items("rows")]
+        overrides = [self._override(where, item) for where, item in self._items("overrides")]
+        texts = {key: self._texts(key) for key in ("lines", "warnings", "unbuilt")}
+        sizes: dict[str, Any] = {"min_tensor_bytes": 1024, "host_memory_bytes": None}
+        for key, default in sizes.items():
+            sizes[key] = size = document.get(key, default)
+            if size != default and (type(size) is not int or size < 0):
+                self.problems.append(Problem(f"plan.{key}", "a number of bytes", repr(size)))
         if self.problems:
             raise PlanError(self.problems)
         return MemoryPlan(
             rows=tuple(row for row in rows if row is not None),
             num_layers=num_layers,
-            family=document.get("family", ""),
-            overrides=overrides,
-            min_tensor_bytes=document.get("min_tensor_bytes", 1024),
-            host_memory_bytes=document.get("host_memory_bytes"),
-            lines=tuple(document.get("lines", ())),
-            warnings=tuple(document.get("warnings", ())),
-            unbuilt=tuple(document.get("unbuilt", ())),
+            family=str(document.get("family", "")),
+            overrides=tuple(item for item in overrides if item is not None),
+            min_tensor_bytes=sizes["min_tensor_bytes"],
+            host_memory_bytes=sizes["host_memory_bytes"],
+            **texts,
         )
+
+    def _items(self, key: str) -> list[tuple[str, Any]]:
+        """The items of a list, each with its place."""
+        value = self.document.get(key, [])
+        if not isinstance(value, list):
+            self.problems.append(Problem(f"plan.{key}", "a list", repr(value)))
+            return []
+        return [(f"plan.{key}[{index}]", item) for index, item in enumerate(value)]
+
+    def _texts(self, key: str) -> tuple[str, ...]:
+        items = self._items(key)
+        self.problems += [
+            Problem(where, "a string", repr(item)) for where, item in items if not isinstance(item, str)
+        ]
+        return tuple(item for _, item in items)
+
+    def _override(self, where: str, item: Any) -> Override | None:
+        try:
+            return Override(**{**item, "layers": tuple(item["layers"])})
+        except (TypeError, KeyError):
+            names = ", ".join(field.name for field in fields(Override))
+            self.problems.append(Problem(where, f"a mapping of {names}", repr(item)))
+            return None
 
     def _get(self, key: str) -> Any:
         return self.document.get(key) if isinstance(self.document, dict) else self.document
@@ -243,15 +259,20 @@ class _PlanReader:
             self.problems.append(Problem(f"{where}.windows", expected, repr(windows)))
         if not isinstance(row.get("op_path"), str):
             self.problems.append(Problem(f"{where}.op_path", "a string", repr(row.get("op_path"))))
+        ordinal, parameters = row.get("ordinal"), row.get("parameters") or {}
+        if ordinal is not None and (type(ordinal) is not int or ordinal < 0):
+            self.problems.append(Problem(f"{where}.ordinal", "a number of a call, or null", repr(ordinal)))
+        if not isinstance(parameters, dict):
+            self.problems.append(Problem(f"{where}.parameters", "a mapping", repr(parameters)))
         if len(self.problems) > before:
             return None
         return PlanRow(
             scope=row["scope"],
             op_path=row["op_path"],
             fate=row["fate"],
-            ordinal=row.get("ordinal"),
+            ordinal=ordinal,
             windows=Windows(**windows) if isinstance(windows, dict) and well_formed else None,
-            parameters=row.get("parameters") or {},
+            parameters=parameters,
         )
 
 

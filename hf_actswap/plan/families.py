@@ -94,25 +94,26 @@ _LLAMA_ATTENTION = _attention("self_attn", "q_proj", "k_proj", "v_proj", "o_proj
 _LLAMA_NORMS = _norms("input_layernorm", "post_attention_layernorm")
 _LLAMA_MLP = _feed_forward("gate_proj", "down_proj", "up_proj", "act_fn", "mlp.mul")
 
-LLAMA: NameTable = {**_LLAMA_ATTENTION, **_LLAMA_NORMS, **_LLAMA_MLP, "add": "add"}
+# The order of definition counts: of several siblings that a pattern matches, the reference logs the last.
+LLAMA: NameTable = {**_LLAMA_NORMS, **_LLAMA_ATTENTION, **_LLAMA_MLP, "add": "add"}
 
 GEMMA: NameTable = {
-    **_LLAMA_ATTENTION,
     **_norms("input_layernorm", "pre_feedforward_layernorm"),
+    **_LLAMA_ATTENTION,
     **_LLAMA_MLP,
     "add": "add",
 }
 
 GPT_NEOX: NameTable = {
-    **_attention("attention", "query_key_value", "query_key_value", "query_key_value", "dense"),
     **_LLAMA_NORMS,
+    **_attention("attention", "query_key_value", "query_key_value", "query_key_value", "dense"),
     **_feed_forward("dense_h_to_4h", "dense_4h_to_h", None, "act", None),
     "add": "add",
 }
 
 PHI3: NameTable = {
-    **_attention("self_attn", "qkv_proj", "qkv_proj", "qkv_proj", "o_proj"),
     **_LLAMA_NORMS,
+    **_attention("self_attn", "qkv_proj", "qkv_proj", "qkv_proj", "o_proj"),
     **_feed_forward("gate_up_proj", "down_proj", "gate_up_proj", "activation_fn", "mlp.mul"),
     "add": "add",
 }
@@ -128,11 +129,11 @@ _EXPERTS: dict[str, Targets] = {
     "feed_forward.router": "mlp.gate",
 }
 
-MOE: NameTable = {**_LLAMA_ATTENTION, **_LLAMA_NORMS, **_EXPERTS, "add": "add"}
+MOE: NameTable = {**_LLAMA_NORMS, **_LLAMA_ATTENTION, **_EXPERTS, "add": "add"}
 
 DEEPSEEK: NameTable = {
-    **_attention("self_attn", "q_b_proj", "kv_b_proj", "kv_b_proj", "o_proj"),
     **_LLAMA_NORMS,
+    **_attention("self_attn", "q_b_proj", "kv_b_proj", "kv_b_proj", "o_proj"),
     **_EXPERTS,
     "add": "add",
 }

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ..config.op_path import split_op_path
+from ..errors import nearest
 from .families import NameTable, Targets, megatron_names, names_of
 from .outline import LayerOutline
 
@@ -76,11 +77,19 @@ class LayerNames:
         return next(with_targets, None) or next((matches for matches in found if matches), [])
 
     def all_names(self) -> list[str]:
-        """Every path that can be written, for hints."""
+        """Every path that names an op of this layer, for hints."""
         names: dict[str, None] = {}
         for tree in (self._trees[1], self._trees[0], self._trees[2]):
             names.update(dict.fromkeys(_paths(tree, "")))
         return list(names)
+
+    def hint(self, op_path: str) -> str:
+        """Return what may have been meant by a path that names nothing: a deeper op, else a near name."""
+        plain, names = op_path.replace("\\.", "."), self.all_names()
+        by_reference = [*_paths(self._trees[0], ""), *names]
+        deeper = next((name for name in by_reference if name.endswith(f".{plain}")), None)
+        hint = f"Did you mean {deeper!r}?" if deeper else nearest(plain, names)
+        return hint if hint.startswith("Did") else f"Some that exist: {', '.join(names[:12])}."
 
 
 @lru_cache(maxsize=256)
@@ -155,6 +164,6 @@ def _tree_of_ops(layer: LayerOutline) -> _Node:
 def _paths(node: _Node, prefix: str) -> Iterable[str]:
     for name, child in node.children.items():
         path = f"{prefix}.{name}" if prefix else name
-        if child.targets is not None:
+        if child.targets:
             yield path
         yield from _paths(child, path)

@@ -88,7 +88,8 @@ class _Resolution:
             key: {pattern: form for pattern, (form, _) in table.items()} for key, table in selections.items()
         }
         everywhere = self._config.recompute_config.recompute is True
-        lines = formative_lines(recompute, tables, layer_swap, op_swap, self._swap)
+        lines = list(self._layout.log_lines()) if self._config.parallel_config.pipeline_stage > 1 else []
+        lines += formative_lines(recompute, tables, layer_swap, op_swap, self._swap)
         for layer in self._local:
             lines += painter.requests[layer].lines(layer, self._swap, everywhere)
         warnings = (
@@ -194,7 +195,8 @@ class _Resolution:
                 conflict = next((item for item in excludes if same_ops(pattern, item)), None)
                 if conflict is not None:
                     layers = selections[key].pop(pattern)[1]
-                    dropped.add(conflict)
+                    if layers:
+                        dropped.add(conflict)
                     by = f"{key}_exclude names {conflict!r}, and a pattern is dropped whole"
                     reason = f"{EXCLUDE_BEATS_ALL}; {by}"
                     for layer in layers:

@@ -63,7 +63,7 @@ class LayerFates:
         self._paint(path, lambda _: Painted("swap", windows))
 
     def recompute(self, path: str) -> list[str]:
-        """Recompute ``path`` as one; return the op paths below it whose swap gives way (rule 1).
+        """Recompute ``path`` as one; return the topmost op paths below it whose swap gives way (rule 1).
 
         A module without weights (an activation) is its functions: keeping its output would save nothing.
         """
@@ -76,8 +76,9 @@ class LayerFates:
         lost = [
             node
             for node, painted in self._nodes.items()
-            if painted.fate == "swap" and self._is_below(node, path)
+            if painted.fate == "swap" and node != OUTPUT and self._is_below(node, path)
         ]
+        lost = [node for node in lost if not any(is_below(node, top) for top in lost if top != node)]
         self._paint(path, lambda _: Painted("recompute", root=path))
         self._nodes[OUTPUT] = KEEP if self._is_below(OUTPUT, path) else self._nodes[OUTPUT]
         self.recompute_roots = [root for root in self.recompute_roots if not is_below(root, path)] + [path]
@@ -108,6 +109,12 @@ class LayerFates:
                 elif self._nodes.get(key[0], KEEP).fate == "swap" and key not in self._exact:
                     self._exact[key] = KEEP
                     kept.append(key)
+        for path in {path for path, _ in kept if self._kinds.get(path) == "function"}:
+            calls = [call.key for call in self.layer.calls if call.key[0] == path]
+            if all(key in self._exact for key in calls):  # every call: then the op itself is kept
+                self._nodes[path] = KEEP
+                for key in calls:
+                    del self._exact[key]
         return kept, reads_input
 
     def keep_output(self) -> bool:

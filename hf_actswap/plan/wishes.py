@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from ..config.op_path import split_op_path
 from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch
-from ..errors import Problem, nearest
+from ..errors import Problem
 from .actions import Override, Windows
 from .match import LayerNames, Match
 from .outline import Outline
@@ -119,8 +119,7 @@ class Painter:
             self.requests[layer].full = True
             lost = self.fates[layer].recompute("")
             if lost:
-                name = "" if "" in lost else ", ".join(path for path in lost if "." not in path) or lost[0]
-                self.override(where, name, "swap", "recompute", RECOMPUTE_BEATS_SWAP, layer)
+                self.override(where, ", ".join(lost), "swap", "recompute", RECOMPUTE_BEATS_SWAP, layer)
 
     def paint_exclude(self, table: Mapping[str, tuple[object, tuple[int, ...]]], used: set[str]) -> None:
         where = "recompute_config.select_recompute_exclude"
@@ -171,15 +170,17 @@ class Painter:
                 found.append((layer, matches))
                 if not any(match.targets for match in matches):
                     self.override(where, op_path, "a fate", "no effect", NO_COUNTERPART, layer)
-        if held and not found:
-            self.problems.append(self._unknown(op_path, self._local[held[0]], where))
+        # With no layer to look in, a typo shows only if the model holds every layer.
+        looked_in = held or (list(self.fates) if len(self.fates) == self._num_layers else [])
+        if looked_in and not found and (held or not self._exists(op_path)):
+            self.problems.append(self._unknown(op_path, self._local[looked_in[0]], where))
         return found
 
+    def _exists(self, op_path: str) -> bool:
+        return any(self._names[own].match(op_path) for own in self._local.values())
+
     def _unknown(self, op_path: str, own_layer: int, where: str) -> Problem:
-        names = self._names[own_layer].all_names()
-        hint = nearest(op_path.replace("\\.", "."), names)
-        if not hint.startswith("Did"):
-            hint = f"Some that exist: {', '.join(names[:12])}."
+        hint = self._names[own_layer].hint(op_path)
         if not self._outline.functions_known:
             hint += f" Only module paths are known of this model ({self._outline.why_not})."
         return Problem(

@@ -1,0 +1,252 @@
+"""Every model family: its outline, MindFormers' names on it, and the cases of the documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hf_actswap import MemoryPlan
+from hf_actswap.plan import Outline
+from hf_actswap.plan.families import FAMILIES, megatron_names, names_of
+from hf_actswap.plan.match import LayerNames
+
+PlanOf = Callable[..., MemoryPlan]
+MakeOutline = Callable[..., Outline]
+
+FAMILY_NAMES = [
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "gpt_neox",
+    "phi3",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+]
+NO_COUNTERPART = "the reference has this op and these layers have no counterpart, no effect"
+
+LLAMA_TARGETS = {
+    "attention": ("self_attn",),
+    r"attention\.flash_attention": ("self_attn.flash_attention",),
+    r"attention\.wq": ("self_attn.q_proj",),
+    r"attention\.wk\.matmul": ("self_attn.k_proj.linear",),
+    r"attention\.wo": ("self_attn.o_proj",),
+    r"attention_norm\.norm": ("input_layernorm",),
+    r"ffn_norm\.norm": ("post_attention_layernorm",),
+    "feed_forward": ("mlp",),
+    r"feed_forward\.mul": ("mlp.mul",),
+    r"feed_forward\.w1": ("mlp.gate_proj", "mlp.act_fn"),
+    r"feed_forward\.w1\.activation\.silu": ("mlp.act_fn.silu",),
+    r"feed_forward\.w2\.matmul": ("mlp.down_proj.linear",),
+    r"feed_forward\.w2\.reshape": (),
+    r"feed_forward\.w3": ("mlp.up_proj",),
+    r"self_attention\.core_attention\.flash_attention": ("self_attn.flash_attention",),
+    r"self_attention\.linear_proj": ("self_attn.o_proj",),
+    r"mlp\.linear_fc2": ("mlp.down_proj",),
+    r"mlp\.activation_func\.silu": ("mlp.act_fn.silu",),
+    "pre_mlp_layernorm": ("post_attention_layernorm",),
+    r"mlp\.down_proj\.matmul": ("mlp.down_proj.linear",),
+    "self_attn.flash_attention": ("self_attn.flash_attention",),
+    "add": ("add",),
+}
+GELU = {r"feed_forward\.w1\.activation\.silu": ("mlp.act_fn.gelu",)}
+GEMMA_TARGETS = {
+    **{name: LLAMA_TARGETS[name] for name in ("attention", r"attention\.wq", r"feed_forward\.mul")},
+    **GELU,
+    r"ffn_norm\.norm": ("pre_feedforward_layernorm",),
+    "post_feedforward_layernorm": ("post_feedforward_layernorm",),
+}
+EXPERT_TARGETS = {
+    r"attention\.wq": ("self_attn.q_proj",),
+    r"feed_forward\.mul": ("mlp.experts.mul",),
+    r"feed_forward\.w1\.activation\.silu": ("mlp.experts.act_fn.silu",),
+    r"feed_forward\.router": ("mlp.gate",),
+    r"feed_forward\.w2": (),
+    r"mlp\.experts": ("mlp.experts",),
+    r"mlp\.experts\.act_fn": ("mlp.experts.act_fn",),
+}
+
+# Family -> path as written -> ops of its last layer.
+TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), LLAMA_TARGETS),
+    "gemma2": GEMMA_TARGETS,
+    "gemma3_text": GEMMA_TARGETS,
+    "gpt_neox": {
+        "attention": ("attention",),
+        r"attention\.flash_attention": ("attention.flash_attention",),
+        r"attention\.wk": ("attention.query_key_value",),
+        r"attention\.wo\.matmul": ("attention.dense.linear",),
+        r"attention_norm\.norm": ("input_layernorm",),
+        r"feed_forward\.mul": (),
+        r"feed_forward\.w1": ("mlp.dense_h_to_4h", "mlp.act"),
+        r"feed_forward\.w1\.activation\.silu": ("mlp.act.gelu",),
+        r"feed_forward\.w2": ("mlp.dense_4h_to_h",),
+        r"feed_forward\.w3": (),
+        "mlp.act.gelu": ("mlp.act.gelu",),
+    },
+    "phi3": {
+        r"attention\.wv": ("self_attn.qkv_proj",),
+        r"feed_forward\.w1": ("mlp.gate_up_proj", "mlp.activation_fn"),
+        r"feed_forward\.w3": ("mlp.gate_up_proj",),
+        r"feed_forward\.w1\.activation\.silu": ("mlp.activation_fn.silu",),
+        r"feed_forward\.mul": ("mlp.mul",),
+    },
+    "mixtral": EXPERT_TARGETS,
+    "qwen3_moe": EXPERT_TARGETS,
+    "deepseek_v3": {
+        r"attention\.wq": ("self_attn.q_b_proj",),
+        r"attention\.flash_attention": ("self_attn.flash_attention",),
+        r"feed_forward\.mul": ("mlp.experts.mul", "mlp.shared_experts.mul"),
+        r"feed_forward\.w1\.activation\.silu": ("mlp.experts.act_fn.silu", "mlp.shared_experts.act_fn.silu"),
+        r"mlp\.shared_experts\.down_proj": ("mlp.shared_experts.down_proj",),
+    },
+}
+
+
+def swapped(path: str, layers: object = True, prefetch: object = 5) -> dict[str, Any]:
+    rule = {"op_name": path, "backward_prefetch": prefetch, "layers": layers}
+    return {"swap_config": {"swap": True, "op_swap": [rule]}}
+
+
+def test_all_families_are_covered() -> None:
+    assert {*FAMILY_NAMES, "gemma3"} == set(FAMILIES)  # gemma3 is gemma3_text with a vision tower
+    assert set(TARGETS) == set(FAMILY_NAMES)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_outline(family: str, tiny_outline: MakeOutline) -> None:
+    found = tiny_outline(family)
+    base = "gpt_neox" if family == "gpt_neox" else "model"
+    assert (found.family, found.functions_known, found.why_not) == (family, True, "")
+    assert [layer.module_path for layer in found.layers] == [f"{base}.layers.0", f"{base}.layers.1"]
+    names = ("embed_in", "final_layer_norm") if family == "gpt_neox" else ("embed_tokens", "norm")
+    assert (found.embedding, found.final_norm) == tuple(f"{base}.{name}" for name in names)
+    assert found.head == "lm_head"
+    for layer in found.layers:
+        assert layer.output_of == ("add", 1)
+        assert layer.attention_paths == {"attention" if family == "gpt_neox" else "self_attn"}
+        paths = [op.path for op in layer.ops]
+        assert len(paths) == len(set(paths))
+        assert {call.key[0] for call in layer.calls} <= set(paths)
+        earlier = {("input", 0)}
+        for call in layer.calls:  # what a call reads was produced before it
+            assert earlier.issuperset(call.inputs)
+            earlier.add(call.key)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_targets(family: str, tiny_outline: MakeOutline) -> None:
+    names = LayerNames(tiny_outline(family).layers[-1], family)
+    found = {path: tuple(t for m in names.match(path) for t in m.targets) for path in TARGETS[family]}
+    assert found == TARGETS[family]
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_every_name_of_the_family_is_an_op_or_has_no_counterpart(family: str, plan_of: PlanOf) -> None:
+    table = {**megatron_names(names_of(family)), **names_of(family)}
+    for name in table:
+        plan = plan_of(swapped(name.replace(".", r"\.")), family, 2)
+        without = {layer for item in plan.overrides for layer in item.layers}
+        assert {item.reason for item in plan.overrides} <= {NO_COUNTERPART}
+        with_rows = {row.scope for row in plan.rows}
+        assert with_rows | without == {0, 1}, name
+        assert with_rows & without == set(), name
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_default_swap(family: str, plan_of: PlanOf) -> None:
+    plan = plan_of({"swap_config": {"swap": True, "default_prefetch": 10}}, family, 2)
+    attention = "attention" if family == "gpt_neox" else "self_attn"
+    rows = [(row.scope, row.op_path, row.fate) for row in plan.rows]
+    assert rows == [(layer, f"{attention}.flash_attention", "swap") for layer in (0, 1)]
+    assert plan.log_lines()[-1] == "Set op_swap at layer 1: attention.flash_attention, value=10"
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_cases_2_to_4(family: str, plan_of: PlanOf) -> None:
+    layer_swap = {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": [0]}]}
+    plan = plan_of({"swap_config": layer_swap}, family, 2)
+    assert [(row.scope, row.op_path, row.fate) for row in plan.rows] == [(0, "", "swap")]
+    rules = [
+        {"op_name": "attention", "backward_prefetch": 20, "layers": [0, 1]},
+        {"op_name": "feed_forward", "backward_prefetch": 15, "layers": [1]},
+    ]
+    case_3 = {"swap_config": {"swap": True, "op_swap": rules}}
+    attention = "attention" if family == "gpt_neox" else "self_attn"
+    plan = plan_of(case_3, family, 2)
+    assert [(row.scope, row.op_path) for row in plan.rows] == [(0, attention), (1, attention), (1, "mlp")]
+    plan = plan_of({**case_3, "recompute_config": {"select_recompute": {"feed_forward": [0]}}}, family, 2)
+    assert [(row.scope, row.op_path, row.fate) for row in plan.rows] == [
+        (0, attention, "swap"),
+        (0, "mlp", "recompute"),
+        (1, attention, "swap"),
+        (1, "mlp", "swap"),
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_select_true(family: str, plan_of: PlanOf) -> None:
+    plan = plan_of({"recompute_config": {"select_recompute": True}}, family, 2)
+    expected = {
+        t
+        for path in (r"feed_forward\.mul", r"feed_forward\.w1\.activation\.silu")
+        for t in TARGETS[family][path]
+    }
+    assert {row.op_path for row in plan.rows if row.scope == 1} == expected
+    assert {row.fate for row in plan.rows} == {"recompute"}
+    without = [item.op_path for item in plan.overrides if item.reason == NO_COUNTERPART]
+    assert without == ([r"feed_forward\.mul"] if family == "gpt_neox" else [])
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_every_path_of_a_layer_can_be_written(
+    family: str, plan_of: PlanOf, tiny_outline: MakeOutline
+) -> None:
+    """With plain dots and as the reference writes it, each Hugging Face path names exactly its op."""
+    layer = tiny_outline(family).layers[1]
+    reference_names = set(names_of(family))
+    for op in layer.ops:
+        if op.path in reference_names:
+            continue  # MindFormers' meaning comes first; checked by name in TARGETS
+        for written in (op.path, op.path.replace(".", r"\.")):
+            plan = plan_of(swapped(written, [1]), family, 2)
+            assert plan.fate(1, op.path) == "swap", written
+            assert plan.fate(0, op.path) == "keep", written
+            # What is swapped is below the path; a plain op of one level keeps the reference's leading dot.
+            assert all(row.op_path in (op.path, "output") for row in plan.rows), written
+
+
+@pytest.mark.parametrize(
+    ("path", "ops"),
+    [
+        (r".*\.flash_attention", ["self_attn.flash_attention"]),
+        (r"self_attn\.[qkv]_proj", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+        ("self_attn.[qkv]_proj", ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]),
+        ("mlp.(gate|up)_proj", ["mlp.gate_proj", "mlp.up_proj"]),
+        (".*layernorm", ["input_layernorm", "post_attention_layernorm"]),
+        (r".*\.mul", ["mlp.mul"]),  # MindFormers' names come first, and there only feed_forward has a mul
+        (r"self_attn\.(q|k)_proj\.matmul", ["self_attn.q_proj.linear", "self_attn.k_proj.linear"]),
+    ],
+)
+def test_regular_expressions_level_by_level(path: str, ops: list[str], plan_of: PlanOf) -> None:
+    plan = plan_of(swapped(path, [1]), "llama", 2)
+    assert [row.op_path for row in plan.rows] == ops
+
+
+def test_dense_and_expert_layers_side_by_side(plan_of: PlanOf) -> None:
+    """Targets that a layer does not have are passed over for that layer alone."""
+    plan = plan_of({"recompute_config": {"select_recompute": {r"feed_forward\.mul": True}}}, "deepseek_v3", 3)
+    assert [(row.scope, row.op_path) for row in plan.rows] == [
+        (0, "mlp.mul"),
+        *((layer, path) for layer in (1, 2) for path in ("mlp.experts.mul", "mlp.shared_experts.mul")),
+    ]
+    plan = plan_of(swapped("mlp.experts"), "deepseek_v3", 3)
+    assert [(row.scope, row.op_path) for row in plan.rows] == [(1, "mlp.experts"), (2, "mlp.experts")]
+    plan = plan_of(swapped(r"feed_forward\.w2"), "deepseek_v3", 3)
+    assert [(row.scope, row.op_path) for row in plan.rows] == [(0, "mlp.down_proj")]
+    assert [(item.layers, item.reason) for item in plan.overrides] == [((1, 2), NO_COUNTERPART)]

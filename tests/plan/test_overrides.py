@@ -1,0 +1,254 @@
+"""Each rule that changes what the user wrote says so: one override, with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from hf_actswap import MemoryPlan
+from hf_actswap.plan import Override
+
+PlanOf = Callable[..., MemoryPlan]
+
+RULE_1 = "recomputation takes effect and swap does not where both are enabled (MindFormers, coupling rule 1)"
+RULE_2 = (
+    "its output is used by an op with recomputation enabled, so it stays on the device "
+    "(MindFormers, coupling rule 2)"
+)
+FULL_BEATS = "full recomputation takes effect where both are configured (MindFormers, Memory Optimization)"
+EXCLUDE_BEATS = "exclude keys have the highest priority (MindFormers 1.5, LayerSetting)"
+AUTO_IS_1 = "the reference stores Auto as 1 operator ahead, and so do we until windows are measured"
+NO_COUNTERPART = "the reference has this op and these layers have no counterpart, no effect"
+SELECT, EXCLUDE = "recompute_config.select_recompute", "recompute_config.select_recompute_exclude"
+MUL, SILU = r"feed_forward\.mul", r"feed_forward\.w1\.activation\.silu"
+
+
+def op(name: object, prefetch: object, layers: object) -> dict[str, object]:
+    return {"op_name": name, "backward_prefetch": prefetch, "layers": layers}
+
+
+def entry(prefetch: object, layers: object) -> dict[str, object]:
+    return {"backward_prefetch": prefetch, "layers": layers}
+
+
+def swap(recompute: dict[str, Any] | None = None, /, **keys: Any) -> dict[str, Any]:
+    return {"swap_config": {"swap": True, **keys}, "recompute_config": recompute or {}}
+
+
+def texts(plan: MemoryPlan) -> list[str]:
+    return [str(override) for override in plan.overrides]
+
+
+# Rule 1: recompute beats swap.
+
+
+def test_swap_of_a_part_gives_way_to_recompute_of_the_whole(plan_of: PlanOf) -> None:
+    config = swap({"select_recompute": {"attention": [1]}}, op_swap=[op(r".*\.flash_attention", 4, True)])
+    plan = plan_of(config)
+    assert [plan.fate(layer, "self_attn.flash_attention") for layer in (0, 1)] == ["swap", "recompute"]
+    assert plan.overrides == (
+        Override(SELECT, (1,), "self_attn.flash_attention", "swap", "recompute", RULE_1),
+    )
+
+
+def test_recompute_of_a_part_leaves_the_rest_swapped(plan_of: PlanOf) -> None:
+    plan = plan_of(swap({"select_recompute": {SILU: [0]}}, op_swap=[op(r"feed_forward\.w1", 4, [0])]))
+    assert plan.fate(0, "mlp.act_fn.silu") == "recompute"
+    # What silu reads is gate_proj's output: rule 2 keeps it, and says so.
+    assert plan.fate(0, "mlp.gate_proj.linear") == "keep"
+    assert plan.fate(0, "mlp.act_fn") == "swap"
+    assert texts(plan) == [
+        f"{SELECT} mlp.act_fn.silu, layers 0: asked swap, got recompute: {RULE_1}",
+        f"swap_config mlp.gate_proj.linear, layers 0: asked swap, got keep: {RULE_2}",
+    ]
+
+
+def test_full_recompute_names_every_swap_that_it_beats(plan_of: PlanOf) -> None:
+    config = swap({"recompute": [2]}, op_swap=[op(["add", r".*\.flash_attention", MUL], 4, [2])])
+    plan = plan_of(config)
+    assert texts(plan) == [
+        "recompute_config.recompute self_attn.flash_attention, add, mlp.mul, layers 2: "
+        f"asked swap, got recompute: {RULE_1}"
+    ]
+    assert plan.fate(2, "output") == "keep"
+
+
+# Rule 2: what a recomputed op reads stays on the device.
+
+
+def test_inside_a_layer(plan_of: PlanOf) -> None:
+    plan = plan_of(swap({"select_recompute": {"feed_forward": [1]}}, op_swap=[op("ffn_norm", 4, [0, 1])]))
+    norm = "post_attention_layernorm"
+    # The norm's last product feeds the MLP; what the norm saves of its own is not read there.
+    assert [plan.fate(1, f"{norm}.mul", ordinal) for ordinal in (0, 1)] == ["swap", "keep"]
+    assert [plan.fate(0, f"{norm}.mul", ordinal) for ordinal in (0, 1)] == ["swap", "swap"]
+    assert plan.fate(1, f"{norm}.rsqrt") == "swap"
+    assert plan.overrides == (Override("swap_config", (1,), f"{norm}.mul", "swap", "keep", RULE_2),)
+
+
+def test_across_layers(plan_of: PlanOf) -> None:
+    plan = plan_of(swap({"recompute": [2]}, layer_swap=[entry(4, [0, 1])]))
+    assert [plan.fate(layer, "output") for layer in range(4)] == ["swap", "keep", "keep", "keep"]
+    assert plan.fate(1, "mlp.down_proj") == "swap"
+    assert plan.overrides == (Override("swap_config", (1,), "output", "swap", "keep", RULE_2),)
+
+
+def test_across_layers_for_the_op_that_hands_on(plan_of: PlanOf) -> None:
+    """A swapped residual sum produces the layer's output: it counts too; a swapped MLP does not."""
+    plan = plan_of(swap({"recompute": [2]}, op_swap=[op("add", 4, [1])]))
+    assert (plan.fate(1, "output"), plan.fate(1, "add", 0)) == ("keep", "swap")
+    assert plan.overrides == (Override("swap_config", (1,), "output", "swap", "keep", RULE_2),)
+    plan = plan_of(swap({"recompute": [2]}, op_swap=[op("feed_forward", 4, [1])]))
+    assert plan.fate(1, "mlp.down_proj.linear") == "swap"
+    assert plan.overrides == ()
+
+
+def test_across_layers_for_a_recomputed_first_op(plan_of: PlanOf) -> None:
+    plan = plan_of(swap({"select_recompute": {"attention_norm": [2]}}, layer_swap=[entry(4, [1])]))
+    assert plan.fate(1, "output") == "keep"
+
+
+def test_between_functions(plan_of: PlanOf) -> None:
+    plan = plan_of(swap({"select_recompute": {MUL: [1]}}, op_swap=[op("mlp.up_proj", 4, [1])]))
+    assert plan.fate(1, "mlp.mul") == "recompute"
+    assert plan.fate(1, "mlp.up_proj.linear") == plan.fate(1, "mlp.up_proj.linear", 0) == "keep"
+    assert texts(plan) == [f"swap_config mlp.up_proj.linear, layers 1: asked swap, got keep: {RULE_2}"]
+
+
+def test_a_recomputed_chain_reads_only_its_ends(plan_of: PlanOf) -> None:
+    """silu and mul are both recomputed: mul's input is silu's, which is rebuilt, not kept."""
+    config = swap({"select_recompute": True}, op_swap=[op(r"mlp\.(gate|up|down)_proj", 4, [1])])
+    plan = plan_of(config)
+    fates = {path: plan.fate(1, f"mlp.{path}_proj.linear") for path in ("gate", "up", "down")}
+    assert fates == {"gate": "keep", "up": "keep", "down": "swap"}
+
+
+# Full beats selective; exclude beats all.
+
+
+def test_full_beats_selective(plan_of: PlanOf) -> None:
+    plan = plan_of(swap({"recompute": [1], "select_recompute": {MUL: [1, 2]}}, op_swap=[]))
+    assert (plan.fate(1), plan.fate(2), plan.fate(2, "mlp.mul")) == ("recompute", "keep", "recompute")
+    assert plan.overrides == (
+        Override(SELECT, (1,), MUL, "selective recompute", "full recompute", FULL_BEATS),
+    )
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_exclude_inside_a_fully_recomputed_layer(is_on: bool, plan_of: PlanOf) -> None:
+    """With swap on, the reference does not apply exclude keys to layers; ours means what is written."""
+    recompute = {"recompute": [1], "select_recompute_exclude": {"attention": [1] if is_on else [2]}}
+    plan = plan_of({"swap_config": {"swap": is_on}, "recompute_config": recompute})
+    layers = [1] if is_on else [0]  # without swap, numbers count the first layers of a stage
+    assert [layer for layer in range(4) if plan.fate(layer, "mlp") == "recompute"] == layers
+    assert [layer for layer in range(4) if plan.fate(layer, "self_attn") == "recompute"] == []
+    assert Override(EXCLUDE, tuple(layers), "attention", "recompute", "keep", EXCLUDE_BEATS) in plan.overrides
+
+
+def test_exclude_drops_an_equal_pattern_for_all_layers(plan_of: PlanOf) -> None:
+    select = {MUL: True, SILU: True, "attention": True}
+    exclude = {r"feed_forward\..*": [1]}
+    plan = plan_of({"recompute_config": {"select_recompute": select, "select_recompute_exclude": exclude}})
+    assert {plan.fate(layer, "mlp.mul") for layer in range(4)} == {"keep"}
+    assert {plan.fate(layer, "self_attn") for layer in range(4)} == {"recompute"}
+    # silu stands one level deeper than the pattern: it is excluded only where the pattern applies.
+    assert [plan.fate(layer, "mlp.act_fn.silu") for layer in range(4)] == ["keep", *["recompute"] * 3]
+    named = r"select_recompute_exclude names 'feed_forward\\..*', and a pattern is dropped whole"
+    assert plan.overrides[0] == Override(
+        SELECT, (0, 1, 2, 3), MUL, "recompute", "keep", f"{EXCLUDE_BEATS}; {named}"
+    )
+    assert all(MUL not in line and "feed_forward.mul" not in line for line in plan.log_lines()[3:])
+
+
+def test_exclude_that_finds_nothing(plan_of: PlanOf) -> None:
+    plan = plan_of({"recompute_config": {"select_recompute_exclude": {MUL: True}}})
+    assert texts(plan) == [
+        f"{EXCLUDE} {MUL}: asked exclude, got no effect: nothing that it names is recomputed"
+    ]
+
+
+# Values.
+
+
+def test_first_entry_wins_only_where_values_differ(plan_of: PlanOf) -> None:
+    plan = plan_of(swap(layer_swap=[entry(1, [0, 1]), entry(1, [1]), entry(2, [1, 2])]))
+    assert plan.overrides == (
+        Override(
+            "swap_config.layer_swap[2]",
+            (1,),
+            "",
+            "backward_prefetch 2",
+            "1",
+            "the first entry that names a layer wins (MindFormers, LayerSetting)",
+        ),
+    )
+    assert plan.rows[-1].windows is not None
+    assert plan.rows[-1].windows.prefetch_ops == 2
+
+
+def test_op_over_layer_is_order_and_no_override(plan_of: PlanOf) -> None:
+    plan = plan_of(swap(layer_swap=[entry(20, [1])], op_swap=[op("feed_forward", 5, [1])]))
+    windows = {row.op_path: row.windows.prefetch_ops for row in plan.rows if row.windows}
+    assert windows == {"": 20, "mlp": 5}
+    assert plan.overrides == ()
+
+
+@pytest.mark.parametrize("written", ["auto", "Auto"])
+def test_auto_prefetch(written: str, plan_of: PlanOf) -> None:
+    plan = plan_of(swap(default_prefetch=written))
+    assert {(row.windows.prefetch_ops, row.windows.release_ops) for row in plan.rows if row.windows} == {
+        (1, 3)
+    }
+    assert plan.log_lines()[-1] == "Set op_swap at layer 3: attention.flash_attention, value=Auto"
+    assert [(item.layers, item.asked, item.got, item.reason) for item in plan.overrides] == [
+        ((0, 1, 2, 3), "backward_prefetch auto", "1", AUTO_IS_1)
+    ]
+
+
+# Wishes without effect.
+
+
+def test_no_counterpart(plan_of: PlanOf) -> None:
+    plan = plan_of(swap(op_swap=[op(r"feed_forward\.w2\.reshape", 4, [0, 3])]))
+    assert plan.rows == ()
+    assert texts(plan) == [
+        r"swap_config.op_swap[0].op_name feed_forward\.w2\.reshape, layers 0, 3: "
+        f"asked a fate, got no effect: {NO_COUNTERPART}"
+    ]
+    assert plan.log_lines()[-1] == "Set op_swap at layer 3: feed_forward.w2.reshape, value=4"
+
+
+def test_communication_keys_on_one_rank(plan_of: PlanOf) -> None:
+    recompute = {
+        "select_comm_recompute": True,
+        "select_comm_recompute_exclude": {MUL: True},
+        "parallel_optimizer_comm_recompute": True,
+        "mp_comm_recompute": False,
+        "recompute_slice_activation": True,
+    }
+    plan = plan_of({"recompute_config": recompute, "parallel_config": {"sequence_parallel_enabled": True}})
+    none = "tensor_parallel_size is 1: there is no communication inside layers"
+    assert plan.rows == ()
+    assert texts(plan)[:6] == [
+        f"recompute_config.select_comm_recompute: asked recompute communication, got no effect: {none}",
+        f"recompute_config.select_comm_recompute_exclude: asked keep communication, got no effect: {none}",
+        f"recompute_config.mp_comm_recompute: asked false, got no effect: {none}",
+        f"recompute_config.recompute_slice_activation: asked slices, got no effect: {none}",
+        "parallel_config.sequence_parallel_enabled: asked true, got no effect: "
+        "sequence parallelism splits the tensor-parallel group, whose size is 1",
+        "recompute_config.parallel_optimizer_comm_recompute: asked true, got no effect: "
+        "weights are not gathered from an optimizer-sharding group here (FSDP2: reshard_after_forward)",
+    ]
+    assert len(plan.overrides) == 6
+
+
+def test_swap_off_with_rules(plan_of: PlanOf) -> None:
+    rules = {"swap": False, "layer_swap": [entry(1, True)], "op_swap": [op("attention", 1, True)]}
+    plan = plan_of({"swap_config": rules})
+    assert plan.rows == ()
+    assert texts(plan) == [
+        f"swap_config.{key}: asked swap, got no effect: swap_config.swap is false"
+        for key in ("layer_swap", "op_swap")
+    ]

@@ -1,0 +1,124 @@
+"""What does not fit the model, or cannot be applied: all of it at once, before any step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from hf_actswap import MemoryPlan, PlanError, apply
+from hf_actswap.plan import PlanRow
+
+PlanOf = Callable[..., MemoryPlan]
+MakeModel = Callable[..., nn.Module]
+
+
+def problems_of(call: Callable[[], object]) -> list[str]:
+    with pytest.raises(PlanError) as caught:
+        call()
+    assert str(caught.value).count("\n  - ") == len(caught.value.problems)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_every_problem_at_once(plan_of: PlanOf) -> None:
+    document = {
+        "swap_config": {
+            "swap": True,
+            "layer_swap": [{"backward_prefetch": 1, "layers": [0, 4]}],
+            "op_swap": [
+                {"op_name": "atention", "backward_prefetch": 1, "layers": [0]},
+                {"op_name": ["mlp", "q_proj"], "backward_prefetch": 1, "layers": [9]},
+            ],
+        },
+        "recompute_config": {
+            "recompute": [5],
+            "select_recompute": {r"feed_forward\.muul": [0], "mlp": [6, 1]},
+            "select_comm_recompute": {"attention_nrm": True},
+            "select_recompute_exclude": {"mlp.up_porj": True},
+        },
+        "parallel_config": {"pipeline_stage": 3, "offset": [0, 1, 1]},
+        "model": {"model_config": {"num_layers": 48}},
+    }
+    of_llama = "expected a path that names an op of LlamaDecoderLayer, found"
+    assert problems_of(lambda: plan_of(document)) == [
+        "model.model_config.num_layers: expected 4, found 48, and the model has 4 layers. "
+        "Change it or remove it; it is only a check.",
+        "parallel_config.offset: expected offsets that add up to 1 over 3 chunks "
+        "(4 layers % (pipeline_stage 3 * pp_interleave_num 1)), found [0, 1, 1], which adds up to 2. "
+        "For example [0, 1, 0].",
+        "recompute_config.recompute[0]: expected a layer index from 0 to 3, found 5.",
+        "recompute_config.select_recompute.mlp[0]: expected a layer index from 0 to 3, found 6.",
+        "swap_config.layer_swap[0].layers: expected layers from 0 to 3, found 4.",
+        f"swap_config.op_swap[0].op_name: {of_llama} 'atention'. Did you mean 'attention'?",
+        "swap_config.op_swap[1].layers: expected layers from 0 to 3, found 9.",
+        "swap_config.op_swap[2].layers: expected layers from 0 to 3, found 9.",
+        f"swap_config.op_swap[2].op_name: {of_llama} 'q_proj'. Did you mean 'self_attn.q_proj'?",
+        f"recompute_config.select_comm_recompute: {of_llama} 'attention_nrm'. Did you mean 'attention_norm'?",
+        f"recompute_config.select_recompute_exclude: {of_llama} 'mlp.up_porj'. Did you mean 'mlp.up_proj'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        pytest.param({"select_recompute": {"mlp.muul": False}}, id="no-layer"),
+        pytest.param({"select_recompute": {"mlp.muul": [0]}}, id="zero-layers"),
+        pytest.param({"recompute": True, "select_recompute": {"mlp.muul": True}}, id="beaten-by-full"),
+    ],
+)
+def test_a_typo_shows_even_where_no_layer_is_left(recompute: dict[str, Any], plan_of: PlanOf) -> None:
+    assert problems_of(lambda: plan_of({"recompute_config": recompute})) == [
+        "recompute_config.select_recompute: expected a path that names an op of LlamaDecoderLayer, "
+        "found 'mlp.muul'. Did you mean 'mlp.mul'?"
+    ]
+
+
+def test_hints_name_ops_of_this_family(plan_of: PlanOf) -> None:
+    document = {
+        "recompute_config": {"select_recompute": {"feed_forward.mull": True, "attention.q_proj": True}}
+    }
+    assert problems_of(lambda: plan_of(document, "gpt_neox", 2)) == [
+        "recompute_config.select_recompute: expected a path that names an op of GPTNeoXLayer, "
+        "found 'feed_forward.mull'. Did you mean 'feed_forward'?",
+        "recompute_config.select_recompute: expected a path that names an op of GPTNeoXLayer, "
+        "found 'attention.q_proj'. Did you mean 'attention.wq'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("document", "wish"),
+    [
+        (
+            {"memory": {"mode": "smart_swap", "budget_gib": 1}},
+            "memory.mode: smart_swap (the planner)",
+        ),
+        (
+            {"parallel_config": {"tensor_parallel_size": 2}},
+            "parallel_config.tensor_parallel_size: 2 (tensor parallelism)",
+        ),
+    ],
+)
+def test_apply_refuses_by_name_what_resolves(
+    document: dict[str, Any], wish: str, plan_of: PlanOf, tiny_model: MakeModel
+) -> None:
+    assert plan_of(document).unbuilt == (wish,)
+    model = tiny_model("llama", 4)
+    for given in (document, plan_of(document)):
+        assert problems_of(lambda given=given: apply(model, given)) == [
+            f"plan: expected what this version can carry out, found {wish}. Remove it from the configuration."
+        ]
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_apply_refuses_both_at_once(tiny_model: MakeModel) -> None:
+    document = {"memory": {"mode": "smart_swap"}, "parallel_config": {"model_parallel": 2}}
+    assert len(problems_of(lambda: apply(tiny_model(), document))) == 2
+
+
+def test_apply_refuses_the_plan_of_another_model(tiny_model: MakeModel) -> None:
+    plan = MemoryPlan((PlanRow(3, "mlp", "recompute"),), num_layers=4)
+    assert problems_of(lambda: apply(tiny_model("llama", 2), plan)) == [
+        "plan.num_layers: expected 2, as in the model, found 4."
+    ]

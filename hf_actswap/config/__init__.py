@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hf_actswap.config.loader import load_config
-from hf_actswap.config.op_path import split_op_path
-from hf_actswap.config.schema import (
+from .loader import load_config
+from .op_path import split_op_path
+from .schema import (
     ActSwapConfig,
     LayerCounts,
     Layers,

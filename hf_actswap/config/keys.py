@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
 
-from hf_actswap.config.schema import MemoryConfig, RecomputeConfig, SwapConfig
-from hf_actswap.errors import nearest
+from ..errors import nearest
+from .schema import MemoryConfig, RecomputeConfig, SwapConfig
 
 SWAP_KEYS = tuple(field.name for field in fields(SwapConfig))
 RECOMPUTE_KEYS = tuple(field.name for field in fields(RecomputeConfig))

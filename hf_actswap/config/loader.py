@@ -6,22 +6,22 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from hf_actswap.config.hub import CONFIG_FILE_NAME, download_config, split_hub_id
-from hf_actswap.config.keys import FOREIGN_SECTIONS, OUR_SECTIONS, meaningless, unknown_key_hint
-from hf_actswap.config.memory_section import check_fates, read_memory
-from hf_actswap.config.parallel_section import (
+from ..errors import ConfigError, Problem
+from .hub import CONFIG_FILE_NAME, download_config, split_hub_id
+from .keys import FOREIGN_SECTIONS, OUR_SECTIONS, meaningless, unknown_key_hint
+from .memory_section import check_fates, read_memory
+from .parallel_section import (
     MODEL_CONFIG,
     PIPELINE_INTERLEAVE,
     honoured_in_model,
     lookup,
     read_parallel,
 )
-from hf_actswap.config.reader import Findings, Path, read_int, show
-from hf_actswap.config.recompute_section import read_recompute
-from hf_actswap.config.schema import ActSwapConfig
-from hf_actswap.config.swap_section import read_swap, swap_is_unreadable
-from hf_actswap.config.yaml_text import MAX_TEXT_BYTES, parse_yaml, too_long
-from hf_actswap.errors import ConfigError, Problem
+from .reader import Findings, Path, read_int, show
+from .recompute_section import read_recompute
+from .schema import ActSwapConfig
+from .swap_section import read_swap, swap_is_unreadable
+from .yaml_text import MAX_TEXT_BYTES, parse_yaml, too_long
 
 _EXPECTED_SOURCE = (
     f"a file, a folder that holds {CONFIG_FILE_NAME}, YAML or JSON text, or a Hub id (org/name)"

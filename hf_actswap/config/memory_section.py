@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_actswap.config.keys import MEMORY_KEYS
-from hf_actswap.config.reader import (
+from .keys import MEMORY_KEYS
+from .reader import (
     Findings,
     Path,
     read_choice,
@@ -14,8 +14,8 @@ from hf_actswap.config.reader import (
     read_section,
     read_text,
 )
-from hf_actswap.config.recompute_section import SELECTION_KEYS, selects_anything
-from hf_actswap.config.schema import MemoryConfig, RecomputeConfig, SwapConfig
+from .recompute_section import SELECTION_KEYS, selects_anything
+from .schema import MemoryConfig, RecomputeConfig, SwapConfig
 
 _LEAST = {"warmup_steps": 1, "search_steps": 0, "num_attn_layers_per_stage": 1, "swap_bucket_size": None}
 _SIZES = ("budget_gib", "reduce_by_gib", "min_tensor_mib", "host_memory_gib")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 
-from hf_actswap.config.reader import show
+from .reader import show
 
 _REFERENCE_SEPARATOR = "\\."
 _QUANTIFIERS = frozenset("*+?{")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hf_actswap.config.keys import FOREIGN_PARALLEL_KEYS, PARALLEL_KEYS, PARALLEL_SPELLINGS, meaningless
-from hf_actswap.config.reader import Findings, Path, is_int, read_bool, read_int, read_section, show, where
-from hf_actswap.config.schema import Offset, ParallelConfig
-from hf_actswap.config.tables import TableShape, read_table
+from .keys import FOREIGN_PARALLEL_KEYS, PARALLEL_KEYS, PARALLEL_SPELLINGS, meaningless
+from .reader import Findings, Path, is_int, read_bool, read_int, read_section, show, where
+from .schema import Offset, ParallelConfig
+from .tables import TableShape, read_table
 
 MODEL_CONFIG: Path = ("model", "model_config")
 PIPELINE_INTERLEAVE: Path = ("parallel", "pipeline_config", "pipeline_interleave")

@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from hf_actswap.config.keys import unknown_key_hint
-from hf_actswap.errors import Problem, nearest
+from ..errors import Problem, nearest
+from .keys import unknown_key_hint
 
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of the document to a value."""

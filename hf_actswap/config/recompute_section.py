@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_actswap.config.keys import RECOMPUTE_KEYS
-from hf_actswap.config.reader import Findings, Path, is_int, read_bool, read_items, read_section, show
-from hf_actswap.config.schema import LayerCounts, OpSelection, RecomputeConfig
-from hf_actswap.config.swap_section import read_layers, read_op_path
-from hf_actswap.config.tables import TableShape, is_list, read_table
+from .keys import RECOMPUTE_KEYS
+from .reader import Findings, Path, is_int, read_bool, read_items, read_section, show
+from .schema import LayerCounts, OpSelection, RecomputeConfig
+from .swap_section import read_layers, read_op_path
+from .tables import TableShape, is_list, read_table
 
 SELECTION_KEYS = ("select_recompute", "select_comm_recompute")
 EXCLUDE_KEYS = ("select_recompute_exclude", "select_comm_recompute_exclude")

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hf_actswap.config import dump
+from . import dump
 
 Prefetch = int | Literal["auto"]
 """Operators ahead, at least 1; or ``"auto"`` (also written ``Auto``)."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from hf_actswap.config.keys import SWAP_KEYS
-from hf_actswap.config.op_path import op_path_fault
-from hf_actswap.config.reader import (
+from .keys import SWAP_KEYS
+from .op_path import op_path_fault
+from .reader import (
     Findings,
     Path,
     check_keys,
@@ -19,7 +19,7 @@ from hf_actswap.config.reader import (
     show,
     where,
 )
-from hf_actswap.config.schema import Layers, LayerSwapRule, OpSwapRule, Prefetch, SwapConfig
+from .schema import Layers, LayerSwapRule, OpSwapRule, Prefetch, SwapConfig
 
 EXPECTED_LAYERS = "true, false or a flat list of layer indices"
 EXPECTED_PREFETCH = "a whole number of operators, at least 1, or auto"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_actswap.config.reader import Findings, Path, read_items, show
+from .reader import Findings, Path, read_items, show
 
 
 @dataclass(frozen=True)

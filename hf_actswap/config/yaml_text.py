@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from hf_actswap.config.reader import Path, show, where
-from hf_actswap.errors import ConfigError, Problem
+from ..errors import ConfigError, Problem
+from .reader import Path, show, where
 
 MAX_TEXT_BYTES = 1024 * 1024
 MAX_NODES = 20_000

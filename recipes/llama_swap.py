@@ -1,0 +1,241 @@
+"""Pretrain a Llama on text with activations swapped, recomputed, or both, as one YAML file says.
+
+    accelerate launch recipes/llama_swap.py [CONFIG.yaml|CONFIG.json] [--argument value ...]
+
+Without any argument: wikitext-2 from the Hub, a small Llama from random weights, the default swap strategy.
+With a file: its sections for hf_actswap (the documents' files as they are) and any argument of the recipe or
+of the Trainer; the command line overrides the file. ``--actswap none`` trains with a plain Trainer. More in
+`README.md` beside this file.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from recipe_arguments import parse_arguments
+from recipe_options import DataArguments, ModelArguments, RecipeError
+from recipe_texts import load_texts
+from recipe_tokens import TokenBlocks, load_tokenizer, perplexity, token_stream, unigram_entropy
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_actswap import ActSwapCallback
+from hf_actswap.errors import ActSwapError
+
+logger = logging.getLogger("llama_swap")
+
+SHORTEST_POSITION_RANGE = 2048
+
+
+def refuse_lonely_processes(args: TrainingArguments) -> None:
+    """Stop if the launcher started several processes and each believes to be alone.
+
+    Accelerate does so without a word on a machine without accelerator, when its configuration says MULTI_GPU
+    and the script is not told to use the CPU: independent trainings would write to the same folder.
+
+    Raises:
+        RecipeError: ``WORLD_SIZE`` is above 1 and the Trainer knows one process.
+    """
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if started > 1 and args.world_size == 1:
+        raise RecipeError(
+            f"The launcher started {started} processes, but each of them would train alone. "
+            "On CPU pass --use_cpu true (or set ACCELERATE_USE_CPU=true); else start one process."
+        )
+
+
+def checkpoint_to_resume(args: TrainingArguments) -> str | None:
+    """Resolve ``--resume_from_checkpoint``: a path, or ``last`` (``true``) for the newest in ``output_dir``.
+
+    Raises:
+        RecipeError: the path does not exist.
+    """
+    wish = args.resume_from_checkpoint
+    if wish is None or str(wish).lower() in ("false", "none"):
+        return None
+    if str(wish).lower() in ("true", "last"):
+        last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+        if last is None:
+            logger.warning(
+                "There is no checkpoint in %s yet: training starts from the beginning.", args.output_dir
+            )
+        return last
+    if not Path(wish).is_dir():
+        raise RecipeError(
+            f"--resume_from_checkpoint: there is no folder {wish} (`last` finds the newest one)."
+        )
+    return str(wish)
+
+
+def llama_config(model: ModelArguments, tokenizer: PreTrainedTokenizerBase, block_size: int) -> LlamaConfig:
+    """The configuration of a Llama of the sizes given."""
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=model.hidden_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_heads,
+        num_key_value_heads=model.num_kv_heads or model.num_heads,
+        intermediate_size=model.intermediate_size or 16 * math.ceil(model.hidden_size * 8 / 3 / 16),
+        max_position_embeddings=max(block_size, SHORTEST_POSITION_RANGE),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def build_model(
+    model: ModelArguments, tokenizer: PreTrainedTokenizerBase, block_size: int
+) -> PreTrainedModel:
+    """Load weights, or initialise them at random from a named configuration or from the size options.
+
+    Raises:
+        RecipeError: the model cannot be loaded, or its sizes do not fit together.
+    """
+    how: dict[str, Any] = {} if model.dtype is None else {"dtype": model.dtype}
+    if model.attn_implementation is not None:
+        how["attn_implementation"] = model.attn_implementation
+    try:
+        if model.model_name_or_path:
+            built = AutoModelForCausalLM.from_pretrained(
+                model.model_name_or_path, revision=model.model_revision, **how
+            )
+        else:
+            if model.config_name:
+                config = AutoConfig.from_pretrained(model.config_name, revision=model.model_revision)
+            else:
+                config = llama_config(model, tokenizer, block_size)
+            built = AutoModelForCausalLM.from_config(config, **how)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"The model cannot be built: {error}") from error
+    if len(tokenizer) > built.get_input_embeddings().weight.shape[0]:
+        built.resize_token_embeddings(len(tokenizer))
+    built.config.use_cache = False  # keys and values of the past serve generation only
+    return built
+
+
+def prepare_data(
+    model: ModelArguments, data: DataArguments, args: TrainingArguments, *, resumed: bool
+) -> tuple[PreTrainedTokenizerBase, TokenBlocks, TokenBlocks | None, dict[str, float]]:
+    """Read, tokenize and cut the text.
+
+    Returns:
+        The tokenizer, the training blocks, the evaluation blocks (``None`` without ``do_eval``), and what to
+        judge the loss by: tokens, ``train_unigram_entropy`` and ``ln_vocab`` in nats.
+
+    Raises:
+        RecipeError: see `load_texts`, `load_tokenizer` and `TokenBlocks`.
+    """
+    with args.main_process_first(desc="tokenizer and token cache"):
+        texts = load_texts(data)
+        tokenizer = load_tokenizer(
+            model, texts.train, Path(args.output_dir), train=args.local_process_index == 0, reuse=resumed
+        )
+        stream = token_stream(texts.train, tokenizer, data)
+        eval_stream = token_stream(texts.evaluation, tokenizer, data) if args.do_eval else None
+    train_blocks = TokenBlocks(stream, data.block_size, data.max_train_samples)
+    eval_blocks = None
+    if eval_stream is not None:
+        eval_blocks = TokenBlocks(eval_stream, data.block_size, data.max_eval_samples)
+    facts = {
+        "train_tokens": train_blocks.blocks.size,
+        "eval_tokens": eval_blocks.blocks.size if eval_blocks else 0,
+        "train_unigram_entropy": unigram_entropy(train_blocks.blocks.ravel()),
+        "ln_vocab": math.log(len(tokenizer)),
+    }
+    return tokenizer, train_blocks, eval_blocks, facts
+
+
+def report_evaluation(trainer: Trainer, prefix: str, metrics: Mapping[str, float]) -> None:
+    """Print and write what an evaluation gave, as ``<prefix>_loss``, ``<prefix>_perplexity`` and so on."""
+    renamed = {name.replace("eval", prefix, 1): value for name, value in metrics.items()}
+    renamed[f"{prefix}_perplexity"] = perplexity(metrics["eval_loss"])
+    trainer.log_metrics(prefix, renamed)
+    trainer.save_metrics(prefix, renamed)
+
+
+def train(trainer: Trainer, checkpoint: str | None) -> None:
+    """Train, save model and tokenizer, and write the metrics, an evaluation at the start included."""
+    metrics = trainer.train(resume_from_checkpoint=checkpoint).metrics
+    trainer.save_model()
+    trainer.save_state()
+    for entry in trainer.state.log_history:
+        if entry["step"] == 0 and "eval_loss" in entry:
+            report_evaluation(trainer, "eval_before", {name: entry[name] for name in entry if name != "step"})
+    trainer.log_metrics("train", metrics)
+    trainer.save_metrics("train", metrics)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Train and evaluate as ``argv`` says; the model, tokenizer and metrics are left in ``output_dir``.
+
+    Raises:
+        RecipeError: the run cannot start as asked.
+        ActSwapError: the file, the command line or the plan is wrong.
+    """
+    model_args, data_args, args = parse_arguments(argv)
+    refuse_lonely_processes(args)
+    logging.getLogger("llama_swap").setLevel(logging.INFO if args.process_index == 0 else logging.WARNING)
+    logging.getLogger("hf_actswap").setLevel(logging.INFO)
+    callbacks = [] if args.actswap is None else [ActSwapCallback(args)]
+    checkpoint = checkpoint_to_resume(args)
+    # Inside train(): after evaluate() alone, accelerate takes the model for prepared and does not wrap it
+    # again for training, and several processes train apart without a word.
+    if data_args.eval_before and args.do_eval and checkpoint is None:
+        args.eval_on_start = True
+    set_seed(args.seed)
+
+    tokenizer, train_blocks, eval_blocks, facts = prepare_data(
+        model_args, data_args, args, resumed=checkpoint is not None
+    )
+    model = build_model(model_args, tokenizer, data_args.block_size)
+    logger.info("%s with %.2f M parameters", type(model).__name__, model.num_parameters() / 1e6)
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=train_blocks if args.do_train else None,
+        eval_dataset=eval_blocks,
+        processing_class=tokenizer,
+        data_collator=default_data_collator,
+        callbacks=callbacks,
+    )
+    trainer.log_metrics("data", facts)
+    trainer.save_metrics("data", facts)
+    if args.do_train:
+        train(trainer, checkpoint)
+    if args.do_eval:
+        report_evaluation(trainer, "eval", trainer.evaluate())
+
+
+def main() -> None:
+    """Run with the command line; what the user can mend is told without a traceback."""
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    try:
+        run(sys.argv[1:])
+    except (RecipeError, ActSwapError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+    # Only when the model and its data-parallel wrapper are gone: freed after the group, they may hang.
+    gc.collect()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""How one file and the command line become one set of arguments.
+
+A configuration file may hold arguments of the recipe and of the Trainer beside the sections of hf_actswap, in
+any order; the sections go to ``ActSwapTrainingArguments.actswap`` untouched. Precedence: command line, then
+file, then the defaults of the recipe, then those of the Trainer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+from recipe_options import (
+    DEFAULT_DATASET,
+    DEFAULT_DATASET_CONFIG,
+    LEARNING_RATE_FROM_SCRATCH,
+    SIZE_OPTIONS,
+    TRAINER_DEFAULTS,
+    DataArguments,
+    ModelArguments,
+    RecipeError,
+)
+from transformers import HfArgumentParser
+
+from hf_actswap import ActSwapTrainingArguments, ConfigError
+from hf_actswap.config.keys import FOREIGN_SECTIONS, OUR_SECTIONS, unknown_key_hint
+from hf_actswap.config.yaml_text import parse_yaml
+from hf_actswap.errors import Problem
+
+logger = logging.getLogger("llama_swap")
+
+LIBRARY_SECTIONS = (*OUR_SECTIONS, "context", "model")
+DEFAULT_ACTSWAP = {"swap_config": {"swap": True}}
+
+
+def build_parser() -> HfArgumentParser:
+    """The parser of all three dataclasses, with the recipe's defaults (shown by ``--help``)."""
+    parser = HfArgumentParser(
+        (ModelArguments, DataArguments, ActSwapTrainingArguments),
+        usage="llama_swap.py [CONFIG.yaml|CONFIG.json] [--argument value ...]",
+        allow_abbrev=False,
+    )
+    parser.set_defaults(**TRAINER_DEFAULTS)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments, ActSwapTrainingArguments]:
+    """Read ``[CONFIG.yaml|CONFIG.json] [--argument value ...]``.
+
+    Raises:
+        ConfigError: the file is malformed, or a name there or on the command line is unknown; all are listed.
+        RecipeError: the file cannot be read.
+        SystemExit: a value has the wrong type (by argparse, which says which), or ``--help``.
+    """
+    parser, command_line = build_parser(), list(argv)
+    tokens: list[str] = []
+    values: dict[str, Any] = {}
+    sections: dict[str, Any] = {}
+    if command_line and Path(command_line[0]).suffix in (".yaml", ".yml", ".json"):
+        source = command_line.pop(0)
+        tokens, values, sections = split_document(read_document(source), parser, source)
+    _, unknown = parser.parse_known_args([*tokens, *command_line])
+    _refuse_unknown(unknown, parser)
+
+    written = {**values, **_explicit([*tokens, *command_line], parser)}
+    written.setdefault("actswap", sections or deepcopy(DEFAULT_ACTSWAP))
+    if written["actswap"] == "none":
+        written["actswap"] = None
+    _settle_layer_count(written, sections)
+    return parser.parse_dict({**TRAINER_DEFAULTS, **derived_defaults(written), **written})
+
+
+def _explicit(tokens: Sequence[str], parser: HfArgumentParser) -> dict[str, Any]:
+    """Parse again with a default that nobody can write: the rest is what somebody wrote."""
+    unset = object()
+    parser.set_defaults(**dict.fromkeys((one.name for one in _fields(parser).values()), unset))
+    return {name: value for name, value in vars(parser.parse_args(tokens)).items() if value is not unset}
+
+
+def derived_defaults(written: Mapping[str, Any]) -> dict[str, Any]:
+    """Defaults that depend on what was written."""
+    defaults: dict[str, Any] = {"dataloader_pin_memory": torch.accelerator.is_available()}
+    if not written.get("model_name_or_path"):
+        defaults["learning_rate"] = LEARNING_RATE_FROM_SCRATCH
+    if "save_steps" in written:
+        defaults["save_strategy"] = "steps"
+    if written.get("dataset", DEFAULT_DATASET) == DEFAULT_DATASET:
+        defaults["dataset_config_name"] = DEFAULT_DATASET_CONFIG
+    defaults["eval_before"] = written.get("do_eval", TRAINER_DEFAULTS["do_eval"])
+    return defaults
+
+
+def read_document(source: str) -> dict[str, Any]:
+    """Read a YAML or JSON mapping from a file.
+
+    Raises:
+        ConfigError: bad syntax, or not a mapping.
+        RecipeError: no such file.
+    """
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"The configuration file {source} cannot be read: {error}.") from error
+    document, duplicates = parse_yaml(text, source)
+    problems = [problem for _, problem in duplicates]
+    mapping: Any = {} if document is None else document
+    if not isinstance(mapping, dict):
+        problems.append(Problem("document", "a mapping", f"a {type(mapping).__name__}"))
+    if problems:
+        raise ConfigError(problems, source)
+    return {str(key): value for key, value in mapping.items()}
+
+
+def split_document(
+    document: Mapping[str, Any], parser: HfArgumentParser, source: str
+) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
+    """Part a document into what argparse checks, what it cannot carry, and what the library reads.
+
+    Returns:
+        Command line tokens for scalars; values for lists, mappings and null; the sections of hf_actswap.
+
+    Raises:
+        ConfigError: every unknown key and every value of an impossible shape.
+    """
+    known = _fields(parser)
+    tokens: list[str] = []
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    sections = {key: value for key, value in document.items() if _is_section(key, value, known)}
+    for key, value in document.items():
+        if key in sections:
+            continue
+        if key not in known:
+            expected = "an argument of the recipe or of the Trainer, or a section of hf_actswap"
+            problems.append(Problem(key, expected, "an unknown key", _hint(key, known)))
+        elif value is None or isinstance(value, (list, dict)):
+            if value is not None and not known[key].takes(type(value)):
+                problems.append(Problem(key, "a single value", f"a {type(value).__name__}"))
+            values[known[key].name] = value
+        else:
+            tokens.append(f"--{known[key].name}={str(value).lower() if isinstance(value, bool) else value}")
+    if sections and "actswap" in document:
+        found = f"`actswap` beside {', '.join(f'`{name}`' for name in sections)}"
+        problems.append(Problem("actswap", "either `actswap` or the sections themselves", found))
+    if problems:
+        raise ConfigError(problems, source)
+    return tokens, values, sections
+
+
+@dataclass(frozen=True)
+class _Argument:
+    """Name and type of one field of the dataclasses."""
+
+    name: str
+    hint: Any
+
+    def takes(self, kind: type) -> bool:
+        """Whether a value of ``kind`` (list or dict) can stand here."""
+        return any((get_origin(part) or part) is kind for part in _parts(self.hint))
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    yield hint
+    if get_origin(hint) not in (list, dict):
+        for part in get_args(hint):
+            yield from _parts(part)
+
+
+def _fields(parser: HfArgumentParser) -> dict[str, _Argument]:
+    """Every name that a file may use, aliases included."""
+    known: dict[str, _Argument] = {}
+    for kind in parser.dataclass_types:
+        hints = get_type_hints(kind)
+        for one in (one for one in fields(kind) if one.init):
+            argument = _Argument(one.name, hints[one.name])
+            names = [one.name, *(alias.lstrip("-") for alias in one.metadata.get("aliases", ()))]
+            known.update(dict.fromkeys(names, argument))
+    return known
+
+
+def _is_section(key: str, value: object, known: Mapping[str, _Argument]) -> bool:
+    """Whether the library reads this key: its own sections, and what else a MindFormers file holds.
+
+    Some names of MindFormers are arguments here too (``seed``, ``eval_dataset``): a mapping is theirs.
+    """
+    if key in LIBRARY_SECTIONS:
+        return True
+    return key in FOREIGN_SECTIONS and (key not in known or isinstance(value, Mapping))
+
+
+def _hint(name: str, known: Mapping[str, Any]) -> str:
+    """What to write instead: the nearest name, or where to read them; there are too many to list."""
+    hint = unknown_key_hint(name, LIBRARY_SECTIONS, tuple(known))
+    return "`--help` lists the arguments." if hint.startswith("Valid") else hint
+
+
+def _refuse_unknown(unknown: Sequence[str], parser: HfArgumentParser) -> None:
+    problems = []
+    for token in unknown:
+        name = token.lstrip("-").split("=")[0].replace("-", "_")
+        if token.startswith("--"):
+            hint = _hint(name, _fields(parser))
+            problems.append(
+                Problem(f"--{name}", "an argument of the recipe or of the Trainer", "an unknown one", hint)
+            )
+    if unknown and not problems:
+        expected = "[CONFIG.yaml|CONFIG.json] [--argument value ...]"
+        problems.append(Problem("command line", expected, f"`{' '.join(unknown)}` too much"))
+    if problems:
+        raise ConfigError(problems, "command line")
+
+
+def _settle_layer_count(written: dict[str, Any], sections: Mapping[str, Any]) -> None:
+    """Let ``model.model_config.num_layers`` size the model, unless ``num_layers`` is written."""
+    named = [name for name in ("model_name_or_path", "config_name") if written.get(name)]
+    ignored = [name for name in SIZE_OPTIONS if named and name in written]
+    if ignored:
+        logger.warning("%s decides the sizes of the model; ignored: %s.", named[0], ", ".join(ignored))
+    model = sections.get("model")
+    model_config = model.get("model_config") if isinstance(model, Mapping) else None
+    layers = model_config.get("num_layers") if isinstance(model_config, Mapping) else None
+    if named or not isinstance(layers, int) or isinstance(layers, bool):
+        return
+    written.setdefault("num_layers", layers)
+    if written["num_layers"] != layers and written["actswap"] is sections:
+        logger.warning("num_layers is %d, not the file's %d.", written["num_layers"], layers)
+        written["actswap"] = deepcopy(dict(sections))
+        written["actswap"]["model"]["model_config"]["num_layers"] = written["num_layers"]

@@ -1,0 +1,136 @@
+"""The recipe under `accelerate launch`: the loss falls, the model reloads, and swapping changes no digit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_actswap
+
+if not hasattr(hf_actswap, "ActSwapCallback"):
+    pytest.skip("the Trainer integration is not there", allow_module_level=True)
+
+TINY = [
+    *("--dataset", "sample", "--use_cpu", "true", "--disable_tqdm", "true", "--vocab_size", "512"),
+    *("--hidden_size", "64", "--block_size", "64", "--max_train_samples", "256", "--max_eval_samples", "16"),
+    *("--max_steps", "20", "--logging_steps", "1", "--per_device_train_batch_size", "8"),
+    *("--learning_rate", "0.005", "--seed", "3"),
+]
+FLAGS = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+
+
+def launch(
+    repository: Path, output: Path, *arguments: str, processes: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """Run the recipe as a user does; the environment keeps it offline and on one thread."""
+    several = ["--multi_gpu"] if processes > 1 else []
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        *several,
+        "--num_processes",
+        str(processes),
+    ]
+    command += ["--main_process_port", "0"] if processes > 1 else []
+    script = [str(repository / "recipes" / "llama_swap.py"), *arguments, "--output_dir", str(output)]
+    paths = os.pathsep.join(filter(None, [str(repository), os.environ.get("PYTHONPATH")]))
+    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    return subprocess.run(
+        [*command, *FLAGS, *script], env=os.environ | offline, capture_output=True, text=True, timeout=200
+    )
+
+
+def losses(output: Path) -> list[float]:
+    """The training losses of a run, step by step."""
+    state: dict[str, Any] = json.loads((output / "trainer_state.json").read_text())
+    return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+@pytest.fixture(scope="module")
+def case1(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("case1")
+    ran = launch(repository, output, str(repository / "recipes" / "case1_default_swap.yaml"), *TINY)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return output
+
+
+def test_the_loss_falls_and_the_metrics_are_written(case1: Path) -> None:
+    results = json.loads((case1 / "all_results.json").read_text())
+    steps = losses(case1)
+    assert len(steps) == 20
+    assert abs(steps[0] - results["ln_vocab"]) < 0.3
+    assert steps[-1] < steps[0] - 0.5
+    assert results["eval_perplexity"] < 0.7 * results["eval_before_perplexity"]
+    assert 4 < results["train_unigram_entropy"] < results["ln_vocab"]
+
+
+def test_model_and_tokenizer_reload(case1: Path) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(case1), AutoTokenizer.from_pretrained(case1)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert (model.config.num_hidden_layers, model.config.vocab_size) == (4, len(tokenizer))
+    inputs = tokenizer("The sequence is", return_tensors="pt")
+    with torch.no_grad():
+        assert model(**inputs, labels=inputs["input_ids"]).loss.isfinite()
+
+
+def test_the_log_names_the_swapped_ops_as_the_document_does(case1: Path) -> None:
+    log = (case1 / "worker_0.log").read_text(encoding="utf-8")
+    lines = [line for line in log.splitlines() if "attention.flash_attention" in line]
+    assert len(lines) == 4
+    for layer, line in enumerate(lines):
+        assert line.endswith(f"-INFO - Set op_swap at layer {layer}: attention.flash_attention, value=10")
+
+
+def test_swapping_changes_no_digit(case1: Path, repository: Path, tmp_path: Path) -> None:
+    ran = launch(repository, tmp_path, *TINY, "--actswap", "none", "--do_eval", "false")
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert losses(tmp_path) == losses(case1)
+    assert not (tmp_path / "worker_0.log").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_processes_train_and_resume(repository: Path, tmp_path: Path) -> None:
+    # The evaluation at the start is part of the check: done wrongly, it lets the processes train apart.
+    ran = launch(repository, tmp_path, *TINY, "--save_steps", "10", processes=2)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    whole = losses(tmp_path)
+    for path in (tmp_path / "checkpoint-20").iterdir():
+        path.unlink()
+    (tmp_path / "checkpoint-20").rmdir()
+    ran = launch(repository, tmp_path, *TINY, "--resume_from_checkpoint", "last", processes=2)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert losses(tmp_path) == whole
+
+
+@pytest.mark.dist
+def test_processes_that_would_train_alone_are_stopped(repository: Path, tmp_path: Path) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("with an accelerator the processes find each other")
+    alone = [one for one in TINY if one not in ("--use_cpu",)]
+    alone.remove("true")
+    ran = launch(repository, tmp_path, *alone, processes=2)
+    assert ran.returncode != 0
+    assert "RecipeError: The launcher started 2 processes, but each of them would train alone." in ran.stderr
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_offline_the_message_comes_without_a_traceback_of_the_recipe(
+    repository: Path, tmp_path: Path
+) -> None:
+    ran = launch(repository, tmp_path, "--use_cpu", "true")
+    assert ran.returncode != 0
+    assert (
+        "RecipeError: The dataset 'Salesforce/wikitext' (wikitext-2-raw-v1) could not be loaded" in ran.stderr
+    )
+    assert "--dataset sample (the embedded corpus)" in ran.stderr
+    assert "recipe_texts.py" not in ran.stderr

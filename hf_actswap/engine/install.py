@@ -103,26 +103,24 @@ class Engine:
     ) -> None:
         self.plan, self.outline = plan, outline
         self._root = root
-        device = next((parameter.device for parameter in root.parameters()), torch.device("cpu"))
-        transfer = transfer or (BlockingTransfer(device) if device.type == "cpu" else StreamTransfer(device))
+        self._transfer = transfer
         self._counters = Counters()
-        self._pool = HostPool(transfer.pinned, plan.host_memory_bytes)
         self._fates = FateTable(plan, outline)
-        self._setting = Setting(
-            self._fates, self._pool, transfer, device, self._counters, plan.min_tensor_bytes
-        )
+        self._setting: Setting | None = None
         self._forward: ForwardPass | None = None
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
         self._mode: NamingMode | None = None
 
     def stats(self) -> SwapStats:
         """See `AppliedPlan.stats`."""
-        pool = self._pool
+        if self._setting is None:
+            return self._counters.snapshot(0, 0, 0)
+        pool = self._setting.pool
         return self._counters.snapshot(pool.used_bytes, pool.peak_bytes, pool.held_bytes)
 
     def attach(self) -> list[Callable[[], None]]:
         """Install the hooks; return what undoes them, in order of installation."""
-        undo: list[Callable[[], None]] = [self._pool.close]
+        undo: list[Callable[[], None]] = [self._close_pool]
         if not self.plan.rows:
             return undo
         undo += self._pair(self._root, self._start_forward, self._end_forward)
@@ -147,6 +145,25 @@ class Engine:
         undo.append(self._clean_up)
         return undo
 
+    def _device(self) -> torch.device:
+        return next((parameter.device for parameter in self._root.parameters()), torch.device("cpu"))
+
+    def _setting_on(self, device: torch.device) -> Setting:
+        """The device is asked at each forward: a plan may be applied before the model is moved."""
+        if self._setting is None or self._setting.device != device:
+            self._close_pool()
+            default = BlockingTransfer if device.type == "cpu" else StreamTransfer
+            transfer = self._transfer or default(device)
+            pool = HostPool(transfer.pinned, self.plan.host_memory_bytes)
+            self._setting = Setting(
+                self._fates, pool, transfer, device, self._counters, self.plan.min_tensor_bytes
+            )
+        return self._setting
+
+    def _close_pool(self) -> None:
+        if self._setting is not None:
+            self._setting.pool.close()
+
     def _pair(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[Any]:
         handles = [
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
@@ -168,7 +185,7 @@ class Engine:
             for tensor in tensors
             if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided
         }
-        self._forward = ForwardPass(self._setting, outside)
+        self._forward = ForwardPass(self._setting_on(self._device()), outside)
         self._forward.own_outside((args, kwargs))
         self._counters.forwards += 1
         self._saving.__enter__()

@@ -12,7 +12,7 @@ import yaml
 from hf_actswap.config import load_config
 
 CASES = ["case1_default_swap", "case2_layer_swap", "case3_op_swap", "case4_swap_with_recompute"]
-FILES = [*CASES, "sample_cpu"]
+FILES = [*CASES, "sample_cpu", "wikitext_cpu"]
 
 
 def body(path: Path) -> str:

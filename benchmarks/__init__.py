@@ -1,0 +1,1 @@
+"""Measurements: scripts of the repository, not part of the installed package."""

@@ -81,3 +81,17 @@ def test_malformed_configuration_stops_before_the_devices_are_set_up(
 def test_hub_id_without_network_says_what_was_tried(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file or folder, and from the Hub"):
         ActSwapTrainingArguments(output_dir=str(tmp_path), actswap="org/name-that-is-not-there")
+
+
+def test_no_malformed_document_gets_as_far_as_the_devices(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_devices(self: object) -> None:
+        raise AssertionError("TrainingArguments went on")
+
+    monkeypatch.setattr("transformers.training_args.TrainingArguments.__post_init__", no_devices)
+    documents = sorted((repository / "tests" / "config" / "malformed").glob("*.yaml"))
+    assert len(documents) >= 40
+    for document in documents:
+        with pytest.raises(ConfigError):
+            ActSwapTrainingArguments(output_dir="out", actswap=str(document))

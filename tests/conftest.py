@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# The models of the tests are tiny: more threads than one only wait for each other, here and in child processes.
+# The models of the tests are tiny: more threads than one only wait for each other, here and in children.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Set before any test imports transformers or datasets: they read these once, at import.

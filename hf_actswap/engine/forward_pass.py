@@ -143,21 +143,27 @@ class ForwardPass:
         self.scope = scope
 
     def end_scope(self, output: Any) -> None:
-        """It ends; a layer owns the hidden state that it hands on."""
+        """It ends; it owns what it hands on (a layer even what an op of its own produced)."""
         scope, self.scope = self.scope, None
         hidden = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(scope, int) and isinstance(hidden, torch.Tensor):
+        if scope is None or not isinstance(hidden, torch.Tensor):
+            return
+        if isinstance(scope, int) or self.owner(hidden) is None:
             self.own(hidden, self._fates[scope, OUTPUT, None])
 
     def pack(self, tensor: torch.Tensor) -> Ticket:
-        """Autograd saves ``tensor``: return the ticket that it keeps instead."""
+        """Autograd saves ``tensor``: return the ticket that it keeps instead.
+
+        The tensor is detached first: one that its own node saves (``exp``, softmax) would keep that node
+        alive through the ticket, a cycle that nobody breaks if backward never comes.
+        """
         node = packing_node_number()
         self._hooks.append(node)
         if self._releases:
             self._release(self._releases.due(node))
         self.packing = True
         try:
-            return self._ticket_of_saved(tensor, node)
+            return self._ticket_of_saved(tensor.detach(), node)
         finally:
             self.packing = False
 

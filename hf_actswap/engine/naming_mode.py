@@ -43,7 +43,7 @@ class NamingMode(TorchFunctionMode):
             return func(*args, **kwargs)
         path, ordinal = stack.begin(name)
         action = self._fates[scope, path, ordinal]
-        inputs = _tensors((args, kwargs)) if kwargs else _tensors(args)
+        inputs = _tensors((*args, *kwargs.values()))
         for tensor in inputs:
             if forward.owner(tensor) is None:  # no visible op produced it
                 forward.own(tensor, self._fates[scope, *stack.unseen()])
@@ -98,9 +98,18 @@ class NamingMode(TorchFunctionMode):
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
+    """The tensors in a function's arguments or result; most are flat, and flattening trees is slow."""
     if isinstance(value, torch.Tensor):
         return [value]
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    if not isinstance(value, tuple | list):
+        return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    for item in value:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, tuple | list | dict):
+            found += _tensors(item)
+    return found
 
 
 def _storage_address(tensor: torch.Tensor) -> int:

@@ -169,7 +169,7 @@ class _Catcher:
                     f"{self._name}: run again, saved tensor {index} is {list(tensor.shape)} {tensor.dtype}; "
                     f"in forward it was {list(self._expected[index][0])} {self._expected[index][1]}"
                 )
-            self.caught[index] = tensor
+            self.caught[index] = tensor.detach()
             if self._early and len(self.caught) == len(self._expected):
                 raise _AllCaught
         return index

@@ -120,7 +120,8 @@ def outline(model: nn.Module) -> Outline:
     """Name the decoder layers and ops of a Hugging Face decoder.
 
     Modules are read off the model; functional ops (``mlp.mul``, ``self_attn.flash_attention``) come from one
-    forward on fake tensors. A model that cannot run on fake tensors still has its module paths.
+    forward on fake tensors. A model that cannot run on fake tensors still has its module paths. Hooks
+    that are on the model run in that forward, too.
 
     Args:
         model: a causal language model, bare or wrapped (DDP, PEFT).
@@ -131,6 +132,7 @@ def outline(model: nn.Module) -> Outline:
     root = unwrapped(model)
     path, container = _layer_list(root)
     layers = list(container)
+    _refuse_repeated(layers, path)
     attention = [
         frozenset(name for name, _ in layer.named_children() if name in ATTENTION_MODULES) for layer in layers
     ]
@@ -145,10 +147,8 @@ def outline(model: nn.Module) -> Outline:
     return Outline(
         family=str(getattr(getattr(root, "config", None), "model_type", "") or ""),
         layers=tuple(
-            _layer_outline(index, f"{path}.{name}", layer, record)
-            for index, ((name, layer), record) in enumerate(
-                zip(container.named_children(), records, strict=True)
-            )
+            _layer_outline(index, f"{path}.{index}", layer, record)
+            for index, (layer, record) in enumerate(zip(layers, records, strict=True))
         ),
         embedding=embedding,
         final_norm=final_norm,
@@ -204,6 +204,15 @@ def _layer_list(root: nn.Module) -> tuple[str, nn.ModuleList]:
             ]
         )
     return best
+
+
+def _refuse_repeated(layers: list[nn.Module], path: str) -> None:
+    first = {id(layer): index for index, layer in reversed(list(enumerate(layers)))}
+    repeated = [index for index, layer in enumerate(layers) if first[id(layer)] != index]
+    if repeated:
+        found = ", ".join(f"layer {index} is layer {first[id(layers[index])]}" for index in repeated)
+        hint = "A rule by layer index cannot tell the two apart."
+        raise PlanError([Problem(f"model.{path}", "a module of its own for each layer", found, hint)])
 
 
 def _has_attention(layer: nn.Module) -> bool:

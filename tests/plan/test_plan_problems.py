@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hf_actswap import MemoryPlan, PlanError, apply
+from hf_actswap import MemoryPlan, PlanError, apply, outline
 from hf_actswap.plan import PlanRow
 
 PlanOf = Callable[..., MemoryPlan]
@@ -122,3 +122,14 @@ def test_apply_refuses_the_plan_of_another_model(tiny_model: MakeModel) -> None:
     assert problems_of(lambda: apply(tiny_model("llama", 2), plan)) == [
         "plan.num_layers: expected 2, as in the model, found 4."
     ]
+
+
+def test_one_module_listed_as_two_layers_is_refused(tiny_model: MakeModel) -> None:
+    model = tiny_model("llama", 3)
+    model.model.layers[2] = model.model.layers[0]
+    with pytest.raises(PlanError) as caught:
+        outline(model)
+    assert str(caught.value).splitlines()[1] == (
+        "  - model.model.layers: expected a module of its own for each layer, found layer 2 is layer 0. "
+        "A rule by layer index cannot tell the two apart."
+    )

@@ -1,0 +1,78 @@
+"""What each process of the two-process test runs; a module of its own, because it is started afresh."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.engine.tiny_models import (
+    CASES,
+    Run,
+    gradients,
+    on,
+    plan_of,
+    recompute_rows,
+    swap_everything,
+    tiny_llama,
+)
+
+WORLD_SIZE = 2
+STEPS = 20
+
+
+def plans() -> dict[str, Any]:
+    """What is tried in one launch; ``None`` is the run with nothing."""
+    functions = ["mlp.mul", "mlp.act_fn.silu", "self_attn.flash_attention", "mlp.up_proj.linear"]
+    return {
+        "nothing": None,
+        **CASES,
+        "everything_swapped": swap_everything(3),
+        "functions_recomputed": plan_of(*recompute_rows(functions, range(4))),
+    }
+
+
+def train_on_rank(rank: int, folder: str) -> None:
+    """Train under each plan and write ``<name>.<rank>.pt``: losses, gradients per step, bytes moved."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), WORLD_SIZE)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60)
+    )
+    try:
+        for name, plan in plans().items():
+            for apply_to_wrapped in (False, True) if name in ("nothing", "case_4") else (True,):
+                run, moved = _train(rank, plan, apply_to_wrapped)
+                key = f"{name}{'' if apply_to_wrapped else '_before_wrapping'}"
+                torch.save((run.losses, run.grads, moved), Path(folder, f"{key}.{rank}.pt"))
+    finally:
+        dist.destroy_process_group()
+
+
+def _train(rank: int, plan: Any, apply_to_wrapped: bool) -> tuple[Run, int]:
+    model = tiny_llama()
+    applied = None if apply_to_wrapped else on(model, plan)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.02)  # several buckets: they reduce amid backward
+    applied = on(wrapped, plan) if apply_to_wrapped else applied
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    run = Run()
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(WORLD_SIZE * step + rank)
+        ids = torch.randint(0, 64, (2, 16), generator=generator)
+        loss = wrapped(input_ids=ids, labels=ids).loss
+        loss.backward()
+        run.losses.append(loss.item())
+        run.grads.append(gradients(model))
+        optimizer.step()
+    if applied is None:
+        return run, 0
+    stats = applied.stats()
+    if stats.live_swaps or stats.host_bytes:
+        raise AssertionError(f"left over after the last step: {stats}")
+    applied.remove()
+    return run, stats.offloaded_bytes

@@ -1,0 +1,199 @@
+"""On a model and off again: bare, wrapped, prepared, adapted, twice, and while a graph lives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_actswap import MemoryPlan, PlanError, apply
+from tests.engine.tiny_models import (
+    CASES,
+    NUM_LAYERS,
+    assert_bitwise_equal,
+    batch,
+    gradients,
+    gradients_of_step,
+    on,
+    plan_of,
+    snapshot,
+    swap_everything,
+    swap_rows,
+    tiny_llama,
+)
+
+PLANS: dict[str, MemoryPlan | str] = {"everything swapped": swap_everything(5), **CASES}
+every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+
+
+@every_plan
+def test_remove_leaves_no_trace(plan: MemoryPlan | str) -> None:
+    model = tiny_llama()
+    model.model.layers[1].register_forward_hook(lambda *_: None)  # hooks of others stay
+    before = snapshot(model)
+    applied = on(model, plan)
+    assert applied is not None
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert list(model.state_dict()) == before["state_dict"]
+    assert model.config.use_cache is False
+    gradients_of_step(model)
+    applied.remove()
+    assert snapshot(model) == before
+    assert model.config.use_cache is True
+    applied.remove()
+    assert snapshot(model) == before
+
+
+@every_plan
+def test_remove_while_a_graph_lives(plan: MemoryPlan | str) -> None:
+    bare = gradients_of_step(tiny_llama())
+    model = tiny_llama()
+    before = snapshot(model)
+    ids = batch(0)
+    applied = on(model, plan)
+    assert applied is not None
+    loss = model(input_ids=ids, labels=ids).loss
+    applied.remove()
+    assert snapshot(model) == before
+    loss.backward()
+    assert_bitwise_equal(gradients(model), bare)
+    del loss
+    stats = applied.stats()
+    assert (stats.live_swaps, stats.host_bytes, stats.host_pool_bytes) == (0, 0, 0)
+
+
+def test_a_second_plan_is_refused_and_the_first_stays() -> None:
+    bare = gradients_of_step(tiny_llama())
+    model = tiny_llama()
+    applied = on(model, swap_everything())
+    assert applied is not None
+    between = snapshot(model)
+    with pytest.raises(PlanError) as caught:
+        apply(model, swap_everything())
+    assert [str(problem) for problem in caught.value.problems] == [
+        "model: expected no plan on it yet, found one that is applied. Call remove() on it first."
+    ]
+    assert snapshot(model) == between
+    assert_bitwise_equal(gradients_of_step(model), bare)
+    assert applied.stats().offloads > 0
+    applied.remove()
+    with apply(model, swap_everything()) as again:
+        assert_bitwise_equal(gradients_of_step(model), bare)
+        assert again.stats().offloads == applied.stats().offloads
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    model = tiny_llama()
+    before = snapshot(model)
+    with pytest.raises(PlanError) as caught:
+        apply(model, plan_of(*swap_rows([""], [0]), num_layers=7))
+    assert [str(problem) for problem in caught.value.problems] == [
+        "plan.num_layers: expected 4, as in the model, found 7."
+    ]
+    assert snapshot(model) == before
+
+
+def test_an_empty_plan_does_nothing() -> None:
+    model = tiny_llama()
+    before = snapshot(model)
+    with apply(model, None):
+        assert snapshot(model) == before
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@every_plan
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize("first", ["apply", "prepare"])
+def test_before_and_after_prepare(plan: MemoryPlan | str, first: str) -> None:
+    def run(plan: MemoryPlan | str | None) -> dict[str, torch.Tensor]:
+        accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+        model = tiny_llama()
+        optimizer = torch.optim.AdamW(model.parameters())
+        applied = on(model, plan) if first == "apply" else None
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+        applied = on(prepared, plan) if first == "prepare" else applied
+        ids = batch(0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = prepared(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            grads = gradients(model)
+            optimizer.step()
+        if applied is not None:
+            assert applied.stats().forwards == 2
+            applied.remove()
+            assert not model._forward_pre_hooks
+        return grads
+
+    assert_bitwise_equal(run(plan), run(None))
+
+
+@pytest.fixture
+def one_process(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@every_plan
+@pytest.mark.usefixtures("one_process")
+def test_a_wrapped_model(plan: MemoryPlan | str) -> None:
+    bare = gradients_of_step(tiny_llama())
+    wrapped = DistributedDataParallel(tiny_llama(), bucket_cap_mb=0.02)
+    before = snapshot(wrapped)
+    with apply(wrapped, plan) as applied:
+        for _ in range(2):
+            grads = gradients_of_step(wrapped)
+            assert_bitwise_equal({name.removeprefix("module."): grad for name, grad in grads.items()}, bare)
+        assert applied.stats().forwards == 2
+        with wrapped.no_sync():
+            gradients_of_step(wrapped)
+    assert snapshot(wrapped)["modules"].keys() == before["modules"].keys()
+    assert snapshot(wrapped.module) == snapshot(tiny_llama()) | {
+        "modules": {
+            name.removeprefix("module").lstrip("."): state
+            for name, state in before["modules"].items()
+            if name
+        }
+    }
+
+
+@every_plan
+def test_adapters(plan: MemoryPlan | str) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> torch.nn.Module:
+        config = peft.LoraConfig(
+            r=2, target_modules=["q_proj", "up_proj"], lora_dropout=0.2, init_lora_weights=False
+        )
+        torch.manual_seed(1)
+        model: torch.nn.Module = peft.get_peft_model(tiny_llama(), config)
+        return model.train()
+
+    def run(plan: MemoryPlan | str | None) -> dict[str, torch.Tensor]:
+        model = adapted()
+        applied = on(model, plan)
+        torch.manual_seed(2)
+        grads = gradients_of_step(model)
+        if applied is not None:
+            assert applied.stats().live_swaps == 0
+            assert (
+                applied.stats().offloads + applied.stats().recomputes > 0 or plan == CASES["full_recompute"]
+            )
+        return grads
+
+    bare = run(None)
+    assert len(bare) == 2 * 2 * NUM_LAYERS
+    assert_bitwise_equal(run(plan), bare)

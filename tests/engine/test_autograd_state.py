@@ -1,0 +1,120 @@
+"""The private state of autograd that the engine reads is what it takes it for."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+
+from hf_actswap.engine.autograd_state import (
+    function_mode_is_innermost,
+    packing_node_number,
+    pop_leaked_hooks,
+    running_node_number,
+)
+from tests.engine.tiny_models import batch, tiny_llama
+
+
+class _Numbers:
+    def __init__(self) -> None:
+        self.packed: list[int] = []
+        self.unpacked: list[tuple[int, int | None]] = []
+
+    def pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        self.packed.append(packing_node_number())
+        return tensor, self.packed[-1]
+
+    def unpack(self, saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+        self.unpacked.append((saved[1], running_node_number()))
+        return saved[0]
+
+
+def test_a_pack_knows_the_number_of_its_node() -> None:
+    numbers = _Numbers()
+    x = torch.randn(3, requires_grad=True)
+    y = x
+    nodes = []
+    with saved_tensors_hooks(numbers.pack, numbers.unpack):
+        for function in (torch.sin, torch.exp, torch.cos, torch.square):
+            y = function(y)
+            nodes.append(y.grad_fn._sequence_nr())
+            y = y + 1  # a node that saves nothing
+    assert numbers.packed == nodes
+    assert nodes == [nodes[0] + 2 * index for index in range(4)]
+
+
+def test_numbers_ascend_in_forward_and_the_same_descend_in_backward() -> None:
+    numbers = _Numbers()
+    model, ids = tiny_llama(), batch(0)
+    with saved_tensors_hooks(numbers.pack, numbers.unpack):
+        loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert len(numbers.packed) > 100
+    assert numbers.packed == sorted(numbers.packed)
+    assert [packed for packed, _ in numbers.unpacked] == [running for _, running in numbers.unpacked]
+    running = [number for _, number in numbers.unpacked if number is not None]
+    assert running == sorted(running, reverse=True)
+    assert sorted(running) == numbers.packed
+
+
+def test_a_custom_function_has_its_number_too() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(context: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+            context.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(context: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> torch.Tensor:
+            assert context.saved_tensors
+            return grad * 2
+
+    numbers = _Numbers()
+    x = torch.randn(3, requires_grad=True)
+    with saved_tensors_hooks(numbers.pack, numbers.unpack):
+        y = Double.apply(x.exp()).sin()
+    y.sum().backward()
+    assert numbers.packed == sorted(numbers.packed)
+    assert [packed for packed, _ in numbers.unpacked] == [running for _, running in numbers.unpacked]
+
+
+def test_no_node_runs_outside_backward() -> None:
+    assert running_node_number() is None
+
+
+def test_leaked_hooks_are_popped_only_if_they_are_ours() -> None:
+    def ours(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def others(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    assert not pop_leaked_hooks(ours)
+    with saved_tensors_hooks(others, others):
+        assert not pop_leaked_hooks(ours)
+        saved_tensors_hooks(ours, ours).__enter__()
+        assert pop_leaked_hooks(ours)
+        assert not pop_leaked_hooks(ours)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True)[0] is others
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+def test_a_bound_method_is_recognised() -> None:
+    numbers = _Numbers()
+    saved_tensors_hooks(numbers.pack, numbers.unpack).__enter__()
+    assert not pop_leaked_hooks(_Numbers().pack)
+    assert pop_leaked_hooks(numbers.pack)
+
+
+def test_the_innermost_function_mode() -> None:
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return func(*args, **(kwargs or {}))
+
+    outer, inner = Mode(), Mode()
+    assert not function_mode_is_innermost(outer)
+    with outer:
+        assert function_mode_is_innermost(outer)
+        with inner:
+            assert function_mode_is_innermost(inner)
+            assert not function_mode_is_innermost(outer)

@@ -1,0 +1,176 @@
+"""Whatever the plan, the numbers are those of training without one, bit for bit."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from hf_actswap import MemoryPlan, outline
+from hf_actswap.engine import RecordingTransfer, install
+from hf_actswap.plan import PlanRow
+from tests.engine.tiny_models import (
+    CASES,
+    NUM_LAYERS,
+    SWAP_CASES,
+    Run,
+    assert_bitwise_equal,
+    assert_same_training,
+    gradients_of_step,
+    plan_of,
+    recompute_rows,
+    swap_everything,
+    swap_rows,
+    tiny_llama,
+    tiny_neox,
+    train,
+)
+
+STEPS = 20
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@lru_cache(maxsize=1)
+def functional_ops() -> tuple[str, ...]:
+    """The functional ops of a Llama layer."""
+    ops = tuple(op.path for op in outline(tiny_llama()).layers[0].ops if op.kind == "function")
+    assert "self_attn.flash_attention" in ops
+    assert "mlp.mul" in ops
+    return ops
+
+
+def plan_named(name: str) -> MemoryPlan | str | None:
+    """A case of the documents, or one of our own."""
+    if name in CASES:
+        return CASES[name]
+    layers = range(NUM_LAYERS)
+    if name == "every_function_recomputed":
+        return plan_of(*recompute_rows(functional_ops(), layers))
+    if name == "everything_swapped":
+        return swap_everything(prefetch_ops=3)
+    if name == "swap_inside_recompute":
+        return plan_of(*recompute_rows([""], layers), *swap_rows(["self_attn.flash_attention"], layers, 5))
+    if name == "modules_and_functions_recomputed":
+        rows = recompute_rows(["input_layernorm", "self_attn.v_proj", "mlp.mul", "mlp.act_fn.silu"], layers)
+        return plan_of(*rows, *swap_rows(["post_attention_layernorm", "output"], layers, 5))
+    raise KeyError(name)
+
+
+OWN = (
+    "every_function_recomputed",
+    "everything_swapped",
+    "swap_inside_recompute",
+    "modules_and_functions_recomputed",
+)
+RECOMPUTED = ("case_4", "select_recompute", "exclude_inside_full", *OWN[:1], *OWN[2:])
+
+
+@lru_cache(maxsize=8)
+def bare_run(dtype: torch.dtype, autocast: bool) -> Run:
+    return train(tiny_llama(dtype), None, STEPS, autocast=torch.bfloat16 if autocast else None)
+
+
+def assert_plan_was_at_work(name: str, run: Run) -> None:
+    """The comparison means something only if the engine did something in every step."""
+    if name in SWAP_CASES or "swap" in name:
+        assert run.stats[0].offloads > 0
+        assert run.stats[-1].offloads == STEPS * run.stats[0].offloads
+    if name in RECOMPUTED:
+        assert run.stats[0].recomputes > 0
+        assert run.stats[-1].recomputes == STEPS * run.stats[0].recomputes
+    if name == "full_recompute":
+        assert run.layer_runs == 2 * STEPS
+    assert run.stats[-1].live_swaps == 0
+    assert run.stats[-1].host_bytes == 0
+
+
+@pytest.mark.parametrize("name", [*CASES, *OWN])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_twenty_steps_are_bitwise_equal(name: str, dtype: str) -> None:
+    run = train(tiny_llama(DTYPES[dtype]), plan_named(name), STEPS)
+    assert_plan_was_at_work(name, run)
+    assert_same_training(run, bare_run(DTYPES[dtype], False))
+
+
+@pytest.mark.parametrize("name", [*CASES, *OWN])
+def test_autocast_is_bitwise_equal(name: str) -> None:
+    run = train(tiny_llama(), plan_named(name), STEPS, autocast=torch.bfloat16)
+    assert_plan_was_at_work(name, run)
+    assert_same_training(run, bare_run(torch.float32, True))
+
+
+def test_the_comparison_can_fail() -> None:
+    with pytest.raises(AssertionError):
+        assert_same_training(bare_run(torch.float32, True), bare_run(torch.float32, False))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", [*CASES, "every_function_recomputed", "everything_swapped"])
+def test_dropout_is_replayed(name: str, attention: str) -> None:
+    settings = {"attention_dropout": 0.3, "attn_implementation": attention}
+    bare = train(tiny_llama(**settings), None, 3)
+    assert bare.losses != train(tiny_llama(attn_implementation=attention), None, 3).losses
+    assert_same_training(train(tiny_llama(**settings), plan_named(name), 3), bare)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("parallel_residual", [True, False])
+def test_another_family_with_all_its_dropouts(attention: str, parallel_residual: bool) -> None:
+    settings = {"attn_implementation": attention, "use_parallel_residual": parallel_residual}
+    bare = train(tiny_neox(**settings), None, 3)
+    ops = [op.path for op in outline(tiny_neox(**settings)).layers[0].ops if op.kind == "function"]
+    plans: list[MemoryPlan | str] = [
+        *CASES.values(),
+        plan_of(*recompute_rows(ops, range(NUM_LAYERS))),
+        plan_of(*recompute_rows(["attention", "mlp"], range(NUM_LAYERS))),
+        swap_everything(prefetch_ops=3),
+    ]
+    for plan in plans:
+        assert_same_training(train(tiny_neox(**settings), plan, 3), bare)
+
+
+@pytest.mark.parametrize("name", [*CASES, "everything_swapped", "every_function_recomputed"])
+def test_tied_embeddings(name: str) -> None:
+    bare = train(tiny_llama(tie_word_embeddings=True), None, 3)
+    assert_same_training(train(tiny_llama(tie_word_embeddings=True), plan_named(name), 3), bare)
+
+
+@pytest.mark.parametrize("name", [*CASES, "everything_swapped", "every_function_recomputed"])
+def test_gradient_accumulation(name: str) -> None:
+    bare = train(tiny_llama(), None, 3, accumulation=3)
+    run = train(tiny_llama(), plan_named(name), 3, accumulation=3)
+    assert run.stats[-1].forwards == 9
+    assert_same_training(run, bare)
+
+
+@pytest.mark.parametrize("prefetch_ops", [0, 1, 7, 100, 100_000])
+def test_every_window_gives_the_same_numbers(prefetch_ops: int) -> None:
+    run = train(tiny_llama(), swap_everything(prefetch_ops), 2, transfer=RecordingTransfer())
+    assert run.stats[-1].offloads > 0
+    bare = bare_run(torch.float32, False)
+    assert run.losses == bare.losses[:2]
+    assert_same_training(run, Run(bare.losses[:2], bare.grads[:2]))
+
+
+def test_each_functional_op_alone() -> None:
+    """A fault in one op's region is not hidden by the others'."""
+    model = tiny_llama()
+    shape, bare = outline(model), gradients_of_step(model)
+    for path in functional_ops():
+        for rows in (recompute_rows([path], range(NUM_LAYERS)), swap_rows([path], range(NUM_LAYERS), 4)):
+            with install(model, plan_of(*rows), shape):
+                assert_bitwise_equal(gradients_of_step(model), bare)
+
+
+def test_an_ordinal_names_one_call() -> None:
+    """A layer adds twice; each call can be decided alone."""
+    bare = train(tiny_llama(), None, 1)
+    bytes_of = []
+    for ordinal in (0, 1, None):
+        row = swap_rows(["add"], [1])[0]
+        chosen = PlanRow(row.scope, row.op_path, row.fate, ordinal, row.windows)
+        run = train(tiny_llama(), plan_of(chosen), 1)
+        assert_same_training(run, bare)
+        bytes_of.append(run.stats[0].offloaded_bytes)
+    assert bytes_of[2] >= max(bytes_of[:2]) > 0

@@ -1,0 +1,51 @@
+"""Two processes under DistributedDataParallel: each rank's losses and gradients are those without a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import monotonic
+
+import pytest
+import torch
+
+from tests.engine.ddp_worker import STEPS, WORLD_SIZE, plans, train_on_rank
+from tests.engine.tiny_models import SWAP_CASES, assert_bitwise_equal
+
+LIMIT_S = 200
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what each rank wrote; all plans run in one launch."""
+    folder = tmp_path_factory.mktemp("ddp")
+    context = torch.multiprocessing.spawn(train_on_rank, (str(folder),), nprocs=WORLD_SIZE, join=False)
+    end = monotonic() + LIMIT_S
+    while not context.join(timeout=1):
+        if monotonic() > end:
+            for process in context.processes:
+                process.kill()
+            pytest.fail(f"two processes did not finish in {LIMIT_S} s")
+    return folder
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", [*(name for name in plans() if name != "nothing"), "case_4_before_wrapping"])
+def test_each_rank_has_the_numbers_of_plain_training(name: str, results: Path) -> None:
+    for rank in range(WORLD_SIZE):
+        losses, grads, moved_bytes = torch.load(results / f"{name}.{rank}.pt")
+        bare_losses, bare_grads, _ = torch.load(results / f"nothing.{rank}.pt")
+        assert losses == bare_losses
+        assert len(grads) == len(bare_grads) == STEPS
+        for one, other in zip(grads, bare_grads, strict=True):
+            assert_bitwise_equal(one, other)
+        swaps = name in SWAP_CASES or name in ("everything_swapped", "case_4_before_wrapping")
+        assert (moved_bytes > 0) == swaps
+
+
+@pytest.mark.dist
+def test_the_ranks_see_different_data_and_share_their_gradients(results: Path) -> None:
+    (losses, grads, _), (other_losses, other_grads, _) = (
+        torch.load(results / f"nothing.{rank}.pt") for rank in range(WORLD_SIZE)
+    )
+    assert losses != other_losses
+    assert_bitwise_equal(grads[-1], other_grads[-1])

@@ -25,7 +25,9 @@ from torch.utils._pytree import tree_leaves
 from ..plan.actions import Scope
 from ..plan.opnames import OpStack
 from ..plan.outline import OUTPUT
-from .autograd_state import packing_node_number, running_node_number
+from ..plan.record import storage_key
+from .autograd_state import packing_node_number
+from .backward import Backward, Reference
 from .fates import KEEP, Action, FateTable
 from .host_pool import HostPool
 from .recompute import Region, Ticket
@@ -63,28 +65,6 @@ class Setting:
     min_tensor_bytes: int
 
 
-class Backward:
-    """The order in which the backward of one forward prefetches; shared by its tickets."""
-
-    def __init__(self) -> None:
-        self._order: PrefetchOrder[weakref.ref[SwapGroup]] | None = None
-
-    def schedule(self, order: PrefetchOrder[weakref.ref[SwapGroup]]) -> None:
-        """The forward has ended; this is what it swapped."""
-        self._order = order if order else None
-
-    def reached(self) -> None:
-        """A node of this graph asks for a saved tensor: start the copies whose time has come."""
-        if self._order is None:
-            return
-        node = running_node_number()
-        if node is not None:
-            for reference in self._order.due(node):
-                group = reference()
-                if group is not None:
-                    group.fetch()
-
-
 class ForwardPass:
     """See the module's text.
 
@@ -110,14 +90,14 @@ class ForwardPass:
 
     def owner(self, tensor: torch.Tensor) -> Owner | None:
         """The owner of a tensor's storage, if it has been met."""
-        key = _address(tensor)
+        key = storage_key(tensor)
         return None if key is None else self._owners.get(key)
 
     def own(
         self, tensor: torch.Tensor, action: Action, region: Region | None = None, position: int = 0
     ) -> None:
         """Set the owner of a tensor's storage, whether or not it has been met."""
-        key = _address(tensor)
+        key = storage_key(tensor)
         if key is None:
             return
         known = self._owners.get(key)
@@ -180,7 +160,7 @@ class ForwardPass:
     def end(self) -> None:
         """The model's forward ends: release what is left, and plan the backward."""
         self._release(self._releases.drain())
-        wants = []
+        wants: list[Want[Reference]] = []
         for reference in self._all_groups:
             group = reference()
             if group is not None:
@@ -190,7 +170,7 @@ class ForwardPass:
         self._groups.clear()
 
     def _ticket_of_saved(self, tensor: torch.Tensor, node: int) -> Ticket:
-        key = _address(tensor)
+        key = storage_key(tensor)
         if key is None:
             return KeepTicket(tensor, self._backward)
         region = self.region
@@ -283,11 +263,3 @@ class ForwardPass:
             group = reference()
             if group is not None:
                 group.release()
-
-
-def _address(tensor: torch.Tensor) -> int | None:
-    """The identity of a tensor's storage; ``None`` for tensors without one (sparse, nested, wrappers)."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return None

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..plan.opnames import RANDOM_FUNCTIONS, function_name
+from ..plan.record import storage_key
 from .fates import Action, FateTable
 from .forward_pass import ForwardPass
 from .recompute import Region
@@ -85,11 +86,11 @@ class NamingMode(TorchFunctionMode):
     ) -> None:
         """Register the outputs that have a storage of their own (views and in-place results have none)."""
         forward = self._forward
-        known = {_storage_address(tensor) for tensor in inputs}
+        known = {storage_key(tensor) for tensor in inputs}
         fresh = [
             (position, tensor)
             for position, tensor in enumerate(_tensors(result))
-            if _storage_address(tensor) not in known
+            if storage_key(tensor) not in known
         ]
         for position, tensor in fresh:
             forward.own(tensor, action, region, position)
@@ -110,10 +111,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
         elif isinstance(item, tuple | list | dict):
             found += _tensors(item)
     return found
-
-
-def _storage_address(tensor: torch.Tensor) -> int:
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):
-        return id(tensor)

@@ -19,18 +19,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from .backward import Backward
 from .stats import Counters
 from .tickets import SwapGroup, View
-
-if TYPE_CHECKING:
-    from .forward_pass import Backward
 
 
 class Ticket(Protocol):

@@ -19,16 +19,14 @@ when they are read, swapped ones when they are released (until then the copy may
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from .backward import Backward
 from .host_pool import HostBuffer, HostPool
 from .stats import Counters
 from .transfer import Copy, Transfer
-
-if TYPE_CHECKING:
-    from .forward_pass import Backward
 
 _ALIGNMENT_BYTES = 64
 

@@ -8,12 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-
-import hf_actswap
-
-if not hasattr(hf_actswap, "ActSwapTrainingArguments"):
-    pytest.skip("the Trainer integration is not there", allow_module_level=True)
-
 from recipe_arguments import parse_arguments
 from recipe_options import RecipeError
 

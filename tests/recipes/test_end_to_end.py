@@ -13,11 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import hf_actswap
-
-if not hasattr(hf_actswap, "ActSwapCallback"):
-    pytest.skip("the Trainer integration is not there", allow_module_level=True)
-
 TINY = [
     *("--dataset", "sample", "--use_cpu", "true", "--disable_tqdm", "true", "--vocab_size", "512"),
     *("--hidden_size", "64", "--block_size", "64", "--max_train_samples", "256", "--max_eval_samples", "16"),

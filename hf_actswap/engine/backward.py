@@ -1,0 +1,45 @@
+"""The backward of one forward, as its tickets see it: each tells it that its node runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from .autograd_state import running_node_number
+from .schedule import PrefetchOrder
+
+
+class Fetchable(Protocol):
+    """Something on the host that backward will need on the device."""
+
+    def fetch(self) -> None:
+        """Start the copy back."""
+
+
+Reference = Callable[[], Fetchable | None]
+"""A weak reference."""
+
+
+class Backward:
+    """The order in which the backward of one forward prefetches; shared by its tickets.
+
+    It refers to what it fetches weakly: only tickets keep that alive.
+    """
+
+    def __init__(self) -> None:
+        self._order: PrefetchOrder[Reference] | None = None
+
+    def schedule(self, order: PrefetchOrder[Reference]) -> None:
+        """The forward has ended; this is what it swapped."""
+        self._order = order if order else None
+
+    def reached(self) -> None:
+        """A node of this graph asks for a saved tensor: start the copies whose time has come."""
+        if self._order is None:
+            return
+        node = running_node_number()
+        if node is not None:
+            for reference in self._order.due(node):
+                waiting = reference()
+                if waiting is not None:
+                    waiting.fetch()

@@ -122,9 +122,19 @@ class ActSwapCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Take the statistics of the optimizer step that ends."""
-        if self.applied is not None:
-            now = self.applied.stats()
-            self._step, self._before = now - self._before, now
+        if self.applied is None:
+            return
+        now = self.applied.stats()
+        first = not self._before.forwards
+        self._step, self._before = now - self._before, now
+        if first and now.refused and state.is_world_process_zero:
+            with console_logging(logger):
+                for reason, size_bytes in now.refused.items():
+                    logger.warning(
+                        "%s bytes a step are swapped by the plan and stay on the device: %s.",
+                        f"{size_bytes:,}",
+                        reason,
+                    )
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

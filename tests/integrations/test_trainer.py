@@ -258,3 +258,14 @@ def test_several_devices_in_one_process_are_refused(make_trainer: Make) -> None:
         trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
     with pytest.raises(PlanError, match=r"nn\.DataParallel"):
         hf_actswap.apply(torch.nn.DataParallel(tiny_llama()), CASE_1)
+
+
+def test_what_stays_on_the_device_against_the_plan_is_said_once(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer({**CASE_2, "memory": {"min_tensor_mib": 0.004}}, max_steps=3).train()
+    said = [record.getMessage() for record in caplog.records if "stay on the device" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].endswith(
+        "bytes a step are swapped by the plan and stay on the device: smaller than min_tensor_mib."
+    )

@@ -48,7 +48,7 @@ class View(NamedTuple):
     def on(self, block: torch.Tensor, start_bytes: int) -> torch.Tensor:
         """Return this view of ``block``, whose first byte is byte ``start_bytes`` of the original storage."""
         offset = (self.offset_bytes - start_bytes) // self.dtype.itemsize
-        empty = torch.empty((), dtype=self.dtype, device=block.device)
+        empty = torch.empty(0, dtype=self.dtype, device=block.device)
         return empty.set_(block.untyped_storage(), offset, self.shape, self.stride)
 
     @property
@@ -122,7 +122,7 @@ class SwapGroup:
         self._alive: set[int] = set()
         self._unread: set[int] = set()
         start, stop = range_bytes
-        whole = torch.empty((), dtype=torch.uint8, device=source.device)
+        whole = torch.empty(0, dtype=torch.uint8, device=source.device)
         whole.set_(source.untyped_storage(), start, (stop - start,), (1,))
         self._copy_out = transfer.offload(whole, host)
         counters.offloads += 1

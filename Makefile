@@ -32,9 +32,9 @@ demo: $(VENV)/.run
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		recipes/llama_swap.py recipes/sample_cpu.yaml --dataset sample
 
-# --strict-config would reject the timeout setting where pytest-timeout is not installed.
+# Not strict: pytest-timeout, whose setting and marker the tests use, may not be installed there.
 gpu:
-	$(PYTHON) -m pytest -o addopts="--import-mode=importlib --strict-markers -ra" -m gpu
+	$(PYTHON) -m pytest -o addopts="--import-mode=importlib -ra" -m gpu
 	$(PYTHON) benchmarks/frontier.py
 
 clean:

@@ -6,10 +6,11 @@ import json
 import sys
 from pathlib import Path
 
-import datasets
 import pytest
 from recipe_options import DataArguments, RecipeError
 from recipe_texts import LOCAL_WAYS, as_rows, hold_out, load_texts, looks_local, split_files
+
+datasets = pytest.importorskip("datasets", reason="only the recipes need it")
 
 LINES = ["one\n", "two\n", "\n", "three\n", "no newline at the end"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pytest
 from hypothesis import given
@@ -22,6 +21,8 @@ from recipe_tokens import (
     unigram_entropy,
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, default_data_collator
+
+datasets = pytest.importorskip("datasets", reason="only the recipes need it")
 
 ROWS = [f"Row {number} speaks of rows and of the number {number}.\n" for number in range(2500)]
 

@@ -6,12 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # The models of the tests are tiny: more threads than one only wait for each other, here and in children.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 # Set before any test imports transformers or datasets: they read these once, at import.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+# How long an example takes says something about the machine, not about the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -107,6 +107,13 @@ class ForwardPass:
         elif known.ref is not None:
             known.action, known.region, known.position = action, region, position
 
+    def meet(self, tensor: torch.Tensor) -> int | None:
+        """An op reads ``tensor``: make sure that its storage has an owner, and return its identity."""
+        key = storage_key(tensor)
+        if key is not None and key not in self._owners:
+            self.own(tensor, self._action_of_unmet())
+        return key
+
     def own_outside(self, values: Any) -> None:
         """Whatever among ``values`` has not been met comes from outside the layers and belongs to nobody."""
         for leaf in tree_leaves(values):

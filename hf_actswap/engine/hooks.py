@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from ..plan.actions import MemoryPlan, Scope
 from ..plan.opnames import OpStack
 from ..plan.outline import LayerOutline, Outline
+from ..plan.record import storage_key
 from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
 from .fates import KEEP, FateTable
 from .forward_pass import ForwardPass, Setting
@@ -45,6 +46,7 @@ class Engine:
     ) -> None:
         self.plan, self.outline = plan, outline
         self._root = root
+        self._modules = list(root.modules())  # walking the tree at each forward costs milliseconds
         self._transfer = transfer
         self._counters = Counters()
         self._fates = FateTable(plan, outline)
@@ -87,6 +89,16 @@ class Engine:
         undo.append(self._clean_up)
         return undo
 
+    def _parameter_storages(self) -> set[int]:
+        """Asked at each forward: moving or sharding a model gives its parameters and buffers new storages."""
+        keys = (
+            storage_key(tensor)
+            for module in self._modules
+            for tensor in (*module._parameters.values(), *module._buffers.values())
+            if tensor is not None
+        )
+        return {key for key in keys if key is not None}
+
     def _device(self) -> torch.device:
         return next((parameter.device for parameter in self._root.parameters()), torch.device("cpu"))
 
@@ -121,13 +133,7 @@ class Engine:
         self._clean_up()
         if not torch.is_grad_enabled():
             return
-        outside = {
-            tensor.untyped_storage()._cdata
-            for tensors in (self._root.parameters(), self._root.buffers())
-            for tensor in tensors
-            if type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided
-        }
-        self._forward = ForwardPass(self._setting_on(self._device()), outside)
+        self._forward = ForwardPass(self._setting_on(self._device()), self._parameter_storages())
         self._forward.own_outside((args, kwargs))
         self._counters.forwards += 1
         self._saving.__enter__()

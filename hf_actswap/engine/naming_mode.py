@@ -44,10 +44,8 @@ class NamingMode(TorchFunctionMode):
             return func(*args, **kwargs)
         path, ordinal = stack.begin(name)
         action = self._fates[scope, path, ordinal]
-        inputs = _tensors((*args, *kwargs.values()))
-        for tensor in inputs:
-            if forward.owner(tensor) is None:  # no visible op produced it
-                forward.own(tensor, self._fates[scope, *stack.unseen()])
+        inputs = _tensors((*args, *kwargs.values()) if kwargs else args)
+        known = {forward.meet(tensor) for tensor in inputs}
         region = self._region(func, path, name, args, kwargs, action)
         forward.running = action
         if region is not None:
@@ -58,7 +56,7 @@ class NamingMode(TorchFunctionMode):
             forward.running = None
             if region is not None:
                 forward.region = None
-        self._own_outputs(result, inputs, path, action, region)
+        self._own_outputs(result, known, path, action, region)
         return result
 
     def _region(
@@ -82,18 +80,15 @@ class NamingMode(TorchFunctionMode):
         return Region(f"{self._forward.scope}.{path}", func, args, kwargs, ticket_of, self._counters, random)
 
     def _own_outputs(
-        self, result: Any, inputs: list[torch.Tensor], path: str, action: Action, region: Region | None
+        self, result: Any, known: set[int | None], path: str, action: Action, region: Region | None
     ) -> None:
         """Register the outputs that have a storage of their own (views and in-place results have none)."""
         forward = self._forward
-        known = {storage_key(tensor) for tensor in inputs}
-        fresh = [
-            (position, tensor)
-            for position, tensor in enumerate(_tensors(result))
-            if storage_key(tensor) not in known
-        ]
-        for position, tensor in fresh:
-            forward.own(tensor, action, region, position)
+        fresh = False
+        for position, tensor in enumerate(_tensors(result)):
+            if storage_key(tensor) not in known:
+                forward.own(tensor, action, region, position)
+                fresh = True
         if fresh and forward.stack is not None:
             forward.stack.count(path)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 ATTENTION_CORE = "flash_attention"
@@ -36,6 +37,7 @@ RANDOM_FUNCTIONS = frozenset(
 """Functions that draw random numbers: recomputed with the generator state of their first run."""
 
 
+@lru_cache(maxsize=1024)
 def function_name(function: Callable[..., Any]) -> str | None:
     """Return the name of a function that a ``TorchFunctionMode`` saw, or ``None`` if it computes nothing.
 

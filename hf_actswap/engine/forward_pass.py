@@ -108,7 +108,7 @@ class ForwardPass:
             known.action, known.region, known.position = action, region, position
 
     def meet(self, tensor: torch.Tensor) -> int | None:
-        """An op reads ``tensor``: make sure that its storage has an owner, and return its identity."""
+        """Make sure that the storage of ``tensor`` has an owner, and return its identity."""
         key = storage_key(tensor)
         if key is not None and key not in self._owners:
             self.own(tensor, self._action_of_unmet())
@@ -177,19 +177,15 @@ class ForwardPass:
         self._groups.clear()
 
     def _ticket_of_saved(self, tensor: torch.Tensor, node: int) -> Ticket:
-        key = storage_key(tensor)
-        if key is None:
-            return KeepTicket(tensor, self._backward)
         region = self.region
         if region is not None:
-            region.packs += 1
+            region.packs += 1  # also of tensors without a storage: the recomputation counts them too
             for group in region.input_groups:
                 group.last_use = node
-        owner = self._owners.get(key)
-        if owner is None:
-            owner = self._owners[key] = Owner(
-                StorageWeakRef(tensor.untyped_storage()), self._action_of_unmet()
-            )
+        key = self.meet(tensor)
+        if key is None:
+            return KeepTicket(tensor, self._backward)
+        owner = self._owners[key]
         inside = owner.action.kind == "recompute_inside" or (
             owner.action.kind == "recompute_function" and owner.region is None
         )

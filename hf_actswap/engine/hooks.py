@@ -161,7 +161,7 @@ class Engine:
             if naming is not None:
                 forward.stack = OpStack(naming.attention_paths)
                 if self._fates.is_region(scope, ""):
-                    forward.region = self._module_region(module, scope, "", args, kwargs)
+                    forward.region = self._region(forward, module, scope, "", args, kwargs)
                 self._mode = NamingMode(forward, self._fates, self._counters)
                 self._mode.__enter__()
 
@@ -186,7 +186,7 @@ class Engine:
                 return
             forward.stack.enter(path)
             if is_region and forward.region is None:
-                forward.region = self._module_region(module, scope, path, args, kwargs)
+                forward.region = self._region(forward, module, scope, path, args, kwargs)
 
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             forward = self._forward
@@ -201,13 +201,17 @@ class Engine:
 
         return self._pair(module, before, after)
 
-    def _module_region(
-        self, module: nn.Module, scope: Scope, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Region | None:
-        if self._forward is None:
-            return None
+    def _region(
+        self,
+        forward: ForwardPass,
+        module: nn.Module,
+        scope: Scope,
+        path: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Region:
         name = f"{scope}.{path}" if path else str(scope)
-        return Region(name, module, args, kwargs, self._forward.ticket_of_input, self._counters, random=True)
+        return Region(name, module, args, kwargs, forward.ticket_of_input, self._counters, random=True)
 
     def _leave_mode(self) -> None:
         mode, self._mode = self._mode, None

@@ -92,9 +92,7 @@ class Painter:
                         self.requests[layer].op_swap.append((match.name, prefetch))
         return named
 
-    def paint_select(
-        self, table: Mapping[str, tuple[object, tuple[int, ...]]], full: tuple[int, ...]
-    ) -> None:
+    def paint_select(self, table: Selection, full: tuple[int, ...]) -> None:
         where = "recompute_config.select_recompute"
         for pattern, (_, layers) in table.items():
             for layer in layers:
@@ -121,7 +119,7 @@ class Painter:
             if lost:
                 self.override(where, ", ".join(lost), "swap", "recompute", RECOMPUTE_BEATS_SWAP, layer)
 
-    def paint_exclude(self, table: Mapping[str, tuple[object, tuple[int, ...]]], used: set[str]) -> None:
+    def paint_exclude(self, table: Selection, used: set[str]) -> None:
         where = "recompute_config.select_recompute_exclude"
         for pattern, (_, layers) in table.items():
             effective = pattern in used
@@ -138,9 +136,7 @@ class Painter:
                     where, pattern, "exclude", "no effect", "nothing that it names is recomputed", None
                 )
 
-    def note_comm(
-        self, table: Mapping[str, tuple[object, tuple[int, ...]]], into: str, full: tuple[int, ...]
-    ) -> None:
+    def note_comm(self, table: Selection, into: str, full: tuple[int, ...]) -> None:
         """Communication keys: names are checked and logged; what they do is in `without_effect`."""
         key = "select_comm_recompute" if into == "select_comm" else "select_comm_recompute_exclude"
         for pattern, (_, layers) in table.items():

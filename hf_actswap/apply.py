@@ -48,6 +48,17 @@ def apply(
         plan = resolve_plan(load_config(config_or_plan), shape)
         for changed in (*plan.warnings, *plan.overrides):
             logger.warning("%s", changed)
+    return apply_plan(model, plan, shape, transfer)
+
+
+def apply_plan(
+    model: nn.Module, plan: MemoryPlan, shape: Outline, transfer: Transfer | None = None
+) -> AppliedPlan:
+    """Put a plan on a model whose outline is at hand; see `apply`.
+
+    Raises:
+        PlanError: the plan does not fit the model, or asks for what this version cannot carry out.
+    """
     _refuse_what_cannot_be_applied(model, plan, shape)
     applied = install(model, plan, shape, transfer)
     if plan.rows:

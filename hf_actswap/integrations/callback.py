@@ -13,7 +13,7 @@ from torch import nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from ..apply import apply
+from ..apply import apply_plan
 from ..config import ActSwapConfig, load_config
 from ..engine import AppliedPlan, SwapStats
 from ..errors import PlanError, Problem
@@ -39,9 +39,9 @@ class ActSwapCallback(TrainerCallback):
     optimizer step go into the Trainer's log, and so to TensorBoard and other trackers. The plan is removed
     when ``Trainer.train`` ends, also by an exception.
 
-    Pass it to the Trainer's constructor (``callbacks=[...]``). Added later (``add_callback``) it works too,
-    but then an exception in the first ``train`` leaves the plan on the model until the next ``train``, or
-    until `remove`.
+    Pass it to the Trainer's constructor (``callbacks=[...]``). Added later (``add_callback``) it applies and
+    removes too, but until `bind` is called its statistics reach no log, and an exception in ``train`` leaves
+    the plan on the model until the next ``train``, or until `remove`.
 
     Args:
         args: `ActSwapTrainingArguments`, or a configuration in any form that `load_config` takes, or a plan.
@@ -68,7 +68,7 @@ class ActSwapCallback(TrainerCallback):
         """Find the Trainer, which the event does not pass, and see to its end and its log."""
         trainer = _calling_trainer(self)
         if trainer is None:
-            logger.warning("No Trainer found: statistics reach only its log history, not the trackers.")
+            logger.warning("No Trainer found: the statistics stay in `applied.stats()` and reach no log.")
         else:
             self.bind(trainer)
 
@@ -106,8 +106,9 @@ class ActSwapCallback(TrainerCallback):
         if args.n_gpu > 1:
             raise PlanError([_SEVERAL_DEVICES])
         wish = self._wish
-        plan = wish if isinstance(wish, MemoryPlan) else resolve_plan(wish, outline(model))
-        self.applied = apply(model, plan)
+        shape = outline(model)
+        plan = wish if isinstance(wish, MemoryPlan) else resolve_plan(wish, shape)
+        self.applied = apply_plan(model, plan, shape)
         self._before = self._step = SwapStats()
         notes = list(wish.notes) if isinstance(wish, ActSwapConfig) else []
         path = os.path.join(args.output_dir or ".", f"worker_{args.process_index}.log")

@@ -31,11 +31,12 @@ class _Dumper(yaml.SafeDumper):
 
     def represent_words(self, data: str) -> yaml.Node:
         # Single quotes for all that might be taken for a number by a reader of YAML 1.1 or 1.2, and
-        # for backslashes, so that nobody who edits the file reaches for double quotes.
+        # for backslashes, so that nobody who edits the file reaches for double quotes. Those only for what
+        # cannot be seen: in single quotes a line break of Unicode would be read back as a space.
         plain = data.replace("_", "").replace("/", "").isalnum() and data[0].isalpha()
         node = self.represent_scalar("tag:yaml.org,2002:str", data)
-        if not plain and data.isprintable():
-            node.style = "'"
+        if not plain:
+            node.style = "'" if data.isprintable() else '"'
         return node
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from .autograd_state import running_node_number
+from .observation import Observation
+from .operator_clock import OperatorClock
 from .schedule import PrefetchOrder
 
 
@@ -27,19 +29,32 @@ class Backward:
     """
 
     def __init__(self) -> None:
+        self.clock = OperatorClock()
         self._order: PrefetchOrder[Reference] | None = None
+        self._observation: Observation | None = None
+        self._idle = True
+
+    def watch(self, observation: Observation) -> None:
+        """Mark the time at each hook."""
+        self._observation, self._idle = observation, False
 
     def schedule(self, order: PrefetchOrder[Reference]) -> None:
         """The forward has ended; this is what it swapped."""
         self._order = order if order else None
+        self._idle = self._order is None and self._observation is None
 
     def reached(self) -> None:
         """A node of this graph asks for a saved tensor: start the copies whose time has come."""
-        if self._order is None:
+        if self._idle:
             return
         node = running_node_number()
-        if node is not None:
-            for reference in self._order.due(node):
+        if node is None:
+            return
+        op = self.clock.operator(node)
+        if self._observation is not None:
+            self._observation.in_backward(op)
+        if self._order is not None:
+            for reference in self._order.due(op):
                 waiting = reference()
                 if waiting is not None:
                     waiting.fetch()

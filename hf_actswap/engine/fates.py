@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..plan.actions import MemoryPlan, Scope
+from ..plan.actions import MemoryPlan, Scope, Windows
 from ..plan.outline import OUTPUT, Outline
 
 Kind = Literal["keep", "swap", "recompute_inside", "recompute_function"]
@@ -18,12 +18,13 @@ class Action:
     Args:
         kind: ``recompute_inside`` while a region of a module runs; ``recompute_function`` for an op that is
             a region of its own.
-        prefetch_ops, release_ops: of a swap.
+        windows: of a swap; ``None``: to be chosen by measurement (`auto_windows`).
+        op_path: of the plan row that says so.
     """
 
     kind: Kind = "keep"
-    prefetch_ops: int = 0
-    release_ops: int = 0
+    windows: Windows | None = None
+    op_path: str = ""
 
 
 KEEP = Action()
@@ -71,8 +72,8 @@ class FateTable:
         row = self._plan.row(scope, path, ordinal)
         if row is None or row.fate == "keep":
             return KEEP
-        if row.fate == "swap" and row.windows is not None:
-            return Action("swap", row.windows.prefetch_ops, row.windows.release_ops)
+        if row.fate == "swap":
+            return Action("swap", row.windows, row.op_path)
         return Action("recompute_inside" if self._is_module(scope, row.op_path) else "recompute_function")
 
     def _is_module(self, scope: Scope, path: str) -> bool:

@@ -2,8 +2,8 @@
 
 What is installed, and nothing else:
 
-* on the model, a pair of forward hooks: the saved-tensor hooks are pushed before its forward and popped
-  after it, also after an exception (``always_call``);
+* on the model, something before and after its call (`around`): the saved-tensor hooks are pushed before its
+  forward and popped after it, also after an exception;
 * on each decoder layer, and on the embedding, the final norm and the head, a pair that says where we are;
 * on the modules inside layers whose ops are decided one by one, a pair that follows the module path, and
   the `NamingMode` while the layer runs;
@@ -16,21 +16,23 @@ cleaned up by the next forward and by `AppliedPlan.remove`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..plan.actions import MemoryPlan, Scope
+from ..plan.actions import MemoryPlan, Override, Scope
 from ..plan.opnames import OpStack
-from ..plan.outline import LayerOutline, Outline
-from ..plan.record import storage_key
+from ..plan.outline import LayerOutline, Outline, unwrapped
+from .around import Undo, around, compiled_around
+from .auto_windows import AutoWindows
 from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
 from .fates import KEEP, FateTable
-from .forward_pass import ForwardPass, Setting
-from .host_pool import HostPool
+from .forward_pass import ForwardPass, Place, Setting
+from .host_budget import HostMemory, Progress
 from .naming_mode import NamingMode
 from .recompute import Region, Ticket, checkpointed
 from .stats import Counters, SwapStats
@@ -42,14 +44,23 @@ class Engine:
     """The hooks of one applied plan and what they share. Made by `install.install`."""
 
     def __init__(
-        self, root: nn.Module, plan: MemoryPlan, outline: Outline, transfer: Transfer | None
+        self,
+        model: nn.Module,
+        plan: MemoryPlan,
+        outline: Outline,
+        transfer: Transfer | None,
+        progress: Progress | None,
     ) -> None:
         self.plan, self.outline = plan, outline
-        self._root = root
-        self._modules = list(root.modules())  # walking the tree at each forward costs milliseconds
-        self._transfer = transfer
+        self._root = unwrapped(model)
+        called = compiled_around(model, outline)
+        self._called = self._root if called is None else called  # a compiled wrapper has no truth value
+        self._transfer, self._progress = transfer, progress
+        self._memory = HostMemory(plan.host_memory_bytes)
         self._counters = Counters()
         self._fates = FateTable(plan, outline)
+        self._inside: set[nn.Module] = set()
+        self._outside: tuple[nn.Module, ...] = ()
         self._setting: Setting | None = None
         self._forward: ForwardPass | None = None
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
@@ -67,37 +78,36 @@ class Engine:
         undo: list[Callable[[], None]] = [self._close_pool]
         if not self.plan.rows:
             return undo
-        undo += self._pair(self._root, self._start_forward, self._end_forward)
-        around: dict[Scope, str | None] = {
+        if self.outline.compiled:
+            return [*undo, *around(self._called, self._start_compiled, self._end_compiled), self._clean_up]
+        undo += around(self._called, self._start_forward, self._end_forward)
+        surroundings: dict[Scope, str | None] = {
             "embedding": self.outline.embedding,
             "final_norm": self.outline.final_norm,
             "head": self.outline.head,
         }
-        for scope, path in around.items():
+        for scope, path in surroundings.items():
             if path is not None:
                 undo += self._follow_scope(self._root.get_submodule(path), scope, None)
         for layer in self.outline.layers:
-            module = self._root.get_submodule(layer.module_path)
-            naming = layer.index in self._fates.named_layers
-            undo += self._follow_scope(module, layer.index, layer if naming else None)
-            if naming:
-                for path, child in module.named_modules():
-                    if path:
-                        undo += self._follow_path(child, layer.index, path)
-            if layer.index in self._fates.checkpointed_layers:
-                undo.append(checkpointed(module))
+            undo += self._follow_layer(layer)
+        # Walked once: at each forward it would cost milliseconds.
+        self._outside = tuple(module for module in self._root.modules() if module not in self._inside)
         undo.append(self._clean_up)
         return undo
 
-    def _parameter_storages(self) -> set[int]:
-        """Asked at each forward: moving or sharding a model gives its parameters and buffers new storages."""
-        keys = (
-            storage_key(tensor)
-            for module in self._modules
-            for tensor in (*module._parameters.values(), *module._buffers.values())
-            if tensor is not None
-        )
-        return {key for key in keys if key is not None}
+    def _follow_layer(self, layer: LayerOutline) -> list[Callable[[], None]]:
+        module = self._root.get_submodule(layer.module_path)
+        naming = layer.index in self._fates.named_layers
+        undo = []
+        if layer.index in self._fates.checkpointed_layers:
+            undo.append(checkpointed(module))
+        undo += self._follow_scope(module, layer.index, layer)
+        if naming:
+            for path, child in module.named_modules():
+                if path:
+                    undo += self._follow_path(child, layer.index, path)
+        return undo
 
     def _device(self) -> torch.device:
         return next((parameter.device for parameter in self._root.parameters()), torch.device("cpu"))
@@ -108,22 +118,29 @@ class Engine:
             self._close_pool()
             default = BlockingTransfer if device.type == "cpu" else StreamTransfer
             transfer = self._transfer or default(device)
-            pool = HostPool(transfer.pinned, self.plan.host_memory_bytes)
+            pool = self._memory.pool(device, transfer.overlaps, self._progress)
+            auto = None
+            if any(row.fate == "swap" and row.windows is None for row in self.plan.rows):
+                auto = AutoWindows(transfer, pool, self._counters, self._pending_bytes, self._overridden)
             self._setting = Setting(
-                self._fates, pool, transfer, device, self._counters, self.plan.min_tensor_bytes
+                self._fates, pool, transfer, device, self._counters, self.plan.min_tensor_bytes, auto
             )
         return self._setting
+
+    def _pending_bytes(self) -> int:
+        """Gradients that the first backward will allocate."""
+        return sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in self._root.parameters()
+            if parameter.requires_grad and parameter.grad is None
+        )
+
+    def _overridden(self, overrides: Sequence[Override]) -> None:
+        self.plan = replace(self.plan, overrides=(*self.plan.overrides, *overrides))
 
     def _close_pool(self) -> None:
         if self._setting is not None:
             self._setting.pool.close()
-
-    def _pair(self, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> list[Any]:
-        handles = [
-            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-            module.register_forward_hook(after, always_call=True),
-        ]
-        return [handle.remove for handle in handles]
 
     def _pack(self, tensor: torch.Tensor) -> Ticket | _Plain:
         forward = self._forward
@@ -133,7 +150,7 @@ class Engine:
         self._clean_up()
         if not torch.is_grad_enabled():
             return
-        self._forward = ForwardPass(self._setting_on(self._device()), self._parameter_storages())
+        self._forward = ForwardPass(self._setting_on(self._device()), self._outside)
         self._forward.own_outside((args, kwargs))
         self._counters.forwards += 1
         self._saving.__enter__()
@@ -144,6 +161,18 @@ class Engine:
             self._saving.__exit__(None, None, None)
             forward.end()
 
+    def _start_compiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is one compiled region: what it saves has the fate of its layers, which all agree."""
+        self._start_forward(module, args, kwargs)
+        if self._forward is not None:
+            nodes = sum(layer.nodes for layer in self.outline.layers)
+            self._forward.start_scope(Place(0, tuple(self._root.modules())), args, kwargs, nodes)
+
+    def _end_compiled(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self._forward is not None:
+            self._forward.end_scope(None)
+        self._end_forward(module, args, output)
+
     def _clean_up(self) -> None:
         """Drop what an interrupted forward left behind."""
         forward, self._forward = self._forward, None
@@ -152,12 +181,17 @@ class Engine:
             pop_leaked_hooks(self._pack)
             forward.end()
 
-    def _follow_scope(self, module: nn.Module, scope: Scope, naming: LayerOutline | None) -> list[Any]:
+    def _follow_scope(self, module: nn.Module, scope: Scope, layer: LayerOutline | None) -> list[Undo]:
+        place = Place(scope, tuple(module.modules()))
+        self._inside.update(place.modules)
+        naming = layer if layer is not None and layer.index in self._fates.named_layers else None
+        compiled_nodes = layer.nodes if layer is not None and layer.compiled else None
+
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             forward = self._forward
             if forward is None:
                 return
-            forward.start_scope(scope, args, kwargs)
+            forward.start_scope(place, args, kwargs, compiled_nodes)
             if naming is not None:
                 forward.stack = OpStack(naming.attention_paths)
                 if self._fates.is_region(scope, ""):
@@ -175,9 +209,9 @@ class Engine:
                 forward.region = None
             forward.end_scope(output)
 
-        return self._pair(module, before, after)
+        return around(module, before, after)
 
-    def _follow_path(self, module: nn.Module, scope: int, path: str) -> list[Any]:
+    def _follow_path(self, module: nn.Module, scope: int, path: str) -> list[Undo]:
         is_region = self._fates.is_region(scope, path)
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -196,10 +230,10 @@ class Engine:
                 forward.region = None
                 for tensor in tree_leaves(output):
                     if isinstance(tensor, torch.Tensor):
-                        forward.own(tensor, KEEP)
+                        forward.owners.own(tensor, KEEP)
             forward.stack.leave(path)
 
-        return self._pair(module, before, after)
+        return around(module, before, after)
 
     def _region(
         self,

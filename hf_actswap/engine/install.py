@@ -10,6 +10,7 @@ from ..errors import PlanError, Problem
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline, unwrapped
 from .hooks import Engine
+from .host_budget import Progress
 from .stats import SwapStats
 from .transfer import Transfer
 
@@ -18,15 +19,18 @@ class AppliedPlan:
     """A plan on a model. Use as a context manager, or call `remove`.
 
     Attributes:
-        plan: what was applied.
         outline: of the model.
     """
 
     def __init__(self, engine: Engine, undo: list[Callable[[], None]]) -> None:
-        self.plan = engine.plan
         self.outline = engine.outline
         self._engine = engine
         self._undo = undo
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """What was applied; once ``auto`` has measured, with an override for each of its decisions."""
+        return self._engine.plan
 
     def stats(self) -> SwapStats:
         """Return the totals since the plan was applied; subtract an earlier one to get a step."""
@@ -53,7 +57,11 @@ class AppliedPlan:
 
 
 def install(
-    model: nn.Module, plan: MemoryPlan, outline: Outline, transfer: Transfer | None = None
+    model: nn.Module,
+    plan: MemoryPlan,
+    outline: Outline,
+    transfer: Transfer | None = None,
+    progress: Progress | None = None,
 ) -> AppliedPlan:
     """Put ``plan`` on ``model``.
 
@@ -62,13 +70,14 @@ def install(
         plan: fates this engine builds: keep, swap, recompute.
         outline: of this model.
         transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
+        progress: called with (bytes, bytes in all) while host memory is made ready.
 
     Raises:
         PlanError: the plan does not belong to this model, or a plan is on it already.
     """
     root = unwrapped(model)
     _check(root, plan, outline)
-    engine = Engine(root, plan, outline, transfer)
+    engine = Engine(model, plan, outline, transfer, progress)
     return AppliedPlan(engine, engine.attach())
 
 

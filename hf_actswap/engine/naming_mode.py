@@ -87,7 +87,7 @@ class NamingMode(TorchFunctionMode):
         fresh = False
         for position, tensor in enumerate(_tensors(result)):
             if storage_key(tensor) not in known:
-                forward.own(tensor, action, region, position)
+                forward.owners.own(tensor, action, region, position)
                 fresh = True
         if fresh and forward.stack is not None:
             forward.stack.count(path)

@@ -16,6 +16,7 @@ lie inside ours and win, so a layer in which some op is excluded from recomputat
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -28,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .backward import Backward
 from .stats import Counters
-from .tickets import SwapGroup, View
+from .tickets import StaleTensorError, SwapGroup, View
 
 
 class Ticket(Protocol):
@@ -80,8 +81,8 @@ class Region:
         self._random = _random_state(device_type) if random else None
         self._expected: dict[int, tuple[torch.Size, torch.dtype]] = {}
         self._outputs: Counter[int] = Counter()
-        self._caught: dict[int, torch.Tensor] = {}
-        self._rebuilt: dict[int, tuple[torch.Tensor, int]] = {}
+        self._caught: dict[int, _Kept] = {}
+        self._rebuilt: dict[int, tuple[_Kept, int]] = {}
 
     def saved(self, tensor: torch.Tensor, backward: Backward) -> RegionTicket:
         """Make the ticket of the tensor packed last."""
@@ -98,18 +99,18 @@ class Region:
         """Return saved tensor ``index``, running the region again if it must."""
         if index not in self._caught:
             self._run_again(outputs=False)
-        return self._caught.pop(index)
+        return self._caught.pop(index).tensor()
 
     def take_output(self, position: int) -> torch.Tensor:
         """Return output ``position``; it is dropped when all its consumers have had it."""
         if position not in self._rebuilt:
             self._run_again(outputs=True)
-        tensor, left = self._rebuilt[position]
+        kept, left = self._rebuilt[position]
         if left > 1:
-            self._rebuilt[position] = (tensor, left - 1)
+            self._rebuilt[position] = (kept, left - 1)
         else:
             del self._rebuilt[position]
-        return tensor
+        return kept.tensor()
 
     def _run_again(self, outputs: bool) -> None:
         self._counters.recomputes += 1
@@ -135,7 +136,22 @@ class Region:
         self._caught.update(catcher.caught)
         if self._outputs and result is not None:
             tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            self._rebuilt.update({i: (tensors[i].detach(), uses) for i, uses in self._outputs.items()})
+            self._rebuilt.update({i: (_Kept(tensors[i].detach()), uses) for i, uses in self._outputs.items()})
+
+
+class _Kept:
+    """A rebuilt tensor, with the version that it had."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    def tensor(self) -> torch.Tensor:
+        """Return it. Raises `StaleTensorError` if the backward of another op wrote into it."""
+        if self._tensor._version != self._version:
+            raise StaleTensorError(self._tensor.shape, self._version, self._tensor._version)
+        return self._tensor
 
 
 class _Input:
@@ -156,7 +172,7 @@ class _Catcher:
     def __init__(self, name: str, expected: dict[int, tuple[torch.Size, torch.dtype]], early: bool) -> None:
         self._name, self._expected, self._early = name, expected, early
         self.count = 0
-        self.caught: dict[int, torch.Tensor] = {}
+        self.caught: dict[int, _Kept] = {}
 
     def pack(self, tensor: torch.Tensor) -> int:
         index = self.count
@@ -167,7 +183,7 @@ class _Catcher:
                     f"{self._name}: run again, saved tensor {index} is {list(tensor.shape)} {tensor.dtype}; "
                     f"in forward it was {list(self._expected[index][0])} {self._expected[index][1]}"
                 )
-            self.caught[index] = tensor.detach()
+            self.caught[index] = _Kept(tensor.detach())
             if self._early and len(self.caught) == len(self._expected):
                 raise _AllCaught
         return index
@@ -210,10 +226,13 @@ def checkpointed(layer: nn.Module) -> Callable[[], None]:
     """Put ``torch.utils.checkpoint`` around a layer's forward; return what takes it off again."""
     own = vars(layer).get("forward")
     forward = layer.forward
+    first = next(iter(inspect.signature(forward).parameters), "")
 
     def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        if not args and first in kwargs:  # saved-tensor hooks see only what is passed by position
+            args = (kwargs.pop(first),)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     layer.forward = checkpointed_forward

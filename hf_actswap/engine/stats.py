@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
@@ -91,12 +91,16 @@ class Counters:
         self.refused: Counter[str] = Counter()
         self._stall_ms = 0.0
         self._pending: list[PendingTime] = []
+        self.listener: Callable[[PendingTime], None] | None = None
+        """Is told of each wait while a step is observed."""
 
     def stalled(self, waited: PendingTime | None) -> None:
         """Compute waited for a copy; ``None``: it did not have to."""
         if waited is not None:
             self.stalls += 1
             self._pending.append(waited)
+            if self.listener is not None:
+                self.listener(waited)
 
     def snapshot(self, host_bytes: int, host_peak_bytes: int, host_pool_bytes: int) -> SwapStats:
         """Return the totals; waits whose end the device has not reached are counted next time."""

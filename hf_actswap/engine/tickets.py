@@ -22,9 +22,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .backward import Backward
-from .host_pool import HostBuffer, HostPool
+from .blocks import HostBuffer
+from .host_pool import HostPool
 from .stats import Counters
 from .transfer import Copy, Transfer
 
@@ -46,10 +48,21 @@ class View(NamedTuple):
         )
 
     def on(self, block: torch.Tensor, start_bytes: int) -> torch.Tensor:
-        """Return this view of ``block``, whose first byte is byte ``start_bytes`` of the original storage."""
-        offset = (self.offset_bytes - start_bytes) // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device=block.device)
-        return empty.set_(block.untyped_storage(), offset, self.shape, self.stride)
+        """Return this view of ``block``, whose first byte is byte ``start_bytes`` of the original storage.
+
+        It shares the version counter of ``block``, so that a write through one view is seen by the readers
+        of the others, as autograd has it. (An offset that the dtype does not divide cannot share it.)
+        """
+        size = self.dtype.itemsize
+        offset = (self.offset_bytes - start_bytes) // size
+        if block.dtype != self.dtype:
+            first = int(block.storage_offset()) * block.element_size()
+            usable = block.numel() * block.element_size() // size * size
+            if first % size or not block.is_contiguous():
+                empty = torch.empty(0, dtype=self.dtype, device=block.device)
+                return empty.set_(block.untyped_storage(), offset, self.shape, self.stride)
+            block = block.view(-1).view(torch.uint8)[:usable].view(self.dtype)
+        return block.as_strided(self.shape, self.stride, offset)
 
     @property
     def range_bytes(self) -> tuple[int, int]:
@@ -110,6 +123,7 @@ class SwapGroup:
         prefetch_ops: int,
     ) -> None:
         self.range_bytes = range_bytes
+        self.storage = StorageWeakRef(source.untyped_storage())  # keeps its address from being reused
         self.prefetch_ops = prefetch_ops
         self.last_use = 0
         self.version = source._version
@@ -119,6 +133,7 @@ class SwapGroup:
         self._host, self._pool, self._transfer, self._counters = host, pool, transfer, counters
         self._fetched: torch.Tensor | None = None
         self._copy_in: Copy | None = None
+        self._fetched_version = 0
         self._alive: set[int] = set()
         self._unread: set[int] = set()
         start, stop = range_bytes
@@ -148,6 +163,7 @@ class SwapGroup:
         if self._fetched is not None or self._source is not None or self._stale_version is not None:
             return
         self._fetched, self._copy_in = self._transfer.reload(self._host, self._copy_out)
+        self._fetched_version = self._fetched._version
         self._unread = set(self._alive)
         self._counters.prefetches += 1
         self._counters.late_prefetches += late
@@ -163,7 +179,10 @@ class SwapGroup:
             return view.on(self._source, 0)
         self.fetch(late=True)
         self._settle()
-        tensor = view.on(self._block(), self.range_bytes[0])
+        block = self._block()
+        if block._version != self._fetched_version:
+            raise StaleTensorError(view.shape, self._fetched_version, block._version)
+        tensor = view.on(block, self.range_bytes[0])
         self._was_read(ticket)
         return tensor
 

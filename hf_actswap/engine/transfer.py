@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-from .host_pool import HostBuffer
+from .blocks import HostBuffer
+from .link import Link
 from .stats import PendingTime
 
 
@@ -34,11 +36,30 @@ class Copy(Protocol):
         """Make compute wait for the copy; return what measures the wait, ``None`` if there was none."""
 
 
+class Stamp(Protocol):
+    """A place in compute's order of work, and so a time."""
+
+    def ms_since(self, earlier: Any) -> float:
+        """Time from ``earlier`` to here, in ms; both must have been passed (synchronize first)."""
+
+
 class Transfer(Protocol):
     """Moves bytes; one object per device."""
 
-    pinned: bool
-    """Whether host memory should be page-locked."""
+    overlaps: bool
+    """Whether copies run beside compute, out of page-locked memory."""
+
+    def stamp(self) -> Stamp:
+        """Mark the present place in compute's order of work."""
+
+    def synchronize(self) -> None:
+        """Wait until compute has done all that it was given."""
+
+    def link(self) -> Link | None:
+        """Measure the link; ``None`` if copies do not overlap compute. Between steps only."""
+
+    def free_bytes(self) -> int | None:
+        """Device memory that this process can still use; ``None``: the same as the host's."""
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
         """Copy ``source`` (uint8, shape (bytes,), on the device) to ``host``."""
@@ -48,6 +69,16 @@ class Transfer(Protocol):
 
     def host_reader_done(self, host: HostBuffer) -> None:
         """Nobody will reload ``host`` for its present content."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostStamp:
+    """A time on the host's clock, in seconds."""
+
+    seconds: float
+
+    def ms_since(self, earlier: HostStamp) -> float:
+        return (self.seconds - earlier.seconds) * 1e3
 
 
 @dataclass(frozen=True)
@@ -71,6 +102,16 @@ class _Done:
         return spent
 
 
+Parts = Sequence[torch.Tensor]
+
+
+def parts_of(block: torch.Tensor, host: HostBuffer) -> Parts:
+    """Return ``block`` (uint8, shape (bytes,)) cut as the pieces of ``host`` are."""
+    if len(host.pieces) == 1:
+        return (block,)
+    return block.split([piece.numel() for piece in host.pieces])
+
+
 class BlockingTransfer:
     """Copies that are complete when the call returns.
 
@@ -78,7 +119,7 @@ class BlockingTransfer:
         device: where reloaded tensors live.
     """
 
-    pinned = False
+    overlaps = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -86,39 +127,55 @@ class BlockingTransfer:
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
         """See `Transfer`."""
         start = time.perf_counter()
-        host.data.copy_(source)
+        for piece, part in zip(host.pieces, parts_of(source, host), strict=True):
+            piece.copy_(part)
         return _Done(_Spent((time.perf_counter() - start) * 1e3))
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """See `Transfer`."""
         start = time.perf_counter()
         block = torch.empty(host.size_bytes, dtype=torch.uint8, device=self._device)
-        block.copy_(host.data)
+        for part, piece in zip(parts_of(block, host), host.pieces, strict=True):
+            part.copy_(piece)
         return block, _Done(_Spent((time.perf_counter() - start) * 1e3))
 
     def host_reader_done(self, host: HostBuffer) -> None:
         """Nothing is in flight."""
+
+    def stamp(self) -> Stamp:
+        """See `Transfer`."""
+        return HostStamp(time.perf_counter())
+
+    def synchronize(self) -> None:
+        """Compute is done when its call returns."""
+
+    def link(self) -> Link | None:
+        """Copies do not overlap compute."""
+        return None
+
+    def free_bytes(self) -> int | None:
+        """Device and host are the same memory."""
+        return None
 
 
 class _RecordedCopy:
     """Runs when the test says so, or when compute waits for it."""
 
     def __init__(
-        self, owner: RecordingTransfer, name: str, source: torch.Tensor, target: torch.Tensor
+        self, owner: RecordingTransfer, name: str, sources: Parts, targets: Parts, host: HostBuffer
     ) -> None:
         self._owner = owner
         self.name = name
-        self.source: torch.Tensor | None = source
-        self.target: torch.Tensor | None = target
-
-    @property
-    def complete(self) -> bool:
-        return self.source is None
+        self.host = host
+        self._pairs = list(zip(sources, targets, strict=True))
+        self.complete = False
 
     def run(self) -> None:
-        if self.source is not None and self.target is not None:
-            self.target.copy_(self.source)
-            self.source = self.target = None
+        if not self.complete:
+            for source, target in self._pairs:
+                target.data.copy_(source)  # as a copy engine does: no new version
+            self._pairs.clear()
+            self.complete = True
             self._owner.events.append(f"{self.name} done")
 
     def wait(self) -> PendingTime | None:
@@ -142,7 +199,7 @@ class RecordingTransfer:
         events: what happened, in order: ``out 0 start``, ``out 0 done``, ``out 0 wait``, ``in 0 start``, ...
     """
 
-    pinned = False
+    overlaps = False
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._device = device or torch.device("cpu")
@@ -158,26 +215,39 @@ class RecordingTransfer:
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
         """See `Transfer`."""
-        host.data.fill_(0xA5)
-        copy = self._start(f"out {self._outs}", source, host.data)
+        for piece in host.pieces:
+            piece.fill_(0xA5)
+        copy = self._start(f"out {self._outs}", parts_of(source, host), host.pieces, host)
         self._outs += 1
         return copy
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """See `Transfer`."""
         block = torch.full((host.size_bytes,), 0xA5, dtype=torch.uint8, device=self._device)
-        copy = self._start(f"in {self._ins}", host.data, block)
+        copy = self._start(f"in {self._ins}", host.pieces, parts_of(block, host), host)
         self._ins += 1
         return block, copy
 
     def host_reader_done(self, host: HostBuffer) -> None:
         """What still reads or writes the block runs before anybody else can write it."""
-        last = next(
-            (copy for copy in reversed(self._queue) if host.data is copy.source or host.data is copy.target),
-            None,
-        )
+        last = next((copy for copy in reversed(self._queue) if copy.host is host), None)
         if last is not None:
             self.complete_through(last)
+
+    def stamp(self) -> Stamp:
+        """See `Transfer`."""
+        return HostStamp(time.perf_counter())
+
+    def synchronize(self) -> None:
+        """Compute is done when its call returns."""
+
+    def link(self) -> Link | None:
+        """Copies do not overlap compute."""
+        return None
+
+    def free_bytes(self) -> int | None:
+        """Device and host are the same memory."""
+        return None
 
     def complete(self, count: int | None = None) -> None:
         """Let the ``count`` oldest copies complete; ``None``: all."""
@@ -189,8 +259,8 @@ class RecordingTransfer:
         while not copy.complete:
             self.complete(1)
 
-    def _start(self, name: str, source: torch.Tensor, target: torch.Tensor) -> _RecordedCopy:
-        copy = _RecordedCopy(self, name, source, target)
+    def _start(self, name: str, sources: Parts, targets: Parts, host: HostBuffer) -> _RecordedCopy:
+        copy = _RecordedCopy(self, name, sources, targets, host)
         self.events.append(f"{name} start")
         self._queue.append(copy)
         return copy

@@ -56,7 +56,7 @@ class PlanRow:
         ordinal: which call of the op within the layer, from 0; ``None``: all. A row with one beats
             a row without.
         fate: see the glossary.
-        windows: of a swap, else ``None``.
+        windows: of a swap; ``None``: chosen by the engine from measured times (``auto``). Else ``None``.
         parameters: what else the fate needs; JSON values.
     """
 
@@ -254,8 +254,8 @@ class _PlanReader:
         well_formed = isinstance(windows, dict) and all(
             type(windows.get(name)) is int and windows[name] >= 0 for name in ("prefetch_ops", "release_ops")
         )
-        if fate == "swap" and not well_formed:
-            expected = "prefetch_ops and release_ops, in operators, both >= 0"
+        if fate == "swap" and windows is not None and not well_formed:
+            expected = "prefetch_ops and release_ops, in operators, both >= 0, or null: chosen by measurement"
             self.problems.append(Problem(f"{where}.windows", expected, repr(windows)))
         if not isinstance(row.get("op_path"), str):
             self.problems.append(Problem(f"{where}.op_path", "a string", repr(row.get("op_path"))))

@@ -41,9 +41,10 @@ RANDOM_FUNCTIONS = frozenset(
 def function_name(function: Callable[..., Any]) -> str | None:
     """Return the name of a function that a ``TorchFunctionMode`` saw, or ``None`` if it computes nothing.
 
-    Operators and in-place forms share the name of the function (``x * y``, ``x.mul_(y)``: ``mul``).
+    Operators and in-place forms share the name of the function (``x * y``, ``x.mul_(y)``: ``mul``), overloads
+    of a registered operator that of the operator (``gemm_4bit.default``: ``gemm_4bit``).
     """
-    name = getattr(function, "__name__", "")
+    name = getattr(function, "__name__", "").partition(".")[0]
     if name.startswith("__") and name.endswith("__"):
         name = name[2:-2]
     name = _REFLECTED.get(name, name).rstrip("_")

@@ -10,6 +10,7 @@ from typing import Literal
 from torch import nn
 
 from ..errors import PlanError, Problem
+from .compiled import is_compiled, named_op_modules, uncompiled
 from .families import ATTENTION_MODULES
 from .opnames import ATTENTION_CORE
 from .record import LAYER_INPUT, Call, LayerRecord, OpKey, record_forward
@@ -47,6 +48,9 @@ class LayerOutline:
         ops: modules first, then functions, each in order of definition or call.
         calls: the recorded data flow; empty if it is not known.
         output_of: the op that produces the hidden state handed on, if known.
+        compiled: whether a call of this layer is a compiled region of its own (regional compilation).
+        nodes: how many autograd nodes one eager call creates; 0 if it is not known. Frozen weights create
+            fewer. Of routed experts only the gated activation counts: the rest depends on data.
     """
 
     index: int
@@ -55,6 +59,8 @@ class LayerOutline:
     ops: tuple[Op, ...]
     calls: tuple[Call, ...] = ()
     output_of: OpKey | None = None
+    compiled: bool = False
+    nodes: int = 0
 
     @property
     def attention_paths(self) -> frozenset[str]:
@@ -86,6 +92,8 @@ class Outline:
         functions_known: whether functional ops were recorded; if not, only module paths (and the attention
             core) can be named.
         why_not: why they are not known.
+        compiled: whether the layers run inside one compiled region: the model, or a module around its layers,
+            is compiled as a whole.
     """
 
     family: str
@@ -95,6 +103,7 @@ class Outline:
     head: str | None = None
     functions_known: bool = True
     why_not: str = ""
+    compiled: bool = False
 
 
 def is_below(path: str, ancestor: str) -> bool:
@@ -108,33 +117,40 @@ def unwrapped(model: nn.Module) -> nn.Module:
     Wrappers are recognised by what they are (a single child called ``module`` or ``_orig_mod`` and no
     weights of their own), so that this floor needs none of their classes.
     """
+    return _from_wrapper_to_model(model)[-1]
+
+
+def _from_wrapper_to_model(model: nn.Module) -> list[nn.Module]:
+    nesting = [model]
     while True:
-        children = dict(model.named_children())
+        children = dict(nesting[-1].named_children())
         inner = children.get("module") or children.get("_orig_mod")
         if inner is None or len(children) != 1:
-            return model
-        model = inner
+            return nesting
+        nesting.append(inner)
 
 
 def outline(model: nn.Module) -> Outline:
     """Name the decoder layers and ops of a Hugging Face decoder.
 
     Modules are read off the model; functional ops (``mlp.mul``, ``self_attn.flash_attention``) come from one
-    forward on fake tensors. A model that cannot run on fake tensors still has its module paths. Hooks
-    that are on the model run in that forward, too.
+    forward on fake tensors, which runs uncompiled and without the model's hooks. A model that cannot run on
+    fake tensors still has its module paths.
 
     Args:
-        model: a causal language model, bare or wrapped (DDP, PEFT).
+        model: a causal language model, bare or wrapped (DDP, PEFT, ``torch.compile``).
 
     Raises:
         PlanError: no list of decoder layers was found.
     """
-    root = unwrapped(model)
+    nesting = _from_wrapper_to_model(model)
+    root = nesting[-1]
     path, container = _layer_list(root)
     layers = list(container)
     _refuse_repeated(layers, path)
     attention = [
-        frozenset(name for name, _ in layer.named_children() if name in ATTENTION_MODULES) for layer in layers
+        frozenset(name for name, _ in uncompiled(layer).named_children() if name in ATTENTION_MODULES)
+        for layer in layers
     ]
     known, why_not = True, ""
     try:
@@ -155,11 +171,20 @@ def outline(model: nn.Module) -> Outline:
         head=head,
         functions_known=known,
         why_not=why_not,
+        compiled=any(map(is_compiled, (*nesting, *_around(root, path)))),
     )
 
 
+def _around(root: nn.Module, path: str) -> Iterator[nn.Module]:
+    """The modules on the way from ``root`` to what is at ``path``."""
+    module = root
+    for name in path.split("."):
+        module = module.get_submodule(name)
+        yield module
+
+
 def _layer_outline(index: int, path: str, layer: nn.Module, record: LayerRecord) -> LayerOutline:
-    modules = [Op(name, _kind(module)) for name, module in layer.named_modules() if name]
+    modules = [Op(name, _kind(module)) for name, module in named_op_modules(layer) if name]
     functions: dict[str, Op] = {}
     module_paths = {op.path for op in modules}
     for call in record.calls:
@@ -172,10 +197,12 @@ def _layer_outline(index: int, path: str, layer: nn.Module, record: LayerRecord)
     return LayerOutline(
         index=index,
         module_path=path,
-        class_name=type(layer).__name__,
+        class_name=type(uncompiled(layer)).__name__,
         ops=(*modules, *functions.values()),
         calls=tuple(record.calls),
         output_of=record.output,
+        compiled=is_compiled(layer),
+        nodes=record.nodes,
     )
 
 
@@ -216,7 +243,7 @@ def _refuse_repeated(layers: list[nn.Module], path: str) -> None:
 
 
 def _has_attention(layer: nn.Module) -> bool:
-    return any(name in ATTENTION_MODULES for name, _ in layer.named_children())
+    return any(name in ATTENTION_MODULES for name, _ in uncompiled(layer).named_children())
 
 
 def _surroundings(root: nn.Module, layers_path: str) -> tuple[str | None, str | None, str | None]:
@@ -232,7 +259,7 @@ def _surroundings(root: nn.Module, layers_path: str) -> tuple[str | None, str | 
             head = names.get(id(module)) if module is not None else None
     parent = root.get_submodule(layers_path.rpartition(".")[0])
     for name, module in _after(parent, layers_path.rpartition(".")[2]):
-        if "norm" in name.lower() or "norm" in type(module).__name__.lower():
+        if "norm" in name.lower() or "norm" in type(uncompiled(module)).__name__.lower():
             final_norm = names[id(module)]
             break
     return embedding, final_norm, head

@@ -1,8 +1,8 @@
 """One forward on fake tensors: which functions a model's layers call, and which feeds which.
 
-No memory is touched and nothing is computed: weights become fake on the fly. What is recorded is the data
-flow between ops by storage, so views and reshapes are looked through: a tensor belongs to the op that
-produced its storage.
+No memory is touched and nothing is computed (`plan/dry_run.py`). What is recorded is the data flow between
+ops by storage, so views and reshapes are looked through: a tensor belongs to the op that produced its
+storage.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from .compiled import named_op_modules, uncompiled
+from .dry_run import fake_state, fakes_only, hooks_off, one_sequence_each
 from .families import EXPERTS_MODULE
 from .opnames import OpStack, function_name
 
@@ -28,7 +30,11 @@ OpKey = tuple[str, int]
 LAYER_INPUT: OpKey = ("input", 0)
 """Stands for the hidden state that a layer receives."""
 
-_RECORDED_LENGTH = 8
+_RECORDED_SHAPE = (2, 8)
+"""(batch, sequence); a batch of one would take short cuts that others do not (``expand``, ``matmul``)."""
+
+_next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number of the next autograd node of this thread (private to PyTorch; the same on 2.11 to 2.13)."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +47,11 @@ class Call:
 
 @dataclass
 class LayerRecord:
-    """The calls of one layer in order, and who produced the hidden state that it hands on."""
+    """The calls of one layer in order, who produced the hidden state handed on, and its autograd nodes."""
 
     calls: list[Call] = field(default_factory=list)
     output: OpKey | None = None
+    nodes: int = 0
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -61,11 +68,13 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 def record_forward(
     model: nn.Module, layers: Sequence[nn.Module], attention: Sequence[frozenset[str]]
 ) -> list[LayerRecord]:
-    """Run ``model`` once on fake token ids and record its layers.
+    """Run ``model`` once, eagerly, on fake token ids and fake weights, and record its layers.
+
+    No hook on the model runs and none of its tensors is touched.
 
     Args:
         model: takes ``input_ids`` of shape (batch, sequence).
-        layers: its decoder layers in order.
+        layers: its decoder layers in order, compiled or not.
         attention: for each layer, the paths of its attention modules.
 
     Returns:
@@ -74,18 +83,19 @@ def record_forward(
     Raises:
         Exception: whatever the model raises on fake tensors (data-dependent control flow, custom kernels).
     """
-    recorder = _Recorder(layers, attention)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    handles = recorder.install()
-    try:
-        with torch.no_grad(), fake, recorder.expert_stand_ins():
-            device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-            ids = torch.zeros((1, _RECORDED_LENGTH), dtype=torch.long, device=device)
-            with recorder:
-                model(input_ids=ids, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    recorder = _Recorder([uncompiled(layer) for layer in layers], attention)
+    with (
+        hooks_off(model),
+        one_sequence_each(),
+        fakes_only(),
+        recorder.installed(),
+        recorder.expert_stand_ins(),
+    ):
+        state = fake_state(model)
+        device = next((tensor.device for tensor in state.values()), torch.device("cpu"))
+        ids = torch.zeros(_RECORDED_SHAPE, dtype=torch.long, device=device)
+        with recorder:
+            functional_call(model, state, kwargs={"input_ids": ids, "use_cache": False})
     return recorder.records
 
 
@@ -99,18 +109,25 @@ class _Recorder(TorchFunctionMode):
         self._attention = attention
         self._record: LayerRecord | None = None
         self._stack = OpStack(frozenset())
+        self._first_number = 0
         self._owners: dict[int, tuple[StorageWeakRef, OpKey]] = {}
 
-    def install(self) -> list[Any]:
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Follow the path inside each layer."""
         handles: list[Any] = []
-        for index, layer in enumerate(self._layers):
-            handles.append(layer.register_forward_pre_hook(self._starter(index), with_kwargs=True))
-            handles.append(layer.register_forward_hook(self._finish))
-            for path, module in layer.named_modules():
-                if path:
-                    handles.append(module.register_forward_pre_hook(self._enterer(path)))
-                    handles.append(module.register_forward_hook(self._leaver(path)))
-        return handles
+        try:
+            for index, layer in enumerate(self._layers):
+                handles.append(layer.register_forward_pre_hook(self._starter(index), with_kwargs=True))
+                handles.append(layer.register_forward_hook(self._finish))
+                for path, module in named_op_modules(layer):
+                    if path:
+                        handles.append(module.register_forward_pre_hook(self._enterer(path)))
+                        handles.append(module.register_forward_hook(self._leaver(path)))
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _starter(self, index: int) -> Callable[..., None]:
         def start(_layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -119,14 +136,18 @@ class _Recorder(TorchFunctionMode):
             self._owners.clear()
             hidden = args[0] if args else kwargs.get("hidden_states")
             self._own(hidden, LAYER_INPUT)
+            self._first_number = _next_number()
 
         return start
 
     def _finish(self, _layer: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        nodes = _next_number() - self._first_number
         hidden = output[0] if isinstance(output, tuple) else output
         key = storage_key(hidden) if isinstance(hidden, torch.Tensor) else None
-        if self._record is not None and key in self._owners:
-            self._record.output = self._owners[key][1]
+        if self._record is not None:
+            self._record.nodes = nodes
+            if key in self._owners:
+                self._record.output = self._owners[key][1]
         self._record = None
 
     def _enterer(self, path: str) -> Callable[..., None]:
@@ -146,7 +167,7 @@ class _Recorder(TorchFunctionMode):
         changed: list[nn.Module] = []
         try:
             for layer in self._layers:
-                for path, module in layer.named_modules():
+                for path, module in named_op_modules(layer):
                     if path.rpartition(".")[2] == EXPERTS_MODULE and "forward" not in vars(module):
                         module.forward = self._stand_in(path, getattr(module, "act_fn", None))
                         changed.append(module)
@@ -158,7 +179,7 @@ class _Recorder(TorchFunctionMode):
     def _stand_in(self, path: str, activation: nn.Module | None) -> Callable[..., torch.Tensor]:
         def fresh(like: torch.Tensor) -> torch.Tensor:
             with torch._C.DisableTorchFunction():
-                tensor = torch.empty_like(like)
+                tensor = like.clone()  # in the graph, so that the nodes of what follows are counted
             self._own(tensor, (path, 0))
             return tensor
 

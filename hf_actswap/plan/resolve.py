@@ -7,11 +7,13 @@ everything that cannot be meant becomes a `Problem`, and all problems are raised
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ..config.schema import ActSwapConfig, LayerSwapRule, OpSwapRule
 from ..errors import PlanError, Problem
 from .actions import MemoryPlan
+from .compiled_rules import by_layer, problems_of_compiled
 from .families import DEFAULT_COMM_PATTERNS, DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
 from .layer_tables import (
     layers_from_counts,
@@ -52,7 +54,12 @@ def resolve_plan(config: ActSwapConfig, outline: Outline, stage: int | None = No
         PlanError: with every problem: a path that names no op, a layer that does not exist, a layout that
             does not add up, a layer count that is not the model's.
     """
-    return _Resolution(config, outline, stage).plan()
+    config, changed = by_layer(config, outline)
+    plan = _Resolution(config, outline, stage).plan()
+    problems = problems_of_compiled(plan, outline)
+    if problems:
+        raise PlanError(problems, config.source)
+    return replace(plan, overrides=(*changed, *plan.overrides)) if changed else plan
 
 
 class _Resolution:

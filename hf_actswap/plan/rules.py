@@ -58,8 +58,8 @@ class LayerFates:
     def __getitem__(self, path: str) -> Painted:
         return self._nodes[path]
 
-    def swap(self, path: str, windows: Windows) -> None:
-        """Swap everything at or below ``path``."""
+    def swap(self, path: str, windows: Windows | None) -> None:
+        """Swap everything at or below ``path``; ``None``: windows are chosen by measurement."""
         self._paint(path, lambda _: Painted("swap", windows))
 
     def recompute(self, path: str) -> list[str]:

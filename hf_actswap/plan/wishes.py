@@ -61,7 +61,7 @@ class Painter:
                     continue
                 chosen[layer] = rule.backward_prefetch
                 if layer in self.fates:
-                    self.fates[layer].swap("", self._windows(where, "", layer, rule.backward_prefetch))
+                    self.fates[layer].swap("", _windows(rule.backward_prefetch))
                     self.requests[layer].layer_swap = rule.backward_prefetch
         return chosen
 
@@ -83,8 +83,8 @@ class Painter:
             named[op_name] = sorted(chosen)
             where = f"swap_config.op_swap[{group[0][0]}].op_name"
             for layer, matches in self._matches(op_name, chosen, where):
-                rule_where, prefetch = chosen[layer]
-                windows = self._windows(rule_where, op_name, layer, prefetch)
+                _, prefetch = chosen[layer]
+                windows = _windows(prefetch)
                 for match in matches:
                     for target in match.targets:
                         self.fates[layer].swap(target, windows)
@@ -197,13 +197,6 @@ class Painter:
             self.problems.append(Problem(where, f"layers from 0 to {count - 1}", found))
         return [layer for layer in layers if layer < count]
 
-    def _windows(self, where: str, op_path: str, layer: int, prefetch: Prefetch) -> Windows:
-        if prefetch == "auto":
-            reason = "the reference stores Auto as 1 operator ahead, and so do we until windows are measured"
-            self.override(where, op_path, "backward_prefetch auto", "1", reason, layer)
-            return Windows.of_prefetch(1)
-        return Windows.of_prefetch(prefetch)
-
     def _lose_to_first(self, where: str, op_path: str, layer: int, asked: Prefetch, got: Prefetch) -> None:
         reason = "the first entry that names a layer wins (MindFormers, LayerSetting)"
         if asked != got:
@@ -221,6 +214,11 @@ class Painter:
             Override(where, tuple(sorted(layers)), op_path, asked, got, reason)
             for (where, op_path, asked, got, reason), layers in self._overrides.items()
         ]
+
+
+def _windows(prefetch: Prefetch) -> Windows | None:
+    """``auto`` is left to the engine, which measures; what it chooses becomes an override then."""
+    return None if prefetch == "auto" else Windows.of_prefetch(prefetch)
 
 
 class _NamesByLayer:

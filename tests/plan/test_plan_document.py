@@ -28,7 +28,7 @@ def plan_rows(draw: st.DrawFn) -> list[PlanRow]:
     for scope, path, ordinal in draw(st.lists(keys, unique=True, max_size=12)):
         fate = draw(st.sampled_from(FATES))
         leads = st.integers(min_value=0, max_value=50)
-        windows = Windows(draw(leads), draw(leads)) if fate == "swap" else None
+        windows = Windows(draw(leads), draw(leads)) if fate == "swap" and draw(st.booleans()) else None
         parameters = draw(
             st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), max_size=2)
         )
@@ -157,7 +157,7 @@ def test_every_problem_of_a_document_is_named() -> None:
         "plan.rows[0].fate: expected one of keep, swap, recompute, re-gather, slice, found 'offload'.",
         "plan.rows[1]: expected a mapping, found 7.",
         "plan.rows[2].windows: expected prefetch_ops and release_ops, in operators, both >= 0, "
-        "found {'prefetch_ops': 1, 'release_ops': -1}.",
+        "or null: chosen by measurement, found {'prefetch_ops': 1, 'release_ops': -1}.",
         f"plan.rows[3].scope: expected {scopes}, found True.",
         "plan.rows[3].op_path: expected a string, found None.",
         "plan.rows[4].ordinal: expected a number of a call, or null, found -1.",

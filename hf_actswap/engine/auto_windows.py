@@ -1,0 +1,273 @@
+"""``auto``: what is swapped and when, chosen from measurement.
+
+==================== ==================================================================================
+forward 1            nothing is decided: kernels are loaded, layers compiled. What ``auto`` may swap stays
+                     on the device as far as it fits, and is swapped with windows of 1 beyond.
+forward 2            the link is measured before it, all ranks at once; the step is observed. At its end the
+                     host memory is made ready, between forward and backward, where nobody is timed.
+forward 3 (or later, the ranks exchange what they saw, take the slowest of all, and each computes the same
+once backward 2 ran) decisions (`windows`). From here on every step does the same.
+==================== ==================================================================================
+
+Nothing inside a step depends on a clock or on free memory: what may stay on the device is fixed when a
+forward starts. A tensor is recognised by where it was saved and as which of the swapped ones there, so that
+sequences may differ in length. One that was never seen stays where it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ..plan.actions import Override, Scope, Windows
+from .agreement import from_all_ranks
+from .backward import Backward
+from .fates import KEEP, Action
+from .host_pool import HostPool
+from .link import Link, slowest
+from .observation import Key, Measured, Observation, Seen
+from .profile import Decision, Timeline
+from .stats import Counters
+from .transfer import Transfer
+from .windows import choose_windows
+
+logger = logging.getLogger(__name__)
+
+KEPT_SHARE_OF_FREE = 0.6
+"""Of the free device memory, what may be filled with kept tensors before anything is decided."""
+_UNHIDDEN = Windows.of_prefetch(1)
+_TOO_LARGE = "does not fit on the device beside the rest: swapped, and compute waits for the copies"
+_HEADROOM = 1.1
+"""Host memory made ready, relative to what the link can carry in one forward: its time is taken once."""
+
+
+_NOTHING_TO_HIDE = Override(
+    "swap_config",
+    (),
+    "",
+    "backward_prefetch auto",
+    "1",
+    "copies on this device do not overlap compute, so nothing is measured (1 is the reference's Auto)",
+)
+
+
+class AutoWindows:
+    """Decides for one applied plan.
+
+    Args:
+        transfer: measures the link and compute's time.
+        pool: where host memory is made ready.
+        counters: tell of waits.
+        pending_bytes: device memory that the step will take beside what is saved (gradients not there yet).
+        decided: called with the overrides, once.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        pool: HostPool,
+        counters: Counters,
+        pending_bytes: Callable[[], int],
+        decided: Callable[[Sequence[Override]], None],
+    ) -> None:
+        self._transfer, self._pool, self._counters = transfer, pool, counters
+        self._pending_bytes, self._tell = pending_bytes, decided
+        self._forwards = 0
+        self._link: Link | None = None
+        self._observation: Observation | None = None
+        self._kept_limit: int | None = None
+        self._backward: weakref.ref[Backward] | None = None
+        self._actions: dict[Key, Action] | None = None
+
+    def forward_starts(self, backward: Backward) -> AutoForward:
+        """A training forward starts; every rank calls this for each of its forwards."""
+        self._forwards += 1
+        if not self._transfer.overlaps:
+            if self._forwards == 1:
+                self._tell([_NOTHING_TO_HIDE])
+            return AutoForward(None, None, 0)  # nothing stays, so everything moves with windows of 1
+        if self._actions is None and self._observation is not None:
+            self._try_to_decide()
+        if self._actions is not None:
+            return AutoForward(self._actions, None, None)
+        limit = self._free_bytes()
+        if self._observation is None and self._forwards > 1:
+            self._link = self._link or self._measured_link()
+            if self._link is not None:
+                self._kept_limit = limit
+                self._observation = Observation(self._transfer)
+                self._backward = weakref.ref(backward)
+                self._counters.listener = self._observation.waited
+                backward.watch(self._observation)
+                return AutoForward(None, self._observation, limit)
+        return AutoForward(None, None, limit)
+
+    def forward_ended(self, forward: AutoForward) -> None:
+        """It ended: if it was observed, make ready the host memory that its copies can fill."""
+        observation = forward.observation
+        if observation is None or self._link is None:
+            return
+        observation.turned()
+        self._transfer.synchronize()
+        wanted = sum(seen.size_bytes for seen in observation.seen.values())
+        carried = self._link.out_bytes_per_ms * observation.forward_ms() * _HEADROOM
+        self._pool.reserve(int(min(wanted, carried)))
+        self._pool.wait_reserved()
+        observation.resumed()
+
+    def _free_bytes(self) -> int | None:
+        free = self._transfer.free_bytes()
+        return None if free is None else max(0, int((free - self._pending_bytes()) * KEPT_SHARE_OF_FREE))
+
+    def _measured_link(self) -> Link | None:
+        from_all_ranks(0)  # start together
+        link = self._transfer.link()
+        links = [item for item in from_all_ranks(link) if item is not None]
+        return slowest(links) if links and link is not None else None
+
+    def _try_to_decide(self) -> None:
+        """Decide if backward of the observed forward has run on all ranks."""
+        ran = self._backward is None or self._backward() is None
+        if not all(from_all_ranks(ran)) or self._observation is None or self._link is None:
+            return
+        self._transfer.synchronize()
+        measured = self._observation.measured()
+        heard = from_all_ranks(measured)
+        everyone = [item for item in heard if item is not None]
+        self._counters.listener = None
+        seen, self._observation = self._observation.seen, None
+        if measured is None or len(everyone) < len(heard):
+            logger.info("auto: the observed step had no backward; another one is observed")
+            return
+        agreed = _slowest_step(measured, everyone)
+        chosen = choose_windows(
+            agreed.candidates, agreed.timeline, self._link, self._pool.most_bytes, safety=1.1
+        )
+        decisions = _within_device(agreed, chosen, self._kept_limit)
+        self._actions = {
+            key: Action("swap", decision.windows) if decision.swap else KEEP
+            for key, decision in zip(agreed.keys, decisions, strict=True)
+        }
+        self._tell(_overrides(agreed, decisions, seen, self._link))
+
+
+class AutoForward:
+    """One forward: says what becomes of each tensor that the plan swaps.
+
+    Args:
+        actions: what was decided; ``None``: not yet.
+        observation: of this forward, if it is watched.
+        kept_limit: bytes that may stay on the device before decisions; ``None``: no limit.
+    """
+
+    def __init__(
+        self, actions: Mapping[Key, Action] | None, observation: Observation | None, kept_limit: int | None
+    ) -> None:
+        self._actions, self.observation, self._kept_limit = actions, observation, kept_limit
+        self._count: Counter[Scope | None] = Counter()
+        self._kept_bytes = 0
+
+    def action(self, wish: Action, scope: Scope | None, size_bytes: int, op: int) -> tuple[Action, Key]:
+        """Return what to do with a storage that is saved for the first time, and its key."""
+        key = scope, self._count[scope]
+        self._count[scope] += 1
+        if self.observation is not None:
+            self.observation.seen[key] = Seen(wish.op_path, size_bytes, op, op, wish.windows)
+        if wish.windows is not None:
+            return wish, key
+        if self._actions is not None:
+            return self._actions.get(key, KEEP), key
+        self._kept_bytes += size_bytes
+        if self._kept_limit is not None and self._kept_bytes > self._kept_limit:
+            self._kept_bytes -= size_bytes
+            return replace(wish, windows=_UNHIDDEN), key
+        return KEEP, key
+
+    def used(self, key: Key, op: int) -> None:
+        """Another node saves the same storage."""
+        if self.observation is not None:
+            self.observation.seen[key].consumer_op = op
+
+
+def _slowest_step(own: Measured, everyone: Sequence[Measured]) -> Measured:
+    """The step of the slowest rank at each hook, where all ranks did the same work; else this rank's own."""
+    ops = _operators(own)
+    if any(_operators(other) != ops for other in everyone):
+        logger.info("auto: ranks did different work in the observed step; each decides by its own times")
+        return own
+    forward, backward = (
+        tuple((hooks[0][0], max(ms for _, ms in hooks)) for hooks in zip(*parts, strict=True))
+        for parts in (
+            [other.timeline.forward for other in everyone],
+            [other.timeline.backward for other in everyone],
+        )
+    )
+    candidates = tuple(
+        replace(mine[0], size_bytes=max(item.size_bytes for item in mine))
+        for mine in zip(*(other.candidates for other in everyone), strict=True)
+    )
+    return Measured(own.keys, candidates, Timeline(forward, backward))
+
+
+def _operators(measured: Measured) -> object:
+    """The work of a step: operators relative to its first, without sizes and times."""
+    first = measured.timeline.forward[0][0]
+    return (
+        measured.keys,
+        [op - first for op, _ in measured.timeline.forward],
+        [op - first for op, _ in measured.timeline.backward],
+        [(item.ready_op - first, item.consumer_op - first) for item in measured.candidates],
+    )
+
+
+def _within_device(measured: Measured, decisions: Sequence[Decision], limit: int | None) -> list[Decision]:
+    """Swap, visibly, what would have to stay and has no room: earliest first, the longest on the device."""
+    kept = sum(
+        item.size_bytes
+        for item, decision in zip(measured.candidates, decisions, strict=True)
+        if not decision.swap
+    )
+    changed = list(decisions)
+    for index, item in enumerate(measured.candidates):
+        if limit is None or kept <= limit:
+            break
+        if not changed[index].swap:
+            changed[index] = Decision(True, _UNHIDDEN, _TOO_LARGE)
+            kept -= item.size_bytes
+    return changed
+
+
+def _overrides(
+    measured: Measured, decisions: Sequence[Decision], seen: Mapping[Key, Seen], link: Link
+) -> list[Override]:
+    """One for each (op path, outcome): layers, bytes, and the windows from the least to the largest."""
+    groups: defaultdict[tuple[str, bool, str], list[int]] = defaultdict(list)
+    for index, key in enumerate(measured.keys):
+        if measured.candidates[index].windows is None:
+            decision = decisions[index]
+            groups[seen[key].op_path, decision.swap, decision.reason].append(index)
+    rates = (
+        f"the link carries {link.out_bytes_per_ms / 1e6:.1f} GB/s out, {link.in_bytes_per_ms / 1e6:.1f} in"
+    )
+    found = []
+    for (op_path, swap, reason), indexes in groups.items():
+        size_bytes = sum(measured.candidates[index].size_bytes for index in indexes)
+        layers = sorted({key[0] for index in indexes if isinstance((key := measured.keys[index])[0], int)})
+        got = f"keep {size_bytes:,} bytes"
+        if swap:
+            windows = [window for index in indexes if (window := decisions[index].windows) is not None]
+            prefetch = _range([window.prefetch_ops for window in windows])
+            release = _range([window.release_ops for window in windows])
+            got = f"swap {size_bytes:,} bytes, prefetch {prefetch} and release {release} operators"
+        where = "swap_config"
+        asked = "swap, backward_prefetch auto"
+        found.append(Override(where, tuple(layers), op_path, asked, got, reason or f"measured: {rates}"))
+    return found
+
+
+def _range(values: Sequence[int]) -> str:
+    low, high = min(values), max(values)
+    return str(low) if low == high else f"{low}-{high}"

@@ -1,0 +1,119 @@
+"""Blocks of exact sizes, cut out of slabs. Not thread-safe: `host_pool` holds a lock around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .free_ranges import ALIGNMENT_BYTES, FreeRanges, Range
+
+
+@dataclass(eq=False, slots=True)
+class HostBuffer:
+    """A block of host memory.
+
+    Args:
+        size_bytes: of all pieces together.
+        pieces: uint8, shape (bytes,) each, in order; no two overlap, none is longer than the pool's limit.
+        ranges: where they lie; the pool's own business.
+        last_use: what the transfer must wait for before the block is written again, ``None`` if nothing; its
+            own business, except that the pool calls ``last_use.synchronize()`` before it cuts the block up.
+    """
+
+    size_bytes: int
+    pieces: tuple[torch.Tensor, ...]
+    ranges: tuple[Range, ...]
+    last_use: Any = None
+
+
+class Blocks:
+    """Slabs, what is free in them, and the blocks that are kept whole for the next of their size.
+
+    Args:
+        piece_bytes: longest piece of a block.
+
+    Attributes:
+        held_bytes: size of all slabs.
+    """
+
+    def __init__(self, piece_bytes: int) -> None:
+        self._piece_bytes = piece_bytes
+        self._slabs: dict[int, torch.Tensor] = {}
+        self._next_slab = 0
+        self._free = FreeRanges()
+        self._kept: dict[int, list[HostBuffer]] = {}
+        self.held_bytes = 0
+
+    @property
+    def joined_bytes(self) -> int:
+        """Free bytes that are in no kept block."""
+        return self._free.total_bytes
+
+    def add_slab(self, slab: torch.Tensor) -> None:
+        """Cut blocks out of ``slab`` (uint8, shape (bytes,)) too."""
+        size_bytes = slab.numel()
+        self._slabs[self._next_slab] = slab
+        self._free.add(Range(self._next_slab, 0, size_bytes))
+        self._next_slab += 1
+        self.held_bytes += size_bytes
+
+    def keep(self, buffer: HostBuffer) -> None:
+        """A block comes back: the next of its size gets it as it is."""
+        stack = self._kept.get(buffer.size_bytes)
+        if stack is None:
+            self._kept[buffer.size_bytes] = [buffer]
+        else:
+            stack.append(buffer)
+
+    def take(self, size_bytes: int, least_bytes: int) -> HostBuffer | None:
+        """Return a block, or ``None`` if there is no room.
+
+        Args:
+            size_bytes: of the block.
+            least_bytes: of each range that it is put together from, unless the rest is less.
+        """
+        stack = self._kept.get(size_bytes)
+        if stack:
+            return stack.pop()
+        ranges = self._free.take(size_bytes, least_bytes)
+        if ranges is None and self._kept:
+            self._join_kept()
+            ranges = self._free.take(size_bytes, least_bytes)
+        if ranges is None:
+            return None
+        pieces: list[torch.Tensor] = []
+        rest = size_bytes
+        for found in ranges:
+            held = min(rest, found.size_bytes)
+            pieces += self._pieces(self._slabs[found.slab], found.start, held)
+            rest -= held
+        return HostBuffer(size_bytes, tuple(pieces), tuple(ranges))
+
+    def free_slabs(self, keep_bytes: int, free: Callable[[torch.Tensor], None]) -> None:
+        """Free slabs in which no block is out, newest first, as long as ``keep_bytes`` remain held."""
+        self._join_kept()
+        for number in sorted(self._slabs, reverse=True):
+            size_bytes = self._slabs[number].numel()
+            if self.held_bytes - size_bytes >= keep_bytes and self._free.take_whole(number, size_bytes):
+                self.held_bytes -= size_bytes
+                free(self._slabs.pop(number))
+
+    def _pieces(self, slab: torch.Tensor, start: int, size_bytes: int) -> list[torch.Tensor]:
+        """Slices of about the same length: a short last one would cost as much latency as a long one."""
+        count = -(-size_bytes // self._piece_bytes)
+        step = min(self._piece_bytes, -(-size_bytes // (count * ALIGNMENT_BYTES)) * ALIGNMENT_BYTES)
+        stop = start + size_bytes
+        return [slab[at : min(at + step, stop)] for at in range(start, stop, step)]
+
+    def _join_kept(self) -> None:
+        """Turn kept blocks into free ranges. Rare; so it may wait for a copy that still reads one."""
+        for stack in self._kept.values():
+            for buffer in stack:
+                if buffer.last_use is not None:
+                    buffer.last_use.synchronize()
+                for given in buffer.ranges:
+                    self._free.add(given)
+        self._kept.clear()

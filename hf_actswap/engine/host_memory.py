@@ -1,0 +1,183 @@
+"""How much host memory there is for this rank, and whether a plan fits into it.
+
+Page-locked memory cannot be swapped out, so a rank that takes too much meets the kernel's OOM killer and not
+an exception. Hence a budget before anything is allocated, and another look before each slab.
+
+The readers take the places of ``/proc`` and the cgroup tree; the arithmetic is pure. Sources of the rules:
+``MemAvailable`` is the kernel's estimate of what can be had without swapping (proc(5)); a cgroup may take
+``memory.max - memory.current``, and its inactive file pages are reclaimed before it is killed
+(Documentation/admin-guide/cgroup-v2; version 1: ``memory.limit_in_bytes``, ``memory.usage_in_bytes``). The
+limit of every ancestor holds too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+if sys.platform != "win32":
+    import resource
+
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+
+_GIB = 2**30
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Whether what a plan needs is there.
+
+    Args:
+        need_bytes: of one rank.
+        allowed_bytes: what one rank may take; ``None``: nothing limits it.
+        fits: whether the first is within the second.
+        message: one or two sentences for people: the sum, and what to do if it does not fit.
+    """
+
+    need_bytes: int
+    allowed_bytes: int | None
+    fits: bool
+    message: str
+
+
+def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
+    """Return what all ranks of this machine together can still allocate; ``None`` where nothing tells."""
+    limits = [*_machine_limit(proc), *_cgroup_limits(proc, cgroup)]
+    return max(0, min(limits)) if limits else None
+
+
+def ranks_on_this_machine(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many processes share the machine (``LOCAL_WORLD_SIZE``: torchrun, accelerate), else 1."""
+    try:
+        return max(1, int(environment.get("LOCAL_WORLD_SIZE", "1")))
+    except ValueError:
+        return 1
+
+
+def margin_bytes(available: int, margin_share: float = 0.1) -> int:
+    """Return what is left to others of ``available`` bytes."""
+    return int(available * margin_share)
+
+
+def budget_bytes(
+    cap_bytes: int | None, ranks: int, available: int | None, margin_share: float = 0.1
+) -> int | None:
+    """Return what one rank may take: its cap, or its share of what is available less a margin.
+
+    Args:
+        cap_bytes: the user's, per rank; ``None``: none.
+        ranks: on this machine.
+        available: see `available_bytes`, read before any of the ranks has taken its part.
+        margin_share: of ``available``, left to others.
+
+    Returns:
+        ``None`` where neither limits it.
+    """
+    if available is None:
+        return cap_bytes
+    share = max(0, available - margin_bytes(available, margin_share)) // ranks
+    return share if cap_bytes is None else min(cap_bytes, share)
+
+
+def room_beyond(kept_free_bytes: int, read: Callable[[], int | None] = available_bytes) -> Callable[[], int]:
+    """Return a reader of what may still be allocated if ``kept_free_bytes`` are to stay free.
+
+    For the time after the budgets were dealt out: they keep the ranks from taking each other's part, so what
+    has to be watched is other processes. Dividing by the ranks again would not do: a rank that is slow to
+    allocate would be left a fraction of its own part.
+    """
+
+    def room() -> int:
+        available = read()
+        return sys.maxsize if available is None else available - kept_free_bytes
+
+    return room
+
+
+def forecast(
+    need_bytes: int,
+    cap_bytes: int | None,
+    ranks: int,
+    available: int | None,
+    margin_share: float = 0.1,
+) -> Forecast:
+    """Say whether ``need_bytes`` per rank fit. Arguments as for `budget_bytes`."""
+    allowed = budget_bytes(cap_bytes, ranks, available, margin_share)
+    fits = allowed is None or need_bytes <= allowed
+    product = "" if ranks == 1 else f" = {_gib(ranks * need_bytes)}"
+    ranks_text = f"{ranks} rank{'' if ranks == 1 else 's'} x {_gib(need_bytes)}{product}"
+    free = "" if available is None else f"; the machine has {_gib(available)} free"
+    if fits:
+        return Forecast(need_bytes, allowed, True, f"Swap needs {ranks_text} of host memory{free}.")
+    message = f"Swap needs {ranks_text} of host memory, and a rank may take {_gib(allowed or 0)}"
+    if cap_bytes is not None and allowed == cap_bytes:
+        message += f" (host_memory_gib{free}). Raise host_memory_gib or swap fewer layers."
+    else:
+        message += (
+            f" ({_gib(available or 0)} free on the machine, {margin_share:.0%} of it left to others). "
+            "Swap fewer layers, or start fewer ranks on this machine; host_memory_gib cannot exceed this."
+        )
+    return Forecast(need_bytes, allowed, False, message)
+
+
+def locked_memory_limit() -> str:
+    """Return RLIMIT_MEMLOCK in words, for error texts: it binds some drivers, though not root's."""
+    if sys.platform == "win32":
+        return "no RLIMIT_MEMLOCK"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
+    return f"RLIMIT_MEMLOCK is {text}"
+
+
+def _machine_limit(proc: Path) -> Iterator[int]:
+    for line in _text(proc / "meminfo").splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            yield int(rest.split()[0]) * 1024
+
+
+def _cgroup_limits(proc: Path, cgroup: Path) -> Iterator[int]:
+    """What each cgroup that we are in may still take."""
+    for line in _text(proc / "self" / "cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            yield from _limits_upwards(cgroup, path, _VERSION_2)
+        elif "memory" in controllers.split(","):
+            yield from _limits_upwards(cgroup / "memory", path, _VERSION_1)
+
+
+def _limits_upwards(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
+    """From our cgroup up to the mount; in a container the path may not exist below it, the mount does."""
+    limit_name, usage_name, reclaimable_name = names
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        group = mount.joinpath(*parts[:depth])
+        limit, usage = _text(group / limit_name).strip(), _text(group / usage_name).strip()
+        if limit.isdecimal() and usage.isdecimal():
+            yield int(limit) - int(usage) + _statistic(group / "memory.stat", reclaimable_name)
+
+
+def _statistic(path: Path, name: str) -> int:
+    for line in _text(path).splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return int(value)
+    return 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:.1f} GiB"

@@ -1,0 +1,217 @@
+"""The link between host and device, as measured: what the windows under `auto` are computed from.
+
+A measurement belongs between steps, on all ranks at once: they may share a switch or a socket. Its result is
+a number of this rank; ranks that must decide alike exchange theirs and take the `slowest`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Rates of copies between page-locked host memory and the device, in bytes per ms (GB/s times 10^6).
+
+    Args:
+        out_bytes_per_ms: device to host, nothing else on the link.
+        in_bytes_per_ms: host to device, nothing else on the link.
+        out_beside_in_bytes_per_ms, in_beside_out_bytes_per_ms: each way while the other is busy.
+        latency_ms: what a copy costs beside its bytes: 4 MiB pieces reach 44 of 55 GB/s on one H200.
+
+    Raises:
+        ValueError: a rate is not positive, or the latency negative.
+    """
+
+    out_bytes_per_ms: float
+    in_bytes_per_ms: float
+    out_beside_in_bytes_per_ms: float
+    in_beside_out_bytes_per_ms: float
+    latency_ms: float = 0.02
+
+    def __post_init__(self) -> None:
+        rates = [getattr(self, field.name) for field in fields(self) if field.name != "latency_ms"]
+        if min(rates) <= 0 or self.latency_ms < 0:
+            raise ValueError(f"a link needs positive rates and a latency that is not negative: {self}")
+
+    def out_ms(self, size_bytes: int) -> float:
+        """Duration of a copy out, nothing else on the link."""
+        return size_bytes / self.out_bytes_per_ms + self.latency_ms
+
+    def in_ms(self, size_bytes: int) -> float:
+        """Duration of a copy back, nothing else on the link."""
+        return size_bytes / self.in_bytes_per_ms + self.latency_ms
+
+
+class Lane:
+    """One direction of the link: copies in order.
+
+    Args:
+        alone_bytes_per_ms, beside_bytes_per_ms: its rates, while the other direction is idle and busy.
+        latency_ms: of each copy.
+    """
+
+    def __init__(self, alone_bytes_per_ms: float, beside_bytes_per_ms: float, latency_ms: float) -> None:
+        self.rates = (alone_bytes_per_ms, beside_bytes_per_ms)
+        self.latency_bytes = latency_ms * alone_bytes_per_ms
+        self.finish_ms: dict[int, float] = {}
+        self.queue: deque[int] = deque()
+        self.left_bytes: dict[int, float] = {}
+        self.end_ms = 0.0
+
+
+class DuplexLink:
+    """Both directions, which slow each other down while both are busy.
+
+    Args:
+        link: rates.
+    """
+
+    def __init__(self, link: Link) -> None:
+        latency = link.latency_ms
+        self.out = Lane(link.out_bytes_per_ms, link.out_beside_in_bytes_per_ms, latency)
+        self.back = Lane(link.in_bytes_per_ms, link.in_beside_out_bytes_per_ms, latency)
+        self._now_ms = 0.0
+
+    def enqueue(self, lane: Lane, item: int, size_bytes: int, now_ms: float) -> None:
+        """Add a copy at a time that is not before any earlier call's."""
+        self._advance(now_ms)
+        lane.queue.append(item)
+        lane.left_bytes[item] = size_bytes + lane.latency_bytes
+
+    def wait(self, lane: Lane, item: int, now_ms: float) -> float:
+        """Return when a waiter who asks now may go on: at once, or when the copy is complete.
+
+        Raises:
+            KeyError: the lane was never given that copy.
+        """
+        self._advance(now_ms)
+        while item in lane.left_bytes:
+            self._step(float("inf"))
+        return max(now_ms, lane.finish_ms[item])
+
+    def _advance(self, now_ms: float) -> None:
+        while self._now_ms < now_ms:
+            self._step(now_ms)
+
+    def _step(self, limit_ms: float) -> None:
+        """Run until the next copy is complete, or until ``limit_ms``."""
+        both = bool(self.out.queue) and bool(self.back.queue)
+        end_ms = limit_ms
+        for lane in (self.out, self.back):
+            if lane.queue:
+                lane.end_ms = self._now_ms + lane.left_bytes[lane.queue[0]] / lane.rates[both]
+                end_ms = min(end_ms, lane.end_ms)
+        for lane in (self.out, self.back):
+            if not lane.queue:
+                continue
+            if lane.end_ms <= end_ms:
+                item = lane.queue.popleft()
+                del lane.left_bytes[item]
+                lane.finish_ms[item] = end_ms
+            else:
+                lane.left_bytes[lane.queue[0]] -= (end_ms - self._now_ms) * lane.rates[both]
+        self._now_ms = end_ms
+
+
+def slowest(links: Iterable[Link]) -> Link:
+    """Return the link that no rank's is slower than: the lowest of each rate, the highest latency.
+
+    Raises:
+        ValueError: no links.
+    """
+    known = list(links)
+    if not known:
+        raise ValueError("no links to take the slowest of")
+    return Link(
+        out_bytes_per_ms=min(link.out_bytes_per_ms for link in known),
+        in_bytes_per_ms=min(link.in_bytes_per_ms for link in known),
+        out_beside_in_bytes_per_ms=min(link.out_beside_in_bytes_per_ms for link in known),
+        in_beside_out_bytes_per_ms=min(link.in_beside_out_bytes_per_ms for link in known),
+        latency_ms=max(link.latency_ms for link in known),
+    )
+
+
+def measure_link(
+    device: torch.device,
+    piece_bytes: int = 64 * _MIB,
+    repeats: int = 4,
+    host: Sequence[torch.Tensor] | None = None,
+) -> Link:
+    """Measure copies out, back, and both at once, on two streams.
+
+    About 20 ms of copies at PCIe 5 speed; it synchronizes the device, so call it between steps.
+
+    Args:
+        device: an accelerator with streams.
+        piece_bytes: of one copy. The device holds two pieces meanwhile, and so does the host.
+        repeats: copies per measurement.
+        host: two blocks of ``piece_bytes`` bytes (uint8) to copy to and from; ``None``: page-locked ones are
+            made. Pass pageable ones to measure what their use would cost.
+
+    Raises:
+        ValueError: the device is a CPU, the numbers are not positive, or the blocks do not fit them.
+    """
+    if device.type == "cpu":
+        raise ValueError("a CPU has no link to measure: its copies block")
+    if piece_bytes < 1 or repeats < 1:
+        raise ValueError(f"cannot measure {repeats} copies of {piece_bytes} bytes")
+    if host is None:
+        host = [torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    if len(host) != 2 or any(block.numel() * block.element_size() != piece_bytes for block in host):
+        raise ValueError(f"two host blocks of {piece_bytes} bytes are needed")
+    blocks = [torch.empty_like(block, device=device) for block in host]
+    out, back = (host[0], blocks[0]), (blocks[1], host[1])  # (target, source)
+    _copies_ms(device, [out, back], 1)
+    moved_bytes = repeats * piece_bytes
+    (out_ms,) = _copies_ms(device, [out], repeats)
+    (in_ms,) = _copies_ms(device, [back], repeats)
+    both_ms = _copies_ms(device, [out, back], repeats)
+    return link_of_times(moved_bytes, out_ms, in_ms, both_ms[0], both_ms[1])
+
+
+def link_of_times(
+    moved_bytes: int, out_ms: float, in_ms: float, out_beside_ms: float, in_beside_ms: float
+) -> Link:
+    """Return the link on which ``moved_bytes`` each way took these times.
+
+    Where both ran, the later one had the link for itself after the other's end: what it moved then at its
+    rate alone is not counted.
+    """
+    out_rate, in_rate = moved_bytes / out_ms, moved_bytes / in_ms
+    together_ms = min(out_beside_ms, in_beside_ms)
+
+    def beside(ended_ms: float, alone: float) -> float:
+        rate = (moved_bytes - (ended_ms - together_ms) * alone) / together_ms
+        # Noise can put it above the rate alone; a link that serves one way at a time leaves nothing.
+        return min(max(rate, alone / 100), alone)
+
+    return Link(out_rate, in_rate, beside(out_beside_ms, out_rate), beside(in_beside_ms, in_rate))
+
+
+def _copies_ms(
+    device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], repeats: int
+) -> list[float]:
+    """Time from a common start until each (target, source) was copied, each pair on a stream of its own."""
+    torch.accelerator.synchronize(device)
+    streams = [torch.Stream(device) for _ in pairs]
+    start, ends = torch.Event(device, enable_timing=True), []
+    start.record(torch.accelerator.current_stream(device))
+    for stream in streams:
+        stream.wait_event(start)
+    for _ in range(repeats):  # in turn, so that neither stream waits for the other's enqueueing
+        for stream, (target, source) in zip(streams, pairs, strict=True):
+            with stream:
+                target.copy_(source, non_blocking=True)
+    for stream in streams:
+        end = torch.Event(device, enable_timing=True)
+        end.record(stream)
+        ends.append(end)
+    torch.accelerator.synchronize(device)
+    return [float(start.elapsed_time(end)) for end in ends]

@@ -1,0 +1,55 @@
+"""Operators of one forward: autograd's node numbers, with compiled regions counted as their eager layers.
+
+A compiled region is one node, or a few. The layer that was compiled has about 80, and a window that somebody
+wrote or measured for it counts those. So where a compiled region ends, the clock jumps ahead by the nodes
+that its layer would have made; what it saves belongs to its last operator, which is also the first that
+backward reaches of it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from .autograd_state import packing_node_number
+
+
+class OperatorClock:
+    """Turns node numbers into operators. Shared by a forward, which writes, and its backward, which reads."""
+
+    __slots__ = ("_before", "_entered", "_nodes", "_shift", "_shifts", "_starts")
+
+    def __init__(self) -> None:
+        self._shift = self._before = self._entered = self._nodes = 0
+        self._starts: list[int] = []
+        self._shifts: list[int] = []
+
+    def now(self) -> int:
+        """The operator that is being built in forward."""
+        return packing_node_number() + self._shift
+
+    def enter_compiled(self, nodes: int) -> None:
+        """A compiled region starts that stands for ``nodes`` eager ones (0: unknown, it counts as it is)."""
+        self._entered, self._before, self._nodes = packing_node_number() + 1, self._shift, nodes
+        if nodes:
+            self._jump(self._entered, self._shift + nodes - 1)
+
+    def leave_compiled(self) -> None:
+        """It ends: however many nodes it made, it counts as ``nodes``."""
+        made = packing_node_number() + 1 - self._entered
+        if self._nodes and made:
+            self._jump(packing_node_number() + 1, self._before + self._nodes - made)
+        elif self._nodes:
+            self._jump(self._entered, self._before)
+        self._nodes = 0
+
+    def operator(self, node: int) -> int:
+        """The operator of a node that this forward made."""
+        if not self._starts:
+            return node
+        at = bisect_right(self._starts, node)
+        return node + (self._shifts[at - 1] if at else 0)
+
+    def _jump(self, node: int, shift: int) -> None:
+        self._starts.append(node)
+        self._shifts.append(shift)
+        self._shift = shift

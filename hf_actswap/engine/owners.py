@@ -1,0 +1,101 @@
+"""Who owns the storages that one forward meets.
+
+A storage is known by the address of its storage object, which cannot be reused while its owner holds a
+`StorageWeakRef` on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..plan.record import storage_key
+from .fates import KEEP, Action
+from .observation import Key
+from .parameters import inner_tensors
+from .recompute import Region
+
+
+@dataclass(slots=True)
+class Owner:
+    """What is known of a storage.
+
+    Args:
+        ref: keeps the storage object's address from being reused.
+        action: what the plan says about its producer.
+        region, position: of a recomputed function whose output this is.
+        outside: nobody's, whatever produces it.
+        chosen: of a swap, what was made of it when it was first saved, and its key there.
+    """
+
+    ref: StorageWeakRef
+    action: Action
+    region: Region | None = None
+    position: int = 0
+    outside: bool = False
+    chosen: tuple[Action, Key] | None = None
+
+
+class Owners:
+    """The storages met so far.
+
+    Args:
+        modules: whose parameters and buffers are nobody's, until `enter` names others.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._owners: dict[int, Owner] = {}
+        self._unread: Iterable[nn.Module] = modules
+
+    def enter(self, modules: Iterable[nn.Module]) -> None:
+        """Other modules run: their parameters and buffers are nobody's."""
+        self._read_parameters()
+        self._unread = modules
+
+    def by_key(self, key: int) -> Owner | None:
+        """The owner of a storage, if it has been met."""
+        if self._unread:
+            self._read_parameters()
+        return self._owners.get(key)
+
+    def owner(self, tensor: torch.Tensor) -> Owner | None:
+        """The owner of a tensor's storage, if it has been met."""
+        key = storage_key(tensor)
+        return None if key is None else self.by_key(key)
+
+    def own(
+        self, tensor: torch.Tensor, action: Action, region: Region | None = None, position: int = 0
+    ) -> None:
+        """Set the owner of a tensor's storage, whether or not it has been met; parameters stay nobody's."""
+        key = storage_key(tensor)
+        if key is None:
+            return
+        known = self.by_key(key)
+        if known is None:
+            self._owners[key] = Owner(StorageWeakRef(tensor.untyped_storage()), action, region, position)
+        elif not known.outside:
+            known.action, known.region, known.position, known.chosen = action, region, position, None
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._owners.clear()
+        self._unread = ()
+
+    def _read_parameters(self) -> None:
+        """Read where the parameters lie now.
+
+        When the first tensor of a call is met, and at each call: FSDP2 gathers them in hooks of its own,
+        which may run before ours or after, and moving or sharding a model gives them new storages.
+        """
+        modules, self._unread = self._unread, ()
+        for module in modules:
+            for held in (*module._parameters.values(), *module._buffers.values()):
+                for tensor in inner_tensors(held):
+                    key = storage_key(tensor)
+                    if key is not None:
+                        ref = StorageWeakRef(tensor.untyped_storage())
+                        self._owners[key] = Owner(ref, KEEP, outside=True)

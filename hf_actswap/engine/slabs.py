@@ -1,0 +1,191 @@
+"""Where the host pool's slabs come from.
+
+Page-locked memory is what copies beside compute need. PyTorch's own (``pin_memory=True``) comes from a cache
+that rounds sizes up to powers of two (pytorch#95823) and never gives anything back, so `PinnedSlabs` maps
+memory itself and has the driver lock it. What takes long about locking is the first touch of cold pages;
+several threads on the processors of the device's NUMA node do that, so the pages also lie beside the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from .host_memory import locked_memory_limit
+from .numa import bound_to, usable_cpus
+
+logger = logging.getLogger(__name__)
+
+_MOST_THREADS = 8
+_CHUNK_BYTES = 16 * 2**20
+
+
+class SlabSource(Protocol):
+    """Gives and takes back slabs of host memory. The host pool calls it from one thread at a time."""
+
+    pinned: bool
+    """Whether the next slab will be page-locked."""
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """Return host memory: uint8, shape (size_bytes,).
+
+        Raises:
+            RuntimeError, MemoryError, OSError: there is none.
+        """
+
+    def free(self, slab: torch.Tensor) -> None:
+        """Take back what `allocate` returned; the caller drops its references."""
+
+
+class Cudart(Protocol):
+    """What is used of ``torch.cuda.cudart()``, which on ROCm is HIP's runtime under the same names."""
+
+    def cudaHostRegister(self, pointer: int, size: int, flags: int) -> Any:
+        """Page-lock memory."""
+
+    def cudaHostUnregister(self, pointer: int) -> Any:
+        """Unlock it."""
+
+
+class PageableSlabs:
+    """Ordinary memory: for the CPU, where nothing is gained by locking it."""
+
+    pinned = False
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """See `SlabSource`."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def free(self, slab: torch.Tensor) -> None:
+        """See `SlabSource`."""
+
+
+class PinnedSlabs:
+    """Page-locked memory of exact sizes.
+
+    Ordinary memory is locked with ``cudaHostRegister`` where there is a CUDA runtime (CUDA, ROCm); other
+    accelerators get PyTorch's pinned memory, sizes rounded as it does. When no more can be locked, a warning
+    says so once, and slabs are pageable from then on.
+
+    Args:
+        device: the accelerator.
+        cpus: processors next to it, whose threads touch new memory first; empty: wherever we run.
+        cudart: by default torch's own.
+        synchronize: waits until the device has nothing more to do; called before memory is unlocked, because
+            a copy whose graph is gone may still be under way. By default torch's own.
+
+    Attributes:
+        pinned: becomes ``False`` when no more memory can be locked.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        cpus: frozenset[int] = frozenset(),
+        cudart: Cudart | None = None,
+        synchronize: Callable[[], None] | None = None,
+    ) -> None:
+        self.pinned = True
+        self._device = device
+        self._cpus = cpus
+        self._cudart = torch.cuda.cudart() if cudart is None and device.type == "cuda" else cudart
+        self._synchronize = synchronize or partial(torch.accelerator.synchronize, device)
+        self._locked: set[int] = set()
+
+    def allocate(self, size_bytes: int) -> torch.Tensor:
+        """See `SlabSource`."""
+        if self.pinned and self._cudart is None:
+            return self._from_torch(size_bytes)
+        slab = mapped(size_bytes)
+        if self._cudart is not None and self.pinned:
+            self._lock(slab, self._cudart)
+        return slab
+
+    def free(self, slab: torch.Tensor) -> None:
+        """See `SlabSource`. Waits for the device first."""
+        self._synchronize()
+        pointer = slab.data_ptr()
+        if pointer in self._locked and self._cudart is not None:
+            self._locked.discard(pointer)
+            with self._on_device():
+                code = int(self._cudart.cudaHostUnregister(pointer))
+            if code != 0:
+                logger.warning("Could not unlock %d bytes of host memory (error %d).", slab.numel(), code)
+
+    def _lock(self, slab: torch.Tensor, cudart: Cudart) -> None:
+        """Touch the pages, then lock them.
+
+        On threads of its own: a failed call leaves its code behind as the *thread's* last error, where the
+        next kernel launch would find it and blame itself.
+        """
+        threads = min(_MOST_THREADS, len(self._cpus) or len(usable_cpus()) or 1)
+        with ThreadPoolExecutor(threads, thread_name_prefix="actswap-pinning") as pool:
+            starts = range(0, slab.numel(), _CHUNK_BYTES)
+            list(pool.map(partial(self._touch, slab), starts))
+            problem = pool.submit(self._register, slab, cudart).result()
+        if problem:
+            self._no_more(problem)
+        else:
+            self._locked.add(slab.data_ptr())
+
+    def _touch(self, slab: torch.Tensor, start: int) -> None:
+        with bound_to(self._cpus):  # ctypes lets go of the interpreter's lock meanwhile
+            ctypes.memset(slab.data_ptr() + start, 0, min(_CHUNK_BYTES, slab.numel() - start))
+
+    def _register(self, slab: torch.Tensor, cudart: Cudart) -> str:
+        """Lock ``slab``; return what went wrong, or nothing."""
+        try:
+            with self._on_device(), bound_to(self._cpus):
+                code = int(cudart.cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
+        except RuntimeError as error:
+            return _first_line(error)
+        return f"cudaHostRegister failed with error {code}" if code != 0 else ""
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        """A thread that never chose a device would make a context on the first one, in every process."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _from_torch(self, size_bytes: int) -> torch.Tensor:
+        try:
+            with bound_to(self._cpus):
+                return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:
+            self._no_more(_first_line(error))
+        return mapped(size_bytes)
+
+    def _no_more(self, reason: str) -> None:
+        self.pinned = False
+        logger.warning(
+            "No more page-locked host memory (%s; %s): swapped tensors go to pageable memory, "
+            "whose copies do not overlap compute.",
+            reason,
+            locked_memory_limit(),
+        )
+
+
+def mapped(size_bytes: int) -> torch.Tensor:
+    """Return fresh pages of our own, uint8, shape (size_bytes,); unmapped when the tensor's storage goes.
+
+    Whole pages, so that no neighbour's page is locked with ours; huge ones if the kernel has them, which
+    are quicker to touch and to lock; and left out of forked processes (data loader workers), which do not
+    need them and would turn the next write into a copy to a page that the device does not know.
+    """
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
+    pages = mmap.mmap(-1, size_bytes, **flags)
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            with suppress(OSError):
+                pages.madvise(getattr(mmap, advice))
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

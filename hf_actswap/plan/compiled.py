@@ -1,0 +1,36 @@
+"""Looking through ``torch.compile``: what a compiled module is called, and what is inside it.
+
+``torch.compile(module)`` puts a wrapper around a module, which shows in every path below it;
+``module.compile()`` changes only how it is called. Wrappers are recognised by what they are (a module that
+holds ``_orig_mod``), so that nothing of the compiler is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+_INSIDE = "_orig_mod"
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """Return the module inside ``torch.compile``'s wrappers; any other module is returned as it is."""
+    while (inner := module._modules.get(_INSIDE)) is not None:
+        module = inner
+    return module
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a call of ``module`` itself is compiled; a compiled module inside it does not count."""
+    return uncompiled(module) is not module or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def named_op_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the layer (path ``""``) and the modules inside it by op path.
+
+    Where ``torch.compile`` put a wrapper around one of them, the module inside has the wrapper's path.
+    """
+    for path, module in uncompiled(layer).named_modules():
+        if uncompiled(module) is module:
+            yield ".".join(part for part in path.split(".") if part != _INSIDE), module

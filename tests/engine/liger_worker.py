@@ -1,0 +1,124 @@
+"""Steps of a Llama with Liger's kernels, with and without plans; run as a process of its own.
+
+``python -m tests.engine.liger_worker DEVICE RESULTS`` writes JSON: case -> what differed (empty: nothing).
+A process of its own because Liger patches the classes of transformers, and because Triton decides when it is
+imported whether it interprets its kernels (``TRITON_INTERPRET=1``), which is how they run on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from hf_actswap import MemoryPlan
+from tests.engine.tiny_models import (
+    NUM_LAYERS,
+    VOCABULARY,
+    gradients,
+    on,
+    plan_of,
+    recompute_rows,
+    swap_everything,
+    swap_rows,
+    tiny_llama,
+)
+
+LAYERS = range(NUM_LAYERS)
+PLANS: dict[str, MemoryPlan] = {
+    "everything swapped": swap_everything(5),
+    "fetched on use": swap_everything(0),
+    "fetched at once": swap_everything(1000),
+    "mlp swapped": plan_of(*swap_rows(["mlp"], LAYERS, 5)),
+    "mlp recomputed": plan_of(*recompute_rows(["mlp"], LAYERS), *swap_rows(["self_attn"], LAYERS, 5)),
+    "layers recomputed": plan_of(*recompute_rows([""], LAYERS), *swap_rows(["output"], LAYERS, 5)),
+}
+KERNELS: dict[str, dict[str, bool]] = {
+    "fused loss": {"cross_entropy": False, "fused_linear_cross_entropy": True},
+    "loss": {"cross_entropy": True, "fused_linear_cross_entropy": False},
+}
+
+
+def plans_with(kernels: str) -> dict[str, MemoryPlan]:
+    """All plans with the fused loss; with the other only the one that swaps the logits, too."""
+    return PLANS if kernels == "fused loss" else {"everything swapped": PLANS["everything swapped"]}
+
+
+def compare(device: torch.device) -> dict[str, list[str]]:
+    """Return for each kernels and plan the names of what differs from the same kernels without a plan."""
+    from liger_kernel.transformers import (
+        apply_liger_kernel_to_llama,
+    )  # after Triton knows whether it interprets
+
+    differences: dict[str, list[str]] = {}
+    plain = _gradients(tiny_llama(use_cache=False).to(device))
+    untouched = {**vars(modeling_llama)}
+    forward = modeling_llama.LlamaForCausalLM.forward
+    for kernels, choice in KERNELS.items():
+        vars(modeling_llama).update(untouched)
+        modeling_llama.LlamaForCausalLM.forward = forward
+        apply_liger_kernel_to_llama(rope=True, rms_norm=True, swiglu=True, **choice)
+        bare = _gradients(tiny_llama(use_cache=False).to(device))
+        differences[f"{kernels}, close to none"] = [
+            name for name in plain if not torch.allclose(plain[name], bare[name], rtol=1e-3, atol=1e-5)
+        ]
+        for name, plan in plans_with(kernels).items():
+            differences[f"{kernels}, {name}"] = _differences(device, plan, bare)
+    return differences
+
+
+def _differences(device: torch.device, plan: MemoryPlan, bare: dict[str, torch.Tensor]) -> list[str]:
+    model = tiny_llama(use_cache=False).to(device)
+    kind = type(model.model.layers[0].mlp).__name__
+    applied = on(model, plan)
+    found = _gradients(model)
+    different = [name for name in bare if not torch.equal(found[name], bare[name])]
+    if applied is not None:
+        stats = applied.stats()
+        if stats.live_swaps or stats.host_bytes:
+            different.append(f"left over: {stats}")
+        if "swap" in str(plan) and not stats.offloads:
+            different.append("nothing was swapped")
+    if "Liger" not in kind:
+        different.append(f"the MLP is a {kind}")
+    return different
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    device = next(model.parameters()).device
+    ids = torch.randint(0, VOCABULARY, (1, 3), generator=torch.Generator().manual_seed(0)).to(device)
+    model(input_ids=ids, labels=ids).loss.backward()
+    return gradients(model)
+
+
+def _teach_the_interpreter() -> None:
+    """What Liger's kernels miss in Triton's interpreter (3.9): floats with ``.to``, a root of its own."""
+    import numpy
+    import triton.language as tl
+    from liger_kernel.ops import rms_norm
+    from triton.runtime import interpreter
+
+    convert = interpreter._implicit_cvt
+
+    def converted(argument: Any) -> Any:
+        if isinstance(argument, float):
+            value = interpreter.TensorHandle(numpy.array([argument], dtype=numpy.float32), tl.float32)
+            return tl.tensor(value, tl.float32)
+        return convert(argument)
+
+    interpreter._implicit_cvt = converted
+    rms_norm.rsqrt = lambda x: tl.math.rsqrt(x)  # looked up when it runs: patched only then
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _teach_the_interpreter()
+    Path(sys.argv[2]).write_text(json.dumps(compare(torch.device(sys.argv[1]))))

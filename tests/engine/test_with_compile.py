@@ -1,0 +1,176 @@
+"""``torch.compile``: layers compiled in place or wrapped, the whole model: nothing is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from hf_actswap import PlanError, apply, outline
+from hf_actswap.engine import AppliedPlan
+from hf_actswap.engine.operator_clock import OperatorClock
+from tests.engine.tiny_models import assert_bitwise_equal, batch, gradients, snapshot, tiny_llama
+
+SMALL = "memory: {min_tensor_mib: 0.0001}\n"
+LAYER_SWAP = SMALL + "swap_config: {swap: true, layer_swap: [{backward_prefetch: 20, layers: true}]}\n"
+DEFAULT = SMALL + "swap_config: {swap: true, default_prefetch: 20}\n"
+SOME_LAYERS = SMALL + "swap_config: {swap: true, layer_swap: [{backward_prefetch: 20, layers: [0, 2]}]}\n"
+RECOMPUTE = "recompute_config: {recompute: true}\n"
+OPS = "swap_config: {swap: true, op_swap: [{op_name: attention, backward_prefetch: 20, layers: [0]}]}\n"
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    return model
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = torch.compile(layer, backend="aot_eager")
+    return model
+
+
+def whole(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="aot_eager")  # type: ignore[return-value]
+
+
+def whole_in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="aot_eager")
+    return model
+
+
+LAYERS: dict[str, Callable[[nn.Module], nn.Module]] = {"in place": in_place, "wrapped": wrapped}
+WHOLE: dict[str, Callable[[nn.Module], nn.Module]] = {"whole": whole, "whole in place": whole_in_place}
+CASES = [
+    *((way, text) for way in LAYERS for text in (LAYER_SWAP, DEFAULT, SOME_LAYERS, RECOMPUTE)),
+    *((way, text) for way in WHOLE for text in (LAYER_SWAP, DEFAULT)),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_llama(way: str) -> nn.Module:
+    model = tiny_llama()
+    model.config.use_cache = False  # the plan does so too; a cache makes every layer another graph
+    return {**LAYERS, **WHOLE}[way](model)
+
+
+def steps(model: nn.Module, count: int = 4) -> list[dict[str, torch.Tensor]]:
+    found = []
+    for step in range(count):
+        model.zero_grad()
+        ids = batch(step)
+        model(input_ids=ids, labels=ids).loss.backward()
+        found.append({name.replace("_orig_mod.", ""): grad for name, grad in gradients(model).items()})
+    return found
+
+
+def compiler_work() -> tuple[Any, dict[str, int]]:
+    return counters["stats"].get("unique_graphs"), dict(counters["graph_break"])
+
+
+@pytest.mark.parametrize(("way", "text"), CASES)
+def test_same_gradients_same_graphs_no_breaks(way: str, text: str) -> None:
+    bare = steps(compiled_llama(way))
+    graphs, breaks = compiler_work()
+    torch._dynamo.reset()
+    counters.clear()
+    model = compiled_llama(way)
+    with apply(model, text) as applied:
+        for one, other in zip(steps(model), bare, strict=True):
+            assert_bitwise_equal(one, other)
+        if text != RECOMPUTE:
+            assert compiler_work() == (graphs, breaks)
+            stats = applied.stats()
+            assert stats.offloads == stats.prefetches > 0
+            assert (stats.live_swaps, stats.host_bytes) == (0, 0)
+        assert compiler_work()[1] == {}
+
+
+@pytest.mark.parametrize("way", [*LAYERS, *WHOLE])
+def test_everything_comes_off_again(way: str) -> None:
+    model = compiled_llama(way)
+    inner = getattr(model, "_orig_mod", model)
+    before = snapshot(inner)
+    calls = [module._compiled_call_impl for module in inner.modules()]
+    apply(model, LAYER_SWAP).remove()
+    assert snapshot(inner) == before
+    assert [module._compiled_call_impl for module in inner.modules()] == calls
+
+
+def test_the_bytes_of_a_layer_are_its_residuals() -> None:
+    """A compiled layer keeps its weights out of the swap, and what the next layer shares once."""
+    model = compiled_llama("in place")
+    one = bytes_of_a_step(model, SOME_LAYERS)
+    torch._dynamo.reset()
+    everything = bytes_of_a_step(compiled_llama("in place"), LAYER_SWAP)
+    assert everything == 2 * one
+
+
+def bytes_of_a_step(model: nn.Module, text: str) -> int:
+    applied: AppliedPlan = apply(model, text)
+    steps(model, 1)
+    applied.remove()
+    return applied.stats().offloaded_bytes
+
+
+@pytest.mark.parametrize(
+    ("way", "text", "words"),
+    [
+        ("in place", OPS, ("layers are compiled", "self_attn", "layer_swap")),
+        ("wrapped", OPS, ("layers are compiled", "self_attn", "layer_swap")),
+        ("whole", SOME_LAYERS, ("one fate for all layers", "regional compilation")),
+        ("whole", RECOMPUTE, ("a model compiled whole", "regional compilation")),
+        ("whole in place", OPS, ("layers are compiled", "self_attn")),
+    ],
+)
+def test_what_cannot_be_told_apart_is_refused(way: str, text: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(PlanError) as refused:
+        apply(compiled_llama(way), text)
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+def test_the_default_strategy_says_what_it_becomes() -> None:
+    with apply(compiled_llama("in place"), DEFAULT) as applied:
+        assert any("layer_swap of all layers" in str(item) for item in applied.plan.overrides)
+
+
+def test_a_compiled_layer_counts_as_many_operators_as_its_eager_one() -> None:
+    clock = OperatorClock()
+    start = clock.now()
+    for _ in range(3):
+        clock.enter_compiled(80)
+        torch.ones(1, requires_grad=True).exp()  # the region: one node
+        saved_at = clock.now()
+        clock.leave_compiled()
+    assert saved_at - start == 3 * 80
+    assert clock.now() - start == 3 * 80
+    assert outline(tiny_llama()).layers[0].nodes > 40
+
+
+def test_backward_finds_the_operator_of_a_node() -> None:
+    clock = OperatorClock()
+    before = torch.ones(1, requires_grad=True).exp()
+    clock.enter_compiled(50)
+    region = before.exp()
+    inside = clock.now()
+    clock.leave_compiled()
+    after = region.exp()
+    outside = clock.now()
+    numbers = [
+        tensor.grad_fn._sequence_nr() for tensor in (before, region, after) if tensor.grad_fn is not None
+    ]
+    assert clock.operator(numbers[1]) == inside
+    assert clock.operator(numbers[2]) == outside == inside + 1
+    assert clock.operator(numbers[0]) == inside - 50

@@ -1,0 +1,174 @@
+"""The recorded forward leaves no trace in the model, in its hooks, or outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from hf_actswap import outline
+
+MakeModel = Callable[..., Any]
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+@pytest.fixture
+def called() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def global_hook(called: list[str]) -> Iterator[None]:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: called.append("global"))
+    yield
+    handle.remove()
+
+
+def hooks_of(model: nn.Module) -> list[list[Any]]:
+    return [list(vars(module)[name].items()) for module in model.modules() for name in HOOKS]
+
+
+def test_no_hook_runs_and_all_are_back_in_order(
+    tiny_model: MakeModel, called: list[str], global_hook: None
+) -> None:
+    model = tiny_model("llama")
+    handles = []
+    for module in (model, model.model.layers[0], model.model.layers[1].mlp.up_proj):
+        handles += [
+            module.register_forward_pre_hook(lambda *_: called.append("pre")),
+            module.register_forward_hook(lambda *_: called.append("first")),
+            module.register_forward_hook(lambda *_: called.append("always"), always_call=True),
+            module.register_forward_hook(lambda *_: called.append("second"), prepend=True),
+            module.register_full_backward_hook(lambda *_: called.append("backward")),
+        ]
+    before = hooks_of(model)
+    shape = outline(model)
+    assert shape.functions_known, shape.why_not
+    assert called == []
+    assert hooks_of(model) == before
+    model.model.layers[1].mlp.up_proj(torch.ones(1, 16))
+    assert called == ["pre", "global", "second", "first", "always"]
+    for handle in handles:
+        handle.remove()
+    assert not any(hooks_of(model))
+
+
+def test_hooks_are_back_after_an_error(tiny_model: MakeModel, called: list[str]) -> None:
+    model = tiny_model("llama")
+    model.register_forward_hook(lambda *_: called.append("after"))
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    model.model.norm.forward = fail
+    before = hooks_of(model)
+    shape = outline(model)
+    assert shape.why_not == "ZeroDivisionError: on purpose"
+    assert hooks_of(model) == before
+
+
+def test_a_hook_that_the_model_installs_itself_stays(tiny_model: MakeModel) -> None:
+    """Catches routers whose logits transformers never collects again: it marks the model as done."""
+    model = tiny_model("mixtral")
+    model.config.output_router_logits = True
+    first, second = outline(model), outline(model)
+    assert first.functions_known, first.why_not
+    assert first == second
+    output = model(input_ids=torch.full((2, 12), 5), labels=torch.full((2, 12), 5))
+    assert len(output.router_logits) == 2
+    assert output.aux_loss > 0
+
+
+class Untouchable(torch.Tensor):
+    """Stands for a sharded weight: a wrapper with the whole shape that must not be computed with."""
+
+    @staticmethod
+    def __new__(cls, part: torch.Tensor, rows: int) -> Untouchable:
+        shape = (rows, *part.shape[1:])
+        made: Untouchable = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=part.dtype)
+        return made
+
+    def __init__(self, part: torch.Tensor, rows: int) -> None:
+        self.part = part
+
+    def __tensor_flatten__(self) -> tuple[list[str], int]:
+        return ["part"], self.shape[0]
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], rows: int, *_: Any) -> Untouchable:
+        return Untouchable(inner["part"], rows)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return Untouchable(args[0].part, args[0].shape[0])
+        raise AssertionError(f"{function} on a weight of the user's")
+
+
+def test_weights_of_a_wrapper_class_are_not_touched(tiny_model: MakeModel) -> None:
+    model = tiny_model("llama")
+    eager = outline(model)
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            part = parameter.detach()[: parameter.shape[0] // 2]
+            setattr(module, name, nn.Parameter(Untouchable(part, parameter.shape[0])))
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    found = outline(model)
+    assert found.functions_known, found.why_not
+    assert found == eager
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+
+
+class CountingHead(nn.Linear):
+    """Writes into a buffer in each forward, and remembers which weight it ran with."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__(width, vocabulary, bias=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.ran_with: list[Any] = []
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.ran_with.append(self.weight)
+        return super().forward(hidden)
+
+
+def test_buffers_stay_and_tied_weights_stay_tied(tiny_model: MakeModel) -> None:
+    model = tiny_model("llama")
+    embedding = model.get_input_embeddings()
+    model.lm_head = CountingHead(16, 64)
+    model.lm_head.weight = embedding.weight
+    met: list[Any] = []
+    plain = embedding.forward
+    embedding.forward = lambda ids: (met.append(embedding.weight), plain(ids))[1]
+    assert outline(model).functions_known
+    assert model.lm_head.calls == 0
+    assert isinstance(met[0], FakeTensor)
+    assert met[0] is model.lm_head.ran_with[0]
+    assert met[0].requires_grad
+    assert model.lm_head.weight is embedding.weight
+    assert not isinstance(embedding.weight, FakeTensor)
+
+
+def test_saved_tensor_hooks_around_it_meet_nothing_fake(tiny_model: MakeModel) -> None:
+    model, packed = tiny_model("llama"), []
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda ticket: ticket):
+        assert outline(model).functions_known
+    assert packed == []
+
+
+def test_no_address_is_handed_out_and_the_setting_is_back(tiny_model: MakeModel) -> None:
+    """Catches a Triton kernel that would run on address 0."""
+    model, addresses = tiny_model("llama"), []
+    norm = model.model.norm
+    plain = norm.forward
+    norm.forward = lambda hidden: (addresses.append(hidden.data_ptr()), plain(hidden))[1]
+    setting = torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access
+    shape = outline(model)
+    assert addresses == []
+    assert "data pointer" in shape.why_not
+    assert torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access is setting

@@ -35,7 +35,7 @@ demo: $(VENV)/.run
 # Not strict: pytest-timeout, whose setting and marker the tests use, may not be installed there.
 gpu:
 	$(PYTHON) -m pytest -o addopts="--import-mode=importlib -ra" -m gpu
-	$(PYTHON) benchmarks/frontier.py
+	$(PYTHON) benchmarks/frontier.py; status=$$?; $(PYTHON) benchmarks/verdict.py && exit $$status
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

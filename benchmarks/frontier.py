@@ -1,44 +1,82 @@
-"""The time-memory frontier of one decoder stack: what each way of saving memory costs, side by side.
+"""The time-memory frontier of a Llama: what each way of saving memory costs, side by side.
 
     python benchmarks/frontier.py                       everything suited to this machine
     python benchmarks/frontier.py --preset cpu --rows actswap-mixed --layers 2
+    python benchmarks/frontier.py --longest --rows eager actswap-everything-auto
 
-Exit status 1: a row that must be exact is not, or a row failed. What the columns mean: `README.md` beside
-this file. The rows stand in `frontier_rows.py`.
+Exit status 1: a row that must be exact is not, a row failed, or eager itself cannot be trusted. What the
+numbers mean: `README.md` beside this file. The rows stand in `frontier_rows.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import gc
 import logging
+import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import torch
-
+# The same for all rows, and before torch reads it: what swap frees and takes again must not fragment.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 # Run as a script from a checkout, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import torch
+
+from benchmarks.frontier_longest import longest_results
 from benchmarks.frontier_machine import accelerator_name, commit, hardware, versions
-from benchmarks.frontier_measure import Measurement, measure
-from benchmarks.frontier_rows import ROWS, Row
-from benchmarks.frontier_stack import PRESETS, DecoderStack, Workload, fitted
+from benchmarks.frontier_measure import Reference, empty_result, measure_row
+from benchmarks.frontier_minutes import Job, Minutes, jobs_of
+from benchmarks.frontier_result import Result, fill_ratios, write_results
+from benchmarks.frontier_rows import EAGER, ROWS, Row
+from benchmarks.frontier_stack import TrainingStep, training_step
 from benchmarks.frontier_table import print_table
+from benchmarks.frontier_workloads import DEFAULT_PRESETS, PRESETS, Workload, fitted
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
-FORMAT_VERSION = 1
+ACCELERATOR_MINUTES = 7.5
 _CHANGES = ("layers", "tokens", "dtype", "steps")
 """Arguments that replace a preset's value."""
 
 
+@dataclass
+class Run:
+    """What the command line asked for, and what came of it so far.
+
+    Args:
+        device, compiling: where, and whether rows that compile are measured.
+        origin: of every row: the device's name, versions, commit, environment.
+        path: of the results; ``None``: a narrowed run, nothing is written.
+        minutes: watches the time.
+        results: in the order in which they were measured.
+    """
+
+    device: torch.device
+    compiling: bool
+    origin: dict[str, Any]
+    path: Path | None
+    minutes: Minutes
+    results: list[Result]
+
+    def add(self, result: Result) -> None:
+        """Keep a result, say so, and write the file anew: a run that is stopped leaves what it has."""
+        for name, value in self.origin.items():
+            setattr(result, name, value)
+        self.results.append(result)
+        reason = f" ({result.reason})" if result.reason else ""
+        sys.stderr.write(f"{result.workload} {result.method}: {result.status}{reason}\n")
+        if self.path:
+            write_results(self.results, self.path)
+
+
 def main(argv: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> int:
-    """Measure, print the table, write the JSON; return the exit status.
+    """Measure, print the tables, write the JSON and the picture; return the exit status.
 
     Args:
         argv: the command line; by default the process's.
@@ -46,30 +84,83 @@ def main(argv: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> int:
     """
     arguments = _parse(argv, rows)
     device = _device(arguments.device)
-    chosen = [row for row in rows if not arguments.rows or row.name in arguments.rows]
     compiling = arguments.compile if arguments.compile is not None else device.type != "cpu"
-    document = _document(arguments, device)
-    healthy = True
-    for workload in _workloads(arguments, device):
-        stack = DecoderStack(workload, device)
-        try:
-            results = measure(stack, chosen, compiling, _tell)
-        except RuntimeError as error:
-            sys.stderr.write(f"{workload.name}: {error}\n")
-            document["workloads"].append({"workload": asdict(workload), "error": str(error), "rows": []})
-            healthy = False
-            continue
-        finally:
-            del stack
-        print_table(workload, results)
-        document["workloads"].append(
-            {"workload": asdict(workload), "rows": [asdict(item) for item in results]}
+    limit = arguments.minutes or (None if device.type == "cpu" else ACCELERATOR_MINUTES)
+    minutes = Minutes(limit)
+    path = arguments.out or (_default_path(arguments, device) if _is_complete(arguments) else None)
+    run = Run(device, compiling, _origin(device), path, minutes, [])
+    chosen = [row for row in rows if not arguments.rows or row.name in arguments.rows]
+    workloads = _workloads(arguments, device)
+    if arguments.longest is not None:
+        _search_longest(run, workloads, chosen, arguments.longest)
+    else:
+        with_eager = [EAGER, *(row for row in chosen if row.name != EAGER.name)]
+        _measure_all(run, workloads, with_eager)
+    if run.path:
+        sys.stderr.write(f"written: {run.path}\n")
+        if arguments.longest is None:
+            _draw(run.results, run.path.with_suffix(".png"))
+    return 1 if any(_is_bad(result) for result in run.results) else 0
+
+
+def _draw(results: Sequence[Result], path: Path) -> None:
+    try:
+        from benchmarks.frontier_picture import draw  # here, because matplotlib is an extra
+    except ImportError as error:
+        sys.stderr.write(
+            f"no picture ({error}); draw it later: python benchmarks/frontier_picture.py RESULTS\n"
         )
-        healthy = healthy and not any(item.failed for item in results)
-    path = arguments.out or (_default_path(device) if _is_complete(arguments) else None)
-    if path:
-        _write(document, path)
-    return 0 if healthy else 1
+        return
+    draw([asdict(result) for result in results], path)
+    sys.stderr.write(f"written: {path}\n")
+
+
+def _is_bad(result: Result) -> bool:
+    """A broken row, or an eager one that nothing can be compared with (out of memory is no fault)."""
+    untrusted = result.method == EAGER.name and result.status == "measured" and not result.exact
+    return result.failed or (untrusted and not result.longest)
+
+
+def _measure_all(run: Run, workloads: Sequence[Workload], rows: Sequence[Row]) -> None:
+    jobs = jobs_of(workloads, rows)
+    for workload in workloads:
+        step = training_step(workload, run.device)
+        results, eager, reference = [], None, Reference()
+        for job in [job for job in jobs if job.workload is workload]:
+            result = _measure_job(run, step, job, jobs[jobs.index(job) :], reference)
+            eager = result if job.row is EAGER else eager
+            if job.row is EAGER:
+                run.minutes.eager_took(workload, result.ms)
+            fill_ratios(result, eager)
+            run.add(result)
+            results.append(result)
+        del step  # before the next is built
+        gc.collect()
+        print_table(workload, results)
+
+
+def _measure_job(
+    run: Run, step: TrainingStep, job: Job, ahead: Sequence[Job], reference: Reference
+) -> Result:
+    reason = run.minutes.why_not(job, ahead)
+    if job.row.compiles and not run.compiling:
+        reason = "compiling is slow on the CPU; ask for it with --compile"
+    if not reason:
+        return measure_row(step, job.row, reference)
+    result = empty_result(job.row, step.workload)
+    result.status, result.reason = "skipped", reason
+    return result
+
+
+def _search_longest(run: Run, workloads: Sequence[Workload], rows: Sequence[Row], limit_tokens: int) -> None:
+    rows = [row for row in rows if run.compiling or not row.compiles]
+    limit = limit_tokens or (1024 if run.device.type == "cpu" else 2**20)
+    for workload in workloads:
+        results = []
+        for result in longest_results(workload, rows, run.device, limit, run.minutes):
+            run.add(result)
+            results.append(result)
+        print_table(workload, results)
 
 
 def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespace:
@@ -79,7 +170,7 @@ def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespac
     )
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     parser.add_argument("--device", default=found.type if found else "cpu")
-    parser.add_argument("--preset", choices=PRESETS, help="default: every one that suits the device")
+    parser.add_argument("--preset", nargs="+", choices=PRESETS, help="default: what suits the device")
     parser.add_argument("--layers", type=int, help="decoder layers (default: the preset's)")
     parser.add_argument("--tokens", type=int, help="length of the one sequence (default: the preset's)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the preset's")
@@ -91,13 +182,29 @@ def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespac
         help="measure rows that compile (default: not on the CPU)",
     )
     parser.add_argument(
-        "--out", type=Path, help="JSON file (default, complete runs only: results/frontier_<device>.json)"
+        "--minutes",
+        type=float,
+        help="leave the least important rows out when the run would take longer "
+        f"(default: {ACCELERATOR_MINUTES:g} on an accelerator, none on the CPU)",
+    )
+    parser.add_argument(
+        "--longest",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="TOKENS",
+        help="double the length until a row no longer fits, at most to TOKENS, and report the longest",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="JSON file, the picture beside it (default: in results/, complete runs only)"
     )
     arguments = parser.parse_args(argv)
     for name in ("layers", "tokens", "steps"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             parser.error(f"argument --{name}: at least 1, found {value}")
+    if arguments.minutes is not None and arguments.minutes <= 0:
+        parser.error(f"argument --minutes: more than 0, found {arguments.minutes:g}")
     return arguments
 
 
@@ -110,56 +217,46 @@ def _device(name: str) -> torch.device:
 
 def _workloads(arguments: argparse.Namespace, device: torch.device) -> list[Workload]:
     """The presets that suit the device, changed as asked, and scaled down to its memory."""
-    if arguments.preset:
-        names = [arguments.preset]
-    else:
-        names = [name for name in PRESETS if (name == "cpu") == (device.type == "cpu")]
+    suited = DEFAULT_PRESETS["cpu" if device.type == "cpu" else "accelerator"]
     asked = {name: getattr(arguments, name) for name in _CHANGES}
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
-    workloads = [replace(PRESETS[name], **changes) for name in names]
-    if device.type == "cpu":
+    workloads = [replace(PRESETS[name], **changes) for name in arguments.preset or suited]
+    if device.type == "cpu" or arguments.longest is not None:
         return workloads
     free_bytes, _ = torch.accelerator.get_memory_info(device)
     return [fitted(workload, free_bytes) for workload in workloads]
 
 
-def _document(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    given = {name: value for name, value in vars(arguments).items() if name != "out" and value is not None}
+def _origin(device: torch.device) -> dict[str, Any]:
+    """What is the same in every row."""
+    found, machine, checkout = versions(), hardware(device), commit(REPOSITORY)
     return {
-        "format": "hf_actswap.frontier",
-        "format_version": FORMAT_VERSION,
-        "recorded": datetime.now(UTC).isoformat(timespec="seconds"),
-        "arguments": given,
-        "commit": commit(REPOSITORY),
-        "versions": versions(),
-        "hardware": hardware(device),
-        "workloads": [],
+        "device": "cpu" if device.type == "cpu" else machine["name"],
+        "torch": found["torch"],
+        "transformers": found["transformers"],
+        "commit": checkout["id"],
+        "environment": {
+            "hardware": machine,
+            "versions": found,
+            "tracked_files_changed": checkout["dirty"],
+            "allocator": os.environ["PYTORCH_ALLOC_CONF"],
+        },
     }
 
 
-def _tell(result: Measurement) -> None:
-    """Progress, since a run can take minutes."""
-    sys.stderr.write(f"{result.row}: {result.status}{f' ({result.reason})' if result.reason else ''}\n")
-
-
 def _is_complete(arguments: argparse.Namespace) -> bool:
-    """Whether nothing narrows the run, so that it may take the place of the recorded one."""
+    """Whether nothing narrows the run, so that it may stand among the recorded ones."""
     return all(getattr(arguments, name) is None for name in ("preset", *_CHANGES, "rows", "compile"))
 
 
-def _default_path(device: torch.device) -> Path:
+def _default_path(arguments: argparse.Namespace, device: torch.device) -> Path:
     name = "cpu" if device.type == "cpu" else accelerator_name(device).lower().replace(" ", "-")
-    return RESULTS / f"frontier_{name}.json"
-
-
-def _write(document: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    sys.stderr.write(f"written: {path}\n")
+    what = "frontier" if arguments.longest is None else "longest"
+    return RESULTS / f"{what}_{name}_{datetime.now():%Y%m%d}.json"
 
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    # The mixed row's plan warns of every rule that changed a wish; here they are known.
+    # The plans of some rows warn of every rule that changed a wish; the results hold them.
     logging.getLogger("hf_actswap").setLevel(logging.ERROR)
     sys.exit(main())

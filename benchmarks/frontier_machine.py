@@ -69,6 +69,16 @@ def hardware(device: torch.device) -> dict[str, Any]:
     }
 
 
+def available_host_bytes() -> int:
+    """Return the bytes of host memory that can be had without swapping to disk."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def accelerator_name(device: torch.device) -> str:
     """Return the name of an accelerator; its type where its backend tells none."""
     backend = getattr(torch, device.type, None)

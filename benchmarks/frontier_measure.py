@@ -1,194 +1,274 @@
-"""Measures one row after another on one decoder stack and compares them with eager.
+"""Measures one method after another on one workload and compares them with eager.
 
-For each row, in this order: warm-up steps, timed steps, one step under the memory meter, one step whose
-gradients are compared. The comparison comes last on purpose: by then host blocks are being reused, which is
-where a swap that runs ahead of itself would show.
+For each row, in this order: warm-up steps, timed steps (whose memory peak is read), on the CPU one step under
+the memory meter, one step whose gradients are compared. The comparison comes last on purpose: by then host
+blocks are being reused, which is where a swap that runs ahead of itself would show.
 """
 
 from __future__ import annotations
 
 import gc
 import logging
+import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import torch
+from torch._dynamo.callback import CallbackArgs, callback_handler
 
-from benchmarks.frontier_memory import memory_meter
-from benchmarks.frontier_rows import EAGER, Row
-from benchmarks.frontier_stack import DecoderStack
+from benchmarks.frontier_fingerprint import Fingerprint, differing, fingerprints, useless
+from benchmarks.frontier_memory import CopyMeter, StorageMeter, give_back_cached_memory, pinned_bytes
+from benchmarks.frontier_result import Result
+from benchmarks.frontier_rows import Row
+from benchmarks.frontier_stack import TrainingStep
+from benchmarks.frontier_workloads import Workload
 from hf_actswap import AppliedPlan
 from hf_actswap.engine import SwapStats
 
 logger = logging.getLogger(__name__)
 
-_PER_STEP = ("offloaded_bytes", "prefetched_bytes", "stalls", "stall_ms", "recomputes")
-
-Status = Literal["measured", "skipped", "out of memory", "failed"]
+_OVERRIDES_SHOWN = 20
 
 
 @dataclass
-class Measurement:
-    """One row's numbers; ``None`` where there is none.
+class Reference:
+    """Eager's output and gradients as fingerprints; empty before eager was measured.
 
     Args:
-        row: its name.
-        config: what was put on the model.
-        status, reason: whether it was measured, and why not.
-        must_be_exact: of the row.
-        exact: output and gradients equal eager's bit for bit; ``None``: not judged.
-        differing: the gradients that do not.
-        step_ms: of each timed step, forward and backward, device-synchronised; ``median_ms`` of them.
-        held_bytes: alive at the end of forward, above the resting state; the stack's output included.
-        peak_bytes: most alive at once during the step, above the resting state.
-        swap: the engine's counters of one step, and its host memory.
-        ratios: against eager in the same run.
+        expected: fingerprints by name.
+        fault: why they cannot judge others, ``""`` if they can.
     """
 
-    row: str
-    config: Any = None
-    status: Status = "measured"
-    reason: str = ""
-    must_be_exact: bool = False
-    exact: bool | None = None
-    differing: list[str] = field(default_factory=list)
-    step_ms: list[float] = field(default_factory=list)
-    median_ms: float | None = None
-    held_bytes: int | None = None
-    peak_bytes: int | None = None
-    swap: dict[str, float] | None = None
-    ratios: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def failed(self) -> bool:
-        """Whether the run must not be trusted, or the row is broken."""
-        return self.status == "failed" or (
-            self.must_be_exact and self.status == "measured" and not self.exact
-        )
+    expected: dict[str, Fingerprint] = field(default_factory=dict)
+    fault: str = ""
 
 
-Reference = dict[str, torch.Tensor]
-"""Eager's output and gradients, in host memory."""
+def empty_result(row: Row, workload: Workload) -> Result:
+    """Return a row's result with nothing measured yet."""
+    return Result(
+        method=row.name,
+        compiled=row.compiles,
+        model=workload.model,
+        layers=workload.layers,
+        seq=workload.tokens,
+        batch=1,
+        head=workload.head,
+        workload=workload.name,
+        dtype=workload.dtype,
+        config=row.config_for(workload.layers),
+        warmup_steps=workload.warmup_steps,
+        must_be_exact=row.must_be_exact,
+    )
 
 
-def measure(
-    stack: DecoderStack,
-    rows: Sequence[Row],
-    compiling: bool,
-    done: Callable[[Measurement], None] = lambda _: None,
-) -> list[Measurement]:
-    """Measure rows on a stack.
+def measure_row(step: TrainingStep, row: Row, reference: Reference) -> Result:
+    """Measure one row; what goes wrong becomes its status, so that the others are still measured.
 
     Args:
-        stack: left as it was.
-        rows: eager is measured first, whether or not it is among them.
-        compiling: whether rows that compile are measured.
-        done: is called with each measurement when it is complete.
-
-    Returns:
-        One measurement per row, eager first.
-
-    Raises:
-        RuntimeError: eager itself cannot be measured, or two eager steps differ (then nothing can be judged).
+        step: left as it was.
+        row: put on it.
+        reference: filled by the first row that compiles nothing, compared with by the others.
     """
-    results: list[Measurement] = []
-    reference: Reference = {}
-    for row in (EAGER, *(row for row in rows if row.name != EAGER.name)):
-        result = _measure_row(stack, row, compiling, reference)
-        results.append(result)
-        if row is EAGER and (result.status != "measured" or not result.exact):
-            raise RuntimeError(_why_no_reference(result))
-        _fill_ratios(result, results[0])
-        done(result)
-    return results
-
-
-def _why_no_reference(eager: Measurement) -> str:
-    if eager.status != "measured":
-        return f"eager cannot be measured ({eager.status}): {eager.reason or 'take fewer layers or tokens'}"
-    return f"two eager steps differ, so that exactness cannot be judged: {', '.join(eager.differing[:5])}"
-
-
-def _measure_row(stack: DecoderStack, row: Row, compiling: bool, reference: Reference) -> Measurement:
-    """Measure one row; what goes wrong becomes its status, so that the others are still measured."""
-    result = Measurement(row.name, row.config, must_be_exact=row.must_be_exact)
-    result.reason = row.obstacle(stack.device, stack.model)
-    if row.compiles and not compiling:
-        result.reason = "compiling is slow on the CPU; ask for it with --compile"
+    result = empty_result(row, step.workload)
+    result.reason = row.obstacle(step)
     if result.reason:
         result.status = "skipped"
         return result
+    _clean_up(step)
+    pinned_before = pinned_bytes(step.device)
+    result.resting_bytes = _resting_bytes(step)
     try:
-        with row.setup(stack.model, row.config) as applied:
-            _fill(result, stack, row, applied, reference)
-    except torch.OutOfMemoryError as error:
-        result.status, result.reason = "out of memory", str(error).splitlines()[0]
+        with row.setup(step, result.config) as applied:
+            _fill_times(result, step, applied)
+            _fill_host_bytes(result, step, applied, pinned_before)
+            _fill_cpu_bytes(result, step)
+            _fill_outcome(result, step, row, reference)
     except Exception as error:
-        logger.exception("row %s failed", row.name)
-        result.status, result.reason = "failed", f"{type(error).__name__}: {error}"
-    gc.collect()
-    if stack.device.type != "cpu":
-        torch.accelerator.empty_cache()
+        _note_failure(result, error)
+    _clean_up(step)
     return result
 
 
-def _fill(
-    result: Measurement, stack: DecoderStack, row: Row, applied: AppliedPlan | None, reference: Reference
-) -> None:
-    for _ in range(stack.workload.warmup_steps):
-        _timed_step_ms(stack)
+def _clean_up(step: TrainingStep) -> None:
+    try:
+        step.zero_gradients()
+        gc.collect()
+        give_back_cached_memory(step.device)
+    except (
+        RuntimeError
+    ) as error:  # after a fault on the device nothing runs there; say so in each row's result
+        logger.warning("the device does not answer: %s", error)
+
+
+def _note_failure(result: Result, error: Exception) -> None:
+    """Say what happened. Nothing of the exception is kept: its frames hold the memory of the step."""
+    text = str(error).strip()
+    # Page-locked memory that runs out is reported as a plain RuntimeError.
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
+        result.status, result.reason = "out of memory", text.splitlines()[0]
+    else:
+        logger.exception("row %s failed", result.method)
+        result.status, result.reason = "failed", f"{type(error).__name__}: {text}"
+
+
+def _resting_bytes(step: TrainingStep) -> int:
+    if step.device.type == "cpu":
+        return step.resting_bytes()
+    return torch.accelerator.memory_allocated(step.device)
+
+
+def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | None) -> None:
+    """Warm-up and timed steps; the peaks and the engine's counters are of the timed ones."""
+    with _compile_time() as compile_ms:
+        result.step_ms = [_timed_step_ms(step)]
+        result.first_step_ms = result.step_ms[0]
+        result.first_step_compile_ms = sum(compile_ms)
+    result.step_ms += [_timed_step_ms(step) for _ in range(step.workload.warmup_steps - 1)]
     before = applied.stats() if applied else None
-    result.step_ms = [_timed_step_ms(stack) for _ in range(stack.workload.steps)]
-    result.median_ms = statistics.median(result.step_ms)
+    if step.device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(step.device)
+    timed = [_timed_step_ms(step) for _ in range(step.workload.steps)]
+    result.step_ms += timed
+    result.ms = statistics.median(timed)
+    if step.device.type != "cpu" and result.resting_bytes is not None:
+        result.peak_allocated_bytes = torch.accelerator.max_memory_allocated(step.device)
+        result.peak_reserved_bytes = torch.accelerator.max_memory_reserved(step.device)
+        result.activation_bytes = result.peak_allocated_bytes - result.resting_bytes
     if applied and before:
-        total = applied.stats() - before
-        result.swap = _swap_numbers(total, stack.workload.steps)
-    if stack.device.type != "cpu" or not row.compiles:  # a dispatch mode would switch compilation off
-        result.held_bytes, result.peak_bytes = _step_bytes(stack)
-    if row.compiles:
-        return
-    if not reference:
-        reference.update(_outcome(stack))
-        _check_reference(reference)
-    result.differing = _differing(stack, reference)
-    result.exact = not result.differing
+        _fill_swap_numbers(result, applied.stats() - before, step.workload.steps)
+        changes = (*applied.plan.warnings, *applied.plan.overrides)
+        result.overrides = [str(change) for change in changes[:_OVERRIDES_SHOWN]]
 
 
-def _swap_numbers(total: SwapStats, steps: int) -> dict[str, float]:
-    """The counters per step; a fraction among the bytes means that the steps were not alike."""
-    totals: dict[str, float] = {name: getattr(total, name) for name in _PER_STEP}
-    totals["refused_bytes"] = sum(total.refused.values())
-    numbers = {
-        name: value // steps if isinstance(value, int) and value % steps == 0 else value / steps
-        for name, value in totals.items()
-    }
-    return {**numbers, "host_peak_bytes": total.host_peak_bytes}
-
-
-def _timed_step_ms(stack: DecoderStack) -> float:
-    stack.zero_gradients()
-    stack.synchronize()
+def _timed_step_ms(step: TrainingStep) -> float:
+    step.zero_gradients()
+    step.synchronize()
     start = time.perf_counter()
-    stack.backward(stack.forward())
-    stack.synchronize()
+    with step.context():
+        step.backward(step.forward())
+    step.synchronize()
     return (time.perf_counter() - start) * 1e3
 
 
-def _step_bytes(stack: DecoderStack) -> tuple[int, int]:
-    """Bytes above the resting state: at the end of forward, and at most."""
-    stack.zero_gradients()
+@contextmanager
+def _compile_time() -> Iterator[list[float]]:
+    """Collect the ms of each compilation meanwhile: of the forward, and of a backward compiled later."""
+    spent_ms: list[float] = []
+    started = 0.0
+
+    def start(_: CallbackArgs) -> None:
+        nonlocal started
+        started = time.perf_counter()
+
+    def end(_: CallbackArgs) -> None:
+        spent_ms.append((time.perf_counter() - started) * 1e3)
+
+    callback_handler.register_start_callback(start)
+    callback_handler.register_end_callback(end)
+    try:
+        yield spent_ms
+    finally:
+        callback_handler.remove_start_callback(start)
+        callback_handler.remove_end_callback(end)
+
+
+def _fill_swap_numbers(result: Result, total: SwapStats, steps: int) -> None:
+    """The counters per step; a fraction among the bytes means that the steps were not alike."""
+
+    def per_step(value: float) -> float:
+        return value // steps if isinstance(value, int) and value % steps == 0 else value / steps
+
+    result.swapped_bytes = per_step(total.offloaded_bytes)
+    result.prefetched_bytes = per_step(total.prefetched_bytes)
+    result.stalls = per_step(total.stalls)
+    result.stall_ms = per_step(total.stall_ms)
+    result.recomputes = per_step(total.recomputes)
+    result.refused_bytes = per_step(sum(total.refused.values()))
+
+
+def _fill_host_bytes(
+    result: Result, step: TrainingStep, applied: AppliedPlan | None, pinned_before: int | None
+) -> None:
+    if applied:
+        result.host_bytes = applied.stats().host_pool_bytes
+    elif step.device.type == "cpu":
+        result.host_bytes = 0
+    else:
+        now = pinned_bytes(step.device)
+        result.host_bytes = None if now is None or pinned_before is None else now - pinned_before
+
+
+def _fill_cpu_bytes(result: Result, step: TrainingStep) -> None:
+    """One step under the dispatch mode, which would switch compilation off: compiled rows have no bytes."""
+    if step.device.type != "cpu" or result.compiled or result.resting_bytes is None:
+        return
+    step.zero_gradients()
     gc.collect()
-    with memory_meter(stack.device) as meter:
-        output = stack.forward()
-        held = meter.held_bytes()
-        stack.backward(output)
+    with StorageMeter() as meter, step.context():
+        output = step.forward()
+        result.held_bytes = meter.held_bytes()
+        step.backward(output)
         del output
-        return held, meter.peak_bytes()
+    result.activation_bytes = meter.peak_bytes()
+    result.peak_allocated_bytes = result.resting_bytes + meter.peak_bytes()
+
+
+def _fill_outcome(result: Result, step: TrainingStep, row: Row, reference: Reference) -> None:
+    """Loss, gradient norm and the comparison with eager, whose own second step must give the same again."""
+    found = _outcome(result, step, row)
+    if row.compiles:
+        return
+    if not reference.expected and not reference.fault:
+        reference.expected = found
+        bad = useless(_gradients(step))
+        if bad:
+            reference.fault = f"eager gives zeros or no finite numbers: {', '.join(bad[:5])}"
+        found = _outcome(result, step, row)
+        changed = differing(found, reference.expected)
+        if changed and not reference.fault:
+            reference.fault = f"two eager steps differ: {', '.join(changed[:5])}"
+    if reference.fault:
+        result.reason = f"exactness cannot be judged: {reference.fault}"
+        return
+    result.differing = differing(found, reference.expected)
+    result.exact = not result.differing
+
+
+def _outcome(result: Result, step: TrainingStep, row: Row) -> dict[str, Fingerprint]:
+    """Run one step and return what it gave.
+
+    A compiled row runs it with the kernels that it was timed with: others would have to be compiled.
+    """
+    step.zero_gradients()
+    copies = CopyMeter() if row.counts_copies else nullcontext()
+    with nullcontext() if row.compiles else _deterministic(), step.context():
+        with copies:
+            output = step.forward()
+        if step.device.type != "cpu" and result.resting_bytes is not None:
+            result.held_bytes = torch.accelerator.memory_allocated(step.device) - result.resting_bytes
+        result.loss = step.loss(output)
+        step.backward(output)
+        step.synchronize()
+    if isinstance(copies, CopyMeter):
+        result.swapped_bytes = copies.copied_bytes
+    elif result.swapped_bytes is None:
+        result.swapped_bytes = 0
+    result.grad_norm = _norm(step)
+    return {} if row.compiles else fingerprints({"output": output, **_gradients(step)})
+
+
+def _gradients(step: TrainingStep) -> dict[str, torch.Tensor]:
+    return {name: leaf.grad for name, leaf in step.leaves().items() if leaf.grad is not None}
+
+
+def _norm(step: TrainingStep) -> float:
+    gradients = [weight.grad for weight in step.weights().values() if weight.grad is not None]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    return math.hypot(*torch.stack(norms).tolist())
 
 
 @contextmanager
@@ -201,53 +281,3 @@ def _deterministic() -> Iterator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(False)
-
-
-def _step_results(stack: DecoderStack) -> Iterator[tuple[str, torch.Tensor]]:
-    """Run one step; give its output and each gradient, moved to host memory one at a time."""
-    stack.zero_gradients()
-    with _deterministic():
-        output = stack.forward()
-        stack.backward(output)
-        stack.synchronize()
-    yield "output", output.detach().to("cpu", copy=True)
-    for name, leaf in stack.leaves().items():
-        if leaf.grad is not None:
-            yield name, leaf.grad.to("cpu", copy=True)
-
-
-def _outcome(stack: DecoderStack) -> Reference:
-    return dict(_step_results(stack))
-
-
-def _check_reference(reference: Reference) -> None:
-    """A comparison with zeros or NaN would prove nothing."""
-    useless = [name for name, value in reference.items() if not value.isfinite().all() or not value.any()]
-    if useless:
-        raise RuntimeError(f"eager gives zeros or no finite numbers: {', '.join(useless[:5])}")
-
-
-def _differing(stack: DecoderStack, reference: Reference) -> list[str]:
-    seen = set()
-    differing = []
-    for name, value in _step_results(stack):
-        seen.add(name)
-        expected = reference.get(name)
-        if expected is None or not torch.equal(_bits(value), _bits(expected)):
-            differing.append(name)
-    return differing + sorted(set(reference) - seen)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as bytes: NaN equals itself, and zero differs from minus zero."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _fill_ratios(result: Measurement, eager: Measurement) -> None:
-    for name, value, base in (
-        ("time", result.median_ms, eager.median_ms),
-        ("held", result.held_bytes, eager.held_bytes),
-        ("peak", result.peak_bytes, eager.peak_bytes),
-    ):
-        if value is not None and base:
-            result.ratios[name] = value / base

@@ -1,11 +1,11 @@
-"""How many bytes a step holds above the resting state (weights, gradients, input).
+"""How many bytes a step holds, on the device and on the host.
 
-On an accelerator the caching allocator counts. The CPU has none that counts, and resident memory says
-little about tensors (freed pages stay with the process), so there a dispatch mode follows every storage
-that an operator creates and asks whether it still lives. Both meters see a backward that reloads or
-recomputes. Not seen on the CPU: scratch memory inside a kernel. Excluded on the CPU: the host copies of
-swapped tensors, which the engine allocated in the steps before and only writes to here. On the CPU the
-mode slows everything down: time a step without it.
+On an accelerator the caching allocators count. The CPU has none that counts, and resident memory says little
+about tensors (freed pages stay with the process), so there a dispatch mode follows every storage that an
+operator creates and asks whether it still lives. Both see a backward that reloads or recomputes. Not seen on
+the CPU: scratch memory inside a kernel. Excluded on the CPU: the host copies of swapped tensors, which the
+engine allocated in the steps before and only writes to here. The mode slows everything down: no step is timed
+under it.
 """
 
 from __future__ import annotations
@@ -17,31 +17,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-
-class AllocatorMeter:
-    """Reads the caching allocator of an accelerator, from entry to exit, relative to the state at entry."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._resting_bytes = 0
-
-    def __enter__(self) -> AllocatorMeter:
-        torch.accelerator.synchronize(self._device)
-        torch.accelerator.reset_peak_memory_stats(self._device)
-        self._resting_bytes = torch.accelerator.memory_allocated(self._device)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing is installed."""
-
-    def held_bytes(self) -> int:
-        """Return the bytes alive now."""
-        return torch.accelerator.memory_allocated(self._device) - self._resting_bytes
-
-    def peak_bytes(self) -> int:
-        """Return the most bytes alive at once."""
-        return torch.accelerator.max_memory_allocated(self._device) - self._resting_bytes
 
 
 class StorageMeter(TorchDispatchMode):
@@ -85,9 +60,44 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
-MemoryMeter = AllocatorMeter | StorageMeter
+class CopyMeter(TorchDispatchMode):
+    """Counts the bytes that operators copy from a device to the host: for methods that do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied_bytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        source = next((leaf for leaf in args if isinstance(leaf, torch.Tensor)), None)
+        if func is torch.ops.aten.copy_.default:
+            source = args[1]
+        elif func is not torch.ops.aten._to_copy.default:
+            return result
+        if result.device.type == "cpu" and source is not None and source.device.type != "cpu":
+            self.copied_bytes += result.numel() * result.element_size()
+        return result
 
 
-def memory_meter(device: torch.device) -> MemoryMeter:
-    """Return the meter for a device."""
-    return StorageMeter() if device.type == "cpu" else AllocatorMeter(device)
+def pinned_bytes(device: torch.device) -> int | None:
+    """Return the bytes of page-locked memory that PyTorch's allocator owns, or ``None``: it does not tell."""
+    statistics = getattr(getattr(torch, device.type, None), "host_memory_stats", None)
+    if statistics is None:
+        return None
+    found = statistics().get("allocated_bytes.current")
+    return None if found is None else int(found)
+
+
+def give_back_cached_memory(device: torch.device) -> None:
+    """Return what the caching allocators hold and nobody uses, on the device and in page-locked memory."""
+    if device.type == "cpu":
+        return
+    torch.accelerator.empty_cache()
+    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", torch._C._host_emptyCache)
+    empty_host_cache()

@@ -1,140 +1,240 @@
-"""The rows of the frontier, as data: what is put on the decoder stack before it is measured.
+"""The rows of the frontier, as data. Adding a row is adding one entry to `ROWS`.
 
-Adding a row is adding one entry to `ROWS`. A row of hf_actswap is a configuration; a row of something else
-is a context manager that takes the model, puts its mechanism on, and takes it off again at exit.
+Rows that compile stand in groups: one group compiles one graph, later rows of it find it in the cache.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+import yaml
 
-import hf_actswap
-from hf_actswap import AppliedPlan
+from benchmarks.frontier_methods import (
+    Obstacle,
+    Setup,
+    actswap,
+    compiled,
+    hf_checkpointing,
+    no_compiler,
+    no_device,
+    no_obstacle,
+    no_offload_option,
+    no_room_on_host,
+    no_trl,
+    nothing,
+    save_on_cpu,
+    trl_offloading,
+)
+from benchmarks.frontier_stack import TrainingStep
 
-Setup = Callable[[Any, Any], AbstractContextManager[AppliedPlan | None]]
-"""Takes the model and the row's configuration; gives the applied plan where there is one."""
-
-Obstacle = Callable[[torch.device, Any], str]
-"""Takes the device and the model; says why a row cannot be measured there, ``""`` if it can."""
-
-
-def _none(_device: torch.device, _model: Any) -> str:
-    return ""
-
-
-@contextmanager
-def nothing(_model: Any, _config: Any) -> Iterator[None]:
-    """Leave the model as it is."""
-    yield None
-
-
-@contextmanager
-def hf_checkpointing(model: Any, options: Mapping[str, Any] | None) -> Iterator[None]:
-    """Put transformers' own checkpointing of whole layers on; ``options`` are its arguments."""
-    _checkpointing_verb(model, "enable")(**(options or {}))
-    try:
-        yield None
-    finally:
-        _checkpointing_verb(model, "disable")()
-
-
-def _checkpointing_verb(model: Any, verb: str) -> Callable[..., None]:
-    """The method under its present name, or under the one that it had before."""
-    method = getattr(model, f"activation_checkpointing_{verb}", None)
-    return method or getattr(model, f"gradient_checkpointing_{verb}")
-
-
-@contextmanager
-def compiled(model: Any, options: Mapping[str, Any] | None) -> Iterator[None]:
-    """Compile each layer by itself; ``options`` are ``torch.compile``'s."""
-    layers: list[nn.Module] = list(model.layers)
-    for layer in layers:
-        layer.compile(**(options or {}))
-    try:
-        yield None
-    finally:
-        for layer in layers:
-            layer._compiled_call_impl = None  # there is no public way back from Module.compile
-        torch._dynamo.reset()
-
-
-@contextmanager
-def actswap(model: Any, config: Any) -> Iterator[AppliedPlan]:
-    """Put a configuration of hf_actswap on."""
-    with hf_actswap.apply(model, config) as applied:
-        yield applied
-
-
-def no_offload_option(device: torch.device, model: Any) -> str:
-    """transformers can swap what its checkpointing keeps, in newer versions and off a device."""
-    if device.type == "cpu":
-        return "the CPU has no memory of its own to offload from"
-    if "offload" not in inspect.signature(_checkpointing_verb(model, "enable")).parameters:
-        return "this version of transformers cannot offload what its checkpointing keeps"
-    return ""
+_JUDGED = ("7b-8k", "7b-32k")
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table.
+    """One method.
 
     Args:
-        name: unique; what ``--rows`` selects.
+        name: unique; what ``--rows`` selects. Ours begin with ``actswap``.
         setup: puts the mechanism on the model.
-        config: what ``setup`` is given; plain values, written to the results as they are.
+        config: what ``setup`` is given: plain values, or a function of the number of layers that gives them.
         must_be_exact: output and gradients must equal eager's bit for bit; if not, the run fails.
-        compiles: needs ``torch.compile``. Fused kernels round differently, so exactness is not judged.
-        obstacle: why the row cannot be measured here.
+        compile_group: rows that share compiled graphs; ``""``: compiles nothing. Fused kernels round
+            differently, so exactness is not judged there.
+        counts_copies: another's method that copies to the host, and does not count how much.
+        obstacles: why the row cannot be measured here; the first that says something is named.
+        needed_at: the presets at which ``verdict.py`` needs it.
+        rank: 1 to 3; what is left out first when minutes are short is 3.
+        relative_time: of a step, against eager, to plan the minutes with.
+        pinned_share: bytes of pinned memory against the bytes that eager saves, for the same.
     """
 
     name: str
     setup: Setup
     config: Any = None
     must_be_exact: bool = False
-    compiles: bool = False
-    obstacle: Obstacle = _none
+    compile_group: str = ""
+    counts_copies: bool = False
+    obstacles: tuple[Obstacle, ...] = (no_obstacle,)
+    needed_at: tuple[str, ...] = ()
+    rank: int = 1
+    relative_time: float = 1.0
+    pinned_share: float = 0.0
 
+    @property
+    def compiles(self) -> bool:
+        return bool(self.compile_group)
+
+    def config_for(self, layers: int) -> Any:
+        """Return the configuration for a model of so many layers."""
+        return self.config(layers) if callable(self.config) else self.config
+
+    def obstacle(self, step: TrainingStep) -> str:
+        """Return why it cannot be measured, or ``""``."""
+        return next((reason for obstacle in self.obstacles if (reason := obstacle(step))), "")
+
+
+def swap_everything(prefetch: int | str) -> dict[str, Any]:
+    """All that any layer saves."""
+    return {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": prefetch, "layers": True}]}}
+
+
+def recipe_with_auto(name: str) -> Callable[[int], dict[str, Any]]:
+    """Return a recipe's swap section with every prefetch ``auto``, less the layers that a model lacks."""
+
+    def config(layers: int) -> dict[str, Any]:
+        document = yaml.safe_load((RECIPES / name).read_text(encoding="utf-8"))
+        rules = [_with_auto(rule, layers) for rule in document["swap_config"]["op_swap"]]
+        return {"swap_config": {"swap": True, "op_swap": [rule for rule in rules if rule["layers"]]}}
+
+    return config
+
+
+def _with_auto(rule: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    present = [layer for layer in rule["layers"] if layer < layers]
+    return {**rule, "backward_prefetch": "auto", "layers": present}
+
+
+MIXED = {
+    "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": True}]},
+    "recompute_config": {
+        "select_recompute": {
+            r"feed_forward\.mul": True,
+            r"feed_forward\.w1\.activation\.silu": True,
+            r".*_norm": True,
+        }
+    },
+}
+"""Recompute what is cheap, swap the rest."""
 
 EAGER = Row("eager", nothing)
 """What all ratios and all gradients are compared with; always measured, and first."""
 
-ROWS: tuple[Row, ...] = (
-    EAGER,
-    Row("hf-checkpointing", hf_checkpointing),
-    Row("hf-checkpointing-offload", hf_checkpointing, {"offload": True}, obstacle=no_offload_option),
-    Row("compiled", compiled, compiles=True),
+_PEERS = (
+    Row("hf-checkpointing", hf_checkpointing, relative_time=1.3),
     Row(
-        "actswap-default-swap",
+        "hf-checkpointing-offload",
+        hf_checkpointing,
+        {"offload": True},
+        counts_copies=True,
+        obstacles=(no_offload_option,),
+        relative_time=1.4,
+        pinned_share=0.05,
+    ),
+    Row(
+        "trl-offloading",
+        trl_offloading,
+        counts_copies=True,
+        obstacles=(no_trl, no_room_on_host),
+        needed_at=_JUDGED[:1],
+        relative_time=2.5,
+        pinned_share=1.2,
+    ),
+    Row(
+        "trl-offloading-checkpointing",
+        trl_offloading,
+        {"checkpointing": True},
+        counts_copies=True,
+        obstacles=(no_trl,),
+        rank=3,
+        relative_time=1.4,
+        pinned_share=0.05,
+    ),
+    Row(
+        "save-on-cpu",
+        save_on_cpu,
+        counts_copies=True,
+        obstacles=(no_device, no_room_on_host),
+        rank=3,
+        relative_time=4.5,
+        pinned_share=1.8,
+    ),
+)
+
+_OURS = (
+    Row(
+        "actswap-default-auto",
         actswap,
-        {"swap_config": {"swap": True, "default_prefetch": 20}},
+        {"swap_config": {"swap": True, "default_prefetch": "auto"}},
         must_be_exact=True,
+        needed_at=_JUDGED,
+        relative_time=1.05,
+        pinned_share=0.1,
+    ),
+    Row(
+        "actswap-case3-auto",
+        actswap,
+        recipe_with_auto("case3_op_swap.yaml"),
+        must_be_exact=True,
+        needed_at=_JUDGED,
+        relative_time=1.05,
+        pinned_share=0.2,
+    ),
+    Row(
+        "actswap-everything-20",
+        actswap,
+        swap_everything(20),
+        must_be_exact=True,
+        needed_at=_JUDGED[:1],
+        relative_time=2.3,
+        pinned_share=1.0,
+    ),
+    Row(
+        "actswap-everything-auto",
+        actswap,
+        swap_everything("auto"),
+        must_be_exact=True,
+        relative_time=1.05,
+        pinned_share=0.4,
     ),
     Row(
         "actswap-full-recompute",
         actswap,
         {"recompute_config": {"recompute": True}},
         must_be_exact=True,
+        rank=3,
+        relative_time=1.3,
     ),
     Row(
         "actswap-mixed",
         actswap,
-        {
-            "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": True}]},
-            "recompute_config": {
-                "select_recompute": {
-                    r"feed_forward\.mul": True,
-                    r"feed_forward\.w1\.activation\.silu": True,
-                    r".*_norm": True,
-                }
-            },
-        },
+        MIXED,
         must_be_exact=True,
+        rank=2,
+        relative_time=1.6,
+        pinned_share=0.5,
     ),
 )
+
+
+def _compiled_row(name: str, group: str, config: Mapping[str, Any], **values: Any) -> Row:
+    return Row(name, compiled, config, compile_group=group, obstacles=(no_compiler,), **values)
+
+
+_COMPILED = (
+    _compiled_row("compiled", "1.0", {}, needed_at=_JUDGED, relative_time=0.9),
+    _compiled_row(
+        "actswap-compiled-auto",
+        "1.0",
+        {"actswap": swap_everything("auto")},
+        needed_at=_JUDGED,
+        relative_time=0.95,
+        pinned_share=0.3,
+    ),
+    _compiled_row("compiled-budget-0.5", "0.5", {"memory_budget": 0.5}, relative_time=1.0),
+    _compiled_row(
+        "actswap-compiled-budget-0.5-auto",
+        "0.5",
+        {"memory_budget": 0.5, "actswap": swap_everything("auto")},
+        relative_time=1.0,
+        pinned_share=0.3,
+    ),
+    _compiled_row("compiled-checkpointing", "checkpointing", {"checkpointing": True}, relative_time=1.3),
+    _compiled_row("compiled-budget-0.2", "0.2", {"memory_budget": 0.2}, rank=2, relative_time=1.05),
+)
+
+ROWS: tuple[Row, ...] = (EAGER, *_PEERS, *_OURS, *_COMPILED)

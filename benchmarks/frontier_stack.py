@@ -1,124 +1,97 @@
-"""What is run: the decoder layers of a Llama, one sequence, forward and backward, nothing else.
+"""What is run: a Llama of real shapes, one sequence, forward and backward, nothing else.
 
-No loss, no head and no final norm: their memory and time would blur what happens in the layers. The stack
-is still a stock Hugging Face model (``LlamaModel`` fed with embeddings), so everything that works on one
-works here.
+Two forms. The *decoder stack* is the decoder layers alone: no loss, head, final norm or embedding, whose
+memory and time would blur what happens in the layers. The *whole model* has them all, and its loss. Both are
+stock Hugging Face models, so everything that works on one works here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaModel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
-_SHARE_OF_FREE_MEMORY = 0.7
-"""Left over: fragmentation, the allocations inside one layer's backward, and the gradients' reference."""
+from benchmarks.frontier_workloads import Workload
 
-
-@dataclass(frozen=True)
-class Workload:
-    """Shape of the stack and of its input.
-
-    Args:
-        name: of the preset.
-        layers: decoder layers.
-        tokens: length of the one sequence.
-        hidden, intermediate, heads: as in ``LlamaConfig``; as many key-value heads as heads.
-        dtype: ``float32`` or ``bfloat16``.
-        steps: timed steps.
-        warmup_steps: steps before them.
-    """
-
-    name: str
-    layers: int
-    tokens: int
-    hidden: int
-    intermediate: int
-    heads: int
-    dtype: str
-    steps: int
-    warmup_steps: int = 2
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        dtype: torch.dtype = getattr(torch, self.dtype)
-        return dtype
+_TOKENS_AT_ONCE = 4096
+"""The loss of a stack is summed in pieces, so that it does not set the memory peak."""
 
 
-_LLAMA_2_7B = {"hidden": 4096, "intermediate": 11008, "heads": 32, "dtype": "bfloat16", "steps": 10}
+class TrainingStep:
+    """A model, its input and one step of it; `DecoderStack` and `WholeModel` say which.
 
-PRESETS: dict[str, Workload] = {
-    workload.name: workload
-    for workload in (
-        Workload("cpu", 4, 256, 256, 688, 8, "float32", 5),
-        Workload("h200-8k", layers=16, tokens=8192, **_LLAMA_2_7B),  # type: ignore[arg-type]
-        Workload("h200-32k", layers=6, tokens=32768, **_LLAMA_2_7B),  # type: ignore[arg-type]
-    )
-}
-
-
-def layer_bytes(workload: Workload) -> int:
-    """Bytes that one layer needs while everything is kept: weights, gradients, saved tensors.
-
-    Saved per token, each storage once: both norms keep their input in fp32, their output and the normed
-    value; attention keeps q, k, v and its output; the feed-forward keeps its four inner values.
-    """
-    size = workload.torch_dtype.itemsize
-    weights = 4 * workload.hidden**2 + 3 * workload.hidden * workload.intermediate
-    saved = size * (8 * workload.hidden + 4 * workload.intermediate) + 2 * 4 * workload.hidden
-    return 2 * weights * size + workload.tokens * saved
-
-
-def fitted(workload: Workload, free_bytes: int) -> Workload:
-    """Return the workload with as many layers as fit, and with fewer tokens where two layers do not."""
-    usable = int(free_bytes * _SHARE_OF_FREE_MEMORY)
-    while 2 * layer_bytes(workload) > usable and workload.tokens > 128:
-        workload = replace(workload, tokens=workload.tokens // 2)
-    return replace(workload, layers=max(1, min(workload.layers, usable // layer_bytes(workload))))
-
-
-class DecoderStack:
-    """The model, its input, the gradient at its output, and one step.
-
-    All values are drawn from a fixed seed. Gradients of weights are allocated once and added to, as in
-    gradient accumulation, so they belong to the resting state and not to a step's memory.
+    All values are drawn from a fixed seed. Gradients are allocated once and added to, as in gradient
+    accumulation, so they belong to the resting state and not to a step's memory.
 
     Args:
         workload: shape.
         device: where everything lives.
+
+    Attributes:
+        context: is entered around forward and backward of every step; a method may replace it.
     """
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
         torch.manual_seed(0)
         self.workload, self.device = workload, device
+        self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
         config = LlamaConfig(
-            vocab_size=32,  # the embedding is not used
+            vocab_size=workload.vocab if workload.head else 32,  # a stack does not use its embedding
             hidden_size=workload.hidden,
             intermediate_size=workload.intermediate,
             num_hidden_layers=workload.layers,
             num_attention_heads=workload.heads,
-            num_key_value_heads=workload.heads,
+            num_key_value_heads=workload.kv_heads,
             max_position_embeddings=workload.tokens,
+            tie_word_embeddings=False,
             attn_implementation="sdpa",
             dtype=workload.torch_dtype,
         )
         with device:
-            self.model: Any = LlamaModel(config).to(workload.torch_dtype).train()
-        self.model.norm = nn.Identity()
-        self.model.embed_tokens.requires_grad_(False)
-        shape = (1, workload.tokens, workload.hidden)
-        self.hidden = torch.randn(shape, device=device, dtype=workload.torch_dtype).requires_grad_()
-        self.output_gradient = torch.randn_like(self.hidden)
+            self.model: Any = self._build(config).to(workload.torch_dtype).train()
+            self._make_input()
         for leaf in self.leaves().values():
             leaf.grad = torch.zeros_like(leaf)
 
+    def _build(self, config: LlamaConfig) -> Any:
+        raise NotImplementedError
+
+    def _make_input(self) -> None:
+        """Set what `forward` reads; called under the device."""
+        raise NotImplementedError
+
+    def forward(self) -> torch.Tensor:
+        """Return what `backward` and `loss` take."""
+        raise NotImplementedError
+
+    def backward(self, output: torch.Tensor) -> None:
+        """Run backward from `forward`'s result."""
+        raise NotImplementedError
+
+    def loss(self, output: torch.Tensor) -> float:
+        """Return a number that says whether two rows computed the same, summed in fp32."""
+        raise NotImplementedError
+
+    @property
+    def decoder_layers(self) -> list[nn.Module]:
+        """The decoder layers, in order."""
+        return list(self.model.get_decoder().layers if self.workload.head else self.model.layers)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The trained parameters by name."""
+        return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+
     def leaves(self) -> dict[str, torch.Tensor]:
         """Everything that receives a gradient."""
-        weights = {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
-        return {"input": self.hidden, **weights}
+        return self.weights()
+
+    def resting_bytes(self) -> int:
+        """Bytes of the trained parameters and the input, and of their gradients."""
+        return 2 * sum(leaf.numel() * leaf.element_size() for leaf in self.leaves().values())
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero, in place."""
@@ -126,16 +99,71 @@ class DecoderStack:
             if leaf.grad is not None:
                 leaf.grad.zero_()
 
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+class DecoderStack(TrainingStep):
+    """The decoder layers alone, fed with a hidden state and, at the output, with its gradient."""
+
+    def _build(self, config: LlamaConfig) -> Any:
+        model = LlamaModel(config)
+        model.norm = nn.Identity()
+        model.embed_tokens.requires_grad_(False)
+        return model
+
+    def _make_input(self) -> None:
+        shape = (1, self.workload.tokens, self.workload.hidden)
+        self.hidden = torch.randn(shape, dtype=self.workload.torch_dtype).requires_grad_()
+        self.output_gradient = torch.randn_like(self.hidden)
+
+    def leaves(self) -> dict[str, torch.Tensor]:
+        return {"input": self.hidden, **self.weights()}
+
     def forward(self) -> torch.Tensor:
         """Return the last layer's hidden state, shape (1, tokens, hidden)."""
         output: torch.Tensor = self.model(inputs_embeds=self.hidden, use_cache=False).last_hidden_state
         return output
 
     def backward(self, output: torch.Tensor) -> None:
-        """Run backward from `forward`'s result."""
         output.backward(self.output_gradient)
 
-    def synchronize(self) -> None:
-        """Wait until the device is idle."""
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
+    def loss(self, output: torch.Tensor) -> float:
+        """Return the mean of output times the fixed gradient: its gradient is what backward is given."""
+        total = torch.zeros((), device=output.device)
+        pieces = zip(
+            output.detach().split(_TOKENS_AT_ONCE, dim=1),
+            self.output_gradient.split(_TOKENS_AT_ONCE, dim=1),
+            strict=True,
+        )
+        for piece, gradient in pieces:
+            total += (piece.float() * gradient.float()).sum()
+        return float(total) / output.numel()
+
+
+class WholeModel(TrainingStep):
+    """Embedding, decoder layers, final norm, head and cross-entropy on random tokens."""
+
+    def _build(self, config: LlamaConfig) -> Any:
+        return LlamaForCausalLM(config)
+
+    def _make_input(self) -> None:
+        self.input_ids = torch.randint(self.workload.vocab, (1, self.workload.tokens))
+
+    def forward(self) -> torch.Tensor:
+        """Return the loss, a scalar."""
+        loss: torch.Tensor = self.model(input_ids=self.input_ids, labels=self.input_ids, use_cache=False).loss
+        return loss
+
+    def backward(self, output: torch.Tensor) -> None:
+        output.backward()
+
+    def loss(self, output: torch.Tensor) -> float:
+        return float(output.detach())
+
+
+def training_step(workload: Workload, device: torch.device) -> TrainingStep:
+    """Return the form that the workload asks for."""
+    return (WholeModel if workload.head else DecoderStack)(workload, device)

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.frontier_measure import Measurement
-from benchmarks.frontier_stack import Workload
+from benchmarks.frontier_result import Result
+from benchmarks.frontier_workloads import Workload
 
-_WIDTH_WITHOUT_TERMINAL = 132
+_WIDTH_WITHOUT_TERMINAL = 140
+_HEADINGS = ("ms", "x", "activation MiB", "x", "reserved MiB", "host MiB", "swapped MiB", "stall ms")
 
 
-def print_table(workload: Workload, results: Sequence[Measurement], console: Console | None = None) -> None:
-    """Print one line per row.
+def print_table(workload: Workload, results: Sequence[Result], console: Console | None = None) -> None:
+    """Print one line per measured row, and below what is to be said of rows.
 
     Args:
         workload: for the title.
@@ -24,45 +25,41 @@ def print_table(workload: Workload, results: Sequence[Measurement], console: Con
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=_WIDTH_WITHOUT_TERMINAL)
-    table = Table(
-        title=f"{workload.name}: {workload.layers} layers, {workload.tokens} tokens, "
-        f"hidden {workload.hidden}, {workload.dtype}, forward + backward; x: against eager",
-        title_justify="left",
-    )
+    searched = any(result.longest for result in results)
+    title = f"{workload.name}: {workload.title}, forward + backward; x: against eager"
+    table = Table(title=title, title_justify="left")
     table.add_column("row", no_wrap=True)
-    for heading in ("ms", "x", "held MiB", "x", "peak MiB", "x", "out MiB", "back MiB", "stall ms"):
+    for heading in (*(("tokens",) if searched else ()), *_HEADINGS):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("exact", no_wrap=True)
-    for result in results:
-        table.add_row(*_cells(result))
+    for result in [result for result in results if result.status == "measured"]:
+        name, *cells = _cells(result)
+        table.add_row(name, *([f"{result.seq:,}"] if searched else []), *cells)
     console.print(table)
     for result in results:
         if result.reason or result.differing:
             differs = f"differs in {', '.join(result.differing[:5])}" if result.differing else ""
             console.print(
-                f"{result.row}: {result.status}. {result.reason}{differs}", markup=False, highlight=False
+                f"{result.method}: {result.status}. {result.reason}{differs}", markup=False, highlight=False
             )
 
 
-def _cells(result: Measurement) -> list[str]:
-    swap = result.swap or {}
-    stall_ms = swap.get("stall_ms")
+def _cells(result: Result) -> list[str]:
     return [
-        result.row,
-        "-" if result.median_ms is None else f"{result.median_ms:.1f}",
-        _ratio(result, "time"),
-        _mebibytes(result.held_bytes),
-        _ratio(result, "held"),
-        _mebibytes(result.peak_bytes),
-        _ratio(result, "peak"),
-        _mebibytes(swap.get("offloaded_bytes")),
-        _mebibytes(swap.get("prefetched_bytes")),
-        "-" if stall_ms is None else f"{stall_ms:.2f}",
+        result.method,
+        "-" if result.ms is None else f"{result.ms:.1f}",
+        _ratio(result, "ms"),
+        _mebibytes(result.activation_bytes),
+        _ratio(result, "activation"),
+        _mebibytes(result.peak_reserved_bytes),
+        _mebibytes(result.host_bytes),
+        _mebibytes(result.swapped_bytes),
+        "-" if result.stall_ms is None else f"{result.stall_ms:.2f}",
         "-" if result.exact is None else "yes" if result.exact else "NO",
     ]
 
 
-def _ratio(result: Measurement, name: str) -> str:
+def _ratio(result: Result, name: str) -> str:
     return f"{result.ratios[name]:.2f}" if name in result.ratios else "-"
 
 

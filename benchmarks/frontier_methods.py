@@ -1,0 +1,199 @@
+"""What is put on a model before it is measured: our plans, and what others offer.
+
+Every method is a context manager that takes a `TrainingStep` and its options, puts the mechanism on, and
+takes it off again at exit, so that the next row finds the model as it was.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+
+import hf_actswap
+from benchmarks.frontier_machine import available_host_bytes
+from benchmarks.frontier_stack import TrainingStep
+from benchmarks.frontier_workloads import layer_saved_bytes, layer_weight_bytes
+from hf_actswap import AppliedPlan
+
+Setup = Callable[[TrainingStep, Any], AbstractContextManager[AppliedPlan | None]]
+"""Takes the step and the row's configuration; gives the applied plan where there is one."""
+
+Obstacle = Callable[[TrainingStep], str]
+"""Says why a row cannot be measured there, ``""`` if it can."""
+
+TRL_MODULE = "trl.models.activation_offloading"
+"""Importing it pulls in torch, accelerate and transformers only: trl's packages load the rest lazily."""
+
+_SHARE_OF_HOST_MEMORY = 0.6
+_PINNED_OVER_SAVED = 1.3
+"""PyTorch's pinned allocator rounds each tensor up to a power of two."""
+
+
+@contextmanager
+def nothing(_step: TrainingStep, _options: object) -> Iterator[None]:
+    """Leave the model as it is."""
+    yield None
+
+
+@contextmanager
+def hf_checkpointing(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[None]:
+    """Put transformers' own checkpointing of whole layers on; ``options`` are its arguments."""
+    with _hooks_restored(step.model):
+        _checkpointing_verb(step.model, "enable")(**(options or {}))
+        try:
+            yield None
+        finally:
+            _checkpointing_verb(step.model, "disable")()
+
+
+def _checkpointing_verb(model: Any, verb: str) -> Callable[..., None]:
+    """The method under its present name, or under the one that it had before."""
+    method = getattr(model, f"activation_checkpointing_{verb}", None)
+    return method or getattr(model, f"gradient_checkpointing_{verb}")
+
+
+@contextmanager
+def save_on_cpu(step: TrainingStep, _options: object) -> Iterator[None]:
+    """Put ``torch.autograd.graph.save_on_cpu`` around every step: all saved tensors, weights included."""
+    device_type = step.device.type
+    hooks = torch.autograd.graph.save_on_cpu
+    yield from _with_context(step, lambda: hooks(pin_memory=device_type != "cpu", device_type=device_type))
+
+
+@contextmanager
+def trl_offloading(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[None]:
+    """Put TRL's activation offloading around every step, as its trainers do.
+
+    Args:
+        step: the hooks that TRL leaves on an output head are taken off at exit.
+        options: ``checkpointing``: transformers' checkpointing as well.
+    """
+    module = importlib.import_module(TRL_MODULE)
+    with ExitStack() as stack:
+        stack.enter_context(_hooks_restored(step.model))
+        if (options or {}).get("checkpointing"):
+            stack.enter_context(hf_checkpointing(step, None))
+        manager = module.get_act_offloading_ctx_manager(step.model, warn_if_no_head=False)
+        yield from _with_context(step, lambda: manager)
+
+
+def _with_context(step: TrainingStep, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    before, step.context = step.context, context
+    try:
+        yield None
+    finally:
+        step.context = before
+
+
+@contextmanager
+def _hooks_restored(model: nn.Module) -> Iterator[None]:
+    """Take off the forward hooks that were added meanwhile and that nobody kept a handle of."""
+    before = {module: _hook_tables(module) for module in model.modules()}
+    known = {module: [set(table) for table in tables] for module, tables in before.items()}
+    try:
+        yield
+    finally:
+        for module, tables in before.items():
+            for table, keys in zip(tables, known[module], strict=True):
+                for key in [key for key in table if key not in keys]:
+                    del table[key]
+
+
+def _hook_tables(module: nn.Module) -> list[Any]:
+    return [module._forward_pre_hooks, module._forward_hooks, module._forward_hooks_always_called]
+
+
+@contextmanager
+def compiled(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[AppliedPlan | None]:
+    """Compile each layer by itself.
+
+    Args:
+        step: its layers share one graph, so that one compilation serves them all.
+        options: ``memory_budget``: the partitioner's activation memory budget, 0 to 1; ``checkpointing``:
+            transformers' checkpointing, inside the compiled layers; ``actswap``: a configuration of
+            hf_actswap, applied to the compiled layers; ``backend``: ``torch.compile``'s.
+    """
+    options = options or {}
+    layers = step.decoder_layers
+    budget = options.get("memory_budget", 1.0)
+    with ExitStack() as stack:
+        stack.callback(_uncompile, layers)
+        # Read while the layers are traced, in the first steps: the setting must outlast this function.
+        stack.enter_context(functorch_config.patch(activation_memory_budget=budget))
+        if options.get("checkpointing"):
+            stack.enter_context(hf_checkpointing(step, None))
+        for layer in layers:
+            layer.compile(backend=options.get("backend", "inductor"))
+        applied = None
+        if options.get("actswap"):
+            applied = stack.enter_context(hf_actswap.apply(step.model, options["actswap"]))
+        yield applied
+
+
+def _uncompile(layers: list[nn.Module]) -> None:
+    for layer in layers:
+        layer._compiled_call_impl = None  # there is no public way back from Module.compile
+    torch._dynamo.reset()
+
+
+@contextmanager
+def actswap(step: TrainingStep, config: Any) -> Iterator[AppliedPlan]:
+    """Put a configuration of hf_actswap on."""
+    with hf_actswap.apply(step.model, config) as applied:
+        yield applied
+
+
+def no_obstacle(_step: TrainingStep) -> str:
+    """Nothing is in the way anywhere."""
+    return ""
+
+
+def no_device(step: TrainingStep) -> str:
+    """Offloading needs a device that has memory of its own."""
+    return "the CPU has no memory of its own to offload from" if step.device.type == "cpu" else ""
+
+
+def no_offload_option(step: TrainingStep) -> str:
+    """transformers can swap what its checkpointing keeps, in newer versions and off a device."""
+    if "offload" not in inspect.signature(_checkpointing_verb(step.model, "enable")).parameters:
+        return no_device(step) or "this version of transformers cannot offload what its checkpointing keeps"
+    return no_device(step)
+
+
+def no_room_on_host(step: TrainingStep) -> str:
+    """Everything that is saved goes to pinned memory, and nobody asks how much there is."""
+    if no_device(step):
+        return no_device(step)
+    workload = step.workload
+    # Twice shared storages are copied twice, and the weights' transposes are copied, too.
+    of_a_layer = 1.4 * layer_saved_bytes(workload) + layer_weight_bytes(workload)
+    needed = workload.layers * of_a_layer * _PINNED_OVER_SAVED
+    available = available_host_bytes()
+    if needed <= _SHARE_OF_HOST_MEMORY * available:
+        return ""
+    return f"about {needed / 2**30:.0f} GiB of pinned memory, of {available / 2**30:.0f} GiB that are free"
+
+
+def no_trl(step: TrainingStep) -> str:
+    """TRL is an extra."""
+    if no_device(step):
+        return no_device(step)
+    try:
+        importlib.import_module(TRL_MODULE)
+    except ImportError as error:
+        return f"TRL cannot be imported ({error}): pip install 'hf-actswap[bench]'"
+    return ""
+
+
+def no_compiler(step: TrainingStep) -> str:
+    """On the CPU inductor calls a C++ compiler."""
+    missing = step.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++")))
+    return "there is no C++ compiler" if missing else ""

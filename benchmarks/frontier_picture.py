@@ -1,0 +1,230 @@
+"""The frontier as a picture: time against activation memory, a panel per workload, ours in red.
+
+    python benchmarks/frontier_picture.py RESULTS.json      draws RESULTS.png beside it
+
+`frontier.py` does so itself where matplotlib is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.transforms import Bbox
+
+# Run as a script from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.frontier_result import by_workload
+
+Row = Mapping[str, Any]
+
+OURS = "actswap"
+_OUR_COLOUR = "#c8102e"
+_PEER_COLOUR = "#5a6570"
+_GRID_COLOUR = "#e3e6e8"
+_PANEL_INCHES = (9.0, 6.5)
+_DOTS_PER_INCH = 130
+_LOGARITHMIC_ABOVE = 2.5
+"""Times that differ by more than this factor are drawn on a logarithmic axis."""
+_LOGARITHMIC_TICKS = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw the measured rows of a results file as a PNG.
+
+    Args:
+        rows: as in the file; rows without time or activation bytes are listed below their panel.
+        path: of the PNG.
+    """
+    panels = list(by_workload(rows).values())
+    figure = Figure(figsize=(_PANEL_INCHES[0], _PANEL_INCHES[1] * max(1, len(panels))), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    drawn = []
+    for number, panel in enumerate(panels):
+        axes = figure.add_subplot(len(panels), 1, number + 1)
+        points = [row for row in panel if row["ms"] is not None and row["activation_bytes"] is not None]
+        _draw_panel(axes, panel, points)
+        drawn.append((axes, points))
+    canvas.draw()  # settles the layout, which labels are placed by
+    figure.set_layout_engine("none")
+    for axes, points in drawn:
+        _label(axes, points, canvas.get_renderer())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=_DOTS_PER_INCH)
+
+
+def _draw_panel(axes: Axes, panel: Sequence[Row], points: Sequence[Row]) -> None:
+    axes.set_title(_title(panel[0]), loc="left", fontsize=9.5)
+    axes.set_ylabel("ms per step (forward + backward)")
+    axes.grid(color=_GRID_COLOUR)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    missing = [f"{row['method']} ({row['status']})" for row in panel if row not in points]
+    note = f"\nnot drawn: {_wrapped(missing)}" if missing else ""
+    if not points:
+        axes.set_xlabel(f"activation memory{note}")
+        return
+    size, unit = _unit(points)
+    axes.set_xlabel(f"activation memory at the peak, {unit} (left and low is better){note}", fontsize=9)
+    for ours in (False, True):
+        group = [row for row in points if row["method"].startswith(OURS) is ours]
+        colour = _OUR_COLOUR if ours else _PEER_COLOUR
+        best = _frontier(group)
+        axes.plot(*_coordinates(best, size), color=colour, alpha=0.35, linewidth=1.2, zorder=2)
+        for row in group:
+            axes.plot(
+                *_coordinates([row], size),
+                marker="s" if row["compiled"] else "o",
+                markersize=8 if ours else 7,
+                markerfacecolor=colour if ours else "white",
+                markeredgecolor=colour,
+                linestyle="none",
+                zorder=3,
+            )
+    _scale(axes, points, size)
+
+
+def _title(row: Row) -> str:
+    form = "whole model" if row["head"] else "decoder stack"
+    return (
+        f"{row['model']}, {row['layers']} layers, {row['seq']:,} tokens, batch {row['batch']}, {form} "
+        f"({row['device']}, torch {row['torch']}, commit {(row['commit'] or 'unknown')[:10]})\n"
+        "filled: hf_actswap; hollow: others; square: compiled layers; lines: the best of each"
+    )
+
+
+def _wrapped(names: Sequence[str], a_line: int = 4) -> str:
+    return "\n".join(", ".join(names[start : start + a_line]) for start in range(0, len(names), a_line))
+
+
+def _unit(points: Sequence[Row]) -> tuple[int, str]:
+    largest = max(row["activation_bytes"] for row in points)
+    return next(((size, unit) for size, unit in _UNITS if largest >= size), (1, "bytes"))
+
+
+def _coordinates(rows: Sequence[Row], size: int) -> tuple[list[float], list[float]]:
+    return [row["activation_bytes"] / size for row in rows], [row["ms"] for row in rows]
+
+
+def _frontier(rows: Sequence[Row]) -> list[Row]:
+    """The rows that no other of them beats in both, from the least memory to the most."""
+    best: list[Row] = []
+    for row in sorted(rows, key=lambda row: (row["activation_bytes"], row["ms"])):
+        if not best or row["ms"] < best[-1]["ms"]:
+            best.append(row)
+    return best
+
+
+def _scale(axes: Axes, points: Sequence[Row], size: int) -> None:
+    """Room on all sides for labels; a logarithmic time axis where one method is far above the rest."""
+    memory, times = _coordinates(points, size)
+    axes.set_xlim(0, max(memory) * 1.25)
+    low, high = min(times), max(times)
+    if high / low > _LOGARITHMIC_ABOVE:
+        axes.set_yscale("log")
+        axes.set_ylim(low * (low / high) ** 0.15, high * (high / low) ** 0.12)
+        axes.yaxis.set_major_locator(LogLocator(subs=_LOGARITHMIC_TICKS, numticks=40))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        room = max(high - low, 0.05 * high) * 0.2
+        axes.set_ylim(low - room, high + room)
+
+
+def _label(axes: Axes, points: Sequence[Row], renderer: RendererAgg) -> None:
+    """Write each method's name beside its point, where no other name or point stands."""
+    if not points:
+        return
+    size, _ = _unit(points)
+    places = [tuple(axes.transData.transform(pair)) for pair in zip(*_coordinates(points, size), strict=True)]
+    reach = 9.0 * renderer.points_to_pixels(1.0)
+    taken = [Bbox.from_extents(x - reach, y - reach, x + reach, y + reach) for x, y in places]
+    frame = axes.get_window_extent(renderer)
+    order = sorted(range(len(points)), key=lambda number: -places[number][1])
+    for number in order:
+        others = [box for index, box in enumerate(taken) if index != number]
+        taken.append(_place(axes, points[number], size, others, frame, renderer))
+
+
+def _place(
+    axes: Axes, row: Row, size: int, taken: Sequence[Bbox], frame: Bbox, renderer: RendererAgg
+) -> Bbox:
+    """Put one label at the nearest free place around its point; return its box."""
+    ours = row["method"].startswith(OURS)
+    colour = _OUR_COLOUR if ours else _PEER_COLOUR
+    point = (row["activation_bytes"] / size, row["ms"])
+    words: dict[str, Any] = {"fontsize": 8, "fontweight": "bold" if ours else "normal", "color": colour}
+    probe = axes.text(0, 0, row["method"], transform=None, verticalalignment="center", **words)
+    pixel_x, pixel_y = axes.transData.transform(point)
+    boxes = [(place, _box(probe, place, (pixel_x, pixel_y), renderer)) for place in _places()]
+    probe.remove()
+    (x, y, end), box = min(boxes, key=lambda item: _cost(item[0], item[1], taken, frame))
+    axes.annotate(
+        row["method"],
+        point,
+        textcoords="offset points",
+        xytext=(x, y),
+        horizontalalignment=end,
+        verticalalignment="center",
+        # The line goes to the end of the text that is nearer to the point.
+        arrowprops={
+            **{"arrowstyle": "-", "color": colour, "alpha": 0.5, "lw": 0.7, "shrinkA": 0, "shrinkB": 6},
+            "relpos": (0.0 if end == "left" else 1.0, 0.5),
+        },
+        **words,
+    )
+    return box
+
+
+Place = tuple[float, float, Literal["left", "right"]]
+"""Offset from the point in points (x, y), and which end of the text stands there."""
+
+
+def _places() -> Iterator[Place]:
+    for distance in (0, 10, 20, 30, 45, 60, 80, 100, 130):
+        for rise in (0, 1, -1, 2, -2):
+            yield 9.0 + distance, rise * (6.0 + 0.5 * distance), "left"
+            yield -9.0 - distance, rise * (6.0 + 0.5 * distance), "right"
+
+
+def _box(text: Text, place: Place, point: tuple[float, float], renderer: RendererAgg) -> Bbox:
+    """The pixels that a text at a place covers."""
+    pixels = renderer.points_to_pixels(1.0)
+    text.set_position((point[0] + place[0] * pixels, point[1] + place[1] * pixels))
+    text.set_horizontalalignment(place[2])
+    return text.get_window_extent(renderer)
+
+
+def _cost(place: Place, box: Bbox, taken: Sequence[Bbox], frame: Bbox) -> float:
+    """What covers others or leaves the panel costs more than any distance."""
+    covered = sum(_overlap(box, other) for other in taken)
+    outside = box.width * box.height - _overlap(box, frame)
+    return 10.0 * (covered + outside) + abs(place[0]) + abs(place[1])
+
+
+def _overlap(one: Bbox, other: Bbox) -> float:
+    common = Bbox.intersection(one, other)
+    return 0.0 if common is None else float(common.width * common.height)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Draw a results file."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("results", type=Path, help="JSON of frontier.py")
+    path = parser.parse_args(argv).results
+    draw(json.loads(path.read_text(encoding="utf-8")), path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""One line of the results file, and the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["measured", "skipped", "out of memory", "failed"]
+
+
+@dataclass
+class Result:
+    """One method on one workload; ``None`` where there is no number.
+
+    Args:
+        method: name of the row; ours begin with ``actswap``.
+        compiled: the layers are compiled.
+        model, layers, seq, batch: shapes; ``seq`` in tokens.
+        head: the whole model with its loss; otherwise the decoder stack.
+        ms: median of the timed steps, forward and backward, device-synchronised.
+        activation_bytes: most device memory above parameters, gradients and input, in the timed steps.
+        peak_allocated_bytes, peak_reserved_bytes: most that the allocator gave out, and held.
+        host_bytes: memory held on the host for swapped tensors.
+        swapped_bytes: copied from the device to the host in one step.
+        first_step_ms: of the very first step, compilation and pinning included.
+        loss: of the whole model; of a stack the mean of output times the fixed gradient at the output.
+        grad_norm: of all weights' gradients.
+        device, torch, transformers, commit: where and with what.
+
+        workload, dtype: the preset's name; of weights and activations.
+        status, reason: whether it was measured, and why not.
+        config: what was put on the model.
+        step_ms: of every step in order, the warm-up's first.
+        warmup_steps: how many of them are warm-up.
+        first_step_compile_ms: the part of ``first_step_ms`` that ``torch.compile`` took.
+        held_bytes: alive at the end of forward, above the resting state; the output included.
+        resting_bytes: allocated before the method was put on.
+        prefetched_bytes, stalls, stall_ms, recomputes, refused_bytes: the engine's counters of one step.
+        overrides: what rules changed of the configuration, in words.
+        must_be_exact: output and gradients must equal eager's bit for bit.
+        exact, differing: whether they do, ``None``: not judged; and where not.
+        ratios: against eager in the same run.
+        longest: of a search for the longest sequence: ``seq`` is the longest that was run.
+        environment: hardware, link, allocator settings, versions.
+    """
+
+    method: str
+    compiled: bool
+    model: str
+    layers: int
+    seq: int
+    batch: int
+    head: bool
+    ms: float | None = None
+    activation_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    host_bytes: int | None = None
+    swapped_bytes: float | None = None
+    first_step_ms: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    device: str = ""
+    torch: str = ""
+    transformers: str = ""
+    commit: str | None = None
+
+    workload: str = ""
+    dtype: str = ""
+    status: Status = "measured"
+    reason: str = ""
+    config: Any = None
+    step_ms: list[float] = field(default_factory=list)
+    warmup_steps: int = 0
+    first_step_compile_ms: float | None = None
+    held_bytes: int | None = None
+    resting_bytes: int | None = None
+    prefetched_bytes: float | None = None
+    stalls: float | None = None
+    stall_ms: float | None = None
+    recomputes: float | None = None
+    refused_bytes: float | None = None
+    overrides: list[str] = field(default_factory=list)
+    must_be_exact: bool = False
+    exact: bool | None = None
+    differing: list[str] = field(default_factory=list)
+    ratios: dict[str, float] = field(default_factory=dict)
+    longest: bool = False
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run must not be trusted, or the row is broken."""
+        return self.status == "failed" or (
+            self.must_be_exact and self.status == "measured" and self.exact is False
+        )
+
+
+def fill_ratios(result: Result, eager: Result | None) -> None:
+    """Set the ratios to eager's numbers, where both have them."""
+    for name in ("ms", "held_bytes", "activation_bytes"):
+        value, base = getattr(result, name), getattr(eager, name, None)
+        if value is not None and base:
+            result.ratios[name.partition("_")[0]] = value / base
+
+
+def write_results(results: Iterable[Result], path: Path) -> None:
+    """Write a list of rows."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n", encoding="utf-8")
+
+
+def by_workload(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
+    """Group rows of a file by what was run, in the order of the file."""
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("model", "layers", "seq", "batch", "head"))
+        groups.setdefault(key, []).append(row)
+    return groups

@@ -1,0 +1,225 @@
+"""Whether recorded results show what the swap engine claims on a GPU.
+
+    python benchmarks/verdict.py benchmarks/results/frontier_nvidia-h200_20260101.json
+    python benchmarks/verdict.py                        the newest of results/
+
+The claims are about one H200, Llama-2-7B shapes, decoder stack, 16 layers of 8,192 tokens and 6 of 32,768.
+Exit status 1: something measured misses its bound. What was not measured is said, and fails nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SHAPES = {"8k": ("Llama-2-7B", 16, 8192, 1, False), "32k": ("Llama-2-7B", 6, 32768, 1, False)}
+"""Model, layers, tokens, batch and head of the workloads that are judged."""
+
+COMPILED_TIME = 1.02
+COMPILED_FALL = {"8k": 0.25, "32k": 0.30}
+EAGER_TIME = 1.03
+SHARE_OF_SWAPPED = 0.90
+RESERVED_OVER_ALLOCATED = 1.08
+STEP_SPREAD = 0.03
+FIRST_STEP_OVER_MEDIAN = 3.0
+
+_OURS = "actswap"
+_WIDTH_WITHOUT_TERMINAL = 140
+
+Row = Mapping[str, Any]
+Rows = Mapping[str, Row]
+"""The rows of one workload, by method."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One claim and what came of it.
+
+    Args:
+        claim: in words; its number, workload and method.
+        measured: the number, ``None`` where there is none.
+        bound: what it is held against.
+        sense: on which side of the bound it must be.
+        remark: why there is no number, or which row it is of.
+    """
+
+    claim: str
+    measured: float | None
+    bound: float
+    sense: Literal["at most", "at least", "below"]
+    remark: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """``pass``, ``FAIL`` or ``not measured``."""
+        if self.measured is None:
+            return "not measured"
+        holds = {
+            "at most": self.measured <= self.bound,
+            "at least": self.measured >= self.bound,
+            "below": self.measured < self.bound,
+        }
+        return "pass" if holds[self.sense] else "FAIL"
+
+
+def judge(rows: Sequence[Row]) -> list[Finding]:
+    """Return all findings, claims 1 to 4 in order, on both workloads."""
+    findings: list[Finding] = []
+    for claim in (_compiled, _eager, _steady, _everything):
+        for name, shape in SHAPES.items():
+            findings += claim(name, _of_shape(rows, shape))
+    return findings
+
+
+def _of_shape(rows: Sequence[Row], shape: tuple[Any, ...]) -> Rows:
+    keys = ("model", "layers", "seq", "batch", "head")
+    return {
+        row["method"]: row
+        for row in rows
+        if tuple(row[key] for key in keys) == shape and row["device"] != "cpu" and not row.get("longest")
+    }
+
+
+def _compiled(name: str, rows: Rows) -> Iterator[Finding]:
+    """Claim 1: compiled layers with ``auto`` against compiled layers alone."""
+    ours, base = "actswap-compiled-auto", "compiled"
+    remark = _missing(rows, ours, base)
+    yield Finding(
+        f"1 {name}: {ours}, time over {base}",
+        _ratio(rows, ours, base, "ms"),
+        COMPILED_TIME,
+        "at most",
+        remark,
+    )
+    memory = _ratio(rows, ours, base, "activation_bytes")
+    fall = None if memory is None else 1 - memory
+    yield Finding(f"1 {name}: {ours}, fall of the peak", fall, COMPILED_FALL[name], "at least", remark)
+
+
+def _eager(name: str, rows: Rows) -> Iterator[Finding]:
+    """Claim 2: eager layers; the peak falls by what is swapped (the kept tail is not among it)."""
+    base = "eager"
+    for ours in ("actswap-default-auto", "actswap-case3-auto"):
+        remark = _missing(rows, ours, base)
+        time_ratio = _ratio(rows, ours, base, "ms")
+        yield Finding(f"2 {name}: {ours}, time over {base}", time_ratio, EAGER_TIME, "at most", remark)
+        share = None
+        if not remark and rows[ours]["swapped_bytes"] is not None:
+            fall = rows[base]["activation_bytes"] - rows[ours]["activation_bytes"]
+            swapped = rows[ours]["swapped_bytes"]
+            share = fall / swapped if swapped else 0.0
+            remark = "" if swapped else "nothing was swapped"
+        claim = f"2 {name}: {ours}, fall of the peak over bytes swapped"
+        yield Finding(claim, share, SHARE_OF_SWAPPED, "at least", remark)
+
+
+def _steady(name: str, rows: Rows) -> Iterator[Finding]:
+    """Claim 3: no fragmentation, no drift, no long first step, in the worst of our rows."""
+    ours = [row for method, row in rows.items() if method.startswith(_OURS) and row["ms"] is not None]
+    for what, number, bound in (
+        ("peak reserved over allocated", _reserved, RESERVED_OVER_ALLOCATED),
+        ("spread of steps 3 and later", _spread, STEP_SPREAD),
+        ("first step over median, compilation deducted", _first_step, FIRST_STEP_OVER_MEDIAN),
+    ):
+        worst, method = _worst(ours, number)
+        remark = method if worst is not None else "no such row"
+        yield Finding(f"3 {name}: {what}, worst of ours", worst, bound, "at most", remark)
+
+
+def _everything(name: str, rows: Rows) -> Iterator[Finding]:
+    """Claim 4: swap everything against TRL's offloading."""
+    ours, base = "actswap-everything-20", "trl-offloading"
+    remark = _missing(rows, ours, base)
+    yield Finding(
+        f"4 {name}: {ours}, time over {base}", _ratio(rows, ours, base, "ms"), 1.0, "at most", remark
+    )
+    memory = _ratio(rows, ours, base, "activation_bytes")
+    yield Finding(f"4 {name}: {ours}, peak over {base}", memory, 1.0, "below", remark)
+
+
+def _missing(rows: Rows, *methods: str) -> str:
+    """Why a claim about these methods cannot be judged, ``""`` if it can."""
+    missing = [f"no row {method}" for method in methods if method not in rows]
+    unmeasured = [
+        f"{method}: {rows[method].get('status')}"
+        for method in methods
+        if method in rows and rows[method]["ms"] is None
+    ]
+    return "; ".join(missing + unmeasured)
+
+
+def _ratio(rows: Rows, one: str, base: str, key: str) -> float | None:
+    values = [rows[method][key] if method in rows else None for method in (one, base)]
+    return values[0] / values[1] if None not in values and values[1] else None
+
+
+def _worst(rows: Sequence[Row], number: Callable[[Row], float | None]) -> tuple[float | None, str]:
+    found = [(value, row["method"]) for row in rows if (value := number(row)) is not None]
+    return max(found) if found else (None, "")
+
+
+def _reserved(row: Row) -> float | None:
+    reserved, allocated = row["peak_reserved_bytes"], row["peak_allocated_bytes"]
+    return reserved / allocated if reserved and allocated else None
+
+
+def _spread(row: Row) -> float | None:
+    steps = row.get("step_ms", [])[2:]
+    return max(steps) / min(steps) - 1 if len(steps) > 1 else None
+
+
+def _first_step(row: Row) -> float | None:
+    first = row["first_step_ms"]
+    return None if first is None else (first - (row.get("first_step_compile_ms") or 0.0)) / row["ms"]
+
+
+def print_findings(findings: Sequence[Finding], console: Console | None = None) -> None:
+    """Print one line per finding."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=_WIDTH_WITHOUT_TERMINAL)
+    table = Table()
+    table.add_column("claim")
+    table.add_column("measured", justify="right", no_wrap=True)
+    table.add_column("bound", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    table.add_column("remark")
+    for finding in findings:
+        number = "-" if finding.measured is None else f"{finding.measured:.3f}"
+        bound = f"{finding.sense} {finding.bound:g}"
+        table.add_row(finding.claim, number, bound, finding.verdict, finding.remark)
+    console.print(table)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the findings of a results file; return 1 if something measured fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("results", type=Path, nargs="?", help="JSON of frontier.py (default: the newest)")
+    path = parser.parse_args(argv).results or _newest()
+    if path is None or not path.is_file():
+        parser.error(f"no such file: {path or 'results/frontier_*.json'}")
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(rows, list):
+        parser.error(f"{path.name} is not a list of rows, as frontier.py writes it")
+    findings = judge(rows)
+    print_findings(findings, None)
+    return 1 if any(finding.verdict == "FAIL" for finding in findings) else 0
+
+
+def _newest() -> Path | None:
+    """The file written last whose name ends in a date."""
+    found = RESULTS.glob("frontier_*_" + "[0-9]" * 8 + ".json")
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""What is put on a model is taken off again, and the meters count what they say."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+
+from benchmarks.frontier_fingerprint import differing, fingerprint, fingerprints, useless
+from benchmarks.frontier_measure import Reference, measure_row
+from benchmarks.frontier_memory import CopyMeter, StorageMeter
+from benchmarks.frontier_methods import (
+    TRL_MODULE,
+    actswap,
+    compiled,
+    hf_checkpointing,
+    save_on_cpu,
+    trl_offloading,
+)
+from benchmarks.frontier_rows import EAGER, ROWS, Row, swap_everything
+from benchmarks.frontier_stack import TrainingStep, training_step
+from benchmarks.frontier_workloads import PRESETS
+
+CPU = torch.device("cpu")
+
+
+def tiny(preset: str = "cpu-model") -> TrainingStep:
+    return training_step(replace(PRESETS[preset], layers=2, tokens=16, warmup_steps=1, steps=1), CPU)
+
+
+def hooks(model: nn.Module) -> list[Any]:
+    names = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_backward_hooks")
+    return [list(getattr(module, name)) for module in model.modules() for name in names]
+
+
+class FakeOffloading:
+    """Stands for TRL's module, which needs an accelerator; it too keeps no handle of the head's hooks."""
+
+    def __init__(self) -> None:
+        self.entered = 0
+
+    def get_act_offloading_ctx_manager(self, model: Any, warn_if_no_head: bool) -> FakeOffloading:
+        assert warn_if_no_head is False
+        model.lm_head.register_forward_pre_hook(lambda *_: None)
+        model.lm_head.register_forward_hook(lambda *_: None, always_call=True)
+        return self
+
+    def __enter__(self) -> None:
+        self.entered += 1
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("setup", "options"),
+    [
+        (hf_checkpointing, None),
+        (save_on_cpu, None),
+        (trl_offloading, {"checkpointing": True}),
+        (actswap, swap_everything(20)),
+        (compiled, {"backend": "aot_eager", "checkpointing": True, "memory_budget": 0.5}),
+    ],
+)
+def test_methods_leave_the_model_as_it_was(
+    setup: Any, options: Mapping[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, TRL_MODULE, FakeOffloading())  # type: ignore[arg-type]
+    step = tiny()
+    before, context = hooks(step.model), step.context
+    budget = functorch_config.activation_memory_budget
+    with setup(step, options), step.context():
+        step.backward(step.forward())
+    assert hooks(step.model) == before
+    assert step.context is context
+    assert functorch_config.activation_memory_budget == budget
+    assert not any(getattr(layer, "gradient_checkpointing", False) for layer in step.decoder_layers)
+    assert all(layer._compiled_call_impl is None for layer in step.decoder_layers)
+
+
+def test_trl_is_entered_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeOffloading()
+    monkeypatch.setitem(sys.modules, TRL_MODULE, fake)  # type: ignore[arg-type]
+    step = tiny()
+    measure_row(step, EAGER, Reference())
+    result = measure_row(step, Row("trl", trl_offloading), Reference(fault="not compared"))
+    assert result.status == "measured", result.reason
+    # Warm-up, timed, under the meter, and the outcome.
+    assert fake.entered == 4
+
+
+def test_trl_loads_without_datasets() -> None:
+    """The benchmark runs where nothing but torch, transformers and accelerate is installed beside trl."""
+    pytest.importorskip("trl", reason="the `bench` extra is not installed")
+    script = f"import sys; sys.modules['datasets'] = None; import {TRL_MODULE}"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert hasattr(importlib.import_module(TRL_MODULE), "get_act_offloading_ctx_manager")
+
+
+def test_compiled_row_runs_and_its_compilation_is_counted_apart() -> None:
+    row = Row("compiled", compiled, {"backend": "aot_eager"}, compile_group="1.0")
+    step = tiny("cpu")
+    eager = measure_row(step, EAGER, Reference())
+    result = measure_row(step, row, Reference())
+    assert result.status == "measured", result.reason
+    assert result.first_step_compile_ms is not None
+    assert result.first_step_ms is not None
+    assert 0 < result.first_step_compile_ms < result.first_step_ms
+    assert eager.first_step_compile_ms == 0
+    assert result.loss == pytest.approx(eager.loss, rel=1e-4)
+    assert (result.exact, result.activation_bytes) == (None, None)
+
+
+def test_memory_budget_holds_while_layers_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        seen.append(functorch_config.activation_memory_budget)
+        return graph.forward
+
+    step = tiny("cpu")
+    with compiled(step, {"backend": backend, "memory_budget": 0.2}):
+        step.backward(step.forward())
+    assert set(seen) == {0.2}
+
+
+@pytest.mark.parametrize("layers", [2, 3, 16])
+def test_case3_is_the_recipe_with_auto_and_the_layers_that_there_are(layers: int) -> None:
+    row = next(row for row in ROWS if row.name == "actswap-case3-auto")
+    rules = row.config_for(layers)["swap_config"]["op_swap"]
+    assert {rule["backward_prefetch"] for rule in rules} == {"auto"}
+    named = {layer for rule in rules if rule["op_name"] == "attention" for layer in rule["layers"]}
+    assert named == set(range(min(layers, 4)))
+    assert all(rule["layers"] for rule in rules)
+
+
+def test_fingerprint_sees_a_flipped_bit_a_swap_and_a_sign_of_zero() -> None:
+    values = torch.randn(1000, dtype=torch.bfloat16)
+    values[7] = 0.0
+    flipped, swapped, signed = values.clone(), values.clone(), values.clone()
+    flipped.view(torch.int16)[500] ^= 1
+    swapped[[3, 4]] = swapped[[4, 3]]
+    signed[7] = -0.0
+    others = [fingerprint(other) for other in (flipped, swapped, signed)]
+    assert fingerprint(values) not in others
+    assert fingerprint(values.clone().reshape(10, 100)) == fingerprint(values)
+
+
+def test_fingerprint_of_long_tensors_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(1000)
+    whole = fingerprint(values)
+    monkeypatch.setattr("benchmarks.frontier_fingerprint._ELEMENTS_AT_ONCE", 64)
+    assert fingerprint(values) == whole
+
+
+def test_differing_names_both_sides() -> None:
+    one = fingerprints({"a": torch.ones(3), "b": torch.ones(3)})
+    other = fingerprints({"a": torch.ones(3), "b": torch.zeros(3), "c": torch.ones(3)})
+    assert differing(one, other) == ["b", "c"]
+    assert differing(one, one) == []
+
+
+def test_useless_are_zeros_and_what_is_not_finite() -> None:
+    values = {"zeros": torch.zeros(2), "nan": torch.tensor([1.0, torch.nan]), "good": torch.ones(2)}
+    assert useless(values) == ["zeros", "nan"]
+
+
+def test_storage_meter_counts_storages_once_and_forgets_dead_ones() -> None:
+    before = torch.ones(1000)
+    with StorageMeter() as meter:
+        doubled = before * 2
+        view = doubled.view(10, 100)
+        before.add_(1)
+        assert meter.held_bytes() == 4000
+        copy = view.clone()
+        del doubled
+        assert meter.held_bytes() == 8000  # the view keeps the storage
+        del view, copy
+        assert meter.held_bytes() == 0
+    assert meter.peak_bytes() == 8000
+
+
+def test_copy_meter_counts_nothing_that_stays_where_it_is() -> None:
+    with CopyMeter() as meter:
+        torch.empty(100).copy_(torch.ones(100))
+        torch.ones(100).to(torch.bfloat16)
+    assert meter.copied_bytes == 0
+
+
+@pytest.mark.gpu
+def test_copy_meter_counts_what_goes_to_the_host() -> None:
+    device = torch.accelerator.current_accelerator()
+    values = torch.ones(100, device=device)
+    with CopyMeter() as meter:
+        torch.empty(100).copy_(values)
+        values.cpu()
+        torch.ones(100).to(device)
+    assert meter.copied_bytes == 800

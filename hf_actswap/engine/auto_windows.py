@@ -88,11 +88,12 @@ class AutoWindows:
         if not self._transfer.overlaps:
             if self._forwards == 1:
                 self._tell([_NOTHING_TO_HIDE])
-            return AutoForward(None, None, 0)  # nothing stays, so everything moves with windows of 1
+                logger.info("auto is %s: %s", _NOTHING_TO_HIDE.got, _NOTHING_TO_HIDE.reason)
+            return AutoForward(None, None, 0, settled=True)  # nothing stays: all moves with windows of 1
         if self._actions is None and self._observation is not None:
             self._try_to_decide()
         if self._actions is not None:
-            return AutoForward(self._actions, None, None)
+            return AutoForward(self._actions, None, None, settled=True)
         limit = self._free_bytes()
         if self._observation is None and self._forwards > 1:
             self._link = self._link or self._measured_link()
@@ -152,6 +153,12 @@ class AutoWindows:
             for key, decision in zip(agreed.keys, decisions, strict=True)
         }
         self._tell(_overrides(agreed, decisions, seen, self._link))
+        swapped, kept = (_bytes_decided(agreed, decisions, swap) for swap in (True, False))
+        logger.info(
+            "auto has measured: it swaps %s bytes a forward and keeps %s; see applied.plan.overrides",
+            f"{swapped:,}",
+            f"{kept:,}",
+        )
 
 
 class AutoForward:
@@ -161,12 +168,18 @@ class AutoForward:
         actions: what was decided; ``None``: not yet.
         observation: of this forward, if it is watched.
         kept_limit: bytes that may stay on the device before decisions; ``None``: no limit.
+        settled: whether later forwards will say the same.
     """
 
     def __init__(
-        self, actions: Mapping[Key, Action] | None, observation: Observation | None, kept_limit: int | None
+        self,
+        actions: Mapping[Key, Action] | None,
+        observation: Observation | None,
+        kept_limit: int | None,
+        settled: bool = False,
     ) -> None:
         self._actions, self.observation, self._kept_limit = actions, observation, kept_limit
+        self.settled = settled
         self._count: Counter[Scope | None] = Counter()
         self._kept_bytes = 0
 
@@ -238,6 +251,15 @@ def _within_device(measured: Measured, decisions: Sequence[Decision], limit: int
             changed[index] = Decision(True, _UNHIDDEN, _TOO_LARGE)
             kept -= item.size_bytes
     return changed
+
+
+def _bytes_decided(measured: Measured, decisions: Sequence[Decision], swap: bool) -> int:
+    """Bytes of one forward that were decided to be swapped, or kept; the user's numbers are no decisions."""
+    return sum(
+        item.size_bytes
+        for item, decision in zip(measured.candidates, decisions, strict=True)
+        if item.windows is None and decision.swap is swap
+    )
 
 
 def _overrides(

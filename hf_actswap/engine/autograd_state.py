@@ -15,13 +15,20 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-_next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next node will get."""
 _running_node: Callable[[], Any] = torch._C._current_autograd_node
 
 
 def packing_node_number() -> int:
     """Return the number of the node whose tensors are being packed (or of the node built last)."""
-    return _next_number() - 1
+    return next_node_number() - 1
+
+
+def made_by_packing_node(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is an output of the node that is saving it."""
+    node: Any = tensor.grad_fn
+    return node is not None and int(node._sequence_nr()) == packing_node_number()
 
 
 def running_node_number() -> int | None:

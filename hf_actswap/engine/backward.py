@@ -1,14 +1,17 @@
-"""The backward of one forward, as its tickets see it: each tells it that its node runs."""
+"""The backward of one forward: autograd asks it for each saved tensor, and so tells which node runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 from .autograd_state import running_node_number
 from .observation import Observation
 from .operator_clock import OperatorClock
 from .schedule import PrefetchOrder
+from .tickets import Ticket
 
 
 class Fetchable(Protocol):
@@ -23,9 +26,10 @@ Reference = Callable[[], Fetchable | None]
 
 
 class Backward:
-    """The order in which the backward of one forward prefetches; shared by its tickets.
+    """The order in which the backward of one forward prefetches.
 
-    It refers to what it fetches weakly: only tickets keep that alive.
+    Autograd's graph holds it, by the unpack hook. It refers to what it fetches weakly: only tickets keep
+    that alive.
     """
 
     def __init__(self) -> None:
@@ -43,10 +47,13 @@ class Backward:
         self._order = order if order else None
         self._idle = self._order is None and self._observation is None
 
-    def reached(self) -> None:
-        """A node of this graph asks for a saved tensor: start the copies whose time has come."""
-        if self._idle:
-            return
+    def unpack(self, ticket: Ticket) -> torch.Tensor:
+        """A node of this graph asks for a saved tensor: start the copies whose time has come; return it."""
+        if not self._idle:
+            self._reached()
+        return ticket.restore()
+
+    def _reached(self) -> None:
         node = running_node_number()
         if node is None:
             return

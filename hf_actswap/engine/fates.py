@@ -56,6 +56,9 @@ class FateTable:
             scope for scope in inside if isinstance(scope, int) and scope not in self.checkpointed_layers
         }
         """Layers in which ops must be named."""
+        recomputing = {row.scope for row in plan.rows if row.fate == "recompute"}
+        scopes: set[Scope] = {*range(len(outline.layers)), "embedding", "final_norm", "head"}
+        self.scopes_without_recomputation = frozenset(scopes - recomputing)
 
     def __getitem__(self, key: tuple[Scope, str, int | None]) -> Action:
         """The action for (scope, op path, ordinal)."""

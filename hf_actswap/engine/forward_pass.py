@@ -3,17 +3,18 @@
 A `ForwardPass` lives from the model's forward start to its end. It keeps an **owner** for each storage
 that it meets: the op that produced it, and from the plan what to do with it. A storage is known by the
 address of its storage object, which cannot be reused while the owner holds a `StorageWeakRef` on it; the
-owners are dropped when the forward ends. What outlives the pass is in the tickets, and the `Backward` that
-they share: the order in which backward prefetches.
+owners are dropped when the forward ends. What outlives the pass is in the tickets, and the `Backward` whose
+method autograd calls with them: the order in which backward prefetches.
 
 Who owns a storage that no visible op produced? While a function runs, that function (its statistics, its
 own output packed before it returns); an argument of the layer, or something the model was called with,
 nobody; else the innermost module (a custom ``autograd.Function``, which no function mode sees).
+
+A layer that does what it did in the calls before needs no owners: see `routines`.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -22,37 +23,20 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..plan.actions import Scope, Windows
+from ..plan.actions import Scope
 from ..plan.opnames import OpStack
 from ..plan.outline import OUTPUT
 from ..plan.record import storage_key
-from .auto_windows import AutoWindows
-from .backward import Backward, Reference
-from .fates import KEEP, Action, FateTable
-from .host_pool import HostPool
+from .autograd_state import made_by_packing_node
+from .backward import Backward
+from .fates import KEEP, Action
 from .owners import Owner, Owners
 from .parameters import is_cast_of_parameter
-from .recompute import Region, Ticket
-from .schedule import PrefetchOrder, ReleaseQueue, Want
-from .stats import Counters
-from .tickets import KeepTicket, SwapGroup, SwapTicket, View, moved_range
-from .transfer import Transfer
-
-NO_HOST_MEMORY = "host memory cap"
-"""The cap (``host_memory_gib``) is reached, or the machine has no more."""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What the passes of one applied plan share."""
-
-    fates: FateTable
-    pool: HostPool
-    transfer: Transfer
-    device: torch.device
-    counters: Counters
-    min_tensor_bytes: int
-    auto: AutoWindows | None = None
+from .recompute import Region
+from .routines import Routine, Routines, Step
+from .schedule import PrefetchOrder
+from .swapped_storages import Setting, SwappedStorages
+from .tickets import KeepTicket, Ticket, View, moved_range
 
 
 @dataclass(frozen=True)
@@ -69,21 +53,28 @@ class ForwardPass:
     Args:
         setting: what the passes of one applied plan share.
         outside: modules whose parameters and buffers are never touched: those around the scopes.
+        routines: what scopes do at every call.
     """
 
-    def __init__(self, setting: Setting, outside: Iterable[nn.Module]) -> None:
-        self._setting = setting
+    def __init__(self, setting: Setting, outside: Iterable[nn.Module], routines: Routines) -> None:
+        self._setting, self._routines = setting, routines
         self._fates = setting.fates
         self.owners = Owners(outside)
-        self._groups: dict[int, weakref.ref[SwapGroup]] = {}
-        self._all_groups: list[weakref.ref[SwapGroup]] = []
-        self._releases: ReleaseQueue[weakref.ref[SwapGroup]] = ReleaseQueue()
+        self.backward = Backward()
+        self._swapped = SwappedStorages(setting)
+        self._releases = self._swapped.releases
         self._hooks: list[int] = []
-        self._backward = Backward()
-        self._clock = self._backward.clock
-        self._auto = setting.auto.forward_starts(self._backward) if setting.auto is not None else None
+        self._clock = self.backward.clock
+        self._auto = setting.auto.forward_starts(self.backward) if setting.auto is not None else None
         self._observation = self._auto.observation if self._auto is not None else None
+        self._settled = self._auto is None or self._auto.settled
         self._autocast = False
+        self._ended = False
+        self._call: tuple[Place, tuple[Any, ...], dict[str, Any]] | None = None
+        self._routine: Routine | None = None
+        self._watched: list[Step] | None = None
+        self._first_op = self._at = 0
+        self.departed = False
         self.scope: Scope | None = None
         self.stack: OpStack | None = None
         self.running: Action | None = None
@@ -106,28 +97,34 @@ class ForwardPass:
 
     def start_scope(
         self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any], compiled_nodes: int | None
-    ) -> None:
+    ) -> bool:
         """A decoder layer, or a module around the layers, starts.
 
         Args:
             place: what starts.
             args, kwargs: of its call.
             compiled_nodes: autograd nodes of its eager call, if it is compiled (0: not known).
+
+        Returns:
+            Whether its ops must be followed.
         """
-        if isinstance(place.scope, int):
-            hidden = args[0] if args else kwargs.get("hidden_states")
-            if isinstance(hidden, torch.Tensor) and self.owners.owner(hidden) is None:
-                self.owners.own(hidden, self._fates["embedding", OUTPUT, None])
-            self.own_outside((args, kwargs))
-        self._autocast = torch.is_autocast_enabled(self._setting.device.type)  # within a pack it reads off
-        self.scope = place.scope
-        self.owners.enter(place.modules)
+        self.scope, self._call = place.scope, (place, args, kwargs)
         if compiled_nodes is not None:
             self._clock.enter_compiled(compiled_nodes)
+        self._first_op, self._at = self._clock.now(), 0
+        self._routine = None if self.departed or not self._settled else self._routines[place.scope]
+        if self._routine is not None:
+            return False
+        self._watched = [] if self._settled and place.scope in self._routines.scopes else None
+        self._follow()
+        return True
 
     def end_scope(self, output: Any) -> None:
         """It ends; it owns what it hands on (a layer even what an op of its own produced)."""
         scope, self.scope = self.scope, None
+        routine, self._routine = self._routine, None
+        watched, self._watched = self._watched, None
+        self._call = None
         self.owners.enter(())
         self._clock.leave_compiled()
         hidden = output[0] if isinstance(output, tuple) and output else output
@@ -135,19 +132,34 @@ class ForwardPass:
             return
         if isinstance(scope, int) or self.owners.owner(hidden) is None:
             self.owners.own(hidden, self._fates[scope, OUTPUT, None])
+        if routine is not None and self._at < len(routine):
+            self._depart(scope)
+        if watched is not None and not self.departed:
+            self._routines.watched(scope, watched)
 
     def pack(self, tensor: torch.Tensor) -> Ticket:
         """Autograd saves ``tensor``: return the ticket that it keeps instead.
 
-        Whatever a ticket holds is detached: a tensor that its own node saves (``exp``, softmax) would keep
-        that node alive through the ticket, a cycle that nobody breaks if backward never comes.
+        A ticket holds a tensor that its own node saves (``exp``, softmax) detached: else it would keep that
+        node alive, a cycle that nobody breaks if backward never comes. Inputs may be held as they are, as
+        autograd itself holds them.
         """
         op = self._clock.now()
         self._hooks.append(op)
         if self._observation is not None:
             self._observation.in_forward(op)
-        if self._releases:
-            self._release(self._releases.due(op))
+        if op >= self._releases.next_at:
+            self._swapped.release_due(op)
+        routine = self._routine
+        if routine is not None:
+            if self._at < len(routine):
+                offset_ops, dtype, own_output, action = routine[self._at]
+                if op - self._first_op == offset_ops and tensor.dtype is dtype:
+                    self._at += 1
+                    if action is not None:
+                        return self._swapped_by_routine(tensor.detach(), action, op)
+                    return KeepTicket(tensor.detach() if own_output else tensor)
+            self._depart(self.scope)
         self.packing = True
         try:
             return self._ticket_of_saved(tensor, op)
@@ -158,43 +170,65 @@ class ForwardPass:
         """Make the ticket of a tensor that a region reads: its producer's fate holds."""
         owner = self.owners.owner(tensor)
         tensor = tensor.detach()
-        if owner is None:
-            return KeepTicket(tensor, self._backward)
-        return self._ticket(tensor, owner, self._clock.now())
+        return KeepTicket(tensor) if owner is None else self._ticket(tensor, owner, self._clock.now())
 
     def end(self) -> None:
         """The model's forward ends: release what is left, and plan the backward."""
+        self._ended, self._call, self.region = True, None, None
         if self._auto is not None and self._setting.auto is not None:
             self._setting.auto.forward_ended(self._auto)
-        self._release(self._releases.drain())
-        wants: list[Want[Reference]] = []
-        for reference in self._all_groups:
-            group = reference()
-            if group is not None:
-                wants.append(Want(reference, group.last_use, group.prefetch_ops))
-        self._backward.schedule(PrefetchOrder(self._hooks, wants))
+        self.backward.schedule(PrefetchOrder(self._hooks, self._swapped.end()))
         self.owners.clear()
-        self._groups.clear()
+
+    def _follow(self) -> None:
+        """Read whose the parameters and the arguments of the scope's call are."""
+        if self._call is None:
+            return
+        place, args, kwargs = self._call
+        if isinstance(place.scope, int):
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if isinstance(hidden, torch.Tensor) and self.owners.owner(hidden) is None:
+                self.owners.own(hidden, self._fates["embedding", OUTPUT, None])
+            self.own_outside((args, kwargs))
+        self._autocast = torch.is_autocast_enabled(self._setting.device.type)  # within a pack it reads off
+        self.owners.enter(place.modules)
+
+    def _depart(self, scope: Scope | None) -> None:
+        """The running call is not what its scope did before."""
+        self._routine, self.departed = None, True
+        if scope is not None:
+            self._routines.departed(scope)
+        self._follow()
+
+    def _swapped_by_routine(self, tensor: torch.Tensor, action: Action, op: int) -> Ticket:
+        ticket: Ticket | None = None
+        if action.windows is not None and not self._swapped.refuses(tensor):
+            ticket = self._swapped.ticket(tensor, View.of(tensor), action.windows, op)
+        return ticket or KeepTicket(tensor)
 
     def _ticket_of_saved(self, tensor: torch.Tensor, op: int) -> Ticket:
+        if self._ended:  # hooks that an interrupt left behind
+            return KeepTicket(tensor.detach())
         region = self.region
         if region is not None:
             region.packs += 1  # also of tensors without a storage: the recomputation counts them too
             for group in region.input_groups:
                 group.last_use = op
         key = self.meet(tensor)
-        tensor = tensor.detach()
-        if key is None:
-            return KeepTicket(tensor, self._backward)
-        owner = self.owners.by_key(key)
+        owner = None if key is None else self.owners.by_key(key)
+        saved, tensor = tensor, tensor.detach()
         if owner is None:
-            raise RuntimeError("a storage that was met has no owner")
-        inside = owner.action.kind == "recompute_inside" or (
-            owner.action.kind == "recompute_function" and owner.region is None
-        )
-        if inside and region is not None:
-            return region.saved(tensor, self._backward)
-        return self._ticket(tensor, owner, op)
+            ticket: Ticket = KeepTicket(tensor)
+        elif region is not None and _is_inside(owner):
+            ticket = region.saved(tensor)
+        else:
+            ticket = self._ticket(tensor, owner, op)
+        if self._watched is not None:
+            action = KEEP if owner is None else owner.chosen[0] if owner.chosen else owner.action
+            swap = action if action.kind == "swap" else None
+            own_output = made_by_packing_node(saved)
+            self._watched.append(Step(op - self._first_op, saved.dtype, own_output, swap))
+        return ticket
 
     def _action_of_unmet(self) -> Action:
         if self.running is not None:
@@ -207,30 +241,22 @@ class ForwardPass:
 
     def _ticket(self, tensor: torch.Tensor, owner: Owner, op: int) -> Ticket:
         if owner.region is not None:
-            return owner.region.output(owner.position, View.of(tensor), self._backward)
+            return owner.region.output(owner.position, View.of(tensor))
         if owner.action.kind == "swap":
-            return self._swap(tensor, owner, op) or KeepTicket(tensor, self._backward)
-        return KeepTicket(tensor, self._backward)
+            return self._swap(tensor, owner, op) or KeepTicket(tensor)
+        return KeepTicket(tensor)
 
     def _swap(self, tensor: torch.Tensor, owner: Owner, op: int) -> Ticket | None:
-        reason = self._refusal(tensor)
-        if reason is None:
-            view, key = View.of(tensor), tensor.untyped_storage()._cdata
-            action = self._chosen(tensor, view, owner, op)
-            if action.windows is None:
-                return None
-            reference = self._groups.get(key)
-            group = reference() if reference else None
-            if group is None or not group.covers(view, tensor._version):
-                group = self._new_group(tensor, view, action.windows, op, again=group is not None)
-            if group is not None:
-                group.last_use = op
-                if self.region is not None and group not in self.region.input_groups:
-                    self.region.input_groups.append(group)
-                return SwapTicket(group, view, self._backward)
-            reason = NO_HOST_MEMORY
-        self._setting.counters.refused[reason] += tensor.numel() * tensor.element_size()
-        return None
+        if self._swapped.refuses(tensor):
+            return None
+        view = View.of(tensor)
+        windows = self._chosen(tensor, view, owner, op).windows
+        if windows is None:
+            return None
+        ticket = self._swapped.ticket(tensor, view, windows, op)
+        if ticket is not None and self.region is not None and ticket.group not in self.region.input_groups:
+            self.region.input_groups.append(ticket.group)
+        return ticket
 
     def _chosen(self, tensor: torch.Tensor, view: View, owner: Owner, op: int) -> Action:
         """Ask once for each storage, however many nodes save it."""
@@ -243,51 +269,9 @@ class ForwardPass:
             self._auto.used(owner.chosen[1], op)
         return owner.chosen[0]
 
-    def _new_group(
-        self, tensor: torch.Tensor, view: View, windows: Windows, op: int, again: bool
-    ) -> SwapGroup | None:
-        setting = self._setting
-        storage = tensor.untyped_storage()
-        moved = (0, storage.nbytes()) if again else moved_range(view, storage.nbytes())
-        host = setting.pool.take(moved[1] - moved[0])
-        if host is None:
-            return None
-        try:
-            group = SwapGroup(
-                tensor, moved, host, setting.pool, setting.transfer, setting.counters, windows.prefetch_ops
-            )
-        except BaseException:
-            setting.pool.give_back(host)
-            raise
-        reference = weakref.ref(group)
-        self._groups[storage._cdata] = reference
-        self._all_groups.append(reference)
-        self._releases.add(reference, op, windows.release_ops)
-        return group
 
-    def _refusal(self, tensor: torch.Tensor) -> str | None:
-        """Why a tensor that the plan wants to swap stays, or ``None``."""
-        setting = self._setting
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return f"tensor subclass {type(tensor).__name__}"
-        if (
-            tensor.layout != torch.strided
-            or tensor.is_nested
-            or tensor.is_quantized
-            or tensor.is_conj()
-            or tensor.is_neg()
-        ):
-            return "not a plain strided tensor"
-        if tensor.device != setting.device:
-            return f"on {tensor.device.type}, not on the compute device"
-        if tensor.numel() * tensor.element_size() < setting.min_tensor_bytes:
-            return "smaller than min_tensor_mib"
-        if tensor.numel() == 0:
-            return "empty"
-        return None
-
-    def _release(self, references: Iterable[weakref.ref[SwapGroup]]) -> None:
-        for reference in references:
-            group = reference()
-            if group is not None:
-                group.release()
+def _is_inside(owner: Owner) -> bool:
+    """Whether a tensor is rebuilt by the region that runs."""
+    return owner.action.kind == "recompute_inside" or (
+        owner.action.kind == "recompute_function" and owner.region is None
+    )

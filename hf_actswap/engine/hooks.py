@@ -6,7 +6,7 @@ What is installed, and nothing else:
   forward and popped after it, also after an exception;
 * on each decoder layer, and on the embedding, the final norm and the head, a pair that says where we are;
 * on the modules inside layers whose ops are decided one by one, a pair that follows the module path, and
-  the `NamingMode` while the layer runs;
+  the `NamingMode` while the layer runs, both until its `routines` are known;
 * on layers that are recomputed whole, ``torch.utils.checkpoint`` around their forward.
 
 Outside a training forward (no grad, evaluation, recomputation in backward) there is no `ForwardPass`, and
@@ -25,17 +25,20 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..plan.actions import MemoryPlan, Override, Scope
+from ..plan.compiled import called_modules
 from ..plan.opnames import OpStack
 from ..plan.outline import LayerOutline, Outline, unwrapped
 from .around import Undo, around, compiled_around
 from .auto_windows import AutoWindows
 from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
 from .fates import KEEP, FateTable
-from .forward_pass import ForwardPass, Place, Setting
+from .forward_pass import ForwardPass, Place
 from .host_budget import HostMemory, Progress
 from .naming_mode import NamingMode
-from .recompute import Region, Ticket, checkpointed
+from .recompute import Region, checkpointed
+from .routines import Routines
 from .stats import Counters, SwapStats
+from .swapped_storages import Setting
 from .transfer import BlockingTransfer, Transfer
 from .transfer_streams import StreamTransfer
 
@@ -56,14 +59,17 @@ class Engine:
         called = compiled_around(model, outline)
         self._called = self._root if called is None else called  # a compiled wrapper has no truth value
         self._transfer, self._progress = transfer, progress
-        self._memory = HostMemory(plan.host_memory_bytes)
+        self._memory = HostMemory(plan)
         self._counters = Counters()
         self._fates = FateTable(plan, outline)
         self._inside: set[nn.Module] = set()
         self._outside: tuple[nn.Module, ...] = ()
         self._setting: Setting | None = None
         self._forward: ForwardPass | None = None
-        self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+        self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._routines = Routines(self._fates.scopes_without_recomputation)
+        self._named = self._routines.scopes & self._fates.named_layers
+        self._inside_hooks: list[Undo] | None = None
         self._mode: NamingMode | None = None
 
     def stats(self) -> SwapStats:
@@ -75,9 +81,10 @@ class Engine:
 
     def attach(self) -> list[Callable[[], None]]:
         """Install the hooks; return what undoes them, in order of installation."""
-        undo: list[Callable[[], None]] = [self._close_pool]
+        undo: list[Callable[[], None]] = [self._close_pool, self._memory.unbind]
         if not self.plan.rows:
             return undo
+        self._memory.bind(self._device())
         if self.outline.compiled:
             return [*undo, *around(self._called, self._start_compiled, self._end_compiled), self._clean_up]
         undo += around(self._called, self._start_forward, self._end_forward)
@@ -91,6 +98,8 @@ class Engine:
                 undo += self._follow_scope(self._root.get_submodule(path), scope, None)
         for layer in self.outline.layers:
             undo += self._follow_layer(layer)
+        undo.append(self._leave_inside)
+        self._follow_inside()
         # Walked once: at each forward it would cost milliseconds.
         self._outside = tuple(module for module in self._root.modules() if module not in self._inside)
         undo.append(self._clean_up)
@@ -98,16 +107,33 @@ class Engine:
 
     def _follow_layer(self, layer: LayerOutline) -> list[Callable[[], None]]:
         module = self._root.get_submodule(layer.module_path)
-        naming = layer.index in self._fates.named_layers
         undo = []
         if layer.index in self._fates.checkpointed_layers:
             undo.append(checkpointed(module))
         undo += self._follow_scope(module, layer.index, layer)
-        if naming:
-            for path, child in module.named_modules():
-                if path:
-                    undo += self._follow_path(child, layer.index, path)
+        if layer.index in self._fates.named_layers - self._named:
+            undo += self._follow_modules(layer)
         return undo
+
+    def _follow_modules(self, layer: LayerOutline) -> list[Undo]:
+        """Follow the module path inside a layer."""
+        module = self._root.get_submodule(layer.module_path)
+        return [
+            undo
+            for path, child in called_modules(module)
+            for undo in self._follow_path(child, layer.index, path)
+        ]
+
+    def _follow_inside(self) -> None:
+        """Follow the module paths in layers that have no routine yet, or none any more."""
+        if self._inside_hooks is None:
+            layers = [layer for layer in self.outline.layers if layer.index in self._named]
+            self._inside_hooks = [undo for layer in layers for undo in self._follow_modules(layer)]
+
+    def _leave_inside(self) -> None:
+        undo, self._inside_hooks = self._inside_hooks, None
+        for step in reversed(undo or []):
+            step()
 
     def _device(self) -> torch.device:
         return next((parameter.device for parameter in self._root.parameters()), torch.device("cpu"))
@@ -116,6 +142,7 @@ class Engine:
         """The device is asked at each forward: a plan may be applied before the model is moved."""
         if self._setting is None or self._setting.device != device:
             self._close_pool()
+            self._memory.bind(device)
             default = BlockingTransfer if device.type == "cpu" else StreamTransfer
             transfer = self._transfer or default(device)
             pool = self._memory.pool(device, transfer.overlaps, self._progress)
@@ -142,23 +169,30 @@ class Engine:
         if self._setting is not None:
             self._setting.pool.close()
 
-    def _pack(self, tensor: torch.Tensor) -> Ticket | _Plain:
-        forward = self._forward
-        return _Plain(tensor.detach()) if forward is None else forward.pack(tensor)
-
     def _start_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._clean_up()
         if not torch.is_grad_enabled():
             return
-        self._forward = ForwardPass(self._setting_on(self._device()), self._outside)
-        self._forward.own_outside((args, kwargs))
+        if self._routines.knows(self._named):
+            self._leave_inside()
+        else:
+            self._follow_inside()
+        known, setting = self._setting, self._setting_on(self._device())
+        if setting is not known:
+            overlaps = setting.transfer.overlaps
+            self._memory.make_ready(setting.pool, overlaps, self._root, self.outline, args, kwargs)
+        forward = ForwardPass(setting, self._outside, self._routines)
+        forward.own_outside((args, kwargs))
+        self._forward = forward
         self._counters.forwards += 1
+        self._saving = torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.backward.unpack)
         self._saving.__enter__()
 
     def _end_forward(self, *_: Any) -> None:
         forward, self._forward = self._forward, None
-        if forward is not None:
-            self._saving.__exit__(None, None, None)
+        saving, self._saving = self._saving, None
+        if forward is not None and saving is not None:
+            saving.__exit__(None, None, None)
             forward.end()
 
     def _start_compiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -175,10 +209,10 @@ class Engine:
 
     def _clean_up(self) -> None:
         """Drop what an interrupted forward left behind."""
-        forward, self._forward = self._forward, None
+        forward, self._forward, self._saving = self._forward, None, None
         self._leave_mode()
         if forward is not None:
-            pop_leaked_hooks(self._pack)
+            pop_leaked_hooks(forward.pack)
             forward.end()
 
     def _follow_scope(self, module: nn.Module, scope: Scope, layer: LayerOutline | None) -> list[Undo]:
@@ -191,8 +225,9 @@ class Engine:
             forward = self._forward
             if forward is None:
                 return
-            forward.start_scope(place, args, kwargs, compiled_nodes)
-            if naming is not None:
+            follow = forward.start_scope(place, args, kwargs, compiled_nodes)
+            if naming is not None and follow:
+                self._follow_inside()  # an earlier layer departed from its routine, perhaps
                 forward.stack = OpStack(naming.attention_paths)
                 if self._fates.is_region(scope, ""):
                     forward.region = self._region(forward, module, scope, "", args, kwargs)
@@ -203,7 +238,7 @@ class Engine:
             forward = self._forward
             if forward is None:
                 return
-            if naming is not None:
+            if forward.stack is not None:
                 self._leave_mode()
                 forward.stack = None
                 forward.region = None
@@ -251,19 +286,3 @@ class Engine:
         mode, self._mode = self._mode, None
         if mode is not None and function_mode_is_innermost(mode):
             mode.__exit__(None, None, None)
-
-
-class _Plain:
-    """A ticket made while no forward of the model runs (hooks left over from an interrupt)."""
-
-    __slots__ = ("_tensor",)
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    def restore(self) -> torch.Tensor:
-        return self._tensor
-
-
-def _unpack(ticket: Ticket) -> torch.Tensor:
-    return ticket.restore()

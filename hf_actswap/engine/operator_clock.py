@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from .autograd_state import packing_node_number
+from .autograd_state import next_node_number, packing_node_number
 
 
 class OperatorClock:
@@ -25,7 +25,7 @@ class OperatorClock:
 
     def now(self) -> int:
         """The operator that is being built in forward."""
-        return packing_node_number() + self._shift
+        return next_node_number() - 1 + self._shift  # asked at each saved tensor, hence no call more
 
     def enter_compiled(self, nodes: int) -> None:
         """A compiled region starts that stands for ``nodes`` eager ones (0: unknown, it counts as it is)."""

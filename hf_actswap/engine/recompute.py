@@ -20,23 +20,15 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from .backward import Backward
 from .stats import Counters
-from .tickets import StaleTensorError, SwapGroup, View
-
-
-class Ticket(Protocol):
-    """What autograd holds in place of a saved tensor."""
-
-    def restore(self) -> torch.Tensor:
-        """Return the tensor that was saved."""
+from .tickets import StaleTensorError, SwapGroup, Ticket, View
 
 
 class RecomputeError(RuntimeError):
@@ -84,16 +76,16 @@ class Region:
         self._caught: dict[int, _Kept] = {}
         self._rebuilt: dict[int, tuple[_Kept, int]] = {}
 
-    def saved(self, tensor: torch.Tensor, backward: Backward) -> RegionTicket:
+    def saved(self, tensor: torch.Tensor) -> RegionTicket:
         """Make the ticket of the tensor packed last."""
         index = self.packs - 1
         self._expected[index] = (tensor.shape, tensor.dtype)
-        return RegionTicket(self, index, backward)
+        return RegionTicket(self, index)
 
-    def output(self, position: int, view: View, backward: Backward) -> OutputTicket:
+    def output(self, position: int, view: View) -> OutputTicket:
         """Make a ticket for a view of output ``position`` (among the tensors that the call returned)."""
         self._outputs[position] += 1
-        return OutputTicket(self, position, view, backward)
+        return OutputTicket(self, position, view)
 
     def take_saved(self, index: int) -> torch.Tensor:
         """Return saved tensor ``index``, running the region again if it must."""
@@ -197,28 +189,26 @@ class _Catcher:
 class RegionTicket:
     """Saved tensor ``index`` of a region."""
 
-    __slots__ = ("_backward", "_index", "_region")
+    __slots__ = ("_index", "_region")
 
-    def __init__(self, region: Region, index: int, backward: Backward) -> None:
-        self._region, self._index, self._backward = region, index, backward
+    def __init__(self, region: Region, index: int) -> None:
+        self._region, self._index = region, index
 
     def restore(self) -> torch.Tensor:
         """Return the tensor, rebuilt."""
-        self._backward.reached()
         return self._region.take_saved(self._index)
 
 
 class OutputTicket:
     """A view of what a recomputed function returned."""
 
-    __slots__ = ("_backward", "_position", "_region", "_view")
+    __slots__ = ("_position", "_region", "_view")
 
-    def __init__(self, region: Region, position: int, view: View, backward: Backward) -> None:
-        self._region, self._position, self._view, self._backward = region, position, view, backward
+    def __init__(self, region: Region, position: int, view: View) -> None:
+        self._region, self._position, self._view = region, position, view
 
     def restore(self) -> torch.Tensor:
         """Return the tensor, rebuilt."""
-        self._backward.reached()
         return self._view.on(self._region.take_output(self._position), 0)
 
 

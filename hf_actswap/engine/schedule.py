@@ -22,6 +22,8 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
+_NEVER = 1 << 62
+
 
 class ReleaseQueue(Generic[Item]):
     """Copies out whose device memory has not been released yet."""
@@ -29,26 +31,28 @@ class ReleaseQueue(Generic[Item]):
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Item]] = []
         self._count = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._heap)
+        self.next_at = _NEVER
+        """Node at which something is due next; asked at each saved tensor, so not computed there."""
 
     def add(self, item: Item, copied_at: int, release_ops: int) -> None:
         """Release ``item`` at the first hook at or after node ``copied_at + release_ops``."""
         heapq.heappush(self._heap, (copied_at + release_ops, self._count, item))
         self._count += 1
+        self.next_at = self._heap[0][0]
 
     def due(self, now: int) -> list[Item]:
         """Take out what is due at a hook at node ``now``, earliest first."""
         items = []
         while self._heap and self._heap[0][0] <= now:
             items.append(heapq.heappop(self._heap)[2])
+        self.next_at = self._heap[0][0] if self._heap else _NEVER
         return items
 
     def drain(self) -> list[Item]:
         """Take out everything: the forward has ended (the reference clips to the last operator)."""
         items = [item for _, _, item in sorted(self._heap, key=lambda entry: entry[:2])]
         self._heap.clear()
+        self.next_at = _NEVER
         return items
 
 

@@ -19,12 +19,11 @@ when they are read, swapped ones when they are released (until then the copy may
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .backward import Backward
 from .blocks import HostBuffer
 from .host_pool import HostPool
 from .stats import Counters
@@ -73,6 +72,13 @@ class View(NamedTuple):
         return self.offset_bytes, self.offset_bytes + (last + 1) * self.dtype.itemsize
 
 
+class Ticket(Protocol):
+    """What autograd holds in place of a saved tensor."""
+
+    def restore(self) -> torch.Tensor:
+        """Return the tensor that was saved."""
+
+
 class StaleTensorError(RuntimeError):
     """A tensor needed for backward was changed in place after it was saved; autograd's own error, kept up."""
 
@@ -86,16 +92,14 @@ class StaleTensorError(RuntimeError):
 class KeepTicket:
     """The tensor itself, with the version it had."""
 
-    __slots__ = ("_backward", "_tensor", "_version")
+    __slots__ = ("_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor, backward: Backward) -> None:
+    def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
         self._version = tensor._version
-        self._backward = backward
 
     def restore(self) -> torch.Tensor:
         """Return the tensor. Raises `StaleTensorError` if it changed."""
-        self._backward.reached()
         tensor = self._tensor
         if tensor._version != self._version:
             raise StaleTensorError(tensor.shape, self._version, tensor._version)
@@ -227,19 +231,18 @@ class SwapGroup:
 class SwapTicket:
     """One saved tensor on a swapped storage."""
 
-    __slots__ = ("__weakref__", "_backward", "_group", "_view")
+    __slots__ = ("__weakref__", "_view", "group")
 
-    def __init__(self, group: SwapGroup, view: View, backward: Backward) -> None:
-        self._group, self._view, self._backward = group, view, backward
+    def __init__(self, group: SwapGroup, view: View) -> None:
+        self.group, self._view = group, view
         group.join(id(self))
 
     def restore(self) -> torch.Tensor:
         """Return the tensor, from the device copy that was prefetched. Raises `StaleTensorError`."""
-        self._backward.reached()
-        return self._group.read(id(self), self._view)
+        return self.group.read(id(self), self._view)
 
     def __del__(self) -> None:
-        self._group.leave(id(self))
+        self.group.leave(id(self))
 
 
 def moved_range(view: View, storage_bytes: int) -> tuple[int, int]:

@@ -26,6 +26,18 @@ def is_compiled(module: nn.Module) -> bool:
     return uncompiled(module) is not module or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def called_modules(layer: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield op path and module for what ``layer`` calls eagerly: compiled modules, but nothing in them.
+
+    A hook on a module inside compiled code would be compiled with it.
+    """
+    for name, child in layer.named_children():
+        inside = f"{path}.{name}" if path else name
+        yield inside, child
+        if not is_compiled(child):
+            yield from called_modules(child, inside)
+
+
 def named_op_modules(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the layer (path ``""``) and the modules inside it by op path.
 

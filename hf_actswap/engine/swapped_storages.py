@@ -1,0 +1,148 @@
+"""The storages that one forward swaps: copied out once each, released when due, wanted in backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..plan.actions import Windows
+from .auto_windows import AutoWindows
+from .backward import Reference
+from .fates import FateTable
+from .host_pool import HostPool
+from .schedule import ReleaseQueue, Want
+from .stats import Counters
+from .tickets import SwapGroup, SwapTicket, View, moved_range
+from .transfer import Transfer
+
+NO_HOST_MEMORY = "host memory cap"
+"""The cap (``host_memory_gib``) is reached, or the machine has no more."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the passes of one applied plan share."""
+
+    fates: FateTable
+    pool: HostPool
+    transfer: Transfer
+    device: torch.device
+    counters: Counters
+    min_tensor_bytes: int
+    auto: AutoWindows | None = None
+
+
+class SwappedStorages:
+    """See the module's text.
+
+    Args:
+        setting: what the passes of one applied plan share.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._groups: dict[int, weakref.ref[SwapGroup]] = {}
+        self._all_groups: list[weakref.ref[SwapGroup]] = []
+        self.releases: ReleaseQueue[weakref.ref[SwapGroup]] = ReleaseQueue()
+
+    def refuses(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that the plan wants to swap must stay; counted by reason."""
+        reason = self._refusal(tensor)
+        if reason is not None:
+            self.refused(tensor, reason)
+        return reason is not None
+
+    def refused(self, tensor: torch.Tensor, reason: str) -> None:
+        """Count the bytes of a tensor that stays."""
+        self._setting.counters.refused[reason] += tensor.numel() * tensor.element_size()
+
+    def ticket(self, tensor: torch.Tensor, view: View, windows: Windows, op: int) -> SwapTicket | None:
+        """Make the ticket of a detached tensor, and start the copy out of its storage if there is none yet.
+
+        Args:
+            tensor: not refused.
+            view: of it.
+            windows: of a copy that starts now.
+            op: operator that saves it.
+
+        Returns:
+            ``None`` if there is no host memory; counted.
+        """
+        reference = self._groups.get(tensor.untyped_storage()._cdata)
+        group = reference() if reference else None
+        if group is None or not group.covers(view, tensor._version):
+            group = self._new_group(tensor, view, windows, op, again=group is not None)
+            if group is None:
+                self.refused(tensor, NO_HOST_MEMORY)
+                return None
+        group.last_use = op
+        return SwapTicket(group, view)
+
+    def release_due(self, op: int) -> None:
+        """Release what is due at a hook at operator ``op``."""
+        _release(self.releases.due(op))
+
+    def end(self) -> list[Want[Reference]]:
+        """The forward has ended: release the rest; return what backward will want."""
+        _release(self.releases.drain())
+        self._groups.clear()
+        wants: list[Want[Reference]] = []
+        for reference in self._all_groups:
+            group = reference()
+            if group is not None:
+                wants.append(Want(reference, group.last_use, group.prefetch_ops))
+        return wants
+
+    def _new_group(
+        self, tensor: torch.Tensor, view: View, windows: Windows, op: int, again: bool
+    ) -> SwapGroup | None:
+        setting = self._setting
+        storage = tensor.untyped_storage()
+        moved = (0, storage.nbytes()) if again else moved_range(view, storage.nbytes())
+        host = setting.pool.take(moved[1] - moved[0])
+        if host is None:
+            return None
+        try:
+            group = SwapGroup(
+                tensor, moved, host, setting.pool, setting.transfer, setting.counters, windows.prefetch_ops
+            )
+        except BaseException:
+            setting.pool.give_back(host)
+            raise
+        reference = weakref.ref(group)
+        self._groups[storage._cdata] = reference
+        self._all_groups.append(reference)
+        self.releases.add(reference, op, windows.release_ops)
+        return group
+
+    def _refusal(self, tensor: torch.Tensor) -> str | None:
+        """Why a tensor that the plan wants to swap stays, or ``None``."""
+        setting = self._setting
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
+            return f"tensor subclass {type(tensor).__name__}"
+        if (
+            tensor.layout != torch.strided
+            or tensor.is_nested
+            or tensor.is_quantized
+            or tensor.is_conj()
+            or tensor.is_neg()
+        ):
+            return "not a plain strided tensor"
+        if tensor.device != setting.device:
+            return f"on {tensor.device.type}, not on the compute device"
+        if tensor.numel() * tensor.element_size() < setting.min_tensor_bytes:
+            return "smaller than min_tensor_mib"
+        if tensor.numel() == 0:
+            return "empty"
+        return None
+
+
+def _release(references: Iterable[weakref.ref[SwapGroup]]) -> None:
+    for reference in references:
+        group = reference()
+        if group is not None:
+            group.release()

@@ -8,13 +8,16 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from .config import ActSwapConfig, load_config
 from .engine import AppliedPlan, Transfer, install
+from .engine.host_budget import Progress
 from .errors import PlanError, Problem
 from .plan import MemoryPlan, Outline, outline, resolve_plan
 from .plan.outline import unwrapped
+from .report import PinningBar
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +27,7 @@ def apply(
     config_or_plan: ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | os.PathLike[str] | None,
     *,
     transfer: Transfer | None = None,
+    progress: Progress | None = None,
 ) -> AppliedPlan:
     """Put a configuration or a plan on a model.
 
@@ -33,9 +37,11 @@ def apply(
     changed of a configuration is logged as warnings; a plan is applied without a word.
 
     Args:
-        model: a causal language model, bare or wrapped (DDP, PEFT).
+        model: a causal language model, bare or wrapped (DDP, PEFT, ``torch.compile``).
         config_or_plan: a plan, or whatever `load_config` takes.
         transfer: how bytes move; by default streams on an accelerator, blocking copies on the CPU.
+        progress: called with (bytes, bytes in all) while host memory is made ready, equal at the end; by
+            default a bar on rank 0.
 
     Raises:
         ConfigError: the configuration is malformed.
@@ -48,11 +54,15 @@ def apply(
         plan = resolve_plan(load_config(config_or_plan), shape)
         for changed in (*plan.warnings, *plan.overrides):
             logger.warning("%s", changed)
-    return apply_plan(model, plan, shape, transfer)
+    return apply_plan(model, plan, shape, transfer, progress)
 
 
 def apply_plan(
-    model: nn.Module, plan: MemoryPlan, shape: Outline, transfer: Transfer | None = None
+    model: nn.Module,
+    plan: MemoryPlan,
+    shape: Outline,
+    transfer: Transfer | None = None,
+    progress: Progress | None = None,
 ) -> AppliedPlan:
     """Put a plan on a model whose outline is at hand; see `apply`.
 
@@ -60,11 +70,17 @@ def apply_plan(
         PlanError: the plan does not fit the model, or asks for what this version cannot carry out.
     """
     _refuse_what_cannot_be_applied(model, plan, shape)
-    applied = install(model, plan, shape, transfer)
+    applied = install(model, plan, shape, transfer, progress or _bar_on_rank_0())
     if plan.rows:
         for restore in _without_cache(unwrapped(model)):
             applied.on_remove(restore)
     return applied
+
+
+def _bar_on_rank_0() -> Progress | None:
+    started = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if started else int(os.environ.get("RANK", "0"))
+    return PinningBar() if rank == 0 else None
 
 
 def _refuse_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Outline) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import os
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from ..engine import AppliedPlan, SwapStats
 from ..errors import PlanError, Problem
 from ..plan import MemoryPlan, outline, resolve_plan
 from ..report import plan_table
+from .calling_trainer import called_model, calling_trainer
 from .logs import console_logging, worker_log
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,12 @@ _SEVERAL_DEVICES = Problem(
 class ActSwapCallback(TrainerCallback):
     """Puts a configuration on the model while the Trainer trains.
 
-    At train begin the plan is applied to the model; rank 0 logs the reference-style lines and the plan as a
-    table; every rank writes its lines to ``<output_dir>/worker_<rank>.log``. The statistics of the last
-    optimizer step go into the Trainer's log, and so to TensorBoard and other trackers. The plan is removed
-    when ``Trainer.train`` ends, also by an exception.
+    At train begin the plan is applied to the model, to the compiled one under ``torch_compile``; rank 0 logs
+    the reference-style lines and the plan as a table, and shows a bar while host memory is page-locked; every
+    rank writes its lines to ``<output_dir>/worker_<rank>.log``. When ``auto`` has measured, what it decided
+    is written there too, and the table is logged again. The statistics of the last optimizer step go into
+    the Trainer's log, and so to TensorBoard and other trackers. The plan is removed when ``Trainer.train``
+    ends, also by an exception.
 
     Pass it to the Trainer's constructor (``callbacks=[...]``). Added later (``add_callback``) it applies and
     removes too, but until `bind` is called its statistics reach no log, and an exception in ``train`` leaves
@@ -60,13 +62,14 @@ class ActSwapCallback(TrainerCallback):
         self._wish = source if isinstance(source, MemoryPlan) else load_config(source)
         self._before = SwapStats()
         self._step = SwapStats()
+        self._logged: MemoryPlan | None = None
         self.applied: AppliedPlan | None = None
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Find the Trainer, which the event does not pass, and see to its end and its log."""
-        trainer = _calling_trainer(self)
+        trainer = calling_trainer(self)
         if trainer is None:
             logger.warning("No Trainer found: the statistics stay in `applied.stats()` and reach no log.")
         else:
@@ -105,14 +108,15 @@ class ActSwapCallback(TrainerCallback):
             raise ValueError("ActSwapCallback needs the model: it is a callback of the Trainer")
         if args.n_gpu > 1:
             raise PlanError([_SEVERAL_DEVICES])
+        model = called_model(calling_trainer(self), model)
         wish = self._wish
         shape = outline(model)
         plan = wish if isinstance(wish, MemoryPlan) else resolve_plan(wish, shape)
         self.applied = apply_plan(model, plan, shape)
         self._before = self._step = SwapStats()
+        self._logged = self.applied.plan
         notes = list(wish.notes) if isinstance(wish, ActSwapConfig) else []
-        path = os.path.join(args.output_dir or ".", f"worker_{args.process_index}.log")
-        with worker_log(path) as worker:
+        with worker_log(_worker_path(args)) as worker:
             _log_plan(worker, plan, notes)
         if state.is_world_process_zero:
             with console_logging(logger):
@@ -122,7 +126,7 @@ class ActSwapCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take the statistics of the optimizer step that ends."""
+        """Take the statistics of the optimizer step that ends; say what was decided in it."""
         if self.applied is None:
             return
         now = self.applied.stats()
@@ -136,6 +140,19 @@ class ActSwapCallback(TrainerCallback):
                         f"{size_bytes:,}",
                         reason,
                     )
+        self._log_decisions(self.applied.plan, args, state)
+
+    def _log_decisions(self, plan: MemoryPlan, args: TrainingArguments, state: TrainerState) -> None:
+        """Log what the engine has added to the plan since it was logged: the windows that ``auto`` chose."""
+        logged, self._logged = self._logged, plan
+        if logged is None or plan is logged:
+            return
+        with worker_log(_worker_path(args), append=True) as worker:
+            for override in plan.overrides[len(logged.overrides) :]:
+                worker.info("%s", override)
+        if state.is_world_process_zero:
+            with console_logging(logger):
+                logger.info("Decided in step %d:\n%s", state.global_step, plan_table(plan))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -150,6 +167,10 @@ class ActSwapCallback(TrainerCallback):
             applied.remove()
 
 
+def _worker_path(args: TrainingArguments) -> str:
+    return os.path.join(args.output_dir or ".", f"worker_{args.process_index}.log")
+
+
 def _log_plan(target: logging.Logger, plan: MemoryPlan, notes: list[str]) -> None:
     """Log the notes, the warnings and the reference-style lines, in the reference's order."""
     for note in notes:
@@ -158,19 +179,3 @@ def _log_plan(target: logging.Logger, plan: MemoryPlan, notes: list[str]) -> Non
         target.warning("%s", warning)
     for line in plan.log_lines():
         target.info("%s", line)
-
-
-def _calling_trainer(callback: TrainerCallback) -> Any:
-    """Return the Trainer whose event is running, read off the call stack.
-
-    The Trainer hands its events the model, the optimizer and the loaders, but not itself, and there is no
-    event for an exception. The frame that raised the event is a method of the Trainer.
-    """
-    frame = inspect.currentframe()
-    while frame is not None:
-        candidate = frame.f_locals.get("self")
-        handler = getattr(candidate, "callback_handler", None)
-        if handler is not None and callback in handler.callbacks:
-            return candidate
-        frame = frame.f_back
-    return None

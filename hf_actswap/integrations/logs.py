@@ -12,11 +12,11 @@ _WORKER_FORMAT = "-%(levelname)s - %(message)s"
 
 
 @contextmanager
-def worker_log(path: str) -> Iterator[logging.Logger]:
-    """Write to a fresh file at ``path``; nothing else sees the lines."""
+def worker_log(path: str, append: bool = False) -> Iterator[logging.Logger]:
+    """Write to a fresh file at ``path``, or behind what it holds; nothing else sees the lines."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     worker = logging.Logger(f"hf_actswap.worker.{os.path.basename(path)}", logging.INFO)
-    handler = logging.FileHandler(path, mode="w", encoding="utf-8")
+    handler = logging.FileHandler(path, mode="a" if append else "w", encoding="utf-8")
     handler.setFormatter(logging.Formatter(_WORKER_FORMAT))
     worker.addHandler(handler)
     try:

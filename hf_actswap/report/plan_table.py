@@ -9,6 +9,9 @@ from rich.table import Table
 
 from ..plan.actions import SCOPES, MemoryPlan, PlanRow, Scope, folded
 
+_MEASURED = "auto"
+"""For windows that the engine chooses from measured times; what it chose is among the overrides."""
+
 
 def plan_table(plan: MemoryPlan, width: int = 110) -> str:
     """Return the plan as text: what happens to what, then every override with its reason.
@@ -58,5 +61,6 @@ def _cells(row: PlanRow) -> tuple[str, str, str, str]:
     if row.ordinal is not None:
         name += f" (call {row.ordinal})"
     if row.windows is None:
-        return name, row.fate, "", ""
+        windows = _MEASURED if row.fate == "swap" else ""
+        return name, row.fate, windows, windows
     return name, row.fate, str(row.windows.prefetch_ops), str(row.windows.release_ops)

@@ -43,6 +43,10 @@ def test_losses_gradients_and_weights_are_bitwise_those_of_a_plain_run(
     for rank in (0, 1):
         found = json.loads(Path(f"{result}.{rank}").read_text())
         assert found.pop("worker log") == {"lines": 4}  # the last case, full recompute, on both ranks
+        for way in ("whole", "regional"):
+            checks = found.pop(f"compiled {way}")
+            assert checks.pop("bytes") > 0, way
+            assert [name for name, same in checks.items() if not same] == [], way
         assert len(found) == 3 * len(CASES)
         for name, checks in found.items():
             moved = checks.pop("bytes")

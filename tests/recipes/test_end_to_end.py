@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,16 @@ TINY = [
     *("--max_steps", "20", "--logging_steps", "1", "--per_device_train_batch_size", "8"),
     *("--learning_rate", "0.005", "--seed", "3"),
 ]
-FLAGS = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+FLAGS = ["--num_machines", "1", "--mixed_precision", "no"]
+UNCOMPILED = ("--dynamo_backend", "no")
 
 
 def launch(
-    repository: Path, output: Path, *arguments: str, processes: int = 1
+    repository: Path,
+    output: Path,
+    *arguments: str,
+    processes: int = 1,
+    flags: Sequence[str] = UNCOMPILED,
 ) -> subprocess.CompletedProcess[str]:
     """Run the recipe as a user does; the environment keeps it offline and on one thread."""
     several = ["--multi_gpu"] if processes > 1 else []
@@ -40,7 +46,11 @@ def launch(
     paths = os.pathsep.join(filter(None, [str(repository), os.environ.get("PYTHONPATH")]))
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     return subprocess.run(
-        [*command, *FLAGS, *script], env=os.environ | offline, capture_output=True, text=True, timeout=200
+        [*command, *FLAGS, *flags, *script],
+        env=os.environ | offline,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
 
 
@@ -90,6 +100,17 @@ def test_swapping_changes_no_digit(case1: Path, repository: Path, tmp_path: Path
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert losses(tmp_path) == losses(case1)
     assert not (tmp_path / "worker_0.log").exists()
+
+
+def test_layers_compiled_by_the_launcher_are_swapped(case1: Path, repository: Path, tmp_path: Path) -> None:
+    case2 = str(repository / "recipes" / "case2_layer_swap.yaml")
+    short = ["--max_steps", "2", "--do_eval", "false"]
+    regional = ["--dynamo_backend", "aot_eager", "--dynamo_use_regional_compilation"]
+    ran = launch(repository, tmp_path, case2, *TINY, *short, flags=regional)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    assert all(entry["actswap_offloaded_bytes"] > 0 for entry in state["log_history"] if "loss" in entry)
+    assert losses(tmp_path)[0] == pytest.approx(losses(case1)[0], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from .keys import MEMORY_KEYS
 from .reader import (
     Findings,
     Path,
+    read_bool,
     read_choice,
     read_int,
     read_positive,
@@ -71,4 +72,6 @@ def _read_value(findings: Findings, path: Path, key: str, value: object) -> Any:
         return read_int(findings, path, value, minimum=_LEAST[key])
     if key in _SIZES:
         return read_positive(findings, path, value)
+    if key == "bind_numa":
+        return read_bool(findings, path, value)
     return read_text(findings, path, value)

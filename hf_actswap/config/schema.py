@@ -96,7 +96,8 @@ class MemoryConfig:
     """``memory``: the planner's section.
 
     ``swap_bucket_size`` is in bytes per stage (< 0 all, 0 none); ``min_tensor_mib`` is the size in MiB
-    under which a tensor is never swapped (``None``: the engine's default of 1 KiB).
+    under which a tensor is never swapped (``None``: the engine's default of 1 KiB); ``bind_numa`` keeps each
+    rank and its host memory beside its device where a machine has several NUMA nodes.
     """
 
     mode: Literal["off", "smart_swap", "adaptive"] = "off"
@@ -109,6 +110,7 @@ class MemoryConfig:
     swap_bucket_size: int = -1
     min_tensor_mib: float | None = None
     host_memory_gib: float | None = None
+    bind_numa: bool = True
     plan_file: str | None = None
 
 

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
-from .host_memory import available_bytes, budget_bytes, margin_bytes, ranks_on_this_machine, room_beyond
+from ..plan.actions import MemoryPlan
+from ..plan.outline import Outline
+from ..plan.save_recorder import record_saved
+from ..plan.saved_bytes import swapped_copies
+from .free_ranges import ALIGNMENT_BYTES
+from .host_memory import (
+    available_bytes,
+    budget_bytes,
+    forecast,
+    margin_bytes,
+    ranks_on_this_machine,
+    room_beyond,
+)
 from .host_pool import HostPool
-from .numa import cpus_of, node_of
+from .numa import bind_rank, cpus_of, node_of
 from .slabs import PageableSlabs, PinnedSlabs, SlabSource
 
 logger = logging.getLogger(__name__)
@@ -22,27 +36,112 @@ _EXACT = 1
 
 
 class HostMemory:
-    """Makes the pool of one applied plan.
+    """Makes the pool of one applied plan, says before the first step whether it suffices, and binds the rank.
 
     The machine's free memory is read when the plan is applied, before any rank has taken its part of it; a
     rank may take its share less a margin, and no slab is allocated that would eat into the margin, whoever
     else has grown meanwhile. What does not fit stays on the device and is counted.
 
+    A plan that does not fit is a warning and not an error, also where nothing of it fits: the rest of the
+    plan (recomputation) stands, and what stays on the device can only meet the device's own limit, which
+    raises an exception.
+
     Args:
-        cap_bytes: the user's, per rank; ``None``: none.
+        plan: says the user's cap, and whether the rank may be bound.
     """
 
-    def __init__(self, cap_bytes: int | None) -> None:
+    def __init__(self, plan: MemoryPlan) -> None:
         available = available_bytes()
-        self._budget_bytes = budget_bytes(cap_bytes, ranks_on_this_machine(), available)
+        self._plan, self._available, self._ranks = plan, available, ranks_on_this_machine()
+        self._budget_bytes = budget_bytes(plan.host_memory_bytes, self._ranks, available)
         self._margin_bytes = margin_bytes(available) if available is not None else 0
+        self._bound_to: torch.device | None = None
+        self._unbind: Callable[[], None] | None = None
 
     def pool(self, device: torch.device, pinned: bool, progress: Progress | None) -> HostPool:
         """Return an empty pool for swapping from ``device``."""
         room = room_beyond(self._margin_bytes)
         if not pinned:
             return HostPool(PageableSlabs(), self._budget_bytes, _EXACT, progress, room)
-        node = node_of(device)
+        node = node_of(device) if self._plan.bind_numa else None
         cpus = frozenset[int]() if node is None else cpus_of(node)
         source: SlabSource = PinnedSlabs(device, cpus)
         return HostPool(source, self._budget_bytes, progress=progress, room=room)
+
+    def bind(self, device: torch.device) -> None:
+        """Keep the calling thread on the processors next to ``device``, if the plan swaps and allows it."""
+        if device == self._bound_to or not self._plan.bind_numa:
+            return
+        self.unbind()
+        if any(row.fate == "swap" for row in self._plan.rows):
+            self._bound_to, self._unbind = device, bind_rank(device)
+
+    def unbind(self) -> None:
+        """Let the thread that was bound run where it could before. Safe to call again."""
+        undo, self._unbind, self._bound_to = self._unbind, None, None
+        if undo is not None:
+            undo()
+
+    def make_ready(
+        self,
+        pool: HostPool,
+        pinned: bool,
+        model: nn.Module,
+        outline: Outline,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Say whether what the plan swaps in the forward that starts has room, and begin to allocate it.
+
+        Only tensors that certainly move count: not those among which ``auto`` will choose, which chooses
+        within the budget and makes its own part ready. Where the bytes cannot be known (compiled layers,
+        models that do not run on fake tensors), an info line says so, and memory is allocated when it is
+        first needed.
+
+        Args:
+            pool: from `pool`.
+            pinned: whether copies overlap compute: else ``auto`` swaps everything, and nothing has to be
+                locked beforehand.
+            model: the model inside its wrappers.
+            outline: of this model.
+            args, kwargs: of its call.
+        """
+        sizes_bytes = self._swapped(pinned, model, outline, args, kwargs)
+        if not sizes_bytes:
+            return
+        found = forecast(sum(sizes_bytes), self._plan.host_memory_bytes, self._ranks, self._available)
+        if found.fits:
+            logger.info("%s", found.message)
+        else:
+            nothing = found.allowed_bytes is not None and found.allowed_bytes < min(sizes_bytes)
+            what = "all of it" if nothing else "what has no room, the latest tensors of a forward first"
+            logger.warning("%s Stays on the device: %s.", found.message, what)
+        if pinned:
+            aligned = sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes_bytes)
+            pool.reserve(aligned)  # at most the budget
+
+    def _swapped(
+        self,
+        pinned: bool,
+        model: nn.Module,
+        outline: Outline,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> list[int]:
+        """Bytes of each copy; empty where there are none or they are not known."""
+        moving = {
+            row for row in self._plan.rows if row.fate == "swap" and (row.windows is not None or not pinned)
+        }
+        if not moving or torch.compiler.is_compiling():
+            return []
+        if outline.compiled or any(layer.compiled for layer in outline.layers):
+            logger.info("No forecast of host memory: the compiler decides what compiled layers save.")
+            return []
+        try:
+            saved = record_saved(model, outline, args, kwargs)
+        except Exception as error:  # the model's own code runs: it may raise anything
+            why = next(iter(str(error).splitlines()), "")
+            logger.info("No forecast of host memory: the model does not run on fake tensors (%s).", why)
+            logger.debug("no forecast", exc_info=True)
+            return []
+        return [copy.size_bytes for copy in swapped_copies(saved, self._plan) if copy.row in moving]

@@ -6,6 +6,7 @@ there is one node only, nothing is known and nothing is bound.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 SYS = Path("/sys")
 
@@ -104,12 +107,25 @@ def bind_rank(
     sys_root: Path = SYS,
     properties: Callable[[torch.device], Any] = torch.cuda.get_device_properties,
 ) -> Callable[[], None]:
-    """Bind the calling thread to the processors next to ``device``; return what undoes it.
+    """Bind the calling thread to the processors next to ``device``, and say so; return what undoes it.
 
-    Does nothing where there is one node, the device's is unknown, or the platform cannot bind.
+    Does nothing where there is one node, the device's is unknown, the thread can run nowhere else anyway, or
+    the platform cannot bind.
     """
     node = node_of(device, sys_root, properties)
-    return bind(frozenset() if node is None else cpus_of(node, sys_root))
+    cpus = frozenset[int]() if node is None else cpus_of(node, sys_root)
+    if cpus == usable_cpus():
+        return _nothing
+    undo = bind(cpus)
+    if undo is not _nothing:
+        logger.info(
+            "Bound to the %d processors of NUMA node %d, next to %s; "
+            "memory: {bind_numa: false} switches it off.",
+            len(cpus),
+            node,
+            device,
+        )
+    return undo
 
 
 def _nothing() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
-_MOST_VIEWS = 4
-"""A cast weight is saved as itself or as a transposed or reshaped view: a short chain."""
+from ..plan.record import is_cast_of_parameter
+
+__all__ = ["inner_tensors", "is_cast_of_parameter"]
 
 
 def inner_tensors(tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:
@@ -22,19 +22,3 @@ def inner_tensors(tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:
             part = getattr(tensor, name)
             if isinstance(part, torch.Tensor):  # DTensor also names its device mesh
                 yield from inner_tensors(part)
-
-
-def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter that autocast has cast, or a view of one.
-
-    The cast lives as long as autocast's cache, whoever else holds it, so moving it frees nothing. It is known
-    by its history: casts and views only, back to a parameter. (Of frozen parameters there is no history.)
-    """
-    node = tensor.grad_fn
-    for _ in range(_MOST_VIEWS):
-        if node is None or len(node.next_functions) != 1:
-            return False
-        node = node.next_functions[0][0]
-        if node is not None and hasattr(node, "variable"):
-            return isinstance(node.variable, nn.Parameter)
-    return False

@@ -105,6 +105,7 @@ class MemoryPlan:
         overrides: one for each rule that changed what the user wrote.
         min_tensor_bytes: smaller saved tensors are never swapped.
         host_memory_bytes: cap on host memory per process; ``None``: no cap.
+        bind_numa: whether process and host memory are kept beside the device.
         lines: the reference-style log lines; warnings apart.
         warnings: the reference's conflict warnings.
         unbuilt: wishes that this version resolves but cannot apply, by name; `hf_actswap.apply` refuses them.
@@ -116,6 +117,7 @@ class MemoryPlan:
     overrides: tuple[Override, ...] = ()
     min_tensor_bytes: int = 1024
     host_memory_bytes: int | None = None
+    bind_numa: bool = True
     lines: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     unbuilt: tuple[str, ...] = ()
@@ -201,6 +203,9 @@ class _PlanReader:
             sizes[key] = size = document.get(key, default)
             if size != default and (type(size) is not int or size < 0):
                 self.problems.append(Problem(f"plan.{key}", "a number of bytes", repr(size)))
+        bind_numa = document.get("bind_numa", True)
+        if type(bind_numa) is not bool:
+            self.problems.append(Problem("plan.bind_numa", "true or false", repr(bind_numa)))
         if self.problems:
             raise PlanError(self.problems)
         return MemoryPlan(
@@ -210,6 +215,7 @@ class _PlanReader:
             overrides=tuple(item for item in overrides if item is not None),
             min_tensor_bytes=sizes["min_tensor_bytes"],
             host_memory_bytes=sizes["host_memory_bytes"],
+            bind_numa=bind_numa,
             **texts,
         )
 

@@ -36,6 +36,9 @@ _RECORDED_SHAPE = (2, 8)
 _next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the next autograd node of this thread (private to PyTorch; the same on 2.11 to 2.13)."""
 
+_MOST_VIEWS = 4
+"""A cast weight is saved as itself or as a transposed or reshaped view: a short chain."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -63,6 +66,22 @@ def storage_key(tensor: torch.Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
+
+
+def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a parameter that autocast has cast, or a view of one.
+
+    The cast lives as long as autocast's cache, whoever else holds it, so moving it frees nothing. It is known
+    by its history: casts and views only, back to a parameter. (Of frozen parameters there is no history.)
+    """
+    node = tensor.grad_fn
+    for _ in range(_MOST_VIEWS):
+        if node is None or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+        if node is not None and hasattr(node, "variable"):
+            return isinstance(node.variable, nn.Parameter)
+    return False
 
 
 def record_forward(

@@ -112,6 +112,7 @@ class _Resolution:
             overrides=(*painter.collected_overrides(), *wishes_without_effect(self._config)),
             min_tensor_bytes=_DEFAULT_MIN_TENSOR_BYTES if min_tensor is None else round(min_tensor * 2**20),
             host_memory_bytes=None if host_memory is None else round(host_memory * 2**30),
+            bind_numa=self._config.memory.bind_numa,
             lines=tuple(lines),
             warnings=tuple(warnings),
             unbuilt=unbuilt_wishes(self._config),

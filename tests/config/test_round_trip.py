@@ -116,6 +116,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                 "swap_bucket_size": st.integers(-5, 2**40),
                 "min_tensor_mib": SIZES | st.none(),
                 "host_memory_gib": SIZES,
+                "bind_numa": st.booleans(),
                 "plan_file": st.text(min_size=1, max_size=8),
             }
         ),

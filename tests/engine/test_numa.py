@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ from hf_actswap.engine.numa import bind, bind_rank, bound_to, cpus_of, node_of, 
 
 GPU = torch.device("cuda", 1)
 needs_affinity = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+needs_two = pytest.mark.skipif(len(usable_cpus()) < 2, reason="needs two processors")
 
 
 def properties(_device: torch.device) -> SimpleNamespace:
@@ -71,22 +73,39 @@ def test_cpus_are_those_we_may_use(tmp_path: Path) -> None:
 
 
 @needs_affinity
-def test_bind_rank_and_undo(tmp_path: Path) -> None:
+@needs_two
+def test_bind_rank_and_undo(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     before, one = os.sched_getaffinity(0), min(usable_cpus())
-    undo = bind_rank(GPU, machine(tmp_path, ["4000", str(one)]), properties)
+    with caplog.at_level(logging.INFO):
+        undo = bind_rank(GPU, machine(tmp_path, ["4000", str(one)]), properties)
     try:
         assert os.sched_getaffinity(0) == {one}
     finally:
         undo()
     assert os.sched_getaffinity(0) == before
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        (
+            "INFO",
+            "Bound to the 1 processors of NUMA node 1, next to cuda:1; "
+            "memory: {bind_numa: false} switches it off.",
+        )
+    ]
 
 
 @needs_affinity
-@pytest.mark.parametrize("cpulists", [["0-4095"], ["0", "4000"]], ids=["one node", "not ours"])
-def test_bind_rank_does_nothing(tmp_path: Path, cpulists: list[str]) -> None:
+@pytest.mark.parametrize(
+    "cpulists",
+    [["0-4095"], ["0", "4000"], ["4000", "0-4095"]],
+    ids=["one node", "not ours", "all of ours"],
+)
+def test_bind_rank_does_nothing(
+    tmp_path: Path, cpulists: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     before = os.sched_getaffinity(0)
-    bind_rank(GPU, machine(tmp_path, cpulists), properties)()
+    with caplog.at_level(logging.INFO):
+        bind_rank(GPU, machine(tmp_path, cpulists), properties)()
     assert os.sched_getaffinity(0) == before
+    assert caplog.records == []
 
 
 @needs_affinity

@@ -66,9 +66,10 @@ def test_longest_path_then_ordinal(rows: list[PlanRow]) -> None:
     texts=st.lists(st.text(max_size=20), max_size=3),
     layers=st.lists(st.integers(min_value=0, max_value=9), max_size=4),
     host=st.none() | st.integers(min_value=0),
+    bind=st.booleans(),
 )
 def test_json_there_and_back(
-    rows: list[PlanRow], texts: list[str], layers: list[int], host: int | None
+    rows: list[PlanRow], texts: list[str], layers: list[int], host: int | None, bind: bool
 ) -> None:
     plan = MemoryPlan(
         rows=tuple(rows),
@@ -77,6 +78,7 @@ def test_json_there_and_back(
         overrides=tuple(Override(text, tuple(layers), "op", "swap", "keep", text) for text in texts),
         min_tensor_bytes=17,
         host_memory_bytes=host,
+        bind_numa=bind,
         lines=tuple(texts),
         warnings=tuple(texts[:1]),
         unbuilt=tuple(texts[1:]),
@@ -150,6 +152,7 @@ def test_every_problem_of_a_document_is_named() -> None:
         lines=["fine", 3],
         min_tensor_bytes=None,
         host_memory_bytes=-5,
+        bind_numa=1,
     )
     scopes = "a layer from 0 to 1, or one of embedding, final_norm, head"
     assert problems_of(text) == [
@@ -168,4 +171,5 @@ def test_every_problem_of_a_document_is_named() -> None:
         "plan.lines[1]: expected a string, found 3.",
         "plan.min_tensor_bytes: expected a number of bytes, found None.",
         "plan.host_memory_bytes: expected a number of bytes, found -5.",
+        "plan.bind_numa: expected true or false, found 1.",
     ]

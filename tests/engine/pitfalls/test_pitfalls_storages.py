@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_actswap.engine import RecordingTransfer
@@ -106,9 +107,8 @@ def test_pitfall_04_a_view_comes_back_with_its_own_geometry(name: str, prefetch_
     inner = mlp.function
     mlp.function = lambda x: inner(x.exp())  # saves the whole of the same storage first
     on(model, plan_of(*swap_rows(["mlp"], [1], prefetch_ops)), RecordingTransfer())
-    saved.clear()  # what the outline's recording left
     one_step(model)
-    (found,), (expected,) = seen, saved
+    (found,), expected = seen, saved[-1]  # the first are of recordings on fake tensors
     assert found is not None
     assert found is not expected
     assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
@@ -137,10 +137,9 @@ def test_pitfall_04_a_lone_slice_takes_its_storage_along() -> None:
 
     model, transfer = llama_saving(make, lambda _: None), WatchingTransfer()
     on(model, MLP, transfer)
-    storages.clear()  # what the outline's recording left
     ids = batch(0)
     loss = model(input_ids=ids, labels=ids).loss
-    assert [reference.expired() for reference in storages] == [True]
+    assert storages[-1].expired()  # the first are of recordings on fake tensors
     assert min(transfer.sizes_bytes) < 1000  # 320 bytes and what aligns them, not 32,000
     loss.backward()
 
@@ -161,8 +160,8 @@ def test_pitfall_05_one_address_eight_times_within_one_op() -> None:
     memory = numpy.zeros(4096, dtype=numpy.float32)
     seen: list[float] = []
 
-    def make(_: torch.Tensor) -> torch.Tensor:
-        memory[:] += 1
+    def make(x: torch.Tensor) -> torch.Tensor:
+        memory[:] += not isinstance(x, FakeTensor)  # in recordings
         return torch.from_numpy(memory)
 
     def eight_times(x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +171,6 @@ def test_pitfall_05_one_address_eight_times_within_one_op() -> None:
 
     model = llama_with(eight_times, [1])
     on(model, plan_of(*swap_rows(["mlp"], [1], 0)))  # copies are complete at once
-    memory[:] = 0
     one_step(model)
     assert seen == [8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
 

@@ -1,0 +1,175 @@
+"""How many bytes autograd saves for a batch, by the op that produced them, and how many a plan swaps of it.
+
+Known before anything is computed: the model runs once on fake tensors of the real shapes (`save_recorder`).
+The record does not depend on a plan, so several plans can be priced with one.
+
+A plan is priced by the engine's rules, in the order in which the engine meets the tensors:
+
+* the fate is the producer's; one storage is copied once, whoever saves it;
+* a tensor under ``min_tensor_bytes`` stays, a larger view of the same storage may still move;
+* a view that shows under half of its storage moves alone; what the copy does not cover is copied again,
+  whole;
+* layers that are recomputed whole save what they are called with. A recomputed module or function holds what
+  it is called with, so that these move if their producers say so, and its output stays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from .actions import MemoryPlan, PlanRow, Scope
+from .outline import OUTPUT, is_below
+
+_ALIGNMENT_BYTES = 64
+"""Where a view that moves alone may begin, as in the engine."""
+
+OpCall = tuple[Scope | None, str, int | None]
+"""Scope, op path inside it and ordinal of the call; scope ``None``: outside all scopes."""
+
+UseKind = Literal["saved", "module", "function", "returned"]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """Autograd saves a view of a storage, or a call receives or returns one.
+
+    Args:
+        kind: ``saved`` by autograd; received by the call of a ``module`` or ``function``; ``returned`` by a
+            module's.
+        at: in which call. Of ``saved`` only the scope is meant.
+        producer: whose the storage is at this time.
+        start_bytes, stop_bytes: what the view can reach of the storage.
+        size_bytes: of the view's elements.
+        version: of the tensor.
+    """
+
+    kind: UseKind
+    at: OpCall
+    producer: OpCall
+    start_bytes: int
+    stop_bytes: int
+    size_bytes: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedStorage:
+    """One storage and its uses in order."""
+
+    size_bytes: int
+    uses: tuple[Use, ...]
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """What one forward saves and hands around; weights and what comes from outside the layers left out.
+
+    Args:
+        storages: in the order in which they were met.
+        modules: for each layer, the paths of its modules (``""`` is the layer itself).
+    """
+
+    storages: tuple[SavedStorage, ...]
+    modules: tuple[frozenset[str], ...]
+
+    def by_op(self) -> Mapping[tuple[Scope, str], int]:
+        """Return the bytes that autograd saves by (scope, op path) of the producer, each storage once."""
+        found: Counter[tuple[Scope, str]] = Counter()
+        for storage in self.storages:
+            first = next((use for use in storage.uses if use.kind == "saved"), None)
+            if first is not None and first.producer[0] is not None:
+                found[first.producer[0], first.producer[1]] += storage.size_bytes
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class SwappedCopy:
+    """One copy to the host in one forward, and the row that asks for it."""
+
+    row: PlanRow
+    size_bytes: int
+
+
+def swapped_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
+    """Return the bytes that ``plan`` swaps in one forward, if host memory has room for all of them.
+
+    Rows whose windows are chosen by measurement count in full; the engine may keep some of it.
+    """
+    return sum(copy.size_bytes for copy in swapped_copies(saved, plan))
+
+
+def swapped_copies(saved: SavedBytes, plan: MemoryPlan) -> Iterator[SwappedCopy]:
+    """Yield the copies to the host of one forward under ``plan``, storage by storage."""
+    regions = _Regions(plan, saved.modules)
+    for storage in saved.storages:
+        copied: tuple[int, int, int] | None = None
+        kept: OpCall | None = None
+        for use in storage.uses:
+            if use.kind == "returned":
+                kept = use.producer if regions.is_root(use.at) else kept
+                continue
+            if use.producer == kept or not regions.asks(use):
+                continue
+            row = _row(plan, use.producer)
+            if row is None or row.fate != "swap" or use.size_bytes < max(1, plan.min_tensor_bytes):
+                continue
+            if copied is not None and _covers(copied, use):
+                continue
+            start, stop = (0, storage.size_bytes) if copied is not None else _moved(use, storage.size_bytes)
+            copied = start, stop, use.version
+            yield SwappedCopy(row, stop - start)
+
+
+def _row(plan: MemoryPlan, op: OpCall) -> PlanRow | None:
+    scope, path, ordinal = op
+    return None if scope is None else plan.row(scope, path, ordinal)
+
+
+def _covers(copied: tuple[int, int, int], use: Use) -> bool:
+    start, stop, version = copied
+    return version == use.version and start <= use.start_bytes and use.stop_bytes <= stop
+
+
+def _moved(use: Use, storage_bytes: int) -> tuple[int, int]:
+    start, stop = use.start_bytes, use.stop_bytes
+    start -= start % _ALIGNMENT_BYTES
+    return (start, stop) if 2 * (stop - start) < storage_bytes else (0, storage_bytes)
+
+
+class _Regions:
+    """What a plan recomputes, as far as that decides which tensors are asked for."""
+
+    def __init__(self, plan: MemoryPlan, modules: tuple[frozenset[str], ...]) -> None:
+        self._plan, self._modules = plan, modules
+        self._roots: dict[Scope, list[str]] = {}
+        for row in plan.rows:
+            if row.fate == "recompute" and self._is_module(row.scope, row.op_path):
+                self._roots.setdefault(row.scope, []).append(row.op_path)
+        inside = {row.scope for row in plan.rows if row.op_path not in ("", OUTPUT)}
+        self._checkpointed = {
+            scope for scope, roots in self._roots.items() if "" in roots and scope not in inside
+        }
+
+    def is_root(self, call: OpCall) -> bool:
+        """Whether a module is recomputed as one."""
+        scope, path, _ = call
+        return scope is not None and path in self._roots.get(scope, ())
+
+    def asks(self, use: Use) -> bool:
+        """Whether the engine is asked for a ticket at this use."""
+        scope, path, ordinal = use.at
+        if use.kind == "saved":
+            return scope not in self._checkpointed
+        if scope is None or not isinstance(scope, int):
+            return False
+        around = [root for root in self._roots.get(scope, ()) if is_below(path, root)]
+        if use.kind == "module":
+            return around == [path]
+        row = self._plan.row(scope, path, ordinal)
+        return not around and row is not None and row.fate == "recompute"
+
+    def _is_module(self, scope: Scope, path: str) -> bool:
+        return isinstance(scope, int) and path in self._modules[scope]

@@ -34,7 +34,7 @@ def made_by_packing_node(tensor: torch.Tensor) -> bool:
 def running_node_number() -> int | None:
     """Return the number of the node that backward is running on this thread; ``None`` outside backward."""
     node = _running_node()
-    return None if node is None else int(node._sequence_nr())
+    return None if node is None else node._sequence_nr()
 
 
 def pop_leaked_hooks(pack: Callable[..., Any]) -> bool:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .free_ranges import ALIGNMENT_BYTES, FreeRanges, Range
+
+_NO_SHAPE = torch.Size([])
 
 
 @dataclass(eq=False, slots=True)
@@ -21,12 +23,34 @@ class HostBuffer:
         ranges: where they lie; the pool's own business.
         last_use: what the transfer must wait for before the block is written again, ``None`` if nothing; its
             own business, except that the pool calls ``last_use.synchronize()`` before it cuts the block up.
+        dtype, shape: of the contiguous tensor that it holds; set by `hold`.
     """
 
     size_bytes: int
     pieces: tuple[torch.Tensor, ...]
     ranges: tuple[Range, ...]
     last_use: Any = None
+    dtype: torch.dtype = torch.uint8
+    shape: torch.Size = _NO_SHAPE
+    _held: torch.Tensor | None = None
+
+    def hold(self, dtype: torch.dtype, shape: torch.Size) -> None:
+        """From now on it holds a contiguous tensor of ``size_bytes`` bytes, dtype and shape as given."""
+        if shape != self.shape or dtype is not self.dtype:
+            self.dtype, self.shape, self._held = dtype, shape, None
+
+    def pairs(self, block: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Return (host, device) tensors whose copies, in order, move all of ``block``.
+
+        Args:
+            block: contiguous, of the dtype and shape that this holds.
+        """
+        if len(self.pieces) > 1:
+            flat = block.view(-1).view(torch.uint8)
+            return list(zip(self.pieces, flat.split([piece.numel() for piece in self.pieces]), strict=True))
+        if self._held is None:  # once: step after step a block holds the same
+            self._held = self.pieces[0].view(self.dtype).view(self.shape)
+        return ((self._held, block),)
 
 
 class Blocks:

@@ -15,7 +15,7 @@ A layer that does what it did in the calls before needs no owners: see `routines
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,16 +27,16 @@ from ..plan.actions import Scope
 from ..plan.opnames import OpStack
 from ..plan.outline import OUTPUT
 from ..plan.record import storage_key
-from .autograd_state import made_by_packing_node
+from .autograd_state import made_by_packing_node, next_node_number
 from .backward import Backward
 from .fates import KEEP, Action
 from .owners import Owner, Owners
 from .parameters import is_cast_of_parameter
 from .recompute import Region
-from .routines import Routine, Routines, Step
+from .routines import Routines, Step
 from .schedule import PrefetchOrder
 from .swapped_storages import Setting, SwappedStorages
-from .tickets import KeepTicket, Ticket, View, moved_range
+from .tickets import Ticket, View, keep, moved_range
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,10 @@ class ForwardPass:
         self._autocast = False
         self._ended = False
         self._call: tuple[Place, tuple[Any, ...], dict[str, Any]] | None = None
-        self._routine: Routine | None = None
+        self._steps: Iterator[Step] | None = None
         self._watched: list[Step] | None = None
-        self._first_op = self._at = 0
+        self._first_op = 0
+        self._from_number = -1
         self.departed = False
         self.scope: Scope | None = None
         self.stack: OpStack | None = None
@@ -111,10 +112,13 @@ class ForwardPass:
         self.scope, self._call = place.scope, (place, args, kwargs)
         if compiled_nodes is not None:
             self._clock.enter_compiled(compiled_nodes)
-        self._first_op, self._at = self._clock.now(), 0
-        self._routine = None if self.departed or not self._settled else self._routines[place.scope]
-        if self._routine is not None:
-            return False
+        self._from_number = self._clock.shift - 1
+        self._first_op = self._clock.now()
+        if self._settled and not self.departed:
+            routine = self._routines[place.scope]
+            if routine is not None:
+                self._steps = iter(routine)
+                return False
         self._watched = [] if self._settled and place.scope in self._routines.scopes else None
         self._follow()
         return True
@@ -122,17 +126,18 @@ class ForwardPass:
     def end_scope(self, output: Any) -> None:
         """It ends; it owns what it hands on (a layer even what an op of its own produced)."""
         scope, self.scope = self.scope, None
-        routine, self._routine = self._routine, None
+        steps, self._steps = self._steps, None
         watched, self._watched = self._watched, None
         self._call = None
         self.owners.enter(())
         self._clock.leave_compiled()
+        self._from_number = self._clock.shift - 1
         hidden = output[0] if isinstance(output, tuple) and output else output
         if scope is None or not isinstance(hidden, torch.Tensor):
             return
         if isinstance(scope, int) or self.owners.owner(hidden) is None:
             self.owners.own(hidden, self._fates[scope, OUTPUT, None])
-        if routine is not None and self._at < len(routine):
+        if steps is not None and next(steps, None) is not None:
             self._depart(scope)
         if watched is not None and not self.departed:
             self._routines.watched(scope, watched)
@@ -144,22 +149,23 @@ class ForwardPass:
         node alive, a cycle that nobody breaks if backward never comes. Inputs may be held as they are, as
         autograd itself holds them.
         """
-        op = self._clock.now()
+        op = next_node_number() + self._from_number  # `OperatorClock.now`, without its calls
         self._hooks.append(op)
-        if self._observation is not None:
-            self._observation.in_forward(op)
         if op >= self._releases.next_at:
             self._swapped.release_due(op)
-        routine = self._routine
-        if routine is not None:
-            if self._at < len(routine):
-                offset_ops, dtype, own_output, action = routine[self._at]
+        if self._steps is not None:
+            step = next(self._steps, None)
+            if step is not None:
+                offset_ops, dtype, own_output, action = step
                 if op - self._first_op == offset_ops and tensor.dtype is dtype:
-                    self._at += 1
                     if action is not None:
                         return self._swapped_by_routine(tensor.detach(), action, op)
-                    return KeepTicket(tensor.detach() if own_output else tensor)
+                    if own_output:
+                        tensor = tensor.detach()
+                    return tensor, tensor._version
             self._depart(self.scope)
+        if self._observation is not None:
+            self._observation.in_forward(op)
         self.packing = True
         try:
             return self._ticket_of_saved(tensor, op)
@@ -170,7 +176,7 @@ class ForwardPass:
         """Make the ticket of a tensor that a region reads: its producer's fate holds."""
         owner = self.owners.owner(tensor)
         tensor = tensor.detach()
-        return KeepTicket(tensor) if owner is None else self._ticket(tensor, owner, self._clock.now())
+        return keep(tensor) if owner is None else self._ticket(tensor, owner, self._clock.now())
 
     def end(self) -> None:
         """The model's forward ends: release what is left, and plan the backward."""
@@ -195,7 +201,7 @@ class ForwardPass:
 
     def _depart(self, scope: Scope | None) -> None:
         """The running call is not what its scope did before."""
-        self._routine, self.departed = None, True
+        self._steps, self.departed = None, True
         if scope is not None:
             self._routines.departed(scope)
         self._follow()
@@ -204,11 +210,11 @@ class ForwardPass:
         ticket: Ticket | None = None
         if action.windows is not None and not self._swapped.refuses(tensor):
             ticket = self._swapped.ticket(tensor, View.of(tensor), action.windows, op)
-        return ticket or KeepTicket(tensor)
+        return ticket or keep(tensor)
 
     def _ticket_of_saved(self, tensor: torch.Tensor, op: int) -> Ticket:
         if self._ended:  # hooks that an interrupt left behind
-            return KeepTicket(tensor.detach())
+            return keep(tensor.detach())
         region = self.region
         if region is not None:
             region.packs += 1  # also of tensors without a storage: the recomputation counts them too
@@ -218,7 +224,7 @@ class ForwardPass:
         owner = None if key is None else self.owners.by_key(key)
         saved, tensor = tensor, tensor.detach()
         if owner is None:
-            ticket: Ticket = KeepTicket(tensor)
+            ticket: Ticket = keep(tensor)
         elif region is not None and _is_inside(owner):
             ticket = region.saved(tensor)
         else:
@@ -243,8 +249,8 @@ class ForwardPass:
         if owner.region is not None:
             return owner.region.output(owner.position, View.of(tensor))
         if owner.action.kind == "swap":
-            return self._swap(tensor, owner, op) or KeepTicket(tensor)
-        return KeepTicket(tensor)
+            return self._swap(tensor, owner, op) or keep(tensor)
+        return keep(tensor)
 
     def _swap(self, tensor: torch.Tensor, owner: Owner, op: int) -> Ticket | None:
         if self._swapped.refuses(tensor):
@@ -263,7 +269,7 @@ class ForwardPass:
         if self._auto is None:
             return owner.action
         if owner.chosen is None:
-            start, stop = moved_range(view, tensor.untyped_storage().nbytes())
+            start, stop = moved_range(view, tensor.nbytes, tensor.untyped_storage().nbytes())
             owner.chosen = self._auto.action(owner.action, self.scope, stop - start, op)
         else:
             self._auto.used(owner.chosen[1], op)

@@ -10,28 +10,28 @@ from __future__ import annotations
 
 from bisect import bisect_right
 
-from .autograd_state import next_node_number, packing_node_number
+from .autograd_state import packing_node_number
 
 
 class OperatorClock:
     """Turns node numbers into operators. Shared by a forward, which writes, and its backward, which reads."""
 
-    __slots__ = ("_before", "_entered", "_nodes", "_shift", "_shifts", "_starts")
+    __slots__ = ("_before", "_entered", "_nodes", "_shifts", "_starts", "shift")
 
     def __init__(self) -> None:
-        self._shift = self._before = self._entered = self._nodes = 0
+        self.shift = self._before = self._entered = self._nodes = 0
         self._starts: list[int] = []
         self._shifts: list[int] = []
 
     def now(self) -> int:
         """The operator that is being built in forward."""
-        return next_node_number() - 1 + self._shift  # asked at each saved tensor, hence no call more
+        return packing_node_number() + self.shift
 
     def enter_compiled(self, nodes: int) -> None:
         """A compiled region starts that stands for ``nodes`` eager ones (0: unknown, it counts as it is)."""
-        self._entered, self._before, self._nodes = packing_node_number() + 1, self._shift, nodes
+        self._entered, self._before, self._nodes = packing_node_number() + 1, self.shift, nodes
         if nodes:
-            self._jump(self._entered, self._shift + nodes - 1)
+            self._jump(self._entered, self.shift + nodes - 1)
 
     def leave_compiled(self) -> None:
         """It ends: however many nodes it made, it counts as ``nodes``."""
@@ -52,4 +52,4 @@ class OperatorClock:
     def _jump(self, node: int, shift: int) -> None:
         self._starts.append(node)
         self._shifts.append(shift)
-        self._shift = shift
+        self.shift = shift

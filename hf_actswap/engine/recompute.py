@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from .stats import Counters
-from .tickets import StaleTensorError, SwapGroup, Ticket, View
+from .tickets import StaleTensorError, SwapGroup, Ticket, View, restore
 
 
 class RecomputeError(RuntimeError):
@@ -155,7 +155,7 @@ class _Input:
         self._ticket, self._requires_grad = ticket, tensor.requires_grad
 
     def tensor(self) -> torch.Tensor:
-        return self._ticket.restore().detach().requires_grad_(self._requires_grad)
+        return restore(self._ticket).detach().requires_grad_(self._requires_grad)
 
 
 class _Catcher:

@@ -17,8 +17,8 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from operator import itemgetter
+from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 
@@ -33,6 +33,9 @@ class ReleaseQueue(Generic[Item]):
         self._count = 0
         self.next_at = _NEVER
         """Node at which something is due next; asked at each saved tensor, so not computed there."""
+
+    def __bool__(self) -> bool:
+        return bool(self._heap)
 
     def add(self, item: Item, copied_at: int, release_ops: int) -> None:
         """Release ``item`` at the first hook at or after node ``copied_at + release_ops``."""
@@ -56,8 +59,7 @@ class ReleaseQueue(Generic[Item]):
         return items
 
 
-@dataclass(frozen=True)
-class Want(Generic[Item]):
+class Want(NamedTuple, Generic[Item]):
     """A tensor that backward will need.
 
     Args:
@@ -81,14 +83,15 @@ class PrefetchOrder(Generic[Item]):
 
     def __init__(self, hooks: Iterable[int], wants: Iterable[Want[Item]]) -> None:
         points = sorted(set(hooks))
-        triggers = [(_trigger(points, want), want) for want in wants]
-        triggers.sort(key=lambda entry: (-entry[0], -entry[1].consumer))
-        self._triggers = triggers
+        triggers = [(_trigger(points, want), want.consumer, want.item) for want in wants]
+        triggers.sort(key=itemgetter(0, 1), reverse=True)  # stable: equal ones stay in order
+        self._items = [item for _, _, item in triggers]
+        self._at = [*(at for at, _, _ in triggers), -_NEVER]
         self._next = 0
-        self._last: int | None = None
+        self._last = _NEVER
 
     def __bool__(self) -> bool:
-        return bool(self._triggers)
+        return bool(self._items)
 
     def due(self, now: int) -> list[Item]:
         """Return what to start fetching at a hook at node ``now``.
@@ -96,13 +99,14 @@ class PrefetchOrder(Generic[Item]):
         Numbers fall during a backward. A number that rises means that another backward has begun over the
         same graph (``retain_graph``), and the order starts again.
         """
-        if self._last is not None and now > self._last:
+        if now > self._last:
             self._next = 0
         self._last = now
-        start = self._next
-        while self._next < len(self._triggers) and self._triggers[self._next][0] >= now:
-            self._next += 1
-        return [want.item for _, want in self._triggers[start : self._next]]
+        start = stop = self._next
+        while self._at[stop] >= now:
+            stop += 1
+        self._next = stop
+        return self._items[start:stop]
 
 
 def _trigger(points: Sequence[int], want: Want[Item]) -> int:

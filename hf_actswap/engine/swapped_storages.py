@@ -58,7 +58,7 @@ class SwappedStorages:
 
     def refused(self, tensor: torch.Tensor, reason: str) -> None:
         """Count the bytes of a tensor that stays."""
-        self._setting.counters.refused[reason] += tensor.numel() * tensor.element_size()
+        self._setting.counters.refused[reason] += tensor.nbytes
 
     def ticket(self, tensor: torch.Tensor, view: View, windows: Windows, op: int) -> SwapTicket | None:
         """Make the ticket of a detached tensor, and start the copy out of its storage if there is none yet.
@@ -72,10 +72,11 @@ class SwappedStorages:
         Returns:
             ``None`` if there is no host memory; counted.
         """
-        reference = self._groups.get(tensor.untyped_storage()._cdata)
+        key = tensor.untyped_storage()._cdata
+        reference = self._groups.get(key)
         group = reference() if reference else None
         if group is None or not group.covers(view, tensor._version):
-            group = self._new_group(tensor, view, windows, op, again=group is not None)
+            group = self._new_group(tensor, view, windows, op, key, again=group is not None)
             if group is None:
                 self.refused(tensor, NO_HOST_MEMORY)
                 return None
@@ -97,24 +98,37 @@ class SwappedStorages:
                 wants.append(Want(reference, group.last_use, group.prefetch_ops))
         return wants
 
+    def _moves(self, tensor: torch.Tensor) -> bool:
+        """Whether its storage moves anyway: a small view that stayed would hold it."""
+        reference = self._groups.get(tensor.untyped_storage()._cdata)
+        group = reference() if reference else None
+        return group is not None and group.covers(View.of(tensor), tensor._version)
+
     def _new_group(
-        self, tensor: torch.Tensor, view: View, windows: Windows, op: int, again: bool
+        self, tensor: torch.Tensor, view: View, windows: Windows, op: int, key: int, again: bool
     ) -> SwapGroup | None:
         setting = self._setting
-        storage = tensor.untyped_storage()
-        moved = (0, storage.nbytes()) if again else moved_range(view, storage.nbytes())
+        storage_bytes = tensor.untyped_storage().nbytes()
+        moved = (0, storage_bytes) if again else moved_range(view, tensor.nbytes, storage_bytes)
         host = setting.pool.take(moved[1] - moved[0])
         if host is None:
             return None
         try:
             group = SwapGroup(
-                tensor, moved, host, setting.pool, setting.transfer, setting.counters, windows.prefetch_ops
+                tensor,
+                view,
+                moved,
+                host,
+                setting.pool,
+                setting.transfer,
+                setting.counters,
+                windows.prefetch_ops,
             )
         except BaseException:
             setting.pool.give_back(host)
             raise
         reference = weakref.ref(group)
-        self._groups[storage._cdata] = reference
+        self._groups[key] = reference
         self._all_groups.append(reference)
         self.releases.add(reference, op, windows.release_ops)
         return group
@@ -122,10 +136,11 @@ class SwappedStorages:
     def _refusal(self, tensor: torch.Tensor) -> str | None:
         """Why a tensor that the plan wants to swap stays, or ``None``."""
         setting = self._setting
-        if type(tensor) not in (torch.Tensor, nn.Parameter):
-            return f"tensor subclass {type(tensor).__name__}"
+        kind = type(tensor)
+        if kind is not torch.Tensor and kind is not nn.Parameter:
+            return f"tensor subclass {kind.__name__}"
         if (
-            tensor.layout != torch.strided
+            tensor.layout is not torch.strided
             or tensor.is_nested
             or tensor.is_quantized
             or tensor.is_conj()
@@ -134,11 +149,10 @@ class SwappedStorages:
             return "not a plain strided tensor"
         if tensor.device != setting.device:
             return f"on {tensor.device.type}, not on the compute device"
-        if tensor.numel() * tensor.element_size() < setting.min_tensor_bytes:
+        size_bytes = tensor.nbytes
+        if size_bytes < setting.min_tensor_bytes and not self._moves(tensor):
             return "smaller than min_tensor_mib"
-        if tensor.numel() == 0:
-            return "empty"
-        return None
+        return None if size_bytes else "empty"
 
 
 def _release(references: Iterable[weakref.ref[SwapGroup]]) -> None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .blocks import HostBuffer
 from .host_pool import HostPool
@@ -42,9 +41,9 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
-        return cls(
-            tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()) * tensor.element_size()
-        )
+        offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
+        # As `NamedTuple` does it, without its detour: there is one for each swapped tensor.
+        return tuple.__new__(cls, (tensor.dtype, tensor.shape, tensor.stride(), offset_bytes))
 
     def on(self, block: torch.Tensor, start_bytes: int) -> torch.Tensor:
         """Return this view of ``block``, whose first byte is byte ``start_bytes`` of the original storage.
@@ -60,7 +59,9 @@ class View(NamedTuple):
             if first % size or not block.is_contiguous():
                 empty = torch.empty(0, dtype=self.dtype, device=block.device)
                 return empty.set_(block.untyped_storage(), offset, self.shape, self.stride)
-            block = block.view(-1).view(torch.uint8)[:usable].view(self.dtype)
+            if block.dtype != torch.uint8 or block.dim() != 1:
+                block = block.view(-1).view(torch.uint8)
+            block = (block if usable == block.numel() else block[:usable]).view(self.dtype)
         return block.as_strided(self.shape, self.stride, offset)
 
     @property
@@ -70,13 +71,6 @@ class View(NamedTuple):
             return self.offset_bytes, self.offset_bytes
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return self.offset_bytes, self.offset_bytes + (last + 1) * self.dtype.itemsize
-
-
-class Ticket(Protocol):
-    """What autograd holds in place of a saved tensor."""
-
-    def restore(self) -> torch.Tensor:
-        """Return the tensor that was saved."""
 
 
 class StaleTensorError(RuntimeError):
@@ -89,21 +83,33 @@ class StaleTensorError(RuntimeError):
         )
 
 
-class KeepTicket:
-    """The tensor itself, with the version it had."""
+Kept = tuple[torch.Tensor, int]
+"""The ticket of a tensor that stays: itself, and the version it had. A bare tuple, for there are many."""
 
-    __slots__ = ("_tensor", "_version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._version = tensor._version
+class Moved(Protocol):
+    """The ticket of a tensor that has to be got from somewhere."""
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor. Raises `StaleTensorError` if it changed."""
-        tensor = self._tensor
-        if tensor._version != self._version:
-            raise StaleTensorError(tensor.shape, self._version, tensor._version)
-        return tensor
+        """Return the tensor that was saved. Raises `StaleTensorError` if it changed."""
+
+
+Ticket = Kept | Moved
+
+
+def keep(tensor: torch.Tensor) -> Kept:
+    """Make the ticket of a tensor that stays."""
+    return tensor, tensor._version
+
+
+def restore(ticket: Ticket) -> torch.Tensor:
+    """Return the tensor that was saved. Raises `StaleTensorError` if it changed."""
+    if not isinstance(ticket, tuple):
+        return ticket.restore()
+    tensor, version = ticket
+    if tensor._version != version:
+        raise StaleTensorError(tensor.shape, version, tensor._version)
+    return tensor
 
 
 class SwapGroup:
@@ -111,14 +117,40 @@ class SwapGroup:
 
     Args:
         source: a detached tensor on the storage; dropped at release.
+        view: of it.
         range_bytes: the part of the storage that moves.
         host: where it goes.
         prefetch_ops: lead in backward.
     """
 
+    __slots__ = (
+        "__weakref__",
+        "_copy_in",
+        "_copy_out",
+        "_counters",
+        "_fetched",
+        "_fetched_version",
+        "_host",
+        "_pool",
+        "_shape",
+        "_source",
+        "_stale_version",
+        "_storage",
+        "_tickets",
+        "_transfer",
+        "_unread",
+        "fetches",
+        "last_use",
+        "prefetch_ops",
+        "range_bytes",
+        "version",
+        "whole",
+    )
+
     def __init__(
         self,
         source: torch.Tensor,
+        view: View,
         range_bytes: tuple[int, int],
         host: HostBuffer,
         pool: HostPool,
@@ -126,38 +158,43 @@ class SwapGroup:
         counters: Counters,
         prefetch_ops: int,
     ) -> None:
-        self.range_bytes = range_bytes
-        self.storage = StorageWeakRef(source.untyped_storage())  # keeps its address from being reused
-        self.prefetch_ops = prefetch_ops
-        self.last_use = 0
-        self.version = source._version
-        self._shape = source.shape
+        storage = source.untyped_storage()
+        self._storage = storage._weak_ref()  # keeps its address from being reused
+        self.range_bytes, self.prefetch_ops = range_bytes, prefetch_ops
+        self.last_use = self.fetches = self._tickets = self._unread = self._fetched_version = 0
+        self.version, self._shape = source._version, source.shape
         self._stale_version: int | None = None
         self._source: torch.Tensor | None = source
         self._host, self._pool, self._transfer, self._counters = host, pool, transfer, counters
         self._fetched: torch.Tensor | None = None
         self._copy_in: Copy | None = None
-        self._fetched_version = 0
-        self._alive: set[int] = set()
-        self._unread: set[int] = set()
         start, stop = range_bytes
-        whole = torch.empty(0, dtype=torch.uint8, device=source.device)
-        whole.set_(source.untyped_storage(), start, (stop - start,), (1,))
-        self._copy_out = transfer.offload(whole, host)
+        self.whole: View | None = None
+        if source.nbytes == stop - start == storage.nbytes() and source.is_contiguous():
+            self.whole, moved = view, source  # as it is: no views need be made of it, nor of what comes back
+        else:
+            moved = torch.empty(0, dtype=torch.uint8, device=source.device)
+            moved.set_(storage, start, (stop - start,), (1,))
+        host.hold(moved.dtype, moved.shape)
+        self._copy_out = transfer.offload(moved, host)
         counters.offloads += 1
         counters.offloaded_bytes += host.size_bytes
         counters.live_swaps += 1
 
     def covers(self, view: View, version: int) -> bool:
         """Whether the copy holds what ``view`` shows, as it is at ``version``."""
+        if version != self.version:
+            return False
         start, stop = view.range_bytes
-        return version == self.version and self.range_bytes[0] <= start and stop <= self.range_bytes[1]
+        return self.range_bytes[0] <= start and stop <= self.range_bytes[1]
 
     def release(self) -> None:
         """Wait for the copy out, then let go of the device memory."""
         if self._source is None:
             return
-        self._counters.stalled(self._copy_out.wait())
+        waited = self._copy_out.wait()
+        if waited is not None:
+            self._counters.stalled(waited)
         if self._source._version != self.version:
             self._stale_version = self._source._version
         self._source = None
@@ -168,39 +205,48 @@ class SwapGroup:
             return
         self._fetched, self._copy_in = self._transfer.reload(self._host, self._copy_out)
         self._fetched_version = self._fetched._version
-        self._unread = set(self._alive)
-        self._counters.prefetches += 1
-        self._counters.late_prefetches += late
-        self._counters.prefetched_bytes += self._host.size_bytes
+        self.fetches += 1
+        self._unread = self._tickets
+        counters = self._counters
+        counters.prefetches += 1
+        counters.late_prefetches += late
+        counters.prefetched_bytes += self._host.size_bytes
 
-    def read(self, ticket: int, view: View) -> torch.Tensor:
+    def read(self, ticket: SwapTicket, view: View) -> torch.Tensor:
         """Return ``view`` of the data on the device; the last reader's copy is dropped with it."""
-        if self._source is not None and self._source._version != self.version:
-            self._stale_version = self._source._version
+        source = self._source
+        if source is not None and source._version != self.version:
+            self._stale_version = source._version
         if self._stale_version is not None:
             raise StaleTensorError(self._shape, self.version, self._stale_version)
-        if self._source is not None:
-            return view.on(self._source, 0)
-        self.fetch(late=True)
-        self._settle()
-        block = self._block()
+        if source is not None:
+            return source if view is self.whole else view.on(source, 0)
+        if self._fetched is None:
+            self.fetch(late=True)
+        block = self._settled()
         if block._version != self._fetched_version:
             raise StaleTensorError(view.shape, self._fetched_version, block._version)
-        tensor = view.on(block, self.range_bytes[0])
+        if view is self.whole and block.dtype is view.dtype and block.stride() == view.stride:
+            tensor = block
+        else:
+            tensor = view.on(block, self.range_bytes[0])
         self._was_read(ticket)
         return tensor
 
-    def join(self, ticket: int) -> None:
-        """A ticket begins to share this group."""
-        self._alive.add(ticket)
+    def join(self) -> int:
+        """A ticket begins to share this group; return what it has read of it: all that was fetched so far."""
+        self._tickets += 1
+        return self.fetches
 
-    def leave(self, ticket: int) -> None:
+    def leave(self, ticket: SwapTicket) -> None:
         """A ticket is gone."""
-        self._alive.discard(ticket)
-        self._was_read(ticket)
+        self._tickets -= 1
+        if self._fetched is not None:
+            self._was_read(ticket)
 
     def __del__(self) -> None:
         # Reached when autograd has dropped the last ticket; a half-built group has no copy yet.
+        torch.UntypedStorage._free_weak_ref(self._storage)
         if hasattr(self, "_copy_out"):
             if self._copy_in is not None:
                 self._copy_in.wait()
@@ -210,47 +256,61 @@ class SwapGroup:
             self._pool.give_back(self._host)
             self._counters.live_swaps -= 1
 
-    def _settle(self) -> None:
+    def _settled(self) -> torch.Tensor:
         """Make compute wait for the copy back: before the data is read, and before the block is dropped."""
-        if self._copy_in is not None:
-            self._counters.stalled(self._copy_in.wait())
-            self._copy_in = None
-
-    def _block(self) -> torch.Tensor:
         if self._fetched is None:
             raise RuntimeError("a swapped tensor has neither a device copy nor a copy on its way")
+        copy, self._copy_in = self._copy_in, None
+        if copy is not None:
+            waited = copy.wait()
+            if waited is not None:
+                self._counters.stalled(waited)
         return self._fetched
 
-    def _was_read(self, ticket: int) -> None:
-        self._unread.discard(ticket)
-        if self._fetched is not None and not self._unread:
-            self._settle()
+    def _was_read(self, ticket: SwapTicket) -> None:
+        if ticket.has_read == self.fetches:
+            return
+        ticket.has_read = self.fetches
+        self._unread -= 1
+        if not self._unread and self._fetched is not None:
+            self._settled()
             self._fetched = None
 
 
 class SwapTicket:
-    """One saved tensor on a swapped storage."""
+    """One saved tensor on a swapped storage.
 
-    __slots__ = ("__weakref__", "_view", "group")
+    Args:
+        group: the storage.
+        view: what the ticket shows of it.
+
+    Attributes:
+        has_read: number of the fetch that it read last.
+    """
+
+    __slots__ = ("__weakref__", "_view", "group", "has_read")
 
     def __init__(self, group: SwapGroup, view: View) -> None:
-        self.group, self._view = group, view
-        group.join(id(self))
+        self.group = group
+        self._view = group.whole if group.whole == view else view
+        self.has_read = group.join()
 
     def restore(self) -> torch.Tensor:
         """Return the tensor, from the device copy that was prefetched. Raises `StaleTensorError`."""
-        return self.group.read(id(self), self._view)
+        return self.group.read(self, self._view)
 
     def __del__(self) -> None:
-        self.group.leave(id(self))
+        self.group.leave(self)
 
 
-def moved_range(view: View, storage_bytes: int) -> tuple[int, int]:
+def moved_range(view: View, view_bytes: int, storage_bytes: int) -> tuple[int, int]:
     """Return the bytes to move for a first view of a storage: all of it, unless the view shows under half.
 
     A slice is worth moving alone only where it is small beside its storage: what else is saved of the
     storage then has a copy of its own.
     """
+    if view_bytes == storage_bytes:
+        return 0, storage_bytes
     start, stop = view.range_bytes
     start -= start % _ALIGNMENT_BYTES
     return (start, stop) if 2 * (stop - start) < storage_bytes else (0, storage_bytes)

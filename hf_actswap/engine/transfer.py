@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,10 +61,13 @@ class Transfer(Protocol):
         """Device memory that this process can still use; ``None``: the same as the host's."""
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """Copy ``source`` (uint8, shape (bytes,), on the device) to ``host``."""
+        """Copy ``source`` (contiguous, on the device) to ``host``, which has been told to hold it."""
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
-        """Copy ``host`` to a new block on the device (uint8, shape (bytes,)), once ``after`` is complete."""
+        """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete.
+
+        Of the dtype and shape that ``host`` holds, or the same bytes as uint8, shape (bytes,).
+        """
 
     def host_reader_done(self, host: HostBuffer) -> None:
         """Nobody will reload ``host`` for its present content."""
@@ -81,7 +83,7 @@ class HostStamp:
         return (self.seconds - earlier.seconds) * 1e3
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Spent:
     """A wait whose length is known."""
 
@@ -102,16 +104,6 @@ class _Done:
         return spent
 
 
-Parts = Sequence[torch.Tensor]
-
-
-def parts_of(block: torch.Tensor, host: HostBuffer) -> Parts:
-    """Return ``block`` (uint8, shape (bytes,)) cut as the pieces of ``host`` are."""
-    if len(host.pieces) == 1:
-        return (block,)
-    return block.split([piece.numel() for piece in host.pieces])
-
-
 class BlockingTransfer:
     """Copies that are complete when the call returns.
 
@@ -127,16 +119,16 @@ class BlockingTransfer:
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
         """See `Transfer`."""
         start = time.perf_counter()
-        for piece, part in zip(host.pieces, parts_of(source, host), strict=True):
-            piece.copy_(part)
+        for target, part in host.pairs(source):
+            target.copy_(part)
         return _Done(_Spent((time.perf_counter() - start) * 1e3))
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """See `Transfer`."""
         start = time.perf_counter()
-        block = torch.empty(host.size_bytes, dtype=torch.uint8, device=self._device)
-        for part, piece in zip(parts_of(block, host), host.pieces, strict=True):
-            part.copy_(piece)
+        block = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        for part, target in host.pairs(block):
+            target.copy_(part)
         return block, _Done(_Spent((time.perf_counter() - start) * 1e3))
 
     def host_reader_done(self, host: HostBuffer) -> None:
@@ -158,22 +150,31 @@ class BlockingTransfer:
         return None
 
 
-class _RecordedCopy:
-    """Runs when the test says so, or when compute waits for it."""
+_NO_TIME = _Spent(0.0)
+_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
-    def __init__(
-        self, owner: RecordingTransfer, name: str, sources: Parts, targets: Parts, host: HostBuffer
-    ) -> None:
-        self._owner = owner
-        self.name = name
-        self.host = host
-        self._pairs = list(zip(sources, targets, strict=True))
+
+class _RecordedCopy:
+    """Runs when the test says so, or when compute waits for it.
+
+    Args:
+        owner: in whose queue it stands.
+        name: in the events.
+        pairs: (source, target) of each piece.
+        host: the block.
+    """
+
+    __slots__ = ("_owner", "_pairs", "complete", "host", "name")
+
+    def __init__(self, owner: RecordingTransfer, name: str, pairs: _Pairs, host: HostBuffer) -> None:
+        self._owner, self._pairs = owner, pairs
+        self.name, self.host = name, host
         self.complete = False
 
     def run(self) -> None:
         if not self.complete:
             for source, target in self._pairs:
-                target.data.copy_(source)  # as a copy engine does: no new version
+                target.copy_(source)
             self._pairs.clear()
             self.complete = True
             self._owner.events.append(f"{self.name} done")
@@ -183,14 +184,18 @@ class _RecordedCopy:
         if self.complete:
             return None
         self._owner.complete_through(self)
-        return _Spent(0.0)
+        return _NO_TIME
+
+
+def _nothing(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else 1
 
 
 class RecordingTransfer:
     """Copies that complete when the test calls `complete`, in the order in which they were asked for.
 
-    New device blocks and host blocks are filled with 0xA5 until their copy runs, so that a read that comes
-    too early gives wrong numbers and not lucky ones.
+    New device blocks and host blocks are filled with NaN (of integers: with ones) until their copy runs, so
+    that a read that comes too early gives wrong numbers and not lucky ones.
 
     Args:
         device: where reloaded tensors live.
@@ -215,16 +220,18 @@ class RecordingTransfer:
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
         """See `Transfer`."""
-        for piece in host.pieces:
-            piece.fill_(0xA5)
-        copy = self._start(f"out {self._outs}", parts_of(source, host), host.pieces, host)
+        pairs = [(part, target) for target, part in host.pairs(source)]
+        for _, target in pairs:
+            target.fill_(_nothing(target.dtype))
+        copy = self._start(f"out {self._outs}", pairs, host)
         self._outs += 1
         return copy
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """See `Transfer`."""
-        block = torch.full((host.size_bytes,), 0xA5, dtype=torch.uint8, device=self._device)
-        copy = self._start(f"in {self._ins}", host.pieces, parts_of(block, host), host)
+        block = torch.full(host.shape, _nothing(host.dtype), dtype=host.dtype, device=self._device)
+        pairs = [(part, target.data) for part, target in host.pairs(block)]  # a copy engine makes no version
+        copy = self._start(f"in {self._ins}", pairs, host)
         self._ins += 1
         return block, copy
 
@@ -257,10 +264,10 @@ class RecordingTransfer:
     def complete_through(self, copy: _RecordedCopy) -> None:
         """Let every copy up to and including ``copy`` complete."""
         while not copy.complete:
-            self.complete(1)
+            self._queue.popleft().run()
 
-    def _start(self, name: str, sources: Parts, targets: Parts, host: HostBuffer) -> _RecordedCopy:
-        copy = _RecordedCopy(self, name, sources, targets, host)
+    def _start(self, name: str, pairs: _Pairs, host: HostBuffer) -> _RecordedCopy:
+        copy = _RecordedCopy(self, name, pairs, host)
         self.events.append(f"{name} start")
         self._queue.append(copy)
         return copy

@@ -39,7 +39,7 @@ import torch
 from .blocks import HostBuffer
 from .link import Link, measure_link
 from .stats import PendingTime
-from .transfer import Copy, Stamp, parts_of
+from .transfer import Copy, Stamp
 
 
 class _Event:
@@ -131,19 +131,19 @@ class StreamTransfer:
             self._out.wait_event(host.last_use.event)
             host.last_use = None
         with self._out:
-            for piece, part in zip(host.pieces, parts_of(source, host), strict=True):
-                piece.copy_(part, non_blocking=True)
+            for target, part in host.pairs(source):
+                target.copy_(part, non_blocking=True)
         return _StreamCopy(self._device, self._recorded_on(self._out))
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """See `Transfer`."""
-        block = torch.empty(host.size_bytes, dtype=torch.uint8, device=self._device)
+        block = torch.empty(host.shape, dtype=host.dtype, device=self._device)
         self._in.wait_event(self._recorded_on(torch.accelerator.current_stream(self._device)).event)
         if isinstance(after, _StreamCopy):
             self._in.wait_event(after.done.event)
         with self._in:
-            for part, piece in zip(parts_of(block, host), host.pieces, strict=True):
-                part.copy_(piece, non_blocking=True)
+            for part, target in host.pairs(block):
+                target.copy_(part, non_blocking=True)
         done = self._recorded_on(self._in)
         host.last_use = done
         return block, _StreamCopy(self._device, done)

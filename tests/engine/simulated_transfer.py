@@ -18,7 +18,7 @@ from torch import nn
 from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.link import Link
 from hf_actswap.engine.stats import PendingTime
-from hf_actswap.engine.transfer import Copy, Parts, parts_of
+from hf_actswap.engine.transfer import Copy
 
 NOTHING = 0xA5
 
@@ -74,10 +74,13 @@ class SimulatedCopy:
     """Complete when the clock passes ``finish_ms``."""
 
     def __init__(
-        self, clock: Clock, sources: Parts, targets: Parts, host: HostBuffer, finish_ms: float
+        self,
+        clock: Clock,
+        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        host: HostBuffer,
+        finish_ms: float,
     ) -> None:
-        self._clock = clock
-        self._pairs = list(zip(sources, targets, strict=True))
+        self._clock, self._pairs = clock, pairs
         self.host, self.finish_ms = host, finish_ms
 
     def move(self) -> None:
@@ -127,15 +130,16 @@ class SimulatedTransfer:
             piece.fill_(NOTHING)
         start_ms = max(self._clock.now_ms, self._out_end_ms)
         self._out_end_ms = start_ms + self._link.out_ms(host.size_bytes) * self._slowdown
-        return self._fly(parts_of(source, host), host.pieces, host, self._out_end_ms)
+        pairs = [(part, target) for target, part in host.pairs(source)]
+        return self._fly(pairs, host, self._out_end_ms)
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, SimulatedCopy]:
         """See `Transfer`."""
         assert isinstance(after, SimulatedCopy)
-        block = torch.full((host.size_bytes,), NOTHING, dtype=torch.uint8)
+        block = torch.full((host.size_bytes,), NOTHING, dtype=torch.uint8).view(host.dtype).view(host.shape)
         start_ms = max(self._clock.now_ms, self._in_end_ms, after.finish_ms)
         self._in_end_ms = start_ms + self._link.in_ms(host.size_bytes) * self._slowdown
-        return block, self._fly(host.pieces, parts_of(block, host), host, self._in_end_ms)
+        return block, self._fly(list(host.pairs(block)), host, self._in_end_ms)
 
     def host_reader_done(self, host: HostBuffer) -> None:
         """What still reads or writes the block does so before anybody else can write it."""
@@ -159,8 +163,10 @@ class SimulatedTransfer:
         """See `Transfer`."""
         return self._free_bytes
 
-    def _fly(self, sources: Parts, targets: Parts, host: HostBuffer, finish_ms: float) -> SimulatedCopy:
-        copy = SimulatedCopy(self._clock, sources, targets, host, finish_ms)
+    def _fly(
+        self, pairs: list[tuple[torch.Tensor, torch.Tensor]], host: HostBuffer, finish_ms: float
+    ) -> SimulatedCopy:
+        copy = SimulatedCopy(self._clock, pairs, host, finish_ms)
         self._flying.append(copy)
         return copy
 

@@ -31,7 +31,7 @@ class WatchingTransfer(BlockingTransfer):
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
         self.addresses.append(source.data_ptr())
-        self.sizes_bytes.append(source.numel())
+        self.sizes_bytes.append(source.nbytes)
         self.sources.append(StorageWeakRef(source.untyped_storage()))
         if self._hold:
             self.held.append(source)

@@ -176,13 +176,14 @@ def test_each_region_runs_once_per_backward() -> None:
 
 
 class _HeldBytes(TorchDispatchMode):
-    """Sees every storage that is made; ``total`` counts those that still live (random states left out)."""
+    """Sees every storage that is made; ``total`` counts those that still live, but for bytes (host memory)."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._outside = {
             tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())
         }
+        self._bytes: list[StorageWeakRef] = []
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(
@@ -190,8 +191,11 @@ class _HeldBytes(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.dtype != torch.uint8:
+            if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
+                if leaf.dtype == torch.uint8 and func is torch.ops.aten.empty.memory_format:
+                    self._bytes.append(StorageWeakRef(storage))  # so that its address stays its own
+                    self._outside.add(storage._cdata)
                 if storage._cdata in self._outside:
                     continue
                 self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())

@@ -2,6 +2,7 @@
 # make test-all  the same with the slow tests
 # make demo      pretrain a small Llama on the embedded corpus, swap on (CPU is enough, no network but a package index)
 # make gpu       tests and benchmarks that need an accelerator, in the current Python
+# make sanitize  a small case under compute-sanitizer (make gpu does it too, where the tool is found)
 # make clean     remove the environment and the caches
 #
 # PYTHON chooses the interpreter (3.11 or newer):  make test PYTHON=python3.12
@@ -12,7 +13,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: test test-all lint types demo gpu clean
+.PHONY: test test-all lint types demo gpu sanitize clean
 .DELETE_ON_ERROR:
 
 test: lint types
@@ -32,10 +33,24 @@ demo: $(VENV)/.run
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		recipes/llama_swap.py recipes/sample_cpu.yaml --dataset sample
 
-# Not strict: pytest-timeout, whose setting and marker the tests use, may not be installed there.
+# Not strict: pytest-timeout, whose setting and marker the tests use, may not be installed there. Matrix products
+# repeat their bits on every stream only with a workspace of fixed size.
+REPEATABLE = CUBLAS_WORKSPACE_CONFIG=:4096:8
+ON_GPU = $(PYTHON) -m pytest -o addopts="--import-mode=importlib -ra"
+SANITIZED = $(REPEATABLE) compute-sanitizer --tool memcheck --error-exitcode 1
+FOR_SANITIZER = $(ON_GPU) tests/engine/test_gpu_stress.py -k for_the_sanitizer
 gpu:
-	$(PYTHON) -m pytest -o addopts="--import-mode=importlib -ra" -m gpu
+	$(REPEATABLE) $(ON_GPU) -m gpu
+	@if command -v compute-sanitizer; then $(MAKE) --no-print-directory sanitize; \
+	else echo "compute-sanitizer is not on the PATH (it comes with the CUDA toolkit): that check is left out"; fi
 	$(PYTHON) benchmarks/frontier.py; status=$$?; $(PYTHON) benchmarks/verdict.py && exit $$status
+
+# Twice: every tensor memory of its own, so that nothing outside of one is touched unseen; and memory that is
+# given and taken in the order of streams, where what another stream still uses must not be given back. Its
+# racecheck looks at shared memory inside kernels, and there are no kernels of ours.
+sanitize:
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZED) $(FOR_SANITIZER)
+	PYTORCH_ALLOC_CONF=backend:cudaMallocAsync $(SANITIZED) --track-stream-ordered-races all $(FOR_SANITIZER)
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info

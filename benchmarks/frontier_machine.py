@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import accelerate
 import torch
 import transformers
 
+from hf_actswap.engine.link import Link, measure_link
 from hf_actswap.version import __version__
 
-_PIECE_BYTES = 256 * 2**20
-_PIECES = 8
+_RATE = "_bytes_per_ms"
+_GB_PER_S_IN_BYTES_PER_MS = 1e6
 
 
 def versions() -> dict[str, str]:
@@ -65,7 +67,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "name": accelerator_name(device),
         "memory_bytes": total_bytes,
         "host_name_of_processor": _processor(),
-        "link_gb_per_s": link_gb_per_s(device),
+        "link_gb_per_s": link_gb_per_s(measure_link(device)),
     }
 
 
@@ -96,37 +98,10 @@ def _processor() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def link_gb_per_s(device: torch.device) -> dict[str, float]:
-    """Measure copies between page-locked host memory and the device.
+def link_gb_per_s(link: Link) -> dict[str, float]:
+    """Return the rates of a link in GB/s (10^9 bytes), under the names of `Link` without their unit.
 
-    Returns:
-        GB/s (10^9 bytes) ``out`` (device to host), ``in``, and ``both``: each way while both run.
+    ``out`` is device to host; ``out_beside_in`` is that rate while the other direction is busy too.
     """
-    host = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    block = [torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-    out, back = (host[0], block[0]), (block[1], host[1])  # (target, source)
-    _copies_s(device, [out, back])
-    moved = _PIECES * _PIECE_BYTES / 1e9
-    return {
-        "out": moved / _copies_s(device, [out]),
-        "in": moved / _copies_s(device, [back]),
-        "both": moved / _copies_s(device, [out, back]),
-    }
-
-
-def _copies_s(device: torch.device, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Seconds until each (target, source) was copied `_PIECES` times, each pair on a stream of its own."""
-    torch.accelerator.synchronize(device)
-    streams = [torch.Stream(device) for _ in pairs]
-    start, ends = torch.Event(device, enable_timing=True), []
-    start.record(torch.accelerator.current_stream(device))
-    for stream, (target, source) in zip(streams, pairs, strict=True):
-        stream.wait_event(start)
-        with stream:
-            for _ in range(_PIECES):
-                target.copy_(source, non_blocking=True)
-        end = torch.Event(device, enable_timing=True)
-        end.record(stream)
-        ends.append(end)
-    torch.accelerator.synchronize(device)
-    return float(max(start.elapsed_time(end) for end in ends)) / 1e3
+    names = [item.name for item in fields(link) if item.name.endswith(_RATE)]
+    return {name.removesuffix(_RATE): getattr(link, name) / _GB_PER_S_IN_BYTES_PER_MS for name in names}

@@ -1,0 +1,299 @@
+"""What pack and unpack cost the host, per saved tensor, beside hooks that do nothing.
+
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py --workload chain --rounds 20 --out mine.json
+
+Two workloads, both so small that nearly all of the time is the host's: a *chain* of cheap ops in decoder
+layers, where each op saves one tensor with a storage of its own, and a tiny *Llama*, where tensors are shared
+and many of them are parameters. Each case has a model of its own with its hooks on. A round runs one step of
+each case, in an order that changes; the numbers are medians over the rounds of the difference to the step
+without any hooks in the same round. The garbage collector is off within a step, as in `timeit`.
+
+On the CPU copies are those of the recording transfer, which are complete when compute waits for them; in the
+case ``swap, bare copies`` they do nothing at all, which leaves what is the engine's. Compare numbers of one
+run only, and ratios rather than microseconds: a busy machine makes all of them longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from benchmarks.frontier_machine import commit, hardware, versions
+from benchmarks.overhead_cases import (
+    CASES,
+    IDENTITY,
+    LAYERS,
+    NOTHING,
+    REFERENCE_IDENTITY_US,
+    WORKLOADS,
+    BareTransfer,
+    Case,
+    same,
+    saved_tensors,
+)
+from hf_actswap.engine import AppliedPlan, RecordingTransfer, Transfer, install
+from hf_actswap.plan import MemoryPlan
+from hf_actswap.plan.outline import outline
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS = Path(__file__).resolve().parent / "results"
+WARMUP_ROUNDS = 5
+
+
+_COLUMNS = (
+    ("us", 8),
+    ("pack", 8),
+    ("unpack", 8),
+    ("lowest", 8),
+    ("ratio", 7),
+    ("at 0.9", 8),
+    ("bound", 7),
+    ("no_grad", 9),
+)
+
+
+@dataclass
+class Row:
+    """One case on one workload; times in microseconds per saved tensor, less those without hooks.
+
+    Args:
+        workload, case: what.
+        saved_tensors: calls of pack in one step.
+        offloads: storages copied out in one step.
+        step_ms: median of forward and backward, hooks included.
+        us: median; ``pack_us`` of forward, ``unpack_us`` of backward.
+        us_lowest: of the fastest step against the fastest without hooks.
+        ratio_to_identity: of ``us``.
+        us_at_reference: ``ratio_to_identity`` times what identity hooks cost where the bounds were set.
+        bound_us: what that may be.
+        no_grad_us: of one forward without gradients, in evaluation, per op that would save a tensor.
+        passes_in_no_grad: forwards that the engine followed, and copies it made, in such a forward.
+    """
+
+    workload: str
+    case: str
+    saved_tensors: int
+    offloads: int = 0
+    step_ms: float = 0.0
+    us: float = 0.0
+    pack_us: float = 0.0
+    unpack_us: float = 0.0
+    us_lowest: float = 0.0
+    ratio_to_identity: float | None = None
+    us_at_reference: float | None = None
+    bound_us: float | None = None
+    no_grad_us: float = 0.0
+    passes_in_no_grad: int = 0
+    device: str = ""
+    commit: str | None = None
+    environment: dict[str, Any] = field(default_factory=dict)
+
+
+class Subject:
+    """A model with one case's hooks on.
+
+    Args:
+        case: what is on it.
+        build: makes the model.
+        device: where it lives.
+    """
+
+    def __init__(self, case: Case, build: Callable[[], nn.Module], device: torch.device) -> None:
+        torch.manual_seed(0)
+        self.case, self.device = case, device
+        self.model = build().to(device).train()
+        self.forward_s: list[float] = []
+        self.backward_s: list[float] = []
+        self.no_grad_s: list[float] = []
+        self._recording: RecordingTransfer | None = None
+        self.applied: AppliedPlan | None = None
+        if case.rows is not None:
+            transfer: Transfer | None = None
+            if device.type == "cpu":
+                transfer = self._recording = BareTransfer() if case.bare_copies else RecordingTransfer()
+            plan = MemoryPlan(rows=case.rows, num_layers=LAYERS, min_tensor_bytes=case.min_tensor_bytes)
+            self.applied = install(self.model, plan, outline(self.model), transfer)
+
+    def step(self) -> None:
+        """Time one step, and one forward without gradients."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self._settle()
+        start = time.perf_counter()
+        with self._hooks():
+            loss = self.model()
+        between = time.perf_counter()
+        loss.backward()
+        self._synchronize()
+        end = time.perf_counter()
+        del loss
+        self.forward_s.append(between - start)
+        self.backward_s.append(end - between)
+        self.model.eval()
+        start = time.perf_counter()
+        with torch.no_grad(), self._hooks():
+            self.model()
+            self._synchronize()
+        self.no_grad_s.append(time.perf_counter() - start)
+        self.model.train()
+
+    def offloads_of_a_step(self) -> int:
+        """Run a step and return how many storages it copied out."""
+        if self.applied is None:
+            return 0
+        before = self.applied.stats()
+        self.step()
+        return (self.applied.stats() - before).offloads
+
+    def _hooks(self) -> AbstractContextManager[Any]:
+        identity = self.case.name == IDENTITY
+        return saved_tensors_hooks(same, same) if identity else nullcontext()
+
+    def _settle(self) -> None:
+        if self._recording is not None:
+            self._recording.events.clear()
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def passes_in_no_grad(subject: Subject) -> int:
+    """Return what the engine's counters say of a forward without gradients: nothing, it is to be hoped."""
+    if subject.applied is None:
+        return 0
+    before = subject.applied.stats()
+    with torch.no_grad():
+        subject.model()
+    change = subject.applied.stats() - before
+    return change.forwards + change.offloads
+
+
+def measure(workload: str, rounds: int, device: torch.device, cases: Sequence[Case] = CASES) -> list[Row]:
+    """Measure all cases on one workload; `NOTHING` and `IDENTITY` must be among them."""
+    build = WORKLOADS[workload]
+    subjects = [Subject(case, build, device) for case in cases]
+    saved = saved_tensors(build().to(device).train())
+    gc.collect()
+    gc.disable()
+    try:
+        for count in range(WARMUP_ROUNDS + rounds):
+            first = count % len(subjects)
+            for subject in (*subjects[first:], *subjects[:first]):
+                subject.step()
+            if count % 10 == 0:
+                gc.collect()
+    finally:
+        gc.enable()
+    by_name = {subject.case.name: subject for subject in subjects}
+    rows = [_row(workload, subject, by_name[NOTHING], saved) for subject in subjects]
+    identity_us = next(row.us for row in rows if row.case == IDENTITY)
+    for row in rows:
+        if row.case != NOTHING and identity_us > 0:
+            row.ratio_to_identity = row.us / identity_us
+            row.us_at_reference = row.ratio_to_identity * REFERENCE_IDENTITY_US
+    for subject in subjects:
+        if subject.applied is not None:
+            subject.applied.remove()
+    return rows
+
+
+def _row(workload: str, subject: Subject, bare: Subject, saved: int) -> Row:
+    per_tensor = partial(_median_difference_us, count=saved)
+    whole, bare_whole = _steps_s(subject), _steps_s(bare)
+    row = Row(workload, subject.case.name, saved, bound_us=subject.case.bound_us)
+    row.step_ms = statistics.median(whole) * 1e3
+    row.us = per_tensor(whole, bare_whole)
+    row.pack_us = per_tensor(_measured(subject.forward_s), _measured(bare.forward_s))
+    row.unpack_us = per_tensor(_measured(subject.backward_s), _measured(bare.backward_s))
+    row.us_lowest = (min(whole) - min(bare_whole)) / saved * 1e6
+    row.no_grad_us = per_tensor(_measured(subject.no_grad_s), _measured(bare.no_grad_s))
+    row.offloads = subject.offloads_of_a_step()
+    row.passes_in_no_grad = passes_in_no_grad(subject)
+    return row
+
+
+def _measured(times_s: list[float]) -> list[float]:
+    return times_s[WARMUP_ROUNDS:]
+
+
+def _steps_s(subject: Subject) -> list[float]:
+    forward, backward = _measured(subject.forward_s), _measured(subject.backward_s)
+    return [sum(pair) for pair in zip(forward, backward, strict=True)]
+
+
+def _median_difference_us(times_s: list[float], bare_s: list[float], count: int) -> float:
+    return statistics.median(a - b for a, b in zip(times_s, bare_s, strict=True)) / count * 1e6
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as text."""
+    head = f"{'case':38}" + "".join(f"{name:>{width}}" for name, width in _COLUMNS)
+    lines = []
+    for workload in dict.fromkeys(row.workload for row in rows):
+        of_workload = [row for row in rows if row.workload == workload]
+        lines += [f"{workload}: {of_workload[0].saved_tensors} saved tensors, us for each", head]
+        lines += [_line(row) for row in of_workload]
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    values = (
+        row.us,
+        row.pack_us,
+        row.unpack_us,
+        row.us_lowest,
+        row.ratio_to_identity,
+        row.us_at_reference,
+        row.bound_us,
+        row.no_grad_us,
+    )
+    cells = zip(values, _COLUMNS, strict=True)
+    return f"{row.case:38}" + "".join(
+        f"{'' if value is None else format(value, '.2f'):>{width}}" for value, (_, width) in cells
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a table, write the results; return the exit status."""
+    parser = argparse.ArgumentParser(description="What pack and unpack cost the host per saved tensor.")
+    parser.add_argument("--workload", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
+    parser.add_argument("--rounds", type=int, default=60, help="steps of each case")
+    parser.add_argument("--device", default="cpu", help="on an accelerator copies are real")
+    parser.add_argument("--out", type=Path, help="where to write; by default into results/")
+    options = parser.parse_args(argv)
+    device = torch.device(options.device)
+    torch.set_num_threads(1)
+    rows = [row for name in options.workload for row in measure(name, options.rounds, device)]
+    origin = {"versions": versions(), "hardware": hardware(device), "load": os.getloadavg()[0]}
+    for row in rows:
+        row.device, row.commit, row.environment = device.type, commit(REPOSITORY)["id"], origin
+    sys.stdout.write(table(rows) + "\n")
+    path = options.out or RESULTS / f"overhead_{device.type}_{datetime.now():%Y%m%d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

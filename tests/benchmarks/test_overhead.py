@@ -1,0 +1,49 @@
+"""The overhead benchmark measures what it says: every case saves and swaps what its name promises."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.overhead import Row, main, measure, table
+from benchmarks.overhead_cases import CASES, IDENTITY, LAYERS, NOTHING, OPS_PER_MODULE
+
+CHAIN_TENSORS = 2 * LAYERS * OPS_PER_MODULE
+
+
+@pytest.fixture(scope="module")
+def chain() -> dict[str, Row]:
+    return {row.case: row for row in measure("chain", 2, torch.device("cpu"))}
+
+
+def test_each_case_saves_the_same_and_swaps_what_it_says(chain: dict[str, Row]) -> None:
+    assert list(chain) == [case.name for case in CASES]
+    assert {row.saved_tensors for row in chain.values()} == {CHAIN_TENSORS}
+    for name, row in chain.items():
+        # all but the first, which comes from outside the layers
+        assert row.offloads == (CHAIN_TENSORS - 1 if name.startswith("swap") else 0), name
+
+
+def test_nothing_happens_without_gradients(chain: dict[str, Row]) -> None:
+    assert {row.passes_in_no_grad for row in chain.values()} == {0}
+
+
+def test_ratios_are_to_the_identity_hooks(chain: dict[str, Row]) -> None:
+    assert (chain[NOTHING].us, chain[NOTHING].ratio_to_identity) == (0, None)
+    assert chain[IDENTITY].ratio_to_identity in (1, None)  # None: noise made it negative
+    for row in chain.values():
+        if row.ratio_to_identity is not None:
+            assert row.us_at_reference == pytest.approx(row.us / chain[IDENTITY].us * 0.9)
+    assert table(list(chain.values())).count("\n") == len(CASES) + 1
+
+
+def test_the_command_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "rows.json"
+    assert main(["--workload", "llama", "--rounds", "1", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text(encoding="utf-8"))
+    assert [row["case"] for row in rows] == [case.name for case in CASES]
+    assert all(row["device"] == "cpu" and row["environment"]["versions"]["torch"] for row in rows)
+    assert "llama: " in capsys.readouterr().out

@@ -129,7 +129,9 @@ class Subject:
         if case.rows is not None:
             transfer: Transfer | None = None
             if device.type == "cpu":
-                transfer = self._recording = BareTransfer() if case.bare_copies else RecordingTransfer()
+                transfer = self._recording = (
+                    BareTransfer() if case.bare_copies else RecordingTransfer(poison=False)
+                )
             plan = MemoryPlan(rows=case.rows, num_layers=LAYERS, min_tensor_bytes=case.min_tensor_bytes)
             self.applied = install(self.model, plan, outline(self.model), transfer)
 

@@ -44,15 +44,16 @@ class Backward:
 
     def schedule(self, order: PrefetchOrder[Reference]) -> None:
         """The forward has ended; this is what it swapped."""
-        self._order = order if order else None
-        self._idle = self._order is None and self._observation is None
+        self._order, self._idle = order, False
 
     def unpack(self, ticket: Ticket) -> torch.Tensor:
         """A node of this graph asks for a saved tensor: start the copies whose time has come; return it."""
         if not self._idle:
             self._reached()
-        if type(ticket) is tuple and ticket[0]._version == ticket[1]:
-            return ticket[0]  # most are such, and a call costs as much as the rest
+        if not isinstance(ticket, tuple):
+            return ticket.restore()
+        if ticket[0]._version == ticket[1]:
+            return ticket[0]  # most are such, and a call would cost as much as the rest
         return restore(ticket)
 
     def _reached(self) -> None:

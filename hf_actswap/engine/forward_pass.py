@@ -183,7 +183,9 @@ class ForwardPass:
         self._ended, self._call, self.region = True, None, None
         if self._auto is not None and self._setting.auto is not None:
             self._setting.auto.forward_ended(self._auto)
-        self.backward.schedule(PrefetchOrder(self._hooks, self._swapped.end()))
+        wants = self._swapped.end()
+        if wants:
+            self.backward.schedule(PrefetchOrder(self._hooks, wants))
         self.owners.clear()
 
     def _follow(self) -> None:

@@ -49,17 +49,6 @@ class SwappedStorages:
         self._all_groups: list[weakref.ref[SwapGroup]] = []
         self.releases: ReleaseQueue[weakref.ref[SwapGroup]] = ReleaseQueue()
 
-    def refuses(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that the plan wants to swap must stay; counted by reason."""
-        reason = self._refusal(tensor)
-        if reason is not None:
-            self.refused(tensor, reason)
-        return reason is not None
-
-    def refused(self, tensor: torch.Tensor, reason: str) -> None:
-        """Count the bytes of a tensor that stays."""
-        self._setting.counters.refused[reason] += tensor.nbytes
-
     def ticket(self, tensor: torch.Tensor, view: View, windows: Windows, op: int) -> SwapTicket | None:
         """Make the ticket of a detached tensor, and start the copy out of its storage if there is none yet.
 
@@ -78,7 +67,7 @@ class SwappedStorages:
         if group is None or not group.covers(view, tensor._version):
             group = self._new_group(tensor, view, windows, op, key, again=group is not None)
             if group is None:
-                self.refused(tensor, NO_HOST_MEMORY)
+                self._setting.counters.refused[NO_HOST_MEMORY] += tensor.nbytes
                 return None
         group.last_use = op
         return SwapTicket(group, view)
@@ -133,8 +122,15 @@ class SwappedStorages:
         self.releases.add(reference, op, windows.release_ops)
         return group
 
+    def refuses(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that the plan wants to swap must stay; counted by reason."""
+        reason = self._refusal(tensor)
+        if reason is None:
+            return False
+        self._setting.counters.refused[reason] += tensor.nbytes
+        return True
+
     def _refusal(self, tensor: torch.Tensor) -> str | None:
-        """Why a tensor that the plan wants to swap stays, or ``None``."""
         setting = self._setting
         kind = type(tensor)
         if kind is not torch.Tensor and kind is not nn.Parameter:

@@ -199,6 +199,7 @@ class RecordingTransfer:
 
     Args:
         device: where reloaded tensors live.
+        poison: whether to fill.
 
     Attributes:
         events: what happened, in order: ``out 0 start``, ``out 0 done``, ``out 0 wait``, ``in 0 start``, ...
@@ -206,8 +207,8 @@ class RecordingTransfer:
 
     overlaps = False
 
-    def __init__(self, device: torch.device | None = None) -> None:
-        self._device = device or torch.device("cpu")
+    def __init__(self, device: torch.device | None = None, poison: bool = True) -> None:
+        self._device, self._poison = device or torch.device("cpu"), poison
         self.events: list[str] = []
         self._queue: deque[_RecordedCopy] = deque()
         self._outs = 0
@@ -221,15 +222,18 @@ class RecordingTransfer:
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
         """See `Transfer`."""
         pairs = [(part, target) for target, part in host.pairs(source)]
-        for _, target in pairs:
-            target.fill_(_nothing(target.dtype))
+        if self._poison:
+            for _, target in pairs:
+                target.fill_(_nothing(target.dtype))
         copy = self._start(f"out {self._outs}", pairs, host)
         self._outs += 1
         return copy
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """See `Transfer`."""
-        block = torch.full(host.shape, _nothing(host.dtype), dtype=host.dtype, device=self._device)
+        block = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        if self._poison:
+            block.fill_(_nothing(host.dtype))
         pairs = [(part, target.data) for part, target in host.pairs(block)]  # a copy engine makes no version
         copy = self._start(f"in {self._ins}", pairs, host)
         self._ins += 1

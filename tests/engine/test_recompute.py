@@ -176,7 +176,7 @@ def test_each_region_runs_once_per_backward() -> None:
 
 
 class _HeldBytes(TorchDispatchMode):
-    """Sees every storage that is made; ``total`` counts those that still live, but for bytes (host memory)."""
+    """Sees every storage that is made; ``total`` counts those still alive, but for host memory."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

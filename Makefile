@@ -11,7 +11,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-PYTEST := $(BIN)/python -m pytest
+# A process for each core, whole files: what a file sets up is set up once.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 .PHONY: test test-all lint types demo gpu sanitize clean
 .DELETE_ON_ERROR:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """What a test's `TrainingArguments` tell Accelerate in the environment does not reach the next test."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("ACCELERATE_")]:
+        del os.environ[name]
+    os.environ.update(before)
 
 
 @pytest.fixture(scope="session")

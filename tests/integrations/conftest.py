@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, set_seed
 
 from hf_actswap import ActSwapCallback, ActSwapTrainingArguments
@@ -33,6 +34,13 @@ CASES = {
     "case 4": CASE_4,
     "full recompute": FULL_RECOMPUTE,
 }
+
+
+@pytest.fixture(autouse=True)
+def _accelerate_as_before() -> Iterator[None]:
+    """Accelerate's state is one for the process: a test that compiles would leave the next one compiling."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def tiny_llama(seed: int = 0) -> LlamaForCausalLM:

@@ -5,17 +5,25 @@ Rows that compile stand in groups: one group compiles one graph, later rows of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
-
+from benchmarks.frontier_configs import (
+    COMPILED_LEAN_MIX,
+    COMPILED_MIX,
+    ELEMENTWISE,
+    FUSED,
+    MIXED,
+    mix_by_hand,
+    recipe_with_auto,
+    swap_everything,
+)
 from benchmarks.frontier_methods import (
     Obstacle,
     Setup,
     actswap,
+    actswap_by_hand,
     compiled,
     hf_checkpointing,
     no_compiler,
@@ -27,11 +35,11 @@ from benchmarks.frontier_methods import (
     nothing,
     save_on_cpu,
     trl_offloading,
+    without_key,
 )
 from benchmarks.frontier_stack import TrainingStep
 
 _JUDGED = ("7b-8k", "7b-32k")
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
 @dataclass(frozen=True)
@@ -78,44 +86,11 @@ class Row:
         return next((reason for obstacle in self.obstacles if (reason := obstacle(step))), "")
 
 
-def swap_everything(prefetch: int | str) -> dict[str, Any]:
-    """All that any layer saves."""
-    return {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": prefetch, "layers": True}]}}
-
-
-def recipe_with_auto(name: str) -> Callable[[int], dict[str, Any]]:
-    """Return a recipe's swap section with every prefetch ``auto``, less the layers that a model lacks."""
-
-    def config(layers: int) -> dict[str, Any]:
-        document = yaml.safe_load((RECIPES / name).read_text(encoding="utf-8"))
-        rules = [_with_auto(rule, layers) for rule in document["swap_config"]["op_swap"]]
-        return {"swap_config": {"swap": True, "op_swap": [rule for rule in rules if rule["layers"]]}}
-
-    return config
-
-
-def _with_auto(rule: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    present = [layer for layer in rule["layers"] if layer < layers]
-    return {**rule, "backward_prefetch": "auto", "layers": present}
-
-
-MIXED = {
-    "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": True}]},
-    "recompute_config": {
-        "select_recompute": {
-            r"feed_forward\.mul": True,
-            r"feed_forward\.w1\.activation\.silu": True,
-            r".*_norm": True,
-        }
-    },
-}
-"""Recompute what is cheap, swap the rest."""
-
 EAGER = Row("eager", nothing)
 """What all ratios and all gradients are compared with; always measured, and first."""
 
 _PEERS = (
-    Row("hf-checkpointing", hf_checkpointing, relative_time=1.3),
+    Row("hf-checkpointing", hf_checkpointing, needed_at=_JUDGED, relative_time=1.3),
     Row(
         "hf-checkpointing-offload",
         hf_checkpointing,
@@ -208,6 +183,25 @@ _OURS = (
         relative_time=1.6,
         pinned_share=0.5,
     ),
+    Row("actswap-elementwise", actswap, ELEMENTWISE, must_be_exact=True, rank=2, relative_time=1.1),
+    Row(
+        "actswap-elementwise-fused",
+        actswap,
+        FUSED,
+        compile_group="fused",
+        obstacles=(without_key("fused"), no_compiler),
+        needed_at=_JUDGED[:1],
+        relative_time=1.05,
+    ),
+    Row(
+        "actswap-mix-eager",
+        actswap_by_hand,
+        mix_by_hand,
+        must_be_exact=True,
+        needed_at=_JUDGED[:1],
+        relative_time=1.2,
+        pinned_share=0.3,
+    ),
 )
 
 
@@ -235,6 +229,22 @@ _COMPILED = (
     ),
     _compiled_row("compiled-checkpointing", "checkpointing", {"checkpointing": True}, relative_time=1.3),
     _compiled_row("compiled-budget-0.2", "0.2", {"memory_budget": 0.2}, rank=2, relative_time=1.05),
+    _compiled_row(
+        "actswap-compiled-mix",
+        "mix",
+        {"actswap": COMPILED_MIX},
+        needed_at=_JUDGED,
+        relative_time=0.95,
+        pinned_share=0.3,
+    ),
+    _compiled_row(
+        "actswap-compiled-lean-mix",
+        "lean-mix",
+        {"actswap": COMPILED_LEAN_MIX},
+        rank=2,
+        relative_time=1.0,
+        pinned_share=0.15,
+    ),
 )
 
 ROWS: tuple[Row, ...] = (EAGER, *_PEERS, *_OURS, *_COMPILED)

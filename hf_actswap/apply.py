@@ -15,7 +15,10 @@ from .config import ActSwapConfig, load_config
 from .engine import AppliedPlan, Transfer, install
 from .engine.host_budget import Progress
 from .errors import PlanError, Problem
+from .parallel import Replicas, enclosing_group
 from .plan import MemoryPlan, Outline, outline, resolve_plan
+from .plan.checkpointing_rules import problems_of_checkpointing
+from .plan.compiled import uncompiled
 from .plan.outline import unwrapped
 from .report import PinningBar
 
@@ -38,7 +41,8 @@ def apply(
 
     Args:
         model: a causal language model, bare or wrapped (DDP, PEFT, ``torch.compile``).
-        config_or_plan: a plan, or whatever `load_config` takes.
+        config_or_plan: a plan, or whatever `load_config` takes. With ``recompute_slice_activation``, call
+            inside `hf_actswap.parallel.tensor_parallel_group`.
         transfer: how bytes move; by default streams on an accelerator, blocking copies on the CPU.
         progress: called with (bytes, bytes in all) while host memory is made ready, equal at the end; by
             default a bar on rank 0.
@@ -70,7 +74,9 @@ def apply_plan(
         PlanError: the plan does not fit the model, or asks for what this version cannot carry out.
     """
     _refuse_what_cannot_be_applied(model, plan, shape)
-    applied = install(model, plan, shape, transfer, progress or _bar_on_rank_0())
+    group = enclosing_group()
+    replicas = None if group is None else Replicas(group)
+    applied = install(model, plan, shape, transfer, progress or _bar_on_rank_0(), replicas)
     if plan.rows:
         for restore in _without_cache(unwrapped(model)):
             applied.on_remove(restore)
@@ -98,18 +104,8 @@ def _refuse_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Ou
                 "Start with `accelerate launch` or torchrun (DistributedDataParallel).",
             )
         )
-    if plan.rows and any(
-        getattr(root.get_submodule(layer.module_path), "gradient_checkpointing", False)
-        for layer in shape.layers
-    ):
-        problems.append(
-            Problem(
-                "model",
-                "no gradient checkpointing of its own beside a plan",
-                "gradient checkpointing switched on",
-                "Switch it off (gradient_checkpointing=False) and write recompute_config: {recompute: true}.",
-            )
-        )
+    layers = [uncompiled(root.get_submodule(layer.module_path)) for layer in shape.layers]
+    problems += problems_of_checkpointing(layers, plan, shape.compiled)
     if problems:
         raise PlanError(problems)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from .keys import RECOMPUTE_KEYS
 from .reader import Findings, Path, is_int, read_bool, read_items, read_section, show
-from .schema import LayerCounts, OpSelection, RecomputeConfig
+from .schema import CompileBudget, LayerCounts, OpSelection, RecomputeConfig
 from .swap_section import read_layers, read_op_path
 from .tables import TableShape, is_list, read_table
 
@@ -19,6 +19,8 @@ SELECTION_KEYS = ("select_recompute", "select_comm_recompute")
 EXCLUDE_KEYS = ("select_recompute_exclude", "select_comm_recompute_exclude")
 FLAG_KEYS = ("parallel_optimizer_comm_recompute", "mp_comm_recompute", "recompute_slice_activation")
 
+EXPECTED_SHARE = "a number from 0 to 1"
+EXPECTED_BUDGET = "a number from 0 to 1, or a list with one for each layer"
 EXPECTED_COUNTS = "true, false, a list of layer counts per stage, or a table per (interleave, stage)"
 EXPECTED_INDICES = "true, false or a flat list of layer indices (swap is on)"
 
@@ -130,8 +132,10 @@ def read_recompute(findings: Findings, *, swap: bool | None, shape: TableShape |
             values[key] = reader.selection(path, value)
         elif key in EXCLUDE_KEYS:
             values[key] = reader.exclusion(path, value)
-        elif key in FLAG_KEYS:
+        elif key in (*FLAG_KEYS, "fused"):
             values[key] = read_bool(findings, path, value)
+        elif key == "compile_budget" and value is not None:
+            values[key] = _read_budget(findings, path, value)
     return RecomputeConfig(**{key: value for key, value in values.items() if value is not None})
 
 
@@ -151,4 +155,25 @@ def _read_count(findings: Findings, path: Path, value: object) -> int | bool | N
         return value
     hint = "Op paths go to select_recompute." if isinstance(value, str) and path[1] == "recompute" else ""
     findings.problem(path, "a number of layers (at least 0), true or false", show(value), hint)
+    return None
+
+
+def _read_budget(findings: Findings, path: Path, value: object) -> CompileBudget:
+    """Read one share for all compiled layers, or one for each."""
+    if not isinstance(value, list | tuple):
+        return _read_share(findings, path, value, EXPECTED_BUDGET)
+    if not value:
+        findings.problem(path, EXPECTED_BUDGET, "an empty list")
+        return None
+    return read_items(findings, path, value, _read_share)
+
+
+def _read_share(
+    findings: Findings, path: Path, value: object, expected: str = EXPECTED_SHARE
+) -> float | None:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1:
+        return float(value)
+    percent = isinstance(value, int | float) and not isinstance(value, bool) and 1 < value <= 100
+    hint = f"Percent are written as a share: {value / 100:g}." if percent else ""  # type: ignore[operator]
+    findings.problem(path, expected, show(value), hint)
     return None

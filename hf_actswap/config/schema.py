@@ -29,6 +29,9 @@ LayerCounts = bool | tuple[int | bool, ...] | tuple[tuple[int | bool, ...] | boo
 OpSelection = LayerCounts | tuple[str, ...] | dict[str, LayerCounts]
 """`LayerCounts` for the default ops; or op paths (all layers); or op path -> `LayerCounts`."""
 
+CompileBudget = float | tuple[float, ...] | None
+"""Share of activation memory, 0 to 1: for every layer, or one for each; ``None``: not touched."""
+
 Offset = int | tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 
@@ -55,17 +58,27 @@ class SwapConfig:
 
     With ``swap`` true and both lists ``None`` the default strategy holds: the attention core of all
     layers, ``default_prefetch`` operators ahead. An empty list is not ``None``: it swaps nothing.
+
+    ``recompute_input`` (ours) lifts the reference's second coupling rule: the input of these layers, where
+    they are recomputed whole, is swapped ``default_prefetch`` operators ahead and does not stay.
     """
 
     swap: bool = False
     default_prefetch: Prefetch = 1
     layer_swap: tuple[LayerSwapRule, ...] | None = None
     op_swap: tuple[OpSwapRule, ...] | None = None
+    recompute_input: Layers = False
 
 
 @dataclass(frozen=True)
 class RecomputeConfig:
-    """``recompute_config`` (MindFormers, Memory Optimization)."""
+    """``recompute_config`` (MindFormers, Memory Optimization; ``compile_budget`` and ``fused`` are ours).
+
+    ``compile_budget`` is PyTorch's ``activation_memory_budget`` of each compiled layer: 1 saves what the
+    compiler saves by itself, 0 only the layer's inputs, as recomputing the whole layer does.
+    ``fused`` runs chains of dropped pointwise ops again in one compiled kernel, which may differ from them in
+    the last bit.
+    """
 
     recompute: LayerCounts = False
     select_recompute: OpSelection = False
@@ -75,6 +88,8 @@ class RecomputeConfig:
     parallel_optimizer_comm_recompute: bool = False
     mp_comm_recompute: bool = True
     recompute_slice_activation: bool = False
+    compile_budget: CompileBudget = None
+    fused: bool = False
 
 
 @dataclass(frozen=True)

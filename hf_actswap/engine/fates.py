@@ -8,7 +8,7 @@ from typing import Literal
 from ..plan.actions import MemoryPlan, Scope, Windows
 from ..plan.outline import OUTPUT, Outline
 
-Kind = Literal["keep", "swap", "recompute_inside", "recompute_function"]
+Kind = Literal["keep", "swap", "recompute_inside", "recompute_function", "slice"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Action:
 
     Args:
         kind: ``recompute_inside`` while a region of a module runs; ``recompute_function`` for an op that is
-            a region of its own.
+            a region of its own, also a communication that is done again; ``slice`` for an input of which each
+            tensor-parallel rank keeps a part.
         windows: of a swap; ``None``: to be chosen by measurement (`auto_windows`).
         op_path: of the plan row that says so.
     """
@@ -45,20 +46,23 @@ class FateTable:
             frozenset({"", *(op.path for op in layer.ops if op.kind != "function")})
             for layer in outline.layers
         ]
-        rows = [row for row in plan.rows if row.fate == "recompute" and isinstance(row.scope, int)]
-        self._roots = {(row.scope, row.op_path) for row in rows if self._is_module(row.scope, row.op_path)}
+        self._roots = self._recomputed_modules(plan)
         inside = {row.scope for row in plan.rows if row.op_path not in ("", OUTPUT)}
+        compiled = {layer.index for layer in outline.layers if layer.compiled}
         self.checkpointed_layers = {
             scope for scope, path in self._roots if path == "" and scope not in inside
         }
         """Layers that are recomputed whole, with nothing inside decided otherwise."""
         self.named_layers = {
-            scope for scope in inside if isinstance(scope, int) and scope not in self.checkpointed_layers
+            scope
+            for scope in inside - compiled
+            if isinstance(scope, int) and scope not in self.checkpointed_layers
         }
-        """Layers in which ops must be named."""
-        recomputing = {row.scope for row in plan.rows if row.fate == "recompute"}
+        """Layers in which ops must be named; in compiled ones the tracer names them (`compiled_regions`)."""
+        recomputing = {row.scope for row in plan.rows if row.fate in ("recompute", "re-gather")}
+        recomputing |= {_next(row.scope) for row in plan.rows if row.fate == "slice"}
         scopes: set[Scope] = {*range(len(outline.layers)), "embedding", "final_norm", "head"}
-        self.scopes_without_recomputation = frozenset(scopes - recomputing)
+        self.scopes_without_recomputation = frozenset(scopes - (recomputing - compiled))
 
     def __getitem__(self, key: tuple[Scope, str, int | None]) -> Action:
         """The action for (scope, op path, ordinal)."""
@@ -66,6 +70,11 @@ class FateTable:
         if action is None:
             action = self._known[key] = self._look_up(*key)
         return action
+
+    def follow(self, plan: MemoryPlan) -> None:
+        """Look fates up in ``plan`` from now on, which recomputes fewer ops of the same layers."""
+        self._plan, self._roots = plan, self._recomputed_modules(plan)
+        self._known.clear()
 
     def is_region(self, scope: Scope, path: str) -> bool:
         """Whether a module is recomputed as one."""
@@ -77,7 +86,18 @@ class FateTable:
             return KEEP
         if row.fate == "swap":
             return Action("swap", row.windows, row.op_path)
+        if row.fate == "slice":
+            return Action("slice")
         return Action("recompute_inside" if self._is_module(scope, row.op_path) else "recompute_function")
+
+    def _recomputed_modules(self, plan: MemoryPlan) -> set[tuple[Scope, str]]:
+        rows = [row for row in plan.rows if row.fate == "recompute" and isinstance(row.scope, int)]
+        return {(row.scope, row.op_path) for row in rows if self._is_module(row.scope, row.op_path)}
 
     def _is_module(self, scope: Scope, path: str) -> bool:
         return not isinstance(scope, int) or path in self._modules[scope]
+
+
+def _next(scope: Scope) -> Scope:
+    """The layer that reads what ``scope`` hands on."""
+    return scope + 1 if isinstance(scope, int) else 0

@@ -29,6 +29,7 @@ from ..plan.outline import OUTPUT
 from ..plan.record import storage_key
 from .autograd_state import made_by_packing_node, next_node_number
 from .backward import Backward
+from .checkpoint_inputs import Checkpoint, CheckpointInputs
 from .fates import KEEP, Action
 from .owners import Owner, Owners
 from .parameters import is_cast_of_parameter
@@ -61,10 +62,11 @@ class ForwardPass:
         self._fates = setting.fates
         self.owners = Owners(outside)
         self.backward = Backward()
-        self._swapped = SwappedStorages(setting)
-        self._releases = self._swapped.releases
         self._hooks: list[int] = []
         self._clock = self.backward.clock
+        self._inputs = CheckpointInputs(self._clock, self._hooks)
+        self._swapped = SwappedStorages(setting, self._inputs)
+        self._releases = self._swapped.releases
         self._auto = setting.auto.forward_starts(self.backward) if setting.auto is not None else None
         self._observation = self._auto.observation if self._auto is not None else None
         self._settled = self._auto is None or self._auto.settled
@@ -76,6 +78,7 @@ class ForwardPass:
         self._first_op = 0
         self._from_number = -1
         self.departed = False
+        self.fuse = setting.fuse
         self.scope: Scope | None = None
         self.stack: OpStack | None = None
         self.running: Action | None = None
@@ -97,7 +100,12 @@ class ForwardPass:
                 self.owners.own(leaf, KEEP)
 
     def start_scope(
-        self, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any], compiled_nodes: int | None
+        self,
+        place: Place,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compiled_nodes: int | None,
+        checkpoint: Checkpoint | None = None,
     ) -> bool:
         """A decoder layer, or a module around the layers, starts.
 
@@ -105,6 +113,7 @@ class ForwardPass:
             place: what starts.
             args, kwargs: of its call.
             compiled_nodes: autograd nodes of its eager call, if it is compiled (0: not known).
+            checkpoint: if ``torch.utils.checkpoint`` runs it again.
 
         Returns:
             Whether its ops must be followed.
@@ -113,6 +122,7 @@ class ForwardPass:
         if compiled_nodes is not None:
             self._clock.enter_compiled(compiled_nodes)
         self._from_number = self._clock.shift - 1
+        self._inputs.start(checkpoint)
         self._first_op = self._clock.now()
         if self._settled and not self.departed:
             routine = self._routines[place.scope]
@@ -129,6 +139,7 @@ class ForwardPass:
         steps, self._steps = self._steps, None
         watched, self._watched = self._watched, None
         self._call = None
+        self._inputs.end(self._auto)
         self.owners.enter(())
         self._clock.leave_compiled()
         self._from_number = self._clock.shift - 1
@@ -183,6 +194,7 @@ class ForwardPass:
         self._ended, self._call, self.region = True, None, None
         if self._auto is not None and self._setting.auto is not None:
             self._setting.auto.forward_ended(self._auto)
+        self._inputs.clear()
         wants = self._swapped.end()
         if wants:
             self.backward.schedule(PrefetchOrder(self._hooks, wants))
@@ -249,7 +261,9 @@ class ForwardPass:
 
     def _ticket(self, tensor: torch.Tensor, owner: Owner, op: int) -> Ticket:
         if owner.region is not None:
-            return owner.region.output(owner.position, View.of(tensor))
+            return owner.region.output(owner.position, tensor) or keep(tensor)
+        if owner.action.kind == "slice" and self._setting.slices is not None:
+            return self._setting.slices.ticket(tensor) or keep(tensor)
         if owner.action.kind == "swap":
             return self._swap(tensor, owner, op) or keep(tensor)
         return keep(tensor)
@@ -275,11 +289,13 @@ class ForwardPass:
             owner.chosen = self._auto.action(owner.action, self.scope, stop - start, op)
         else:
             self._auto.used(owner.chosen[1], op)
+        if self._inputs.listening:
+            self._inputs.chosen(owner.chosen[1], op)
         return owner.chosen[0]
 
 
 def _is_inside(owner: Owner) -> bool:
-    """Whether a tensor is rebuilt by the region that runs."""
-    return owner.action.kind == "recompute_inside" or (
+    """Whether a tensor is rebuilt by the region that runs; a sliced one is its input, gathered only once."""
+    return owner.action.kind in ("recompute_inside", "slice") or (
         owner.action.kind == "recompute_function" and owner.region is None
     )

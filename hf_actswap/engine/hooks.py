@@ -22,21 +22,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ..plan.actions import MemoryPlan, Override, Scope
-from ..plan.compiled import called_modules
+from ..plan.compiled import called_modules, uncompiled
 from ..plan.opnames import OpStack
 from ..plan.outline import LayerOutline, Outline, unwrapped
 from .around import Undo, around, compiled_around
 from .auto_windows import AutoWindows
 from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
-from .fates import KEEP, FateTable
+from .checkpoint_inputs import checkpoint_of
+from .checkpointed_layer import checkpointed
+from .compiled_regions import CompiledRegions
+from .fates import FateTable
 from .forward_pass import ForwardPass, Place
+from .fused import Fuser
 from .host_budget import HostMemory, Progress
-from .naming_mode import NamingMode
-from .recompute import Region, checkpointed
+from .naming_mode import NamingMode, end_region
+from .recompute import Region
+from .recompute_choice import plan_that_pays
 from .routines import Routines
+from .slices import Replicas, Slices
 from .stats import Counters, SwapStats
 from .swapped_storages import Setting
 from .transfer import BlockingTransfer, Transfer
@@ -53,8 +58,10 @@ class Engine:
         outline: Outline,
         transfer: Transfer | None,
         progress: Progress | None,
+        replicas: Replicas | None = None,
     ) -> None:
         self.plan, self.outline = plan, outline
+        self._slices = None if replicas is None else Slices(replicas)
         self._root = unwrapped(model)
         called = compiled_around(model, outline)
         self._called = self._root if called is None else called  # a compiled wrapper has no truth value
@@ -62,6 +69,7 @@ class Engine:
         self._memory = HostMemory(plan)
         self._counters = Counters()
         self._fates = FateTable(plan, outline)
+        self._regions = CompiledRegions(plan, outline)
         self._inside: set[nn.Module] = set()
         self._outside: tuple[nn.Module, ...] = ()
         self._setting: Setting | None = None
@@ -109,7 +117,8 @@ class Engine:
         module = self._root.get_submodule(layer.module_path)
         undo = []
         if layer.index in self._fates.checkpointed_layers:
-            undo.append(checkpointed(module))
+            undo.append(checkpointed(uncompiled(module)))
+        undo += self._regions.attach(layer.index, module)
         undo += self._follow_scope(module, layer.index, layer)
         if layer.index in self._fates.named_layers - self._named:
             undo += self._follow_modules(layer)
@@ -150,7 +159,15 @@ class Engine:
             if any(row.fate == "swap" and row.windows is None for row in self.plan.rows):
                 auto = AutoWindows(transfer, pool, self._counters, self._pending_bytes, self._overridden)
             self._setting = Setting(
-                self._fates, pool, transfer, device, self._counters, self.plan.min_tensor_bytes, auto
+                self._fates,
+                pool,
+                transfer,
+                device,
+                self._counters,
+                self.plan.min_tensor_bytes,
+                auto,
+                self._slices,
+                Fuser().run_again if self.plan.fused_recompute else None,
             )
         return self._setting
 
@@ -164,6 +181,13 @@ class Engine:
 
     def _overridden(self, overrides: Sequence[Override]) -> None:
         self.plan = replace(self.plan, overrides=(*self.plan.overrides, *overrides))
+
+    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Recompute only what pays, now that the shapes are known."""
+        plan = plan_that_pays(self.plan, self._root, self.outline, args, kwargs)
+        if plan is not self.plan:
+            self.plan = plan
+            self._fates.follow(plan)
 
     def _close_pool(self) -> None:
         if self._setting is not None:
@@ -181,6 +205,7 @@ class Engine:
         if setting is not known:
             overlaps = setting.transfer.overlaps
             self._memory.make_ready(setting.pool, overlaps, self._root, self.outline, args, kwargs)
+            self._choose(args, kwargs)
         forward = ForwardPass(setting, self._outside, self._routines)
         forward.own_outside((args, kwargs))
         self._forward = forward
@@ -225,7 +250,8 @@ class Engine:
             forward = self._forward
             if forward is None:
                 return
-            follow = forward.start_scope(place, args, kwargs, compiled_nodes)
+            checkpoint = checkpoint_of(module, layer, self._fates.checkpointed_layers)
+            follow = forward.start_scope(place, args, kwargs, compiled_nodes, checkpoint)
             if naming is not None and follow:
                 self._follow_inside()  # an earlier layer departed from its routine, perhaps
                 forward.stack = OpStack(naming.attention_paths)
@@ -241,31 +267,26 @@ class Engine:
             if forward.stack is not None:
                 self._leave_mode()
                 forward.stack = None
-                forward.region = None
+                end_region(forward, ())
             forward.end_scope(output)
 
         return around(module, before, after)
 
     def _follow_path(self, module: nn.Module, scope: int, path: str) -> list[Undo]:
-        is_region = self._fates.is_region(scope, path)
-
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             forward = self._forward
             if forward is None or forward.stack is None:
                 return
             forward.stack.enter(path)
-            if is_region and forward.region is None:
+            if forward.region is None and self._fates.is_region(scope, path):
                 forward.region = self._region(forward, module, scope, path, args, kwargs)
 
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             forward = self._forward
             if forward is None or forward.stack is None:
                 return
-            if is_region:
-                forward.region = None
-                for tensor in tree_leaves(output):
-                    if isinstance(tensor, torch.Tensor):
-                        forward.owners.own(tensor, KEEP)
+            if self._fates.is_region(scope, path):
+                end_region(forward, output)
             forward.stack.leave(path)
 
         return around(module, before, after)
@@ -280,7 +301,8 @@ class Engine:
         kwargs: dict[str, Any],
     ) -> Region:
         name = f"{scope}.{path}" if path else str(scope)
-        return Region(name, module, args, kwargs, forward.ticket_of_input, self._counters, random=True)
+        ticket_of, fuse = forward.ticket_of_input, forward.fuse
+        return Region(name, module, args, kwargs, ticket_of, self._counters, True, fuse)
 
     def _leave_mode(self) -> None:
         mode, self._mode = self._mode, None

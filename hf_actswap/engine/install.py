@@ -7,12 +7,15 @@ from collections.abc import Callable
 from torch import nn
 
 from ..errors import PlanError, Problem
-from ..plan.actions import MemoryPlan
-from ..plan.outline import Outline, unwrapped
+from ..plan.actions import MemoryPlan, PlanRow
+from ..plan.compiled_rules import problems_of_compiled
+from ..plan.outline import OUTPUT, Outline, unwrapped
 from .hooks import Engine
 from .host_budget import Progress
+from .slices import Replicas
 from .stats import SwapStats
 from .transfer import Transfer
+from .weight_gathering import gather_weights_again
 
 
 class AppliedPlan:
@@ -62,26 +65,31 @@ def install(
     outline: Outline,
     transfer: Transfer | None = None,
     progress: Progress | None = None,
+    replicas: Replicas | None = None,
 ) -> AppliedPlan:
     """Put ``plan`` on ``model``.
 
     Args:
         model: bare or wrapped; hooks go to the model inside the wrapper.
-        plan: fates this engine builds: keep, swap, recompute.
+        plan: fates of the ops of this model.
         outline: of this model.
         transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
         progress: called with (bytes, bytes in all) while host memory is made ready.
+        replicas: the tensor-parallel ranks, which the fate ``slice`` needs.
 
     Raises:
         PlanError: the plan does not belong to this model, or a plan is on it already.
     """
     root = unwrapped(model)
-    _check(root, plan, outline)
-    engine = Engine(model, plan, outline, transfer, progress)
-    return AppliedPlan(engine, engine.attach())
+    _check(root, plan, outline, replicas)
+    engine = Engine(model, plan, outline, transfer, progress, replicas)
+    undo = engine.attach()
+    if plan.gather_weights_again:
+        undo.append(gather_weights_again(model))
+    return AppliedPlan(engine, undo)
 
 
-def _check(root: nn.Module, plan: MemoryPlan, outline: Outline) -> None:
+def _check(root: nn.Module, plan: MemoryPlan, outline: Outline, replicas: Replicas | None) -> None:
     problems = []
     if any(isinstance(getattr(hook, "__self__", None), Engine) for hook in root._forward_pre_hooks.values()):
         problems.append(
@@ -91,11 +99,27 @@ def _check(root: nn.Module, plan: MemoryPlan, outline: Outline) -> None:
         problems.append(
             Problem("plan.num_layers", f"{len(outline.layers)}, as in the model", str(plan.num_layers))
         )
+    else:
+        problems += problems_of_compiled(plan, outline)
     for row in plan.rows:
-        if row.fate in ("re-gather", "slice"):
-            expected = "keep, swap or recompute: this version builds no communication fates"
-            problems.append(Problem(f"plan row {row.scope}.{row.op_path}", expected, row.fate))
+        where = f"plan row {row.scope}.{row.op_path}"
+        if row.fate == "re-gather" and not _communicates(row, outline):
+            problems.append(Problem(where, "a communication of the layer", row.fate))
+        elif row.fate == "slice" and row.op_path != OUTPUT:
+            problems.append(Problem(where, f"{OUTPUT}, what a layer or the embedding hands on", row.fate))
+        elif row.fate == "slice" and replicas is None:
+            hint = "Apply the plan inside `with tensor_parallel_group(group):`."
+            problems.append(Problem(where, "a tensor-parallel group", row.fate, hint))
         elif row.fate == "recompute" and not isinstance(row.scope, int):
             problems.append(Problem(f"plan row {row.scope}", "keep or swap outside the layers", row.fate))
     if problems:
         raise PlanError(problems)
+
+
+def _communicates(row: PlanRow, outline: Outline) -> bool:
+    scope = row.scope
+    return (
+        isinstance(scope, int)
+        and scope < len(outline.layers)
+        and row.op_path in outline.layers[scope].communications
+    )

@@ -9,11 +9,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ..plan.opnames import RANDOM_FUNCTIONS, function_name
+from ..plan.opnames import COMMUNICATIONS, function_name
 from ..plan.record import storage_key
-from .fates import Action, FateTable
+from .fates import KEEP, Action, FateTable
 from .forward_pass import ForwardPass
-from .recompute import Region
+from .recompute import RecomputeError, Region
+from .replay import can_run_again, draws_random_numbers
 from .stats import Counters
 
 
@@ -47,16 +48,24 @@ class NamingMode(TorchFunctionMode):
         inputs = _tensors((*args, *kwargs.values()) if kwargs else args)
         known = {forward.meet(tensor) for tensor in inputs}
         region = self._region(func, path, name, args, kwargs, action)
+        versions = None if region is None else [tensor._version for tensor in inputs]
         forward.running = action
+        outer = forward.region
         if region is not None:
             forward.region = region
         try:
             result = func(*args, **kwargs)
         finally:
             forward.running = None
-            if region is not None:
-                forward.region = None
+            forward.region = outer
+        if region is not None and versions != [tensor._version for tensor in inputs]:
+            raise RecomputeError(
+                f"{region.name}: it writes into what it reads, so it cannot be run again; keep it "
+                "(select_recompute_exclude)"
+            )
         self._own_outputs(result, known, path, action, region)
+        if outer is not None and name in COMMUNICATIONS:
+            self._note_communication(outer, result, action)
         return result
 
     def _region(
@@ -68,16 +77,29 @@ class NamingMode(TorchFunctionMode):
         kwargs: dict[str, Any],
         action: Action,
     ) -> Region | None:
-        """Open a region for a recomputed function, unless a recomputed module around it has one."""
+        """Open a region for a recomputed function, unless a recomputed module around it has one.
+
+        A communication has its own there too: its result leaves the module, which would keep it.
+        """
         if (
             action.kind != "recompute_function"
-            or self._forward.region is not None
+            or (self._forward.region is not None and name not in COMMUNICATIONS)
             or not torch.is_grad_enabled()
+            or not can_run_again(func, name, kwargs)
         ):
             return None
-        random = name in RANDOM_FUNCTIONS or bool(kwargs.get("dropout_p"))
+        random = draws_random_numbers(func, name, args, kwargs)
         ticket_of = self._forward.ticket_of_input
-        return Region(f"{self._forward.scope}.{path}", func, args, kwargs, ticket_of, self._counters, random)
+        name, fuse = f"{self._forward.scope}.{path}", self._forward.fuse
+        return Region(name, func, args, kwargs, ticket_of, self._counters, random, fuse)
+
+    def _note_communication(self, outer: Region, result: torch.Tensor, action: Action) -> None:
+        """Let the region around a communication know what it does about it when it runs again."""
+        if action.kind in ("keep", "swap"):
+            ticket = self._forward.ticket_of_input(result)
+            outer.communications.keep(ticket, result.requires_grad, outer.packs)
+        else:
+            outer.communications.communicates_again()
 
     def _own_outputs(
         self, result: Any, known: set[int | None], path: str, action: Action, region: Region | None
@@ -88,9 +110,22 @@ class NamingMode(TorchFunctionMode):
         for position, tensor in enumerate(_tensors(result)):
             if storage_key(tensor) not in known:
                 forward.owners.own(tensor, action, region, position)
+                if region is not None:
+                    region.returned(position, tensor)
                 fresh = True
         if fresh and forward.stack is not None:
             forward.stack.count(path)
+
+
+def end_region(forward: ForwardPass, output: Any) -> None:
+    """A recomputed module has returned ``output``, which is kept; but what is communicated again is not."""
+    region, forward.region = forward.region, None
+    if region is not None:
+        region.close()
+    for tensor in _tensors(output):
+        owner = forward.owners.owner(tensor)
+        if owner is None or owner.region is None:
+            forward.owners.own(tensor, KEEP)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -3,25 +3,40 @@
 A compiled region is one node, or a few. The layer that was compiled has about 80, and a window that somebody
 wrote or measured for it counts those. So where a compiled region ends, the clock jumps ahead by the nodes
 that its layer would have made; what it saves belongs to its last operator, which is also the first that
-backward reaches of it.
+backward reaches of it. A layer that is run again whole makes its nodes as ever, but whatever backward wants
+of it, it wants at once: there the nodes are gathered (`checkpoint_inputs`).
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 
-from .autograd_state import packing_node_number
+from .autograd_state import next_node_number, packing_node_number
 
 
 class OperatorClock:
     """Turns node numbers into operators. Shared by a forward, which writes, and its backward, which reads."""
 
-    __slots__ = ("_before", "_entered", "_nodes", "_shifts", "_starts", "shift")
+    __slots__ = ("_before", "_entered", "_gathered", "_last", "_nodes", "_shifts", "_starts", "shift")
 
     def __init__(self) -> None:
         self.shift = self._before = self._entered = self._nodes = 0
         self._starts: list[int] = []
         self._shifts: list[int] = []
+        self._gathered: list[int] = []
+        self._last: list[int] = []
+
+    def next_node(self) -> int:
+        """The number that the next node will get."""
+        return next_node_number()
+
+    def gather(self, first_node: int) -> int:
+        """Count all nodes from ``first_node`` to the one built last as that one; return its operator."""
+        last = packing_node_number()
+        if last >= first_node:
+            self._gathered.append(first_node)
+            self._last.append(last)
+        return last + self.shift
 
     def now(self) -> int:
         """The operator that is being built in forward."""
@@ -44,6 +59,10 @@ class OperatorClock:
 
     def operator(self, node: int) -> int:
         """The operator of a node that this forward made."""
+        if self._last:
+            at = bisect_left(self._last, node)
+            if at < len(self._last) and self._gathered[at] <= node:
+                node = self._last[at]
         if not self._starts:
             return node
         at = bisect_right(self._starts, node)

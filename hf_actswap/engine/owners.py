@@ -50,9 +50,11 @@ class Owners:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._owners: dict[int, Owner] = {}
         self._unread: Iterable[nn.Module] = modules
+        self._rebuildable: list[Owner] = []
 
     def enter(self, modules: Iterable[nn.Module]) -> None:
         """Other modules run: their parameters and buffers are nobody's."""
+        self._let_go()
         self._read_parameters()
         self._unread = modules
 
@@ -79,11 +81,24 @@ class Owners:
             self._owners[key] = Owner(StorageWeakRef(tensor.untyped_storage()), action, region, position)
         elif not known.outside:
             known.action, known.region, known.position, known.chosen = action, region, position, None
+        if region is not None:
+            self._rebuildable.append(self._owners[key])
 
     def clear(self) -> None:
         """Forget everything."""
         self._owners.clear()
+        self._rebuildable.clear()
         self._unread = ()
+
+    def _let_go(self) -> None:
+        """Let go of regions whose outputs are gone: a region holds inputs, and nobody can save these now."""
+        alive = []
+        for owner in self._rebuildable:
+            if owner.ref.expired():
+                owner.region = None
+            elif owner.region is not None:
+                alive.append(owner)
+        self._rebuildable = alive
 
     def _read_parameters(self) -> None:
         """Read where the parameters lie now.

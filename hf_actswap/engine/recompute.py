@@ -10,29 +10,27 @@ A recomputed *module* keeps its output. A recomputed *function* drops it: the co
 `OutputTicket`s that run the function again, and its inputs are tickets in turn, so chains unfold by
 themselves. A region is run again exactly as it ran, so gradients are bitwise equal.
 
-Whole layers ride on ``torch.utils.checkpoint`` (`checkpointed`), non-reentrant with early stop. Its hooks
-lie inside ours and win, so a layer in which some op is excluded from recomputation is a region instead.
+Whole layers ride on ``torch.utils.checkpoint`` (`checkpointed_layer`). Its hooks lie inside ours and win, so
+a layer in which some op is excluded from recomputation is a region instead.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
+from .communications import KeptCommunications
+from .replay import CallState
 from .stats import Counters
 from .tickets import StaleTensorError, SwapGroup, Ticket, View, restore
 
 
 class RecomputeError(RuntimeError):
-    """A region did not save the same tensors when it was run again."""
+    """A region cannot be run again, or did not save the same tensors when it was."""
 
 
 class _AllCaught(Exception):
@@ -48,6 +46,7 @@ class Region:
         args, kwargs: of the call; tensors among them are held by tickets.
         ticket_of: makes the ticket for an input.
         random: whether the random state must be restored.
+        fuse: runs the region again in its own way, or returns false (`fused`).
     """
 
     def __init__(
@@ -59,33 +58,47 @@ class Region:
         ticket_of: Callable[[torch.Tensor], Ticket],
         counters: Counters,
         random: bool,
+        fuse: Callable[[Region], bool] | None = None,
     ) -> None:
-        self.name = name
+        self.name, self.function = name, run
         self.packs = 0
         self.input_groups: list[SwapGroup] = []
-        self._run, self._counters = run, counters
+        self._counters, self._fuse = counters, fuse
         leaves, self._spec = tree_flatten((args, kwargs))
-        self._leaves = [
-            _Input(ticket_of(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        self.leaves = [
+            Input(ticket_of(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
         device_type = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
-        self._autocast = [_autocast_state(kind) for kind in {"cpu", device_type}]
-        self._random = _random_state(device_type) if random else None
-        self._expected: dict[int, tuple[torch.Size, torch.dtype]] = {}
-        self._outputs: Counter[int] = Counter()
-        self._caught: dict[int, _Kept] = {}
-        self._rebuilt: dict[int, tuple[_Kept, int]] = {}
+        self.state = CallState(device_type, random, leaves)
+        self.expected: dict[int, tuple[torch.Size, torch.dtype]] = {}
+        self._caught: dict[int, Kept] = {}
+        self._outputs: dict[int, _Output] = {}
+        self._versions: dict[int, int] = {}
+        self.communications = KeptCommunications()
 
     def saved(self, tensor: torch.Tensor) -> RegionTicket:
         """Make the ticket of the tensor packed last."""
         index = self.packs - 1
-        self._expected[index] = (tensor.shape, tensor.dtype)
+        self.expected[index] = (tensor.shape, tensor.dtype)
         return RegionTicket(self, index)
 
-    def output(self, position: int, view: View) -> OutputTicket:
-        """Make a ticket for a view of output ``position`` (among the tensors that the call returned)."""
-        self._outputs[position] += 1
-        return OutputTicket(self, position, view)
+    def close(self) -> None:
+        """The call has ended."""
+        self.communications.close(max(self.expected, default=-1))
+
+    def returned(self, position: int, tensor: torch.Tensor) -> None:
+        """The call returned ``tensor``, at ``position`` among the tensors that it returned."""
+        self._versions[position] = tensor._version
+
+    def output(self, position: int, tensor: torch.Tensor) -> OutputTicket | None:
+        """Make a ticket for a view of an output.
+
+        ``None`` if it was written since it was returned: a new run would have it as it was.
+        """
+        if tensor._version != self._versions.get(position):
+            return None
+        self._outputs.setdefault(position, _Output()).tickets += 1
+        return OutputTicket(self, position, View.of(tensor))
 
     def take_saved(self, index: int) -> torch.Tensor:
         """Return saved tensor ``index``, running the region again if it must."""
@@ -93,45 +106,76 @@ class Region:
             self._run_again(outputs=False)
         return self._caught.pop(index).tensor()
 
-    def take_output(self, position: int) -> torch.Tensor:
+    def leave_saved(self, index: int) -> None:
+        """Nobody will ask for saved tensor ``index`` any more."""
+        self.expected.pop(index, None)
+        self._caught.pop(index, None)
+
+    def take_output(self, position: int, ticket: OutputTicket) -> torch.Tensor:
         """Return output ``position``; it is dropped when all its consumers have had it."""
-        if position not in self._rebuilt:
+        output = self._outputs[position]
+        if output.kept is None:
             self._run_again(outputs=True)
-        kept, left = self._rebuilt[position]
-        if left > 1:
-            self._rebuilt[position] = (kept, left - 1)
-        else:
-            del self._rebuilt[position]
-        return kept.tensor()
+        if output.kept is None:
+            raise RecomputeError(f"{self.name}: run again, it did not return tensor {position}")
+        tensor = output.kept.tensor()
+        output.read_by(ticket)
+        return tensor
+
+    def leave_output(self, position: int, ticket: OutputTicket) -> None:
+        """A consumer of output ``position`` is gone."""
+        output = self._outputs[position]
+        output.tickets -= 1
+        output.read_by(ticket)
+        if not output.tickets:
+            del self._outputs[position]
+
+    def has_output(self, position: int) -> bool:
+        """Whether output ``position`` is there already."""
+        output = self._outputs.get(position)
+        return output is not None and output.kept is not None
+
+    def call(self, function: Callable[..., Any], leaves: Sequence[Any]) -> Any:
+        """Call ``function`` as the region was called, with other ``leaves`` of its arguments."""
+        args, kwargs = tree_unflatten(list(leaves), self._spec)
+        return function(*args, **kwargs)
+
+    def rebuilt_as(self, caught: Mapping[int, Kept], outputs: Sequence[torch.Tensor]) -> None:
+        """It has been run again: hand these out."""
+        self._counters.recomputes += 1
+        self._caught.update(caught)
+        for position, output in self._outputs.items():
+            if output.kept is None and position < len(outputs):
+                output.rebuilt(outputs[position].detach())
+
+    def _inputs(self) -> list[Any]:
+        try:
+            return [leaf.tensor() if isinstance(leaf, Input) else leaf for leaf in self.leaves]
+        except StaleTensorError as error:
+            raise RecomputeError(
+                f"{self.name}: a tensor that it was called with was written in place afterwards, so it "
+                "cannot be run again; keep it (select_recompute_exclude)"
+            ) from error
 
     def _run_again(self, outputs: bool) -> None:
-        self._counters.recomputes += 1
-        leaves = [leaf.tensor() if isinstance(leaf, _Input) else leaf for leaf in self._leaves]
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        catcher = _Catcher(self.name, self._expected, early=not (outputs or self._outputs))
-        with ExitStack() as stack:
-            for state in self._autocast:
-                stack.enter_context(_autocast(state))
-            if self._random is not None:
-                stack.enter_context(_replayed(self._random))
-            stack.enter_context(torch.enable_grad())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(catcher.pack, catcher.unpack))
+        if self._fuse is not None and self._fuse(self):
+            return
+        leaves = self._inputs()
+        catcher = Catcher(self.name, dict(self.expected), early=not (outputs or self._outputs))
+        with (
+            self.state.restored(),
+            self.communications.replayed(),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(catcher.pack, catcher.unpack),
+        ):
             try:
-                result = self._run(*args, **kwargs)
+                result = self.call(self.function, leaves)
             except _AllCaught:
                 result = None
-        if missing := [index for index in self._expected if index not in catcher.caught]:
-            raise RecomputeError(
-                f"{self.name}: run again, it saved {catcher.count} tensors and not number {missing[0]}; "
-                "it must do the same work each time (data-dependent control flow? a changed module?)"
-            )
-        self._caught.update(catcher.caught)
-        if self._outputs and result is not None:
-            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            self._rebuilt.update({i: (_Kept(tensors[i].detach()), uses) for i, uses in self._outputs.items()})
+        self.rebuilt_as(catcher.complete(), tensors_in(result))
 
 
-class _Kept:
+class Kept:
     """A rebuilt tensor, with the version that it had."""
 
     __slots__ = ("_tensor", "_version")
@@ -146,25 +190,48 @@ class _Kept:
         return self._tensor
 
 
-class _Input:
+@dataclass(slots=True)
+class _Output:
+    """An output of a region that somebody needs; ``kept`` from a run until all ``tickets`` have read it."""
+
+    tickets: int = 0
+    kept: Kept | None = None
+    runs: int = 0
+    unread: int = 0
+
+    def rebuilt(self, tensor: torch.Tensor) -> None:
+        self.kept, self.unread = Kept(tensor), self.tickets
+        self.runs += 1
+
+    def read_by(self, ticket: OutputTicket) -> None:
+        """``ticket`` has had it, or will never ask."""
+        if self.kept is None or ticket.has_read == self.runs:
+            return
+        ticket.has_read = self.runs
+        self.unread -= 1
+        if not self.unread:
+            self.kept = None
+
+
+class Input:
     """A tensor that a region was called with."""
 
-    __slots__ = ("_requires_grad", "_ticket")
+    __slots__ = ("requires_grad", "ticket")
 
     def __init__(self, ticket: Ticket, tensor: torch.Tensor) -> None:
-        self._ticket, self._requires_grad = ticket, tensor.requires_grad
+        self.ticket, self.requires_grad = ticket, tensor.requires_grad
 
     def tensor(self) -> torch.Tensor:
-        return restore(self._ticket).detach().requires_grad_(self._requires_grad)
+        return restore(self.ticket).detach().requires_grad_(self.requires_grad)
 
 
-class _Catcher:
+class Catcher:
     """Hooks of a recomputation: catch by number what is needed, keep nothing else."""
 
     def __init__(self, name: str, expected: dict[int, tuple[torch.Size, torch.dtype]], early: bool) -> None:
         self._name, self._expected, self._early = name, expected, early
         self.count = 0
-        self.caught: dict[int, _Kept] = {}
+        self.caught: dict[int, Kept] = {}
 
     def pack(self, tensor: torch.Tensor) -> int:
         index = self.count
@@ -175,10 +242,19 @@ class _Catcher:
                     f"{self._name}: run again, saved tensor {index} is {list(tensor.shape)} {tensor.dtype}; "
                     f"in forward it was {list(self._expected[index][0])} {self._expected[index][1]}"
                 )
-            self.caught[index] = _Kept(tensor.detach())
+            self.caught[index] = Kept(tensor.detach())
             if self._early and len(self.caught) == len(self._expected):
                 raise _AllCaught
         return index
+
+    def complete(self) -> dict[int, Kept]:
+        """Return what was caught. Raises `RecomputeError` if something is missing."""
+        if missing := [index for index in self._expected if index not in self.caught]:
+            raise RecomputeError(
+                f"{self._name}: run again, it saved {self.count} tensors and not number {missing[0]}; "
+                "it must do the same work each time (data-dependent control flow? a changed module?)"
+            )
+        return self.caught
 
     def unpack(self, index: int) -> torch.Tensor:
         raise RecomputeError(
@@ -198,79 +274,31 @@ class RegionTicket:
         """Return the tensor, rebuilt."""
         return self._region.take_saved(self._index)
 
+    def __del__(self) -> None:
+        self._region.leave_saved(self._index)
+
 
 class OutputTicket:
-    """A view of what a recomputed function returned."""
+    """A view of what a recomputed function returned.
 
-    __slots__ = ("_position", "_region", "_view")
+    Attributes:
+        has_read: number of the run whose output it had last.
+    """
+
+    __slots__ = ("has_read", "position", "region", "view")
 
     def __init__(self, region: Region, position: int, view: View) -> None:
-        self._region, self._position, self._view = region, position, view
+        self.region, self.position, self.view = region, position, view
+        self.has_read = 0
 
     def restore(self) -> torch.Tensor:
         """Return the tensor, rebuilt."""
-        return self._view.on(self._region.take_output(self._position), 0)
+        return self.view.on(self.region.take_output(self.position, self), 0)
+
+    def __del__(self) -> None:
+        self.region.leave_output(self.position, self)
 
 
-def checkpointed(layer: nn.Module) -> Callable[[], None]:
-    """Put ``torch.utils.checkpoint`` around a layer's forward; return what takes it off again."""
-    own = vars(layer).get("forward")
-    forward = layer.forward
-    first = next(iter(inspect.signature(forward).parameters), "")
-
-    def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        if not args and first in kwargs:  # saved-tensor hooks see only what is passed by position
-            args = (kwargs.pop(first),)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    layer.forward = checkpointed_forward
-
-    def remove() -> None:
-        if own is None:
-            vars(layer).pop("forward", None)
-        else:
-            layer.forward = own
-
-    return remove
-
-
-_AutocastState = tuple[str, bool, torch.dtype, bool]
-
-
-def _autocast_state(device_type: str) -> _AutocastState:
-    return (
-        device_type,
-        torch.is_autocast_enabled(device_type),
-        torch.get_autocast_dtype(device_type),
-        torch.is_autocast_cache_enabled(),
-    )
-
-
-def _autocast(state: _AutocastState) -> torch.autocast:
-    device_type, enabled, dtype, cache = state
-    return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache)
-
-
-def _random_state(device_type: str) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device_type != "cpu":
-        states[device_type] = torch.get_device_module(device_type).get_rng_state()
-    return states
-
-
-@contextmanager
-def _replayed(states: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Run with the random state of the forward, and leave the present one as it was."""
-    present = {kind: _random_state(kind)[kind] for kind in states}
-    try:
-        _set_random_state(states)
-        yield
-    finally:
-        _set_random_state(present)
-
-
-def _set_random_state(states: dict[str, torch.Tensor]) -> None:
-    for kind, state in states.items():
-        (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(state)
+def tensors_in(result: Any) -> list[torch.Tensor]:
+    """The tensors that a call returned, in order."""
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]

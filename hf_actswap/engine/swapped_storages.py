@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,12 @@ from torch import nn
 from ..plan.actions import Windows
 from .auto_windows import AutoWindows
 from .backward import Reference
+from .checkpoint_inputs import CheckpointInputs
 from .fates import FateTable
 from .host_pool import HostPool
+from .recompute import Region
 from .schedule import ReleaseQueue, Want
+from .slices import Slices
 from .stats import Counters
 from .tickets import SwapGroup, SwapTicket, View, moved_range
 from .transfer import Transfer
@@ -34,6 +37,8 @@ class Setting:
     counters: Counters
     min_tensor_bytes: int
     auto: AutoWindows | None = None
+    slices: Slices | None = None
+    fuse: Callable[[Region], bool] | None = None
 
 
 class SwappedStorages:
@@ -41,10 +46,11 @@ class SwappedStorages:
 
     Args:
         setting: what the passes of one applied plan share.
+        inputs: of checkpointed layers.
     """
 
-    def __init__(self, setting: Setting) -> None:
-        self._setting = setting
+    def __init__(self, setting: Setting, inputs: CheckpointInputs) -> None:
+        self._setting, self._inputs = setting, inputs
         self._groups: dict[int, weakref.ref[SwapGroup]] = {}
         self._all_groups: list[weakref.ref[SwapGroup]] = []
         self.releases: ReleaseQueue[weakref.ref[SwapGroup]] = ReleaseQueue()
@@ -70,6 +76,8 @@ class SwappedStorages:
                 self._setting.counters.refused[NO_HOST_MEMORY] += tensor.nbytes
                 return None
         group.last_use = op
+        if self._inputs.listening:
+            self._inputs.swapped(group)
         return SwapTicket(group, view)
 
     def release_due(self, op: int) -> None:

@@ -21,6 +21,10 @@ FATES: tuple[Fate, ...] = ("keep", "swap", "recompute", "re-gather", "slice")
 Scope = int | Literal["embedding", "final_norm", "head"]
 SCOPES = ("embedding", "final_norm", "head")
 
+COMPILE_BUDGET = "compile_budget"
+"""Parameter of a layer's row (op path ``""``): the share of its activation memory that its compiled region
+may save, 0 to 1. The fate of that row is the fate of what the region saves."""
+
 RELEASE_PER_PREFETCH = 3
 """Forward hold per operator of backward lead (MindSpore, ``offload_activation.cc``: a constant)."""
 
@@ -57,7 +61,7 @@ class PlanRow:
             a row without.
         fate: see the glossary.
         windows: of a swap; ``None``: chosen by the engine from measured times (``auto``). Else ``None``.
-        parameters: what else the fate needs; JSON values.
+        parameters: what else the fate needs; JSON values (`COMPILE_BUDGET`).
     """
 
     scope: Scope
@@ -106,6 +110,8 @@ class MemoryPlan:
         min_tensor_bytes: smaller saved tensors are never swapped.
         host_memory_bytes: cap on host memory per process; ``None``: no cap.
         bind_numa: whether process and host memory are kept beside the device.
+        gather_weights_again: whether FSDP2 frees gathered weights after forward and gathers them in backward.
+        fused_recompute: whether chains of dropped ops are run again in one kernel (it may round otherwise).
         lines: the reference-style log lines; warnings apart.
         warnings: the reference's conflict warnings.
         unbuilt: wishes that this version resolves but cannot apply, by name; `hf_actswap.apply` refuses them.
@@ -118,6 +124,8 @@ class MemoryPlan:
     min_tensor_bytes: int = 1024
     host_memory_bytes: int | None = None
     bind_numa: bool = True
+    gather_weights_again: bool = False
+    fused_recompute: bool = False
     lines: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     unbuilt: tuple[str, ...] = ()
@@ -197,15 +205,17 @@ class _PlanReader:
             raise PlanError([Problem("plan.num_layers", "a number of layers", repr(num_layers))])
         rows = [self._row(where, row, num_layers) for where, row in self._items("rows")]
         overrides = [self._override(where, item) for where, item in self._items("overrides")]
-        texts = {key: self._texts(key) for key in ("lines", "warnings", "unbuilt")}
+        texts: dict[str, Any] = {key: self._texts(key) for key in ("lines", "warnings", "unbuilt")}
         sizes: dict[str, Any] = {"min_tensor_bytes": 1024, "host_memory_bytes": None}
         for key, default in sizes.items():
             sizes[key] = size = document.get(key, default)
             if size != default and (type(size) is not int or size < 0):
                 self.problems.append(Problem(f"plan.{key}", "a number of bytes", repr(size)))
-        bind_numa = document.get("bind_numa", True)
-        if type(bind_numa) is not bool:
-            self.problems.append(Problem("plan.bind_numa", "true or false", repr(bind_numa)))
+        flags: dict[str, Any] = {"bind_numa": True, "gather_weights_again": False, "fused_recompute": False}
+        for key, default in flags.items():
+            flags[key] = flag = document.get(key, default)
+            if type(flag) is not bool:
+                self.problems.append(Problem(f"plan.{key}", "true or false", repr(flag)))
         if self.problems:
             raise PlanError(self.problems)
         return MemoryPlan(
@@ -215,7 +225,7 @@ class _PlanReader:
             overrides=tuple(item for item in overrides if item is not None),
             min_tensor_bytes=sizes["min_tensor_bytes"],
             host_memory_bytes=sizes["host_memory_bytes"],
-            bind_numa=bind_numa,
+            **flags,
             **texts,
         )
 
@@ -270,6 +280,9 @@ class _PlanReader:
             self.problems.append(Problem(f"{where}.ordinal", "a number of a call, or null", repr(ordinal)))
         if not isinstance(parameters, dict):
             self.problems.append(Problem(f"{where}.parameters", "a mapping", repr(parameters)))
+        elif not _is_share(parameters.get(COMPILE_BUDGET, 0)):
+            found = repr(parameters[COMPILE_BUDGET])
+            self.problems.append(Problem(f"{where}.parameters.{COMPILE_BUDGET}", "0 to 1", found))
         if len(self.problems) > before:
             return None
         return PlanRow(
@@ -280,6 +293,10 @@ class _PlanReader:
             windows=Windows(**windows) if isinstance(windows, dict) and well_formed else None,
             parameters=parameters,
         )
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def folded(layers: tuple[int, ...]) -> str:

@@ -1,7 +1,9 @@
 """What can be wished for layers that are compiled.
 
 A compiled region saves what its partitioner chose: tensors in an order, without the names of the ops that
-made them. So its fates are a layer's, by size and order, and rules that name ops inside cannot be kept.
+made them. So its swap is a layer's, by size and order, and swap rules that name ops inside cannot be kept.
+Recomputation can: the tracer knows which module and function each op comes from, and the partitioner obeys
+a tag on it (`engine/compiled_regions.py`).
 """
 
 from __future__ import annotations
@@ -10,11 +12,18 @@ from dataclasses import replace
 
 from ..config.schema import ActSwapConfig, LayerSwapRule
 from ..errors import Problem
-from .actions import MemoryPlan, Override
-from .outline import OUTPUT, Outline
+from .actions import COMPILE_BUDGET, MemoryPlan, Override, PlanRow, folded
+from .families import EXPERTS_MODULE
+from .outline import OUTPUT, LayerOutline, Outline, is_below
 
 _REGIONAL = "Compile the layers one by one (regional compilation), or write rules that hold for all layers."
 _BY_LAYER = "Write layer_swap for these layers, or do not compile them."
+_HOW_TO_COMPILE = (
+    "Compile the layers first, one by one: `layer.compile()`, or regional compilation "
+    "(ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1 beside torch_compile=True)."
+)
+_DATA_DEPENDENT = "routed experts depend on data, which breaks the graph"
+_UNSEEN = "nothing in it is a function that the tracer names"
 
 
 def by_layer(config: ActSwapConfig, outline: Outline) -> tuple[ActSwapConfig, list[Override]]:
@@ -30,37 +39,77 @@ def by_layer(config: ActSwapConfig, outline: Outline) -> tuple[ActSwapConfig, li
 
 
 def problems_of_compiled(plan: MemoryPlan, outline: Outline) -> list[Problem]:
-    """Return what a plan asks of compiled layers that cannot be done."""
-    problems = []
+    """Return what a plan asks of compiled layers that cannot be done, or of others that only those can do."""
+    problems = _problems_of_budgets(plan, outline)
     compiled = {layer.index for layer in outline.layers if layer.compiled or outline.compiled}
-    named = sorted(
-        {
-            row.op_path
-            for row in plan.rows
-            if row.scope in compiled and row.op_path not in ("", OUTPUT) and row.fate != "keep"
-        }
-    )
-    if named:
-        found = ", ".join(named)
+    named = [
+        row
+        for row in plan.rows
+        if row.scope in compiled and row.op_path not in ("", OUTPUT) and row.fate != "keep"
+    ]
+    swapped = {row.op_path for row in named if row.fate != "recompute" or outline.compiled}
+    if swapped:
+        found = ", ".join(sorted(swapped))
         problems.append(Problem("plan", "whole layers where layers are compiled", found, _BY_LAYER))
+    elif not outline.compiled:
+        problems += _problems_of_tags(named, outline)
     if outline.compiled:
-        fates = {
-            (row.fate, row.windows) if (row := plan.row(layer, "")) is not None else ("keep", None)
-            for layer in range(plan.num_layers)
-        }
-        if len(fates) > 1:
-            problems.append(
-                Problem(
-                    "layers",
-                    "one fate for all layers where the whole model is compiled",
-                    "several",
-                    _REGIONAL,
-                )
-            )
-        if any(fate == "recompute" for fate, _ in fates):
-            problems.append(
-                Problem(
-                    "recompute", "layers that are compiled one by one", "a model compiled whole", _REGIONAL
-                )
-            )
+        problems += _problems_of_whole_model(plan)
     return problems
+
+
+def _problems_of_whole_model(plan: MemoryPlan) -> list[Problem]:
+    problems = []
+    fates = {
+        (row.fate, row.windows) if (row := plan.row(layer, "")) is not None else ("keep", None)
+        for layer in range(plan.num_layers)
+    }
+    if len(fates) > 1:
+        expected = "one fate for all layers where the whole model is compiled"
+        problems.append(Problem("layers", expected, "several", _REGIONAL))
+    if any(fate == "recompute" for fate, _ in fates):
+        expected = "layers that are compiled one by one"
+        problems.append(Problem("recompute", expected, "a model compiled whole", _REGIONAL))
+    return problems
+
+
+def _problems_of_budgets(plan: MemoryPlan, outline: Outline) -> list[Problem]:
+    budgeted = {row.scope for row in plan.rows if COMPILE_BUDGET in row.parameters}
+    without = tuple(layer.index for layer in outline.layers if layer.index in budgeted and not layer.compiled)
+    if not without:
+        return []
+    what = "a model compiled whole" if outline.compiled else f"layers {folded(without)} not compiled"
+    expected = "layers that are compiled one by one"
+    return [Problem("recompute_config.compile_budget", expected, what, _HOW_TO_COMPILE)]
+
+
+def _problems_of_tags(rows: list[PlanRow], outline: Outline) -> list[Problem]:
+    """Name the recomputed ops that cannot be found among what the tracer sees."""
+    layers = {layer.index: layer for layer in outline.layers}
+    why: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        reason = _untaggable(layers[int(row.scope)], row, outline)
+        if reason:
+            why.setdefault((row.op_path, reason), []).append(int(row.scope))
+    return [
+        Problem(
+            "recompute_config.select_recompute",
+            "ops that can be told apart in a compiled layer",
+            f"{path!r} in layers {folded(tuple(scopes))}: {reason}",
+            "Do not compile these layers, or write recompute or compile_budget for them.",
+        )
+        for (path, reason), scopes in why.items()
+    ]
+
+
+def _untaggable(layer: LayerOutline, row: PlanRow, outline: Outline) -> str:
+    """Say why an op cannot be tagged, or return ``""``."""
+    if row.ordinal is not None:
+        return "single calls of an op are not told apart there"
+    if not outline.functions_known:
+        return f"only its modules are known ({outline.why_not})"
+    names = [op.path for op in layer.ops if op.path.rpartition(".")[2] == EXPERTS_MODULE]
+    if any(is_below(row.op_path, path) or is_below(path, row.op_path) for path in names):
+        return _DATA_DEPENDENT
+    seen = any(is_below(call.key[0], row.op_path) for call in layer.calls)
+    return "" if seen else _UNSEEN

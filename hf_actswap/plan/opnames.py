@@ -22,19 +22,72 @@ _CORE_STARTS = frozenset(
 _REFLECTED = {"rmul": "mul", "radd": "add", "rsub": "sub", "rdiv": "div", "truediv": "div", "rtruediv": "div"}
 _NOT_OPS = frozenset({"get", "set", "set_name", "size", "stride", "dim", "numel", "len", "is_floating_point"})
 
+COMMUNICATIONS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
+"""Functions by which the ranks of a tensor-parallel group exchange activations inside a layer."""
+
+GATHER = "all_gather"
+"""The communication whose result is larger than its input."""
+
 RANDOM_FUNCTIONS = frozenset(
-    {
+    [
         "dropout",
+        "dropout1d",
+        "dropout2d",
+        "dropout3d",
         "alpha_dropout",
         "feature_dropout",
+        "feature_alpha_dropout",
+        "native_dropout",
         "bernoulli",
-        "rand_like",
-        "randn_like",
-        "multinomial",
+        "binomial",
+        "cauchy",
+        "exponential",
+        "geometric",
+        "log_normal",
         "normal",
-    }
+        "poisson",
+        "random",
+        "uniform",
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "randint",
+        "randint_like",
+        "randperm",
+        "multinomial",
+        "rrelu",
+        "gumbel_softmax",
+        "fractional_max_pool2d",
+        "fractional_max_pool3d",
+        "gru",
+        "lstm",
+        "rnn_relu",
+        "rnn_tanh",
+        "multi_head_attention_forward",
+    ]
 )
-"""Functions that draw random numbers: recomputed with the generator state of their first run."""
+"""Functions that may draw random numbers: recomputed with the generator state of their first run."""
+
+UNREPEATABLE_FUNCTIONS = frozenset(
+    [
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "resize",
+        "index_add",
+        "index_put",
+        "index_reduce",
+        "put",
+        "scatter_add",
+        "scatter_reduce",
+        "bincount",
+        "histc",
+    ]
+)
+"""Functions that do not give the same twice: memory as it is found, sums in the order of the threads."""
 
 
 @lru_cache(maxsize=1024)
@@ -51,12 +104,18 @@ def function_name(function: Callable[..., Any]) -> str | None:
     return None if not name or name in _NOT_OPS else name
 
 
+def is_communication(op_path: str) -> bool:
+    """Whether an op path names a communication (``input_layernorm.all_gather``)."""
+    return op_path.rpartition(".")[2] in COMMUNICATIONS
+
+
 class OpStack:
     """Follows one call of one layer and names what happens in it.
 
     Args:
         attention: paths inside the layer of its attention modules. From the first matrix product or softmax
-            called directly by such a module until its next submodule runs, everything is its attention core.
+            called directly by such a module until its next submodule or communication runs, everything is its
+            attention core.
     """
 
     def __init__(self, attention: frozenset[str]) -> None:
@@ -84,7 +143,9 @@ class OpStack:
     def begin(self, name: str) -> tuple[str, int]:
         """A function is about to run: return its op path and its ordinal within the layer."""
         module = self.module
-        if module in self._attention and (self._in_core or name in _CORE_STARTS):
+        if name in COMMUNICATIONS:
+            self._in_core = False
+        elif module in self._attention and (self._in_core or name in _CORE_STARTS):
             self._in_core = True
             name = ATTENTION_CORE
         path = f"{module}.{name}" if module else name

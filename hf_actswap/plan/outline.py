@@ -12,13 +12,17 @@ from torch import nn
 from ..errors import PlanError, Problem
 from .compiled import is_compiled, named_op_modules, uncompiled
 from .families import ATTENTION_MODULES
-from .opnames import ATTENTION_CORE
+from .gradient_checkpointing import is_checkpointed
+from .opnames import ATTENTION_CORE, is_communication
 from .record import LAYER_INPUT, Call, LayerRecord, OpKey, record_forward
 
 logger = logging.getLogger(__name__)
 
 OUTPUT = "output"
 """Op path of the hidden state that a layer hands on."""
+
+FSDP2_METHOD = "set_reshard_after_forward"
+"""By which a module sharded by FSDP2 is known, without importing it."""
 
 OpKind = Literal["module", "activation", "function"]
 
@@ -51,6 +55,7 @@ class LayerOutline:
         compiled: whether a call of this layer is a compiled region of its own (regional compilation).
         nodes: how many autograd nodes one eager call creates; 0 if it is not known. Frozen weights create
             fewer. Of routed experts only the gated activation counts: the rest depends on data.
+        checkpointed: whether Hugging Face's gradient checkpointing is switched on for it.
     """
 
     index: int
@@ -61,11 +66,27 @@ class LayerOutline:
     output_of: OpKey | None = None
     compiled: bool = False
     nodes: int = 0
+    checkpointed: bool = False
 
     @property
     def attention_paths(self) -> frozenset[str]:
         """Paths of the layer's attention modules."""
         return frozenset(op.path for op in self.ops if op.path in ATTENTION_MODULES)
+
+    @property
+    def communications(self) -> tuple[str, ...]:
+        """Paths of the ops by which ranks exchange activations inside the layer."""
+        return tuple(op.path for op in self.ops if op.kind == "function" and is_communication(op.path))
+
+    def communications_beside(self, op_path: str) -> tuple[str, ...]:
+        """Return the communications at or below ``op_path``, and those of what it produces."""
+        found = {
+            call.key[0]: None
+            for call in self.calls
+            if is_communication(call.key[0])
+            and any(is_below(path, op_path) for path in (call.key[0], *(key[0] for key in call.inputs)))
+        }
+        return tuple(found)
 
     def inputs_of(self, op_path: str) -> tuple[OpKey, ...]:
         """Return the producers, outside ``op_path``, of what the ops at or below it read.
@@ -94,6 +115,7 @@ class Outline:
         why_not: why they are not known.
         compiled: whether the layers run inside one compiled region: the model, or a module around its layers,
             is compiled as a whole.
+        sharded: whether FSDP2 gathers weights of the model.
     """
 
     family: str
@@ -104,6 +126,12 @@ class Outline:
     functions_known: bool = True
     why_not: str = ""
     compiled: bool = False
+    sharded: bool = False
+
+    @property
+    def communicates(self) -> bool:
+        """Whether ranks exchange activations inside layers (parallel layers)."""
+        return any(layer.communications for layer in self.layers)
 
 
 def is_below(path: str, ancestor: str) -> bool:
@@ -172,6 +200,7 @@ def outline(model: nn.Module) -> Outline:
         functions_known=known,
         why_not=why_not,
         compiled=any(map(is_compiled, (*nesting, *_around(root, path)))),
+        sharded=any(hasattr(type(module), FSDP2_METHOD) for module in model.modules()),
     )
 
 
@@ -203,6 +232,7 @@ def _layer_outline(index: int, path: str, layer: nn.Module, record: LayerRecord)
         output_of=record.output,
         compiled=is_compiled(layer),
         nodes=record.nodes,
+        checkpointed=is_checkpointed(uncompiled(layer)),
     )
 
 

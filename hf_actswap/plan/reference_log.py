@@ -27,6 +27,7 @@ class LayerRequests:
     comm_exclude: list[str] = field(default_factory=list)
     layer_swap: Prefetch | None = None
     op_swap: list[tuple[str, Prefetch]] = field(default_factory=list)
+    compile_budget: float | None = None
 
     def lines(self, layer: int, swap: bool, recompute_everywhere: bool) -> list[str]:
         """Return the ``Set ...`` lines of global layer ``layer``."""
@@ -48,6 +49,8 @@ class LayerRequests:
         if self.op_swap:
             items = (f"{name}, value={prefetch_text(prefetch)}" for name, prefetch in self.op_swap)
             lines.append(f"Set op_swap {at}: {', '.join(items)}")
+        if self.compile_budget is not None:
+            lines.append(f"Set compile budget {at} and value is: {self.compile_budget:g}")
         return lines
 
 

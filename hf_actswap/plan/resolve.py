@@ -13,6 +13,7 @@ from typing import Any
 from ..config.schema import ActSwapConfig, LayerSwapRule, OpSwapRule
 from ..errors import PlanError, Problem
 from .actions import MemoryPlan
+from .comm_wishes import CommunicationPainter
 from .compiled_rules import by_layer, problems_of_compiled
 from .families import DEFAULT_COMM_PATTERNS, DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
 from .layer_tables import (
@@ -79,15 +80,25 @@ class _Resolution:
         selections = {key: self._selection(key, patterns) for key, patterns in _SELECTIONS.items()}
         layer_swap, op_swap = self._swap_rules()
         painter = self._painter
+        communication = CommunicationPainter(painter, self._swap)
         swapped_layers = painter.paint_layer_swap(layer_swap or ())
         swapped_ops = painter.paint_op_swap(op_swap or ())
         excluded = self._drop_excluded_patterns(selections)
         painter.paint_select(selections["select_recompute"], full)
-        painter.note_comm(selections["select_comm_recompute"], "select_comm", full)
+        communication.again(selections["select_comm_recompute"], full)
         painter.paint_full(full)
+        painter.set_budgets(self._budgets(), full)
         painter.paint_exclude(selections["select_recompute_exclude"], excluded)
-        painter.note_comm(selections["select_comm_recompute_exclude"], "comm_exclude", ())
-        painter.keep_inputs()
+        communication.keep(selections["select_comm_recompute_exclude"], excluded)
+        wishes, parallel = self._config.recompute_config, self._config.parallel_config
+        if not wishes.mp_comm_recompute:
+            communication.keep_all()
+        swap = self._config.swap_config
+        lifted = painter.inputs_to_swap(self._swap and swap.recompute_input, full)
+        painter.keep_inputs(lifted)
+        painter.swap_inputs(lifted, swap.default_prefetch)
+        if wishes.recompute_slice_activation and parallel.tensor_parallel_size > 1:
+            communication.slice_inputs(full, parallel.sequence_parallel_enabled)
         problems = self._problems + painter.problems
         if problems:
             raise PlanError(problems, self._config.source)
@@ -106,16 +117,21 @@ class _Resolution:
         )
         min_tensor, host_memory = self._config.memory.min_tensor_mib, self._config.memory.host_memory_gib
         return MemoryPlan(
-            rows=tuple(row for layer, own in self._local.items() for row in painter.fates[layer].rows(own)),
+            rows=(
+                *painter.around,
+                *(row for layer, own in self._local.items() for row in painter.fates[layer].rows(own)),
+            ),
             num_layers=len(self._outline.layers),
             family=self._outline.family,
-            overrides=(*painter.collected_overrides(), *wishes_without_effect(self._config)),
+            overrides=(*painter.collected_overrides(), *wishes_without_effect(self._config, self._outline)),
             min_tensor_bytes=_DEFAULT_MIN_TENSOR_BYTES if min_tensor is None else round(min_tensor * 2**20),
             host_memory_bytes=None if host_memory is None else round(host_memory * 2**30),
             bind_numa=self._config.memory.bind_numa,
             lines=tuple(lines),
             warnings=tuple(warnings),
-            unbuilt=unbuilt_wishes(self._config),
+            unbuilt=unbuilt_wishes(self._config, self._outline),
+            fused_recompute=self._config.recompute_config.fused,
+            gather_weights_again=wishes.parallel_optimizer_comm_recompute and self._outline.sharded,
         )
 
     def _place(self, stage: int | None) -> tuple[PipelineLayout, dict[int, int]]:
@@ -163,6 +179,19 @@ class _Resolution:
         table, problems = normalise_counts(value, self._layout, where)
         self._problems += problems
         return table, () if problems else layers_from_counts(table, self._layout)
+
+    def _budgets(self) -> dict[int, float]:
+        """Return global layer -> activation memory budget of its compiled region."""
+        value, layers = self._config.recompute_config.compile_budget, self._layout.num_layers
+        if value is None:
+            return {}
+        if not isinstance(value, tuple):
+            return dict.fromkeys(range(layers), value)
+        if len(value) != layers:
+            where, found = "recompute_config.compile_budget", f"a list of {len(value)}"
+            self._problems.append(Problem(where, f"one number, or {layers}: one for each layer", found))
+            return {}
+        return dict(enumerate(value))
 
     def _selection(self, key: str, defaults: tuple[str, ...]) -> dict[str, tuple[object, tuple[int, ...]]]:
         """Return pattern -> (normal form, layers) of a selective key."""

@@ -6,10 +6,11 @@ coupling rules are the methods that paint last. Each quotes its source.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .actions import Fate, PlanRow, Scope, Windows
+from .actions import COMPILE_BUDGET, Fate, PlanRow, Scope, Windows
+from .opnames import GATHER, UNREPEATABLE_FUNCTIONS
 from .outline import OUTPUT, LayerOutline, is_below
 from .record import LAYER_INPUT, OpKey
 
@@ -22,6 +23,16 @@ OUTPUT_FEEDS_RECOMPUTE = (
 )
 FULL_BEATS_SELECTIVE = (
     "full recomputation takes effect where both are configured (MindFormers, Memory Optimization)"
+)
+CHECKPOINT_KEEPS_INPUT = (
+    "gradient checkpointing recomputes the layer, and all that is saved of it until backward is its input"
+)
+ONE_REGION = "the model is compiled as a whole: what its region saves is not known by layer"
+NOT_RECOMPUTED_WHOLE = "the layer is not recomputed whole; its input has the fate of what produces it"
+FULL_NEEDS_NO_BUDGET = "the layer is recomputed whole, so that its region saves nothing but its input anyway"
+NOT_THE_SAME_TWICE = (
+    "run twice this function does not give the same: it reads memory as it is found, or adds in the order "
+    "in which threads come; a module around it can be recomputed"
 )
 EXCLUDE_BEATS_ALL = "exclude keys have the highest priority (MindFormers 1.5, LayerSetting)"
 NO_COUNTERPART = "the reference has this op and these layers have no counterpart, no effect"
@@ -49,6 +60,7 @@ class LayerFates:
     def __init__(self, layer: LayerOutline) -> None:
         self.layer = layer
         self.recompute_roots: list[str] = []
+        self.compile_budget: float | None = None
         self._nodes: dict[str, Painted] = {"": KEEP}
         self._nodes.update({op.path: KEEP for op in layer.ops})
         self._nodes[OUTPUT] = KEEP
@@ -84,6 +96,10 @@ class LayerFates:
         self.recompute_roots = [root for root in self.recompute_roots if not is_below(root, path)] + [path]
         return lost
 
+    def can_run_again(self, path: str) -> bool:
+        """Whether ``path`` is not a function that gives something else each time."""
+        return self._kinds.get(path) != "function" or path.rpartition(".")[2] not in UNREPEATABLE_FUNCTIONS
+
     def exclude(self, path: str) -> bool:
         """Take ``path`` out of recomputation; return whether anything was recomputed there."""
         hit = False
@@ -102,6 +118,8 @@ class LayerFates:
         """
         kept: list[OpKey] = []
         reads_input = False
+        if self.layer.compiled and "" not in self.recompute_roots:
+            return kept, reads_input  # one op, in which nothing is kept by name: it has all back beforehand
         for root in self.recompute_roots:
             for key in self.layer.inputs_of(root):
                 if key == LAYER_INPUT:
@@ -124,6 +142,69 @@ class LayerFates:
             self._nodes[OUTPUT] = KEEP
         return swapped
 
+    def swap_output(self, windows: Windows | None) -> None:
+        """Swap the hidden state handed on, unless it is swapped already: then its own windows hold."""
+        if self._nodes[OUTPUT].fate != "swap":
+            self._nodes[OUTPUT] = Painted("swap", windows)
+
+    def give_up_swap(self) -> tuple[list[str], Windows | None]:
+        """Nothing of the layer is saved: take its swap back.
+
+        Returns:
+            The topmost op paths that were swapped (none if nothing was), and the farthest windows among
+            theirs; ``None``: all were left to measurement.
+        """
+        swapped = [node for node, painted in self._nodes.items() if painted.fate == "swap"]
+        top = [node for node in swapped if not any(is_below(node, one) for one in swapped if one != node)]
+        written = [windows for node in swapped if (windows := self._nodes[node].windows) is not None]
+        for node in swapped:
+            self._nodes[node] = KEEP
+        return top, max(written, key=lambda windows: windows.prefetch_ops, default=None)
+
+    def communicating_again_pays(self, path: str) -> bool:
+        """Whether its input is smaller than its result (a gather), or is itself rebuilt by its function.
+
+        (An op may save an input that autograd would not have saved only if the bytes saved fall.)
+        """
+        inputs = [key[0] for call in self.layer.calls if call.key[0] == path for key in call.inputs]
+        rebuilt = bool(inputs) and all(self._nodes.get(key, KEEP).root == key for key in inputs)
+        return path.rpartition(".")[2] == GATHER or rebuilt
+
+    def communicate_again(self, path: str) -> bool:
+        """Communicate again in backward; return whether a swap gives way (rule 1).
+
+        Inside a recomputed module that happens anyway, unless the result leaves the module.
+        """
+        before = self._nodes[path]
+        root = before.root
+        if root is not None and root != path and not self._leaves(path, root):
+            return False
+        self._nodes[path] = Painted("re-gather")
+        return before.fate == "swap"
+
+    def keep_communications(self, paths: Iterable[str], recomputed_only: bool = False) -> list[str]:
+        """Keep the results of these; return those that would have been communicated again."""
+        fates = ("recompute",) if recomputed_only else ("recompute", "re-gather")
+        kept = [path for path in paths if self._nodes[path].fate in fates]
+        self._nodes.update(dict.fromkeys(kept, KEEP))
+        return kept
+
+    def slice_output(self) -> bool:
+        """Keep a slice of the hidden state handed on, on each rank; return whether no swap has it."""
+        if self._nodes[OUTPUT].fate == "swap":
+            return False
+        self._nodes[OUTPUT] = Painted("slice")
+        return True
+
+    def _leaves(self, path: str, module: str) -> bool:
+        """Whether an op outside ``module`` reads what the op inside it produces."""
+        produced = self.layer.output_of is not None and self.layer.output_of[0] == path
+        return produced or any(
+            key[0] == path and not is_below(call.key[0], module)
+            for call in self.layer.calls
+            for key in call.inputs
+        )
+
     def rows(self, scope: Scope) -> list[PlanRow]:
         """Return the fewest rows that say the same: one for each node that differs from the row above it."""
         rows = []
@@ -132,8 +213,9 @@ class LayerFates:
             painted = self._nodes[path]
             above = effective[path.rpartition(".")[0]] if path else KEEP
             effective[path] = painted
-            if painted != above:
-                rows.append(PlanRow(scope, path, painted.fate, windows=painted.windows))
+            own = {} if path or self.compile_budget is None else {COMPILE_BUDGET: self.compile_budget}
+            if painted != above or own:
+                rows.append(PlanRow(scope, path, painted.fate, windows=painted.windows, parameters=own))
         exact = self._exact.items()
         return rows + [PlanRow(scope, path, painted.fate, ordinal) for (path, ordinal), painted in exact]
 

@@ -169,7 +169,7 @@ class _Regions:
         if use.kind == "module":
             return around == [path]
         row = self._plan.row(scope, path, ordinal)
-        return not around and row is not None and row.fate == "recompute"
+        return not around and row is not None and row.fate in ("recompute", "re-gather")
 
     def _is_module(self, scope: Scope, path: str) -> bool:
         return isinstance(scope, int) and path in self._modules[scope]

@@ -10,16 +10,21 @@ import re
 from collections.abc import Iterable, Mapping
 
 from ..config.op_path import split_op_path
-from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch
+from ..config.schema import Layers, LayerSwapRule, OpSwapRule, Prefetch
 from ..errors import Problem
-from .actions import Override, Windows
+from .actions import Override, PlanRow, Windows
 from .match import LayerNames, Match
-from .outline import Outline
+from .outline import OUTPUT, Outline
 from .reference_log import LayerRequests
 from .rules import (
+    CHECKPOINT_KEEPS_INPUT,
     EXCLUDE_BEATS_ALL,
     FULL_BEATS_SELECTIVE,
+    FULL_NEEDS_NO_BUDGET,
     NO_COUNTERPART,
+    NOT_RECOMPUTED_WHOLE,
+    NOT_THE_SAME_TWICE,
+    ONE_REGION,
     OUTPUT_FEEDS_RECOMPUTE,
     RECOMPUTE_BEATS_SWAP,
     LayerFates,
@@ -40,6 +45,7 @@ class Painter:
 
     Attributes:
         fates, requests: by global layer.
+        around: rows outside the layers: the embedding's, whose output is the first layer's input.
         problems: paths that name nothing, layers that do not exist.
     """
 
@@ -48,6 +54,7 @@ class Painter:
         self._names = _NamesByLayer(outline)
         self._overrides: dict[tuple[str, str, str, str, str], list[int]] = {}
         self.problems: list[Problem] = []
+        self.around: tuple[PlanRow, ...] = ()
         self.fates = {layer: LayerFates(outline.layers[own]) for layer, own in local.items()}
         self.requests = {layer: LayerRequests() for layer in local}
 
@@ -82,7 +89,7 @@ class Painter:
                         chosen[layer] = (where, rule.backward_prefetch)
             named[op_name] = sorted(chosen)
             where = f"swap_config.op_swap[{group[0][0]}].op_name"
-            for layer, matches in self._matches(op_name, chosen, where):
+            for layer, matches in self.matches(op_name, chosen, where):
                 _, prefetch = chosen[layer]
                 windows = _windows(prefetch)
                 for match in matches:
@@ -101,11 +108,14 @@ class Painter:
                         where, pattern, "selective recompute", "full recompute", FULL_BEATS_SELECTIVE, layer
                     )
             wanted = [layer for layer in layers if layer not in full]
-            for layer, matches in self._matches(pattern, wanted, where):
+            for layer, matches in self.matches(pattern, wanted, where):
                 for match in matches:
                     if match.logged:
                         self.requests[layer].select.append(match.bare_name)
                     for target in match.targets:
+                        if not self.fates[layer].can_run_again(target):
+                            self.override(where, target, "recompute", "keep", NOT_THE_SAME_TWICE, layer)
+                            continue
                         for lost in self.fates[layer].recompute(target):
                             self.override(where, lost, "swap", "recompute", RECOMPUTE_BEATS_SWAP, layer)
 
@@ -119,11 +129,23 @@ class Painter:
             if lost:
                 self.override(where, ", ".join(lost), "swap", "recompute", RECOMPUTE_BEATS_SWAP, layer)
 
+    def set_budgets(self, budgets: Mapping[int, float], full: tuple[int, ...]) -> None:
+        """Note the activation memory budget of compiled layers."""
+        for layer, budget in budgets.items():
+            if layer not in self.fates:
+                continue
+            self.requests[layer].compile_budget = budget
+            if layer in full:
+                where = "recompute_config.compile_budget"
+                self.override(where, "", f"{budget:g}", "no effect", FULL_NEEDS_NO_BUDGET, layer)
+            else:
+                self.fates[layer].compile_budget = budget
+
     def paint_exclude(self, table: Selection, used: set[str]) -> None:
         where = "recompute_config.select_recompute_exclude"
         for pattern, (_, layers) in table.items():
             effective = pattern in used
-            for layer, matches in self._matches(pattern, layers, where):
+            for layer, matches in self.matches(pattern, layers, where):
                 for match in matches:
                     if match.logged and not self._swap:
                         self.requests[layer].select_exclude.append(match.bare_name)
@@ -136,27 +158,52 @@ class Painter:
                     where, pattern, "exclude", "no effect", "nothing that it names is recomputed", None
                 )
 
-    def note_comm(self, table: Selection, into: str, full: tuple[int, ...]) -> None:
-        """Communication keys: names are checked and logged; what they do is in `without_effect`."""
-        key = "select_comm_recompute" if into == "select_comm" else "select_comm_recompute_exclude"
-        for pattern, (_, layers) in table.items():
-            wanted = [layer for layer in layers if layer not in full]
-            for layer, matches in self._matches(pattern, wanted, f"recompute_config.{key}"):
-                names = [match.bare_name for match in matches if not match.is_module]
-                if into == "select_comm" or not self._swap:
-                    getattr(self.requests[layer], into).extend(names)
+    def inputs_to_swap(self, wanted: Layers, full: Iterable[int]) -> frozenset[int]:
+        """Return the layers whose input ``recompute_input`` swaps: those that are recomputed whole."""
+        where, asked = "swap_config.recompute_input", "input swapped"
+        checkpointed = [layer for layer, fates in self.fates.items() if fates.layer.checkpointed]
+        named = self._layers(wanted, where)
+        if named and self._outline.compiled:
+            self.override(where, "", asked, "no effect", ONE_REGION, None)
+            return frozenset()
+        found = frozenset(named).intersection((*full, *checkpointed))
+        if wanted is True and not found:
+            self.override(where, "", asked, "no effect", "no layer is recomputed whole", None)
+        for layer in named if wanted is not True else ():
+            if layer not in found and layer in self.fates:
+                self.override(where, "", asked, "no effect", NOT_RECOMPUTED_WHOLE, layer)
+        return found
 
-    def keep_inputs(self) -> None:
+    def swap_inputs(self, layers: Iterable[int], prefetch: Prefetch) -> None:
+        """Swap the input of ``layers``, and of those where gradient checkpointing leaves nothing to swap."""
+        windows = {layer: _windows(prefetch) for layer in layers if layer in self.fates}
+        for layer, fates in self.fates.items():
+            if not fates.layer.checkpointed or self._outline.compiled:
+                continue
+            lost, own = fates.give_up_swap()
+            if lost:
+                windows[layer] = own
+                what = ", ".join(lost)
+                self.override("swap_config", what, "swap", "input swapped", CHECKPOINT_KEEPS_INPUT, layer)
+        for layer, chosen in windows.items():
+            before = self.fates.get(layer - 1)
+            if before is not None:
+                before.swap_output(chosen)
+            else:
+                self.around = (PlanRow("embedding", OUTPUT, "swap", windows=chosen),)
+
+    def keep_inputs(self, lifted: frozenset[int] = frozenset()) -> None:
+        """Rule 2: keep what recomputed ops read, except for the inputs of the layers ``lifted``."""
         where = "swap_config"
         for layer, fates in self.fates.items():
             kept, reads_input = fates.keep_inputs_of_recompute()
             for path, _ in kept:
                 self.override(where, path, "swap", "keep", OUTPUT_FEEDS_RECOMPUTE, layer)
             before = self.fates.get(layer - 1)
-            if reads_input and before is not None and before.keep_output():
+            if reads_input and layer not in lifted and before is not None and before.keep_output():
                 self.override(where, "output", "swap", "keep", OUTPUT_FEEDS_RECOMPUTE, layer - 1)
 
-    def _matches(self, op_path: str, layers: Iterable[int], where: str) -> list[tuple[int, list[Match]]]:
+    def matches(self, op_path: str, layers: Iterable[int], where: str) -> list[tuple[int, list[Match]]]:
         """Return the ops that a path names, by layer that this model holds; naming none is a problem."""
         found = []
         held = [layer for layer in sorted(layers) if layer in self.fates]

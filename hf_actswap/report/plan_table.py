@@ -7,7 +7,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from ..plan.actions import SCOPES, MemoryPlan, PlanRow, Scope, folded
+from ..plan.actions import COMPILE_BUDGET, SCOPES, MemoryPlan, PlanRow, Scope, folded
 
 _MEASURED = "auto"
 """For windows that the engine chooses from measured times; what it chose is among the overrides."""
@@ -52,7 +52,9 @@ def _rows_table(plan: MemoryPlan) -> Table:
 def _shape(plan: MemoryPlan, scope: Scope) -> tuple[PlanRow, ...]:
     """The rows of a scope without the scope, so that equal layers are equal."""
     return tuple(
-        PlanRow(0, row.op_path, row.fate, row.ordinal, row.windows) for row in plan.rows if row.scope == scope
+        PlanRow(0, row.op_path, row.fate, row.ordinal, row.windows, row.parameters)
+        for row in plan.rows
+        if row.scope == scope
     )
 
 
@@ -60,7 +62,10 @@ def _cells(row: PlanRow) -> tuple[str, str, str, str]:
     name = row.op_path or "everything"
     if row.ordinal is not None:
         name += f" (call {row.ordinal})"
+    fate: str = row.fate
+    if COMPILE_BUDGET in row.parameters:
+        fate += f", compile budget {row.parameters[COMPILE_BUDGET]:g}"
     if row.windows is None:
         windows = _MEASURED if row.fate == "swap" else ""
-        return name, row.fate, windows, windows
-    return name, row.fate, str(row.windows.prefetch_ops), str(row.windows.release_ops)
+        return name, fate, windows, windows
+    return name, fate, str(row.windows.prefetch_ops), str(row.windows.release_ops)

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 
+import hf_actswap
+from benchmarks.frontier_configs import swap_everything
 from benchmarks.frontier_fingerprint import differing, fingerprint, fingerprints, useless
 from benchmarks.frontier_measure import Reference, measure_row
 from benchmarks.frontier_memory import CopyMeter, StorageMeter
@@ -24,8 +26,9 @@ from benchmarks.frontier_methods import (
     hf_checkpointing,
     save_on_cpu,
     trl_offloading,
+    without_key,
 )
-from benchmarks.frontier_rows import EAGER, ROWS, Row, swap_everything
+from benchmarks.frontier_rows import EAGER, ROWS, Row
 from benchmarks.frontier_stack import TrainingStep, training_step
 from benchmarks.frontier_workloads import PRESETS
 
@@ -205,3 +208,36 @@ def test_copy_meter_counts_what_goes_to_the_host() -> None:
         values.cpu()
         torch.ones(100).to(device)
     assert meter.copied_bytes == 800
+
+
+def test_mix_by_hand_swaps_what_the_second_rule_keeps() -> None:
+    row = next(row for row in ROWS if row.name == "actswap-mix-eager")
+    step = tiny("cpu")
+    options = row.config_for(2)
+    asked = hf_actswap.resolve_plan(hf_actswap.load_config(options["config"]), hf_actswap.outline(step.model))
+    assert (asked.fate(0, "output"), asked.fate(0, "add", 0)) == ("keep", "keep")
+    with row.setup(step, options) as applied:
+        assert applied is not None
+        plan = applied.plan
+        assert (plan.fate(0, "output"), plan.fate(0, "add", 0)) == ("swap", "swap")
+        assert plan.fate(0, "self_attn.flash_attention") == "swap"
+        assert plan.fate(0, "mlp.gate_proj.linear") == plan.fate(1, "mlp.act_fn.silu") == "recompute"
+        assert plan.fate(1, "self_attn.flash_attention") == "keep"  # the last layer's share stays
+
+
+def test_mix_by_hand_is_exact_and_below_the_peak_of_checkpointing() -> None:
+    step = training_step(replace(PRESETS["cpu"], layers=6, tokens=128, warmup_steps=1, steps=1), CPU)
+    rows = {row.name: row for row in ROWS}
+    reference = Reference()
+    names = ("eager", "hf-checkpointing", "actswap-elementwise", "actswap-mix-eager")
+    found = {name: measure_row(step, rows[name], reference) for name in names}
+    assert all(result.exact for result in found.values()), [result.reason for result in found.values()]
+    peaks = {name: result.activation_bytes for name, result in found.items()}
+    assert None not in peaks.values()
+    assert peaks["actswap-mix-eager"] <= peaks["hf-checkpointing"]  # type: ignore[operator]
+    assert peaks["actswap-elementwise"] <= 0.65 * peaks["eager"]  # type: ignore[operator]
+
+
+def test_a_key_that_this_version_does_not_read_is_an_obstacle() -> None:
+    assert without_key("select_recompute")(tiny()) == ""
+    assert without_key("no_such_key")(tiny()) == "this version has no recompute_config.no_such_key"

@@ -45,6 +45,11 @@ def passing() -> list[Row]:
         row("actswap-default-auto", 8192, 395, 22.7, 0.95),
         row("actswap-case3-auto", 8192, 398, 20.9, 2.9),
         row("actswap-everything-20", 8192, 900, 7.0, 23),
+        row("hf-checkpointing", 8192, 502, 2.8),
+        row("actswap-elementwise-fused", 8192, 403, 12.9),
+        row("actswap-mix-eager", 8192, 460, 2.7, 6),
+        row("actswap-compiled-lean-mix", 8192, 380, 2.8, 5),
+        row("actswap-compiled-mix", 8192, 350, 3.5, 5),  # faster, and above checkpointing's peak
         row("compiled", 8192, 330, 16.9),
         row("actswap-compiled-auto", 8192, 334, 12.5, 5),
         row("eager", 32768, 840, 37.4),
@@ -52,6 +57,9 @@ def passing() -> list[Row]:
         row("actswap-case3-auto", 32768, 860, 33.0, 4.6),
         row("compiled", 32768, 740, 27.4),
         row("actswap-compiled-auto", 32768, 750, 18.9, 9),
+        row("hf-checkpointing", 32768, 1060, 8.8),
+        row("actswap-mix-eager", 32768, 970, 8.8, 9),
+        row("actswap-compiled-mix", 32768, 880, 8.7, 9),
     ]
 
 
@@ -70,7 +78,7 @@ def run(tmp_path: Path, rows: Any) -> int:
 
 def test_good_results_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = verdicts(passing())
-    assert len(found) == 22
+    assert len(found) == 32
     not_measured = {claim for claim, outcome in found.items() if outcome != "pass"}
     assert not_measured == {
         "4 32k: actswap-everything-20, time over trl-offloading",
@@ -150,6 +158,43 @@ def slow_step(ms: float) -> list[float]:
             {"activation_bytes": int(8.1 * GIB)},
             "4 8k: actswap-everything-20, peak over trl-offloading",
         ),
+        (
+            "actswap-elementwise-fused",
+            8192,
+            {"activation_bytes": int(13.1 * GIB)},
+            "5 8k: actswap-elementwise-fused, peak over eager",
+        ),
+        (
+            "actswap-elementwise-fused",
+            8192,
+            {"ms": 406.0},
+            "5 8k: actswap-elementwise-fused, time over eager",
+        ),
+        (
+            "actswap-mix-eager",
+            8192,
+            {"activation_bytes": int(2.81 * GIB)},
+            "6 8k: actswap-mix-eager, peak over hf-checkpointing",
+        ),
+        ("actswap-mix-eager", 32768, {"ms": 982.0}, "6 32k: actswap-mix-eager, speed over hf-checkpointing"),
+        (
+            "actswap-compiled-lean-mix",
+            8192,
+            {"ms": 387.0},
+            "7 8k: the best compiled mix, speed over hf-checkpointing",
+        ),
+        (
+            "actswap-compiled-mix",
+            32768,
+            {"activation_bytes": int(8.9 * GIB)},
+            "7 32k: the best compiled mix, peak over hf-checkpointing",
+        ),
+        (
+            "actswap-compiled-mix",
+            32768,
+            {"ms": 884.0},
+            "7 32k: the best compiled mix, speed over hf-checkpointing",
+        ),
     ],
 )
 def test_each_bound_can_fail(
@@ -182,6 +227,17 @@ def test_row_out_of_memory_is_not_measured_and_says_so() -> None:
     findings = [item for item in verdict.judge(rows) if item.claim.startswith("2 32k: actswap-default-auto")]
     assert [(item.verdict, item.remark) for item in findings] == [
         ("not measured", "actswap-default-auto: out of memory")
+    ] * 2
+
+
+def test_the_fastest_compiled_mix_at_the_peak_of_checkpointing_is_the_one_that_is_judged() -> None:
+    findings = [item for item in verdict.judge(passing()) if item.claim.startswith("7 8k")]
+    assert [item.remark for item in findings] == ["actswap-compiled-lean-mix"] * 2
+    assert findings[1].measured == pytest.approx(502 / 380)
+    without = [row for row in passing() if "mix" not in row["method"]]
+    findings = [item for item in verdict.judge(without) if item.claim.startswith("7 8k")]
+    assert [(item.verdict, item.remark) for item in findings] == [
+        ("not measured", "no row actswap-compiled-mix")
     ] * 2
 
 

@@ -32,6 +32,8 @@ def plans() -> dict[str, Any]:
         "nothing": None,
         **CASES,
         "everything_swapped": swap_everything(3),
+        "inputs_swapped": "swap_config: {swap: true, op_swap: [], recompute_input: true}\n"
+        "recompute_config: {recompute: true}\n",
         "functions_recomputed": plan_of(*recompute_rows(functions, range(4))),
     }
 

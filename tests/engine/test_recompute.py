@@ -175,7 +175,7 @@ def test_each_region_runs_once_per_backward() -> None:
         assert applied.stats().recomputes == 3 * NUM_LAYERS * step
 
 
-class _HeldBytes(TorchDispatchMode):
+class HeldBytes(TorchDispatchMode):
     """Sees every storage that is made; ``total`` counts those still alive, but for host memory."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -205,11 +205,11 @@ class _HeldBytes(TorchDispatchMode):
         return sum(size for reference, size in self._storages.values() if not reference.expired())
 
 
-def held_bytes(plan: MemoryPlan | str | None) -> tuple[int, int]:
+def held_bytes(plan: MemoryPlan | str | None, model: nn.Module | None = None) -> tuple[int, int]:
     """Bytes that live between forward and backward, and those that were copied out."""
-    model = tiny_llama()
+    model = model if model is not None else tiny_llama()
     applied = on(model, plan)
-    with _HeldBytes(model) as held:
+    with HeldBytes(model) as held:
         loss = forward(model)
     total = held.total()
     loss.backward()

@@ -133,7 +133,7 @@ def test_only_rank_0_shows_a_bar(monkeypatch: pytest.MonkeyPatch, rank: int) -> 
     given: list[Any] = []
 
     def listen(*args: Any) -> Any:
-        given.append(args[-1])
+        given.append(args[4])
         return install(*args)
 
     monkeypatch.setitem(hf_actswap.apply.__globals__, "install", listen)

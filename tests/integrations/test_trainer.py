@@ -244,13 +244,6 @@ def test_what_does_not_fit_stops_before_the_first_step(
     assert trainer.state.global_step == 0
 
 
-def test_gradient_checkpointing_beside_a_plan_is_refused(make_trainer: Make) -> None:
-    trainer = make_trainer(CASE_1, gradient_checkpointing=True)
-    with pytest.raises(PlanError, match="Switch it off"):
-        trainer.train()
-    assert trainer.state.global_step == 0
-
-
 def test_several_devices_in_one_process_are_refused(make_trainer: Make) -> None:
     trainer = make_trainer(CASE_1)
     trainer.args._n_gpu = 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -94,10 +95,12 @@ def tiny_outline() -> MakeOutline:
 
 @pytest.fixture(scope="session")
 def plan_of() -> MakePlan:
-    """(document, family, num_layers) -> its plan, which must survive the way through JSON."""
+    """(mapping, family, num_layers) -> the plan of its YAML text, which must survive the way through JSON."""
 
     def resolve(document: Any, family: str = "llama", num_layers: int = 4) -> MemoryPlan:
-        plan = resolve_plan(load_config(document), _tiny_outline(family, num_layers))
+        shape = _tiny_outline(family, num_layers)
+        plan = resolve_plan(load_config(yaml.safe_dump(document, sort_keys=False)), shape)
+        assert resolve_plan(load_config(document), shape) == plan
         assert MemoryPlan.from_json(plan.to_json()) == plan
         return plan
 

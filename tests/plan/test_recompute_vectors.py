@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, outline, resolve_plan
@@ -264,8 +265,8 @@ def document_model(tiny_model: MakeModel) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def document_plan(document_model: nn.Module) -> MemoryPlan:
-    document = pipeline(**DOCUMENT_PIPELINE, **DOCUMENT_RECOMPUTE)
-    return resolve_plan(load_config(document), outline(document_model))
+    text = yaml.safe_dump(pipeline(**DOCUMENT_PIPELINE, **DOCUMENT_RECOMPUTE), sort_keys=False)
+    return resolve_plan(load_config(text), outline(document_model))
 
 
 STAGES = [0] * 4 + [1] * 5 + [2] * 5 + [3] * 5 + [4] * 5 + [0] * 5 + [1] * 5 + [2] * 5 + [3] * 5 + [4] * 4

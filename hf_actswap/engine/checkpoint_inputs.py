@@ -1,0 +1,103 @@
+"""Layers that are run again whole: backward wants their inputs at their last operator, not at their first.
+
+``torch.utils.checkpoint`` saves what a layer is called with before the layer runs. Backward asks for it at
+the first of the layer's nodes that it reaches and that saved something inside. Which one that is only the
+checkpoint knows; it is near the end. So to prefetching a checkpointed layer is one moment, its last
+operator, while its nodes are counted as in any other layer, because forward builds them all.
+
+Backward calls us once for such a layer. So in a stack of them a prefetch point lies inside some layer above,
+and the copy starts where backward enters that layer, before it is run again: ``p`` operators ahead or more,
+and at least one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Literal
+
+from torch import nn
+
+from ..plan.actions import Scope
+from ..plan.gradient_checkpointing import checkpoints_its_call, is_checkpointed
+from ..plan.outline import LayerOutline
+from .auto_windows import AutoForward
+from .observation import Key
+from .operator_clock import OperatorClock
+from .tickets import SwapGroup
+
+Checkpoint = Literal["forward", "call"]
+"""What of a layer is checkpointed: its forward, or its call with the hooks on it (transformers 5.17)."""
+
+
+def checkpoint_of(module: nn.Module, layer: LayerOutline | None, ours: Container[Scope]) -> Checkpoint | None:
+    """Return what is checkpointed of a call that starts; a compiled region is one operator anyway.
+
+    Args:
+        module: that is called.
+        layer: outline of it, if it is a decoder layer.
+        ours: layers around whose forward the plan has put a checkpoint.
+    """
+    if layer is None or layer.compiled:
+        return None
+    if layer.index in ours:
+        return "forward"
+    if not (module.training and is_checkpointed(module)):
+        return None
+    return "call" if checkpoints_its_call(module) else "forward"
+
+
+class CheckpointInputs:
+    """What autograd saved for checkpoints, of one forward.
+
+    Args:
+        clock: of the forward.
+        hooks: operators at which tensors were saved; those of checkpointed layers become their last ones.
+    """
+
+    def __init__(self, clock: OperatorClock, hooks: list[int]) -> None:
+        self._clock, self._hooks = clock, hooks
+        self._groups: list[SwapGroup] = []
+        self._keys: list[tuple[Key, int]] = []
+        self._first_node: int | None = None
+        self._first_hook = 0
+        self.listening = True
+        """Whether what is saved may be such an input: between scopes, and in layers that are checkpointed."""
+
+    def swapped(self, group: SwapGroup) -> None:
+        """A storage was saved that is swapped."""
+        self._groups.append(group)
+
+    def chosen(self, key: Key, op: int) -> None:
+        """A storage was saved at operator ``op`` that ``auto`` knows by ``key``."""
+        self._keys.append((key, op))
+
+    def start(self, checkpoint: Checkpoint | None) -> None:
+        """A scope starts; ``checkpoint``: of a layer that is run again whole."""
+        self._first_node, self.listening = None, checkpoint is not None
+        if checkpoint == "call":  # its hooks run inside, and what it saves has been saved at this operator
+            now = self._clock.now()
+            while len(self._hooks) > self._first_hook and self._hooks[self._first_hook] != now:
+                self._first_hook += 1
+            self._groups = [group for group in self._groups if group.last_use == now]
+            self._keys = [(key, op) for key, op in self._keys if op == now]
+        else:
+            self.clear()
+        if checkpoint is not None:
+            self._first_node = self._clock.next_node()
+
+    def end(self, auto: AutoForward | None) -> None:
+        """The scope ends: its last operator wants the inputs; ``auto`` is told."""
+        if self._first_node is not None and len(self._hooks) > self._first_hook:
+            last_op = self._clock.gather(self._first_node)
+            self._hooks[self._first_hook :] = [last_op]
+            for group in self._groups:
+                group.last_use = last_op
+            if auto is not None:
+                for key, _ in self._keys:
+                    auto.used(key, last_op)
+        self._first_node, self.listening = None, True
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was saved until now."""
+        self._groups, self._keys, self._first_hook = [], [], len(self._hooks)

@@ -1,0 +1,136 @@
+"""The state around a call that must be as it was when the call is run again: autocast, random numbers.
+
+And which functions cannot be run again, or only with the random state of their first run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ..plan.opnames import RANDOM_FUNCTIONS, UNREPEATABLE_FUNCTIONS
+
+_IN_PLACE_OPERATORS = frozenset(
+    f"__{name}__"
+    for name in [
+        "iadd",
+        "isub",
+        "imul",
+        "itruediv",
+        "ifloordiv",
+        "imod",
+        "ipow",
+        "imatmul",
+        "iand",
+        "ior",
+        "ixor",
+        "ilshift",
+        "irshift",
+        "setitem",
+    ]
+)
+
+_AutocastState = tuple[str, bool, torch.dtype, bool]
+
+
+class CallState:
+    """What a call was made under.
+
+    Args:
+        device_type: where it computes.
+        random: whether it may draw random numbers.
+        values: of its arguments; generators among them are part of the state.
+    """
+
+    def __init__(self, device_type: str, random: bool, values: Iterable[object]) -> None:
+        self._autocast = [_autocast_state(kind) for kind in sorted({"cpu", device_type})]
+        self._random = _random_state(device_type) if random else None
+        self._generators = [
+            (value, value.get_state()) for value in values if isinstance(value, torch.Generator)
+        ]
+
+    @property
+    def autocast(self) -> tuple[_AutocastState, ...]:
+        """Device type, whether on, dtype, whether casts are cached; one for each kind of device."""
+        return tuple(self._autocast)
+
+    @contextmanager
+    def autocast_restored(self) -> Iterator[None]:
+        """Run under the autocast of this state."""
+        with ExitStack() as stack:
+            for state in self._autocast:
+                stack.enter_context(_autocast(state))
+            yield
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run under this state; random numbers go on afterwards as if nothing had been drawn."""
+        with ExitStack() as stack:
+            stack.enter_context(self.autocast_restored())
+            if self._random is not None:
+                stack.enter_context(_replayed(self._random))
+            for generator, before in self._generators:
+                stack.callback(generator.set_state, generator.get_state())
+                generator.set_state(before)
+            yield
+
+
+def draws_random_numbers(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a function may draw random numbers; of registered operators that nobody knows: yes."""
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if isinstance(func, torch._ops.OpOverload):
+        return func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
+    if isinstance(func, torch._ops.OpOverloadPacket):
+        return True
+    return name in RANDOM_FUNCTIONS or bool(kwargs.get("dropout_p"))
+
+
+def can_run_again(func: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function gives the same again: not if it writes into what it reads, nor by its nature."""
+    own = getattr(func, "__name__", "").partition(".")[0]
+    in_place = own in _IN_PLACE_OPERATORS or (own.endswith("_") and not own.endswith("__"))
+    writes = in_place or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
+    return not writes and name not in UNREPEATABLE_FUNCTIONS
+
+
+def _autocast_state(device_type: str) -> _AutocastState:
+    return (
+        device_type,
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        torch.is_autocast_cache_enabled(),
+    )
+
+
+def _autocast(state: _AutocastState) -> torch.autocast:
+    device_type, enabled, dtype, cache = state
+    return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache)
+
+
+def _random_state(device_type: str) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device_type != "cpu":
+        states[device_type] = torch.get_device_module(device_type).get_rng_state()
+    return states
+
+
+@contextmanager
+def _replayed(states: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Run with the random state of the forward, and leave the present one as it was."""
+    present = {kind: _random_state(kind)[kind] for kind in states}
+    try:
+        _set_random_state(states)
+        yield
+    finally:
+        _set_random_state(present)
+
+
+def _set_random_state(states: dict[str, torch.Tensor]) -> None:
+    for kind, state in states.items():
+        (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(state)

@@ -1,0 +1,80 @@
+"""Slices: of a tensor that all ranks of a tensor-parallel group hold alike, each keeps a part.
+
+MindSpore's ``recompute_slice_activation``: what a recomputed layer keeps of its input is cut along dim 0 by
+the group size, and an all-gather comes before the recomputation.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Protocol
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class Replicas(Protocol):
+    """The ranks that hold a tensor alike; `hf_actswap.parallel.Replicas` is one.
+
+    Attributes:
+        size: number of ranks.
+    """
+
+    size: int
+
+    def own_slice(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice along dim 0, in a storage of its own."""
+        ...
+
+    def gathered(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the slices of all ranks along dim 0. Every rank must call it."""
+        ...
+
+
+class SliceTicket:
+    """This rank's slice of a saved tensor."""
+
+    __slots__ = ("_part", "_replicas")
+
+    def __init__(self, replicas: Replicas, part: torch.Tensor) -> None:
+        self._replicas, self._part = replicas, part
+
+    def restore(self) -> torch.Tensor:
+        """Return the tensor, gathered from all ranks, contiguous."""
+        return self._replicas.gathered(self._part)
+
+
+class Slices:
+    """Makes the tickets.
+
+    Args:
+        replicas: of the tensor-parallel group.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+        self._warned = False
+
+    def ticket(self, tensor: torch.Tensor) -> SliceTicket | None:
+        """Return the ticket of a detached tensor; ``None`` if it must stay whole.
+
+        That is: its dim 0 does not divide by the group size (MindSpore's rule; said once), or it is not
+        contiguous, as what is gathered would be.
+        """
+        if tensor.dim() == 0 or tensor.shape[0] % self._replicas.size:
+            self._warn(tensor)
+            return None
+        if not tensor.is_contiguous():
+            return None
+        return SliceTicket(self._replicas, self._replicas.own_slice(tensor))
+
+    def _warn(self, tensor: torch.Tensor) -> None:
+        if not self._warned:
+            logger.warning(
+                "recompute_slice_activation: dim 0 of an input %s does not divide by %d tensor-parallel "
+                "ranks; it is kept whole.",
+                list(tensor.shape),
+                self._replicas.size,
+            )
+        self._warned = True

@@ -1,0 +1,115 @@
+"""Mappings between the regions of tensor and sequence parallelism, with NxD's names and arguments.
+
+Each pairs what happens to activations in forward with what happens to gradients in backward
+(``neuronx_distributed.parallel_layers.mappings``). All take an optional ``process_group`` (else the enclosing
+one, see `group`) and do nothing in a group of one. Unlike NxD's they never write into their argument, use the
+given group in backward too, and are right for any sequence dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .collectives import all_reduced, gathered, own_part
+from .communication import all_gather, all_reduce, reduce_scatter
+from .group import group_or_enclosing
+
+
+def copy_to_tensor_model_parallel_region(
+    input_: torch.Tensor, process_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Hand a replicated tensor to ranks that do different work on it: identity, all-reduce in backward."""
+    group = group_or_enclosing(process_group)
+    if group.size() == 1:
+        return input_
+    result: torch.Tensor = _CopyToRegion.apply(input_, group)
+    return result
+
+
+def reduce_from_tensor_model_parallel_region(
+    input_: torch.Tensor, process_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Sum what the ranks computed: all-reduce, identity in backward."""
+    group = group_or_enclosing(process_group)
+    return input_ if group.size() == 1 else all_reduce(input_, group)
+
+
+def scatter_to_sequence_parallel_region(
+    input_: torch.Tensor, sequence_dimension: int = 0, process_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Keep the own part of a replicated tensor along the sequence; all-gather in backward.
+
+    Raises:
+        ValueError: the sequence does not divide by the group size.
+    """
+    group = group_or_enclosing(process_group)
+    if group.size() == 1:
+        return input_
+    result: torch.Tensor = _ScatterToRegion.apply(input_, sequence_dimension, group)
+    return result
+
+
+def gather_from_sequence_parallel_region(
+    input_: torch.Tensor,
+    sequence_dimension: int = 0,
+    to_model_parallel: bool = True,
+    process_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """All-gather along the sequence.
+
+    Args:
+        input_: this rank's part of the sequence.
+        sequence_dimension: dim that is gathered, ``S / tp`` to ``S``.
+        to_model_parallel: who consumes the result. True: each rank does different work on it, so gradients
+            are partial, and backward is a reduce-scatter. False: each rank does the same, and backward is the
+            own part of the gradient. The wrong choice is silent: a factor of tp.
+        process_group: tensor-parallel group.
+    """
+    group = group_or_enclosing(process_group)
+    return input_ if group.size() == 1 else all_gather(input_, sequence_dimension, group, to_model_parallel)
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    input_: torch.Tensor,
+    sequence_dimension: int = 0,
+    dtype: torch.dtype | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:
+    """Sum over the ranks and keep the own part along the sequence; all-gather in backward.
+
+    Args:
+        input_: partial sums over the whole sequence.
+        sequence_dimension: dim that is scattered, ``S`` to ``S / tp``.
+        dtype: gradients are cast to it before they are gathered.
+        process_group: tensor-parallel group.
+
+    Raises:
+        ValueError: the sequence does not divide by the group size.
+    """
+    group = group_or_enclosing(process_group)
+    return input_ if group.size() == 1 else reduce_scatter(input_, sequence_dimension, group, dtype)
+
+
+class _CopyToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return all_reduced(gradient, ctx.group), None
+
+
+class _ScatterToRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return own_part(whole, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return gathered(gradient, ctx.dim, ctx.group), None, None

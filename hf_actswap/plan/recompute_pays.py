@@ -1,0 +1,220 @@
+"""Which selective recomputation would save more than it drops, and is therefore not done.
+
+An op that is run again holds its inputs. Where autograd saves them anyway (``silu``, a product) that is
+free; where it does not (the fp32 product before a cast, the bf16 tensor before its fp32 copy) they count. So
+ops are judged together: a norm of eight functions holds its bf16 input and drops everything else, while the
+last cast of it alone would hold four bytes in place of two. One layer is judged at a time, by the exact bytes
+of one recorded forward (`saved_bytes`), each storage counted once, whole, wherever it then lies.
+
+An op, or an op and everything that is rebuilt from it, goes back to "keep" while the bytes saved do not grow
+by it. The order is fixed, so all ranks that saw the same shapes decide the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from .actions import MemoryPlan, Override, PlanRow, Scope
+from .outline import OUTPUT, is_below
+from .saved_bytes import OpCall, SavedBytes, SavedStorage
+
+_WHERE = "recompute_config.select_recompute"
+_REASON = (
+    "run again it would hold {:,} bytes in a layer in place of {:,}, and an op is recomputed only if the "
+    "bytes saved fall"
+)
+
+
+@dataclass(frozen=True)
+class _Costly:
+    """A module or function call that stays.
+
+    Args:
+        op: scope, op path, ordinal of the call (``None``: a module).
+        held_bytes: what would be held in order to run it again, and is not held otherwise.
+        dropped_bytes: what would be dropped for it. Both of all ops that are decided together.
+    """
+
+    op: OpCall
+    held_bytes: int
+    dropped_bytes: int
+
+
+def recomputes_selectively(plan: MemoryPlan) -> bool:
+    """Whether there is anything to judge: layers that are recomputed whole are not judged."""
+    return any(row.fate == "recompute" and row.op_path for row in plan.rows)
+
+
+def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
+    """Return ``plan`` without the selective recomputation that saves more bytes than it drops.
+
+    Args:
+        plan: of the model.
+        saved: of one of its forwards, of the shapes and types that will be trained on.
+
+    Returns:
+        The same plan, if all of it pays; else one in which these ops are kept, with an override for each op
+        path that says how many bytes it would have held in each layer, and in place of how many.
+    """
+    layers = _Layers(plan, saved.modules)
+    for index, storage in enumerate(saved.storages):
+        layers.read(index, storage)
+    rows = {(row.scope, row.op_path, row.ordinal): row for row in plan.rows}
+    by_reason: dict[tuple[str, int, int], list[int]] = {}
+    for layer, graph in sorted(layers.graphs.items()):
+        costly, still_run = graph.decided()
+        for found in costly:
+            _, path, ordinal = found.op
+            row = rows.get((layer, path, None))
+            if row is not None and row.fate != "keep" and all(op[1] != path for op in still_run):
+                ordinal = None  # every call of it
+            if row is None or row.fate != "keep":
+                rows[layer, path, ordinal] = PlanRow(layer, path, "keep", ordinal)
+            stays_in = by_reason.setdefault((path, found.held_bytes, found.dropped_bytes), [])
+            if layer not in stays_in:
+                stays_in.append(layer)
+    if not by_reason:
+        return plan
+    overrides = tuple(
+        Override(_WHERE, tuple(where), path, "recompute", "keep", _REASON.format(held, dropped))
+        for (path, held, dropped), where in by_reason.items()
+    )
+    return replace(plan, rows=tuple(rows.values()), overrides=(*plan.overrides, *overrides))
+
+
+@dataclass
+class _Graph:
+    """What one layer saves, and what can be run again in it.
+
+    Attributes:
+        sizes: bytes of each storage, by its number.
+        saved: (storage, the unit that can rebuild it; ``None``: it is held).
+        inputs: unit -> (storage, the unit that can rebuild it).
+        made: units in the order in which what they make is first used.
+    """
+
+    sizes: dict[int, int] = field(default_factory=dict)
+    saved: set[tuple[int, OpCall | None]] = field(default_factory=set)
+    inputs: dict[OpCall, dict[tuple[int, OpCall | None], None]] = field(default_factory=dict)
+    made: dict[OpCall, None] = field(default_factory=dict)
+
+    def held(self, kept: frozenset[OpCall]) -> tuple[set[int], set[OpCall]]:
+        """Return the storages held if the units in ``kept`` are not run again, and the units that are."""
+        held: set[int] = set()
+        needed: set[OpCall] = set()
+        uses = list(self.saved)
+        while uses:
+            storage, unit = uses.pop()
+            if unit is None or unit in kept:
+                held.add(storage)
+            elif unit not in needed:
+                needed.add(unit)
+                uses += [use for use in self.inputs.get(unit, ()) if use[1] != unit]
+        return held, needed
+
+    def decided(self) -> tuple[list[_Costly], set[OpCall]]:
+        """Return what had better stay, and what is run again."""
+        kept: frozenset[OpCall] = frozenset()
+        costly: list[_Costly] = []
+        held, needed = self.held(kept)
+        untried = held != {storage for storage, unit in self.saved if unit is None}  # else nothing costs
+        while untried:
+            untried = False
+            for group in self._candidates(needed):
+                other, still_needed = self.held(kept | group)
+                if self._bytes(other) <= self._bytes(held):
+                    more, less = self._bytes(held - other), self._bytes(other - held)
+                    costly += [_Costly(op, more, less) for op in self.made if op in group]
+                    kept, held, needed, untried = kept | group, other, still_needed, True
+                    break
+        return costly, needed
+
+    def _candidates(self, needed: set[OpCall]) -> Iterator[set[OpCall]]:
+        """Each unit that is run again (the last first), alone and with all that is rebuilt from it."""
+        for unit in reversed(self.made):
+            if unit in needed and unit[1]:
+                yield {unit}
+                yield self._rebuilt_from(unit) & needed
+
+    def _bytes(self, storages: set[int]) -> int:
+        return sum(self.sizes[storage] for storage in storages)
+
+    def _rebuilt_from(self, unit: OpCall) -> set[OpCall]:
+        """``unit`` and what reads what it makes, directly or not; whole layers are never given up."""
+        found = {unit}
+        grown = True
+        while grown:
+            readers = {
+                reader
+                for reader, uses in self.inputs.items()
+                if reader not in found and reader[1] and any(source in found for _, source in uses)
+            }
+            grown = bool(readers)
+            found |= readers
+        return found
+
+
+class _Layers:
+    """Sorts the uses of all storages into one graph for each layer in which something is recomputed."""
+
+    def __init__(self, plan: MemoryPlan, modules: tuple[frozenset[str], ...]) -> None:
+        self._plan, self._modules = plan, modules
+        recomputing = [row for row in plan.rows if row.fate == "recompute" and isinstance(row.scope, int)]
+        self.graphs = {row.scope: _Graph() for row in recomputing if isinstance(row.scope, int)}
+        inside = {row.scope for row in plan.rows if row.op_path not in ("", OUTPUT)}
+        self._roots: dict[Scope, list[str]] = {}
+        for row in recomputing:
+            if self._is_module(row):
+                self._roots.setdefault(row.scope, []).append(row.op_path)
+        for scope in list(self.graphs):
+            if scope not in inside:  # recomputed whole
+                del self.graphs[scope]
+
+    def read(self, index: int, storage: SavedStorage) -> None:
+        """Sort in one storage."""
+        returned: OpCall | None = None
+        for use in storage.uses:
+            scope = use.at[0]
+            graph = self.graphs.get(scope) if isinstance(scope, int) else None
+            if use.kind == "returned":
+                returned = use.producer if self._is_root(use.at) else returned
+                continue
+            if graph is None:
+                continue
+            source = None if use.producer == returned else self._rebuilder(use.producer)
+            if source is not None and source[0] != scope:
+                source = None
+            graph.sizes[index] = storage.size_bytes
+            if use.kind == "saved":
+                graph.saved.add((index, source))
+            elif (reader := self._reader(use.kind, use.at)) is not None:
+                graph.inputs.setdefault(reader, {})[index, source] = None
+            if source is not None:
+                graph.made.setdefault(source)
+
+    def _is_root(self, call: OpCall) -> bool:
+        scope, path, _ = call
+        return scope is not None and path in self._roots.get(scope, ())
+
+    def _rebuilder(self, producer: OpCall) -> OpCall | None:
+        """What is run again in order to have what ``producer`` makes."""
+        scope, path, ordinal = producer
+        row = None if scope is None else self._plan.row(scope, path, ordinal)
+        if row is None or row.fate != "recompute":
+            return None
+        return (scope, row.op_path, None) if self._is_module(row) else producer
+
+    def _reader(self, kind: str, at: OpCall) -> OpCall | None:
+        """What holds its inputs when it is called here."""
+        scope, path, ordinal = at
+        if not isinstance(scope, int):
+            return None
+        around = [root for root in self._roots.get(scope, ()) if is_below(path, root)]
+        if kind == "module":
+            return (scope, path, None) if around == [path] else None
+        row = self._plan.row(scope, path, ordinal)
+        return at if not around and row is not None and row.fate == "recompute" else None
+
+    def _is_module(self, row: PlanRow) -> bool:
+        return isinstance(row.scope, int) and row.op_path in self._modules[row.scope]

@@ -1,0 +1,258 @@
+"""Swap beside Hugging Face's own gradient checkpointing: the inputs of its checkpoints move, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import Trainer
+
+from hf_actswap import MemoryPlan, PlanError, apply, outline, resolve_plan
+from hf_actswap.config import load_config
+from hf_actswap.engine import RecordingTransfer
+from hf_actswap.plan import PlanRow, Windows
+from tests.engine.test_recompute import held_bytes
+from tests.engine.tiny_models import (
+    BATCH,
+    LENGTH,
+    assert_bitwise_equal,
+    gradients_of_step,
+    tiny_llama,
+    tiny_neox,
+)
+
+from .conftest import CASE_1, CASE_2, CASE_3, CASE_4, FULL_RECOMPUTE, grad_norms, losses
+
+Make = Callable[..., Trainer]
+INPUT_BYTES = BATCH * LENGTH * 32 * 4
+_ALL = {"backward_prefetch": 9, "layers": True}
+REASON = (
+    "gradient checkpointing recomputes the layer, and all that is saved of it until backward is its input"
+)
+
+
+def checkpointed(model: Any = None, **keys: Any) -> Any:
+    model = model if model is not None else tiny_llama()
+    model.activation_checkpointing_enable(**keys)
+    return model
+
+
+def resolved(config: dict[str, Any], model: nn.Module) -> MemoryPlan:
+    return resolve_plan(load_config(config), outline(model))
+
+
+def output_rows(layers: list[int], prefetch_ops: int) -> tuple[PlanRow, ...]:
+    windows = Windows.of_prefetch(prefetch_ops)
+    return tuple(PlanRow(layer - 1, "output", "swap", windows=windows) for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [(CASE_1, [0, 1, 2, 3]), (CASE_2, [0, 3]), (CASE_3, [0, 1, 2, 3])],
+    ids=["case 1", "case 2", "case 3"],
+)
+def test_every_swapped_layer_moves_its_input_and_nothing_else(
+    config: dict[str, Any], layers: list[int]
+) -> None:
+    bare = gradients_of_step(checkpointed())
+    model = checkpointed()
+    applied = apply(model, config, transfer=RecordingTransfer())
+    for _ in range(4):  # the first ones are followed, the later ones go by routine
+        before = applied.stats()
+        assert_bitwise_equal(gradients_of_step(model), bare)
+        step = applied.stats() - before
+        assert step.offloaded_bytes == step.prefetched_bytes == len(layers) * INPUT_BYTES
+        assert step.late_prefetches == 0
+    without, _ = held_bytes(None, checkpointed())
+    held, offloaded_bytes = held_bytes(resolved(config, checkpointed()), checkpointed())
+    assert without - held == offloaded_bytes == len(layers) * INPUT_BYTES
+
+
+def test_the_plan_says_what_becomes_of_each_wish() -> None:
+    plan = resolved(CASE_3, checkpointed())
+    assert [str(override) for override in plan.overrides] == [
+        f"swap_config self_attn, layers 0, 3: asked swap, got input swapped: {REASON}",
+        f"swap_config self_attn, mlp, layers 1-2: asked swap, got input swapped: {REASON}",
+    ]
+    windows = Windows.of_prefetch(20)
+    assert plan.rows == (
+        PlanRow("embedding", "output", "swap", windows=windows),
+        *output_rows([1, 2], 20),
+        *output_rows([3], 10),
+    )
+    assert plan.log_lines() == resolved(CASE_3, tiny_llama()).log_lines()
+    auto = resolved({"swap_config": {"swap": True, "default_prefetch": "auto"}}, checkpointed())
+    assert {row.windows for row in auto.rows} == {None}
+    assert len(auto.rows) == 4
+
+
+def test_recompute_input_names_checkpointed_layers_too() -> None:
+    config = {"swap_config": {"swap": True, "op_swap": [], "recompute_input": [1], "default_prefetch": 4}}
+    plan = resolved(config, checkpointed())
+    assert plan.rows == output_rows([1], 4)
+    assert plan.overrides == ()
+
+
+def test_only_layers_that_are_checkpointed() -> None:
+    """Every other layer: what the layers between save is swapped as ever."""
+    bare = gradients_of_step(checkpointed(every_n_layers=2))
+    model = checkpointed(every_n_layers=2)
+    applied = apply(model, CASE_2)
+    assert_bitwise_equal(gradients_of_step(model), bare)
+    assert [str(override) for override in applied.plan.overrides] == [
+        f"swap_config, layers 0: asked swap, got input swapped: {REASON}"
+    ]
+    assert applied.plan.fate(3, "mlp") == "swap"
+    assert applied.stats().offloaded_bytes > 3 * INPUT_BYTES
+
+
+def test_dropout_and_another_family() -> None:
+    grads = []
+    for config in (None, CASE_2):
+        model = checkpointed(tiny_neox(attn_implementation="eager"))
+        applied = apply(model, config)
+        torch.manual_seed(5)
+        grads.append(gradients_of_step(model))
+    assert_bitwise_equal(grads[1], grads[0])
+    assert applied.stats().offloaded_bytes == 2 * INPUT_BYTES
+
+
+def test_adapters() -> None:
+    grads = []
+    for config in (None, CASE_1):
+        model = get_peft_model(
+            tiny_llama(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        )
+        torch.manual_seed(2)
+        for name, parameter in model.named_parameters():
+            if "lora" in name:
+                nn.init.normal_(parameter)
+        checkpointed(model)
+        applied = apply(model, config)
+        grads.append(gradients_of_step(model))
+    assert_bitwise_equal(grads[1], grads[0])
+    assert applied.stats().offloaded_bytes == 4 * INPUT_BYTES
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_layers_that_are_compiled_one_by_one(compiled: bool) -> None:
+    grads, moved = [], 0
+    for config in (None, {"swap_config": {"swap": True, "layer_swap": [_ALL]}}):
+        model = checkpointed()
+        if compiled:
+            for layer in model.model.layers:
+                layer.compile(backend="aot_eager")
+        applied = apply(model, config)
+        grads.append(gradients_of_step(model))
+        moved = applied.stats().offloaded_bytes
+    torch.compiler.reset()
+    assert_bitwise_equal(grads[1], grads[0])
+    assert moved == 4 * INPUT_BYTES
+
+
+def test_a_model_that_is_compiled_as_a_whole() -> None:
+    """Its one region saves tensors without layers: all of them have one fate, as without checkpoints."""
+    config = {"swap_config": {"swap": True, "recompute_input": True, "layer_swap": [_ALL]}}
+    plan = resolved(config, torch.compile(checkpointed(), backend="aot_eager"))
+    assert [str(override) for override in plan.overrides] == [
+        "swap_config.recompute_input: asked input swapped, got no effect: the model is compiled as a whole: "
+        "what its region saves is not known by layer"
+    ]
+    assert {(row.op_path, row.fate) for row in plan.rows} == {("", "swap")}
+
+
+def test_evaluation_mode_is_not_checkpointed() -> None:
+    """The flag acts in training mode alone, and numbers stay right where the plan does not fit."""
+    bare = gradients_of_step(checkpointed().eval())
+    model = checkpointed().eval()
+    apply(model, CASE_1)
+    assert_bitwise_equal(gradients_of_step(model), bare)
+
+
+# Refused.
+
+
+def message(model: nn.Module, config: Any) -> str:
+    with pytest.raises(PlanError) as caught:
+        apply(model, config)
+    assert len(caught.value.problems) == 1
+    return str(caught.value.problems[0])
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"), [(FULL_RECOMPUTE, "0-3"), (CASE_4, "0, 3")], ids=["full", "selective"]
+)
+def test_two_kinds_of_recomputation(config: dict[str, Any], layers: str) -> None:
+    assert message(checkpointed(), config) == (
+        "model: expected gradient checkpointing or a recompute_config that recomputes something, not both, "
+        f"found gradient checkpointing switched on, and recomputation in layers {layers}. "
+        "Use recompute_config and switch gradient checkpointing off (gradient_checkpointing=False): "
+        "{recompute: true} does the same, and it can name layers and ops."
+    )
+
+
+def test_recompute_config_that_recomputes_nothing_is_no_conflict() -> None:
+    apply(checkpointed(), {**CASE_1, "recompute_config": {"recompute": False, "select_recompute": {}}})
+    apply(checkpointed(), {})
+
+
+def test_reentrant_checkpoints() -> None:
+    expected = (
+        "model: expected gradient checkpointing with use_reentrant=False beside swap, found gradient "
+        "checkpointing switched on, with use_reentrant=True. A reentrant checkpoint makes a layer one "
+        'operator, and windows count operators. Write gradient_checkpointing_kwargs={"use_reentrant": False}.'
+    )
+    for keywords in (
+        {"use_reentrant": True},
+        {"preserve_rng_state": False},
+    ):  # reentrant is PyTorch's default
+        model = checkpointed(activation_checkpointing_kwargs=keywords)
+        assert message(model, CASE_1) == expected
+
+
+def test_offloading_checkpoints() -> None:
+    assert message(checkpointed(offload=True), CASE_1) == (
+        "model: expected gradient checkpointing whose inputs saved-tensor hooks see, beside swap, found "
+        "gradient checkpointing switched on, with offload=True or a function of its own. Leave offload out: "
+        "swap moves the inputs, beside compute."
+    )
+
+
+def test_a_plan_that_was_made_without_it() -> None:
+    plan = resolved(CASE_2, tiny_llama())
+    assert message(checkpointed(), plan) == (
+        "plan: expected of checkpointed layers only inputs swapped (`output` rows of what comes before), "
+        "found gradient checkpointing switched on, and rows inside layers 0, 3. Resolve the plan from its "
+        "configuration while gradient checkpointing is on."
+    )
+
+
+# Under the Trainer.
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}], ids=str)
+def test_the_trainer_has_the_numbers_of_gradient_checkpointing_alone(
+    make_trainer: Make, settings: dict[str, Any]
+) -> None:
+    settings = {"max_steps": 5, "gradient_checkpointing": True, **settings}
+    plain = make_trainer(None, callback=False, **settings)
+    plain.train()
+    for case in (CASE_1, CASE_2, CASE_3):
+        trainer = make_trainer(case, **settings)
+        trainer.train()
+        assert losses(trainer) == losses(plain)
+        assert grad_norms(trainer) == grad_norms(plain)
+        layer = trainer.model.model.layers[0]
+        assert layer.gradient_checkpointing
+        assert "forward" not in vars(layer)
+
+
+def test_the_trainer_stops_before_the_first_step(make_trainer: Make) -> None:
+    trainer = make_trainer(CASE_4, gradient_checkpointing=True)
+    with pytest.raises(PlanError, match="Use recompute_config and switch gradient checkpointing off"):
+        trainer.train()
+    assert trainer.state.global_step == 0

@@ -1,0 +1,343 @@
+"""What each process of the communication tests runs; a module of its own, because it is started afresh."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from hf_actswap import AppliedPlan, apply
+from hf_actswap.parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    tensor_parallel_group,
+)
+from tests.engine.tiny_models import VOCABULARY, gradients, snapshot, tiny_llama
+from tests.parallel.parallel_llama import parallel_llama
+
+WORLD_SIZE = 2
+LENGTH = 16
+_LOOKS, _LOOK_S = 20, 0.01
+KINDS = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "all_reduce": "all_reduce",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model and configuration.
+
+    Args:
+        recompute: ``recompute_config``; ``None``: no plan at all.
+        swap: ``swap_config``.
+        sequence_parallel: else the ranks hold the hidden states alike.
+        batch: sequences per step.
+    """
+
+    recompute: dict[str, Any] | None = None
+    swap: dict[str, Any] | None = None
+    sequence_parallel: bool = True
+    batch: int = 2
+
+    @property
+    def document(self) -> dict[str, Any]:
+        size = {"tensor_parallel_size": WORLD_SIZE, "sequence_parallel_enabled": self.sequence_parallel}
+        document = {"parallel_config": size, "recompute_config": self.recompute}
+        return document if self.swap is None else {**document, "swap_config": self.swap}
+
+
+ATTENTION_NORM, FFN_NORM = r"attention_norm\.norm", r"ffn_norm\.norm"
+CASES: dict[str, Case] = {
+    "nothing": Case(),
+    "select_comm": Case({"select_comm_recompute": True}),
+    "select_comm_some_layers": Case({"select_comm_recompute": [1, 3]}, {"swap": True, "op_swap": []}),
+    "select_comm_one_norm": Case({"select_comm_recompute": [ATTENTION_NORM]}),
+    "select_comm_excluded": Case(
+        {"select_comm_recompute": [r".*_norm\.norm"], "select_comm_recompute_exclude": [FFN_NORM]}
+    ),
+    "select_comm_reduce": Case({"select_comm_recompute": [r"attention\.wo\.matmul"]}),
+    "select_norms_and_comm": Case({"select_recompute": ["attention_norm"], "select_comm_recompute": True}),
+    "select_norm_and_its_comm_kept": Case({"select_recompute": ["attention_norm"]}),
+    "select_comm_and_layer_swap": Case(
+        {"select_comm_recompute": [0, 1, 2, 3]},
+        {"swap": True, "layer_swap": [{"backward_prefetch": 4, "layers": [0, 1, 2, 3]}]},
+    ),
+    "select_comm_and_swap": Case({"select_comm_recompute": True}, {"swap": True, "default_prefetch": 4}),
+    "recompute": Case({"recompute": True}),
+    "recompute_kept": Case({"recompute": True, "mp_comm_recompute": False}),
+    "recompute_kept_two_layers": Case(
+        {"recompute": [1, 2], "mp_comm_recompute": False}, {"swap": True, "op_swap": []}
+    ),
+    "recompute_excluded": Case({"recompute": True, "select_comm_recompute_exclude": [FFN_NORM]}),
+    "select_mlp": Case({"select_recompute": ["feed_forward", "ffn_norm"]}),
+    "select_attention": Case({"select_recompute": ["attention"]}),
+    "replicated": Case(sequence_parallel=False),
+    "replicated_recompute": Case({"recompute": True}, sequence_parallel=False),
+    "replicated_kept": Case({"recompute": True, "mp_comm_recompute": False}, sequence_parallel=False),
+    "slices": Case({"recompute": True, "recompute_slice_activation": True}, sequence_parallel=False),
+    "slices_kept": Case(
+        {"recompute": True, "recompute_slice_activation": True, "mp_comm_recompute": False},
+        sequence_parallel=False,
+    ),
+    "replicated_odd_batch": Case(sequence_parallel=False, batch=3),
+    "slices_odd_batch": Case(
+        {"recompute": True, "recompute_slice_activation": True}, sequence_parallel=False, batch=3
+    ),
+    "slices_of_parts": Case({"recompute": True, "recompute_slice_activation": True}),
+}
+
+
+@dataclass
+class Result:
+    """What one rank saw of one case: a step with a plan, and one after it was removed.
+
+    Args:
+        calls: (forward or backward, kind) -> number of collectives; ``moved_bytes``: bytes on the large side.
+        held_bytes: storages made in forward that live until backward.
+        left_over: what `AppliedPlan.remove` did not restore, by name.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+    moved_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+    held_bytes: int = 0
+    overrides: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    calls_after: Counter[tuple[str, str]] = field(default_factory=Counter)
+    grads_after: dict[str, torch.Tensor] = field(default_factory=dict)
+    left_over: list[str] = field(default_factory=list)
+
+
+class HeldBytes(TorchDispatchMode):
+    """Sees every storage that is made.
+
+    Args:
+        known: tensors that were there before.
+    """
+
+    def __init__(self, *known: torch.Tensor) -> None:
+        super().__init__()
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                if storage._cdata not in self._known:
+                    self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return result
+
+    def settled_total(self) -> int:
+        """Bytes of those that still live; gloo's threads let go of what they moved a moment later."""
+        totals = []
+        for _ in range(_LOOKS):
+            totals.append(sum(size for ref, size in self._storages.values() if not ref.expired()))
+            sleep(_LOOK_S)
+        return min(totals)
+
+
+@contextmanager
+def counted(result: Result) -> Iterator[Callable[[str], None]]:
+    """Count the collectives; yields what sets the name of the present part of the step."""
+    part, own = ["forward"], {name: getattr(dist, name) for name in KINDS if hasattr(dist, name)}
+
+    def counting(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            result.calls[part[0], kind] += 1
+            result.moved_bytes[part[0], kind] += max(tensor.nbytes for tensor in tensors)
+            return collective(*args, **kwargs)
+
+        return call
+
+    for name, collective in own.items():
+        setattr(dist, name, counting(KINDS[name], collective))
+    try:
+        yield lambda name: part.__setitem__(0, name)
+    finally:
+        for name, collective in own.items():
+            setattr(dist, name, collective)
+
+
+class _Warnings(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def run_on_rank(rank: int, folder: str) -> None:
+    """Run each case and write its `Result`, or the text of its error, as ``<case>.<rank>.pt``."""
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), WORLD_SIZE)
+    limit = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=limit)
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        runs: dict[str, Callable[[], object]] = {
+            name: lambda case=case: run_case(case, group) for name, case in CASES.items()
+        }
+        runs |= {f"weights_{name}": lambda again=again: run_sharded(again) for name, again in WEIGHTS.items()}
+        runs["mappings"] = lambda: run_mappings(rank, group)
+        for name, run in runs.items():
+            try:
+                found: object = run()
+            except Exception as error:  # told to the test of this case; the others go on
+                found = f"{type(error).__name__}: {error}"
+            torch.save(found, Path(folder, f"{name}.{rank}.pt"))
+    finally:
+        dist.destroy_process_group()
+
+
+def run_case(case: Case, group: dist.ProcessGroup) -> Result:
+    """Run a step with the plan and one after it was removed."""
+    result, seen = Result(), _Warnings()
+    model = parallel_llama(group, case.sequence_parallel)
+    before = snapshot(model)
+    logging.getLogger("hf_actswap.engine").addHandler(seen)
+    try:
+        if case.recompute is not None:
+            with tensor_parallel_group(group):
+                applied = apply(model, case.document)
+            result.overrides = [str(override) for override in applied.plan.overrides]
+            _step(model, case, result)
+            applied.remove()
+        else:
+            _step(model, case, result)
+    finally:
+        logging.getLogger("hf_actswap.engine").removeHandler(seen)
+    result.warnings = seen.lines
+    result.left_over = _differences(before, snapshot(model))
+    after = Result()
+    _step(model, case, after)
+    result.calls_after, result.grads_after = after.calls, after.grads
+    return result
+
+
+def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    return [name for name in before if before[name] != after[name]]
+
+
+def _step(model: nn.Module, case: Case, result: Result) -> None:
+    model.zero_grad()
+    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(11)
+    ids = torch.randint(0, VOCABULARY, (case.batch, LENGTH), generator=generator)
+    with counted(result) as begin:
+        with HeldBytes(ids, *model.parameters()) as held:
+            loss = model(input_ids=ids, labels=ids).loss
+        result.held_bytes = held.settled_total()
+        begin("backward")
+        loss.backward()
+    result.losses.append(loss.item())
+    result.grads = gradients(model)
+
+
+WEIGHTS = {"as_sharded": None, "again": True, "held": False}
+"""``parallel_optimizer_comm_recompute``, on a model that FSDP2 keeps gathered after forward."""
+
+
+def run_sharded(again: bool | None) -> Result:
+    """Run a step of a model sharded by FSDP2, whose weights stay gathered after forward."""
+    result, model = Result(), tiny_llama(use_cache=False)
+    mesh = init_device_mesh("cpu", (WORLD_SIZE,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh)
+    applied: AppliedPlan | None = None
+    if again is not None:
+        applied = apply(model, {"recompute_config": {"parallel_optimizer_comm_recompute": again}})
+        result.overrides = [str(override) for override in applied.plan.overrides]
+    _gathers_of_weights(model, result)
+    if applied is not None:
+        applied.remove()
+    after = Result()
+    _gathers_of_weights(model, after)
+    result.calls_after, result.grads_after = after.calls, after.grads
+    return result
+
+
+def _gathers_of_weights(model: nn.Module, result: Result) -> None:
+    model.zero_grad()
+    ids = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(dist.get_rank()))
+    with counted(result) as begin:
+        loss = model(input_ids=ids, labels=ids).loss
+        begin("backward")
+        loss.backward()
+    result.losses.append(loss.item())
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    result.grads = {
+        name: (grad.to_local() if isinstance(grad, DTensor) else grad).clone() for name, grad in found.items()
+    }
+
+
+def run_mappings(rank: int, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Values and gradients of each mapping; the input on a rank is its number plus 1 in every place."""
+    found: dict[str, torch.Tensor] = {}
+
+    def note(name: str, mapping: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> None:
+        value = torch.full(shape, rank + 1.0)
+        given = value.clone().requires_grad_()
+        output = mapping(given)
+        weights = torch.arange(output.numel(), dtype=output.dtype).view(output.shape) + rank
+        (output * weights).sum().backward()
+        assert given.grad is not None
+        found[name], found[f"{name} gradient"] = output.detach(), given.grad
+        assert torch.equal(given.detach(), value), f"{name} wrote into its argument"
+
+    with tensor_parallel_group(group):
+        note("copy", copy_to_tensor_model_parallel_region, 4)
+        note("reduce", reduce_from_tensor_model_parallel_region, 4)
+        for dim in (0, 1):
+            note(f"scatter {dim}", lambda x, dim=dim: scatter_to_sequence_parallel_region(x, dim), 4, 2)
+            note(f"gather {dim}", lambda x, dim=dim: gather_from_sequence_parallel_region(x, dim), 2, 2)
+            note(
+                f"gather alike {dim}",
+                lambda x, dim=dim: gather_from_sequence_parallel_region(x, dim, False),
+                2,
+                2,
+            )
+            note(
+                f"reduce-scatter {dim}",
+                lambda x, dim=dim: reduce_scatter_to_sequence_parallel_region(x, dim),
+                4,
+                2,
+            )
+        for name, alike in (("boundary", False), ("boundary mistaken", True)):
+            x = torch.arange(8.0).view(4, 2).requires_grad_()
+            output = gather_from_sequence_parallel_region(scatter_to_sequence_parallel_region(x), 0, alike)
+            output.square().sum().backward()
+            assert x.grad is not None
+            found[name] = x.grad
+    return found

@@ -57,21 +57,22 @@ hold as much as it drops."""
 FUSED = {"recompute_config": {"select_recompute": _ELEMENTWISE, "fused": True}}
 
 
-def mix_by_hand(layers: int) -> dict[str, Any]:
+def eager_mix(layers: int) -> dict[str, Any]:
     """Swap x, q, k, v, the attention output and the sum after it; recompute gate, up and elementwise ops.
 
     What is swapped is dear to compute again, and about as much as the link hides at 8,192 tokens (of a 7B
     layer 6 hidden states of 64 MiB, where 6.5 go meanwhile). The last layer keeps its share, because
-    backward asks for it at once. For `actswap_by_hand`.
+    backward asks for it at once. The reference would keep what a recomputed op reads (x, and the sum).
     """
     swapped = list(range(max(1, layers - 1)))
     products = {r"mlp\.gate_proj\.linear": True, r"mlp\.up_proj\.linear": True}
     return {
-        "config": {
-            "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 30, "layers": swapped}]},
-            "recompute_config": {"select_recompute": {**_ELEMENTWISE, **products}},
+        "swap_config": {
+            "swap": True,
+            "layer_swap": [{"backward_prefetch": 30, "layers": swapped}],
+            "select_recompute_input": True,
         },
-        "lifted": ["output", "add"],
+        "recompute_config": {"select_recompute": {**_ELEMENTWISE, **products}},
     }
 
 

@@ -11,7 +11,6 @@ import inspect
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ import hf_actswap
 from benchmarks.frontier_machine import available_host_bytes
 from benchmarks.frontier_stack import TrainingStep
 from benchmarks.frontier_workloads import layer_saved_bytes, layer_weight_bytes
-from hf_actswap import AppliedPlan, load_config, outline, resolve_plan
+from hf_actswap import AppliedPlan
 from hf_actswap.config.keys import RECOMPUTE_KEYS
 
 Setup = Callable[[TrainingStep, Any], AbstractContextManager[AppliedPlan | None]]
@@ -150,24 +149,6 @@ def _uncompile(layers: list[nn.Module]) -> None:
 def actswap(step: TrainingStep, config: Any) -> Iterator[AppliedPlan]:
     """Put a configuration of hf_actswap on."""
     with hf_actswap.apply(step.model, config) as applied:
-        yield applied
-
-
-@contextmanager
-def actswap_by_hand(step: TrainingStep, options: Mapping[str, Any]) -> Iterator[AppliedPlan]:
-    """Put a plan on that is written by hand: a configuration's, less the keeps of the second coupling rule.
-
-    The reference keeps what a recomputed op reads on the device. Here it may be swapped: backward brings it
-    back before the op runs again.
-
-    Args:
-        step: of whose model the plan is.
-        options: ``config``: a configuration of hf_actswap; ``lifted``: the op paths that swap again.
-    """
-    plan = resolve_plan(load_config(options["config"]), outline(step.model))
-    kept = [row for row in plan.rows if row.fate == "keep" and row.op_path in options["lifted"]]
-    by_hand = replace(plan, rows=tuple(row for row in plan.rows if row not in kept))
-    with hf_actswap.apply(step.model, by_hand) as applied:
         yield applied
 
 

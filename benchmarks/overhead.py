@@ -172,7 +172,7 @@ class Subject:
 
     def _settle(self) -> None:
         if self._recording is not None:
-            self._recording.events.clear()
+            self._recording.log.clear()
         self._synchronize()
 
     def _synchronize(self) -> None:

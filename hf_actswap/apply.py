@@ -20,6 +20,7 @@ from .plan import MemoryPlan, Outline, outline, resolve_plan
 from .plan.checkpointing_rules import problems_of_checkpointing
 from .plan.compiled import uncompiled
 from .plan.outline import unwrapped
+from .plan.overwritten import keep_what_is_overwritten
 from .report import PinningBar
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ def apply_plan(
         PlanError: the plan does not fit the model, or asks for what this version cannot carry out.
     """
     _refuse_what_cannot_be_applied(model, plan, shape)
+    plan = keep_what_is_overwritten(plan, shape)
     group = enclosing_group()
     replicas = None if group is None else Replicas(group)
     applied = install(model, plan, shape, transfer, progress or _bar_on_rank_0(), replicas)

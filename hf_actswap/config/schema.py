@@ -61,6 +61,8 @@ class SwapConfig:
 
     ``recompute_input`` (ours) lifts the reference's second coupling rule: the input of these layers, where
     they are recomputed whole, is swapped ``default_prefetch`` operators ahead and does not stay.
+    ``select_recompute_input`` (ours) lifts it for selective recomputation: what the recomputed ops of these
+    layers read is swapped where ``layer_swap`` or ``op_swap`` says so, with their windows.
     """
 
     swap: bool = False
@@ -68,6 +70,7 @@ class SwapConfig:
     layer_swap: tuple[LayerSwapRule, ...] | None = None
     op_swap: tuple[OpSwapRule, ...] | None = None
     recompute_input: Layers = False
+    select_recompute_input: Layers = False
 
 
 @dataclass(frozen=True)

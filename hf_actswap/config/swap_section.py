@@ -48,9 +48,9 @@ def read_swap(findings: Findings) -> SwapConfig:
     if section.get("default_prefetch") is not None:
         path = ("swap_config", "default_prefetch")
         values["default_prefetch"] = read_prefetch(findings, path, section["default_prefetch"])
-    if section.get("recompute_input") is not None:
-        path = ("swap_config", "recompute_input")
-        values["recompute_input"] = read_layers(findings, path, section["recompute_input"])
+    for key in ("recompute_input", "select_recompute_input"):
+        if section.get(key) is not None:
+            values[key] = read_layers(findings, ("swap_config", key), section[key])
     for key, read_entry, group_of in (
         ("layer_swap", _read_layer_entry, _layer_group),
         ("op_swap", _read_op_entry, _op_group),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..plan.actions import MemoryPlan, Scope, Windows
+from ..plan.kept_inside import KeptInside
 from ..plan.outline import OUTPUT, Outline
 
 Kind = Literal["keep", "swap", "recompute_inside", "recompute_function", "slice"]
@@ -42,11 +43,13 @@ class FateTable:
     def __init__(self, plan: MemoryPlan, outline: Outline) -> None:
         self._plan = plan
         self._known: dict[tuple[Scope, str, int | None], Action] = {}
+        self._kept_modules: dict[tuple[Scope, str], bool] = {}
         self._modules = [
             frozenset({"", *(op.path for op in layer.ops if op.kind != "function")})
             for layer in outline.layers
         ]
         self._roots = self._recomputed_modules(plan)
+        self._kept_inside = KeptInside(plan, self._modules)
         inside = {row.scope for row in plan.rows if row.op_path not in ("", OUTPUT)}
         compiled = {layer.index for layer in outline.layers if layer.compiled}
         self.checkpointed_layers = {
@@ -63,6 +66,7 @@ class FateTable:
         recomputing |= {_next(row.scope) for row in plan.rows if row.fate == "slice"}
         scopes: set[Scope] = {*range(len(outline.layers)), "embedding", "final_norm", "head"}
         self.scopes_without_recomputation = frozenset(scopes - (recomputing - compiled))
+        self.recomputes = bool(recomputing)
 
     def __getitem__(self, key: tuple[Scope, str, int | None]) -> Action:
         """The action for (scope, op path, ordinal)."""
@@ -71,14 +75,29 @@ class FateTable:
             action = self._known[key] = self._look_up(*key)
         return action
 
-    def follow(self, plan: MemoryPlan) -> None:
-        """Look fates up in ``plan`` from now on, which recomputes fewer ops of the same layers."""
-        self._plan, self._roots = plan, self._recomputed_modules(plan)
-        self._known.clear()
+    def follow(self, plan: MemoryPlan) -> MemoryPlan:
+        """Look fates up in ``plan`` from now on, which recomputes fewer ops of the same layers; return it."""
+        if plan is not self._plan:
+            self._plan, self._roots = plan, self._recomputed_modules(plan)
+            self._kept_inside = KeptInside(plan, self._modules)
+            self._known.clear()
+            self._kept_modules.clear()
+        return plan
 
     def is_region(self, scope: Scope, path: str) -> bool:
         """Whether a module is recomputed as one."""
         return (scope, path) in self._roots
+
+    def keeps_inside(self, scope: Scope, path: str) -> bool:
+        """Whether ops inside a module that is recomputed as one are kept or swapped."""
+        return self._kept_inside.anything(scope, path)
+
+    def is_kept_module(self, scope: Scope, path: str) -> bool:
+        """Whether it is a module inside a recomputed one, in which everything is kept or swapped."""
+        key = scope, path
+        if key not in self._kept_modules:
+            self._kept_modules[key] = self._kept_inside.is_whole(scope, path)
+        return self._kept_modules[key]
 
     def _look_up(self, scope: Scope, path: str, ordinal: int | None) -> Action:
         row = self._plan.row(scope, path, ordinal)

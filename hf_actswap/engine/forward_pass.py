@@ -27,17 +27,18 @@ from ..plan.actions import Scope
 from ..plan.opnames import OpStack
 from ..plan.outline import OUTPUT
 from ..plan.record import storage_key
-from .autograd_state import made_by_packing_node, next_node_number
+from .autograd_state import next_node_number
 from .backward import Backward
 from .checkpoint_inputs import Checkpoint, CheckpointInputs
 from .fates import KEEP, Action
 from .owners import Owner, Owners
 from .parameters import is_cast_of_parameter
 from .recompute import Region
-from .routines import Routines, Step
+from .routines import BETWEEN, Routines, SavedStep, Step, step_of
 from .schedule import PrefetchOrder
 from .swapped_storages import Setting, SwappedStorages
-from .tickets import Ticket, View, keep, moved_range
+from .tickets import Ticket, keep
+from .views import View, moved_range
 
 
 @dataclass(frozen=True)
@@ -55,12 +56,15 @@ class ForwardPass:
         setting: what the passes of one applied plan share.
         outside: modules whose parameters and buffers are never touched: those around the scopes.
         routines: what scopes do at every call.
+        call: arguments of the model: nobody's.
     """
 
-    def __init__(self, setting: Setting, outside: Iterable[nn.Module], routines: Routines) -> None:
+    def __init__(
+        self, setting: Setting, outside: Iterable[nn.Module], routines: Routines, call: Any = ()
+    ) -> None:
         self._setting, self._routines = setting, routines
         self._fates = setting.fates
-        self.owners = Owners(outside)
+        self.owners = Owners(outside, call)
         self.backward = Backward()
         self._hooks: list[int] = []
         self._clock = self.backward.clock
@@ -73,9 +77,13 @@ class ForwardPass:
         self._autocast = False
         self._ended = False
         self._call: tuple[Place, tuple[Any, ...], dict[str, Any]] | None = None
-        self._steps: Iterator[Step] | None = None
-        self._watched: list[Step] | None = None
-        self._first_op = 0
+        routine = routines[BETWEEN] if self._settled else None
+        watches = self._settled and routine is None and BETWEEN in routines.stretches
+        self._between = None if routine is None else iter(routine)
+        self._between_watched: list[Step] | None = [] if watches else None
+        self._steps: Iterator[Step] | None = self._between
+        self._watched: list[Step] | None = self._between_watched
+        self._first_op = self._clock.now()
         self._from_number = -1
         self.departed = False
         self.fuse = setting.fuse
@@ -127,31 +135,32 @@ class ForwardPass:
         if self._settled and not self.departed:
             routine = self._routines[place.scope]
             if routine is not None:
-                self._steps = iter(routine)
+                self._steps, self._watched = iter(routine), None
                 return False
-        self._watched = [] if self._settled and place.scope in self._routines.scopes else None
+        self._steps = None
+        self._watched = [] if self._settled and place.scope in self._routines.stretches else None
         self._follow()
         return True
 
     def end_scope(self, output: Any) -> None:
         """It ends; it owns what it hands on (a layer even what an op of its own produced)."""
         scope, self.scope = self.scope, None
-        steps, self._steps = self._steps, None
-        watched, self._watched = self._watched, None
+        steps, watched = self._steps, self._watched
         self._call = None
         self._inputs.end(self._auto)
-        self.owners.enter(())
         self._clock.leave_compiled()
         self._from_number = self._clock.shift - 1
+        if steps is None or self.owners.hold_regions:
+            self.owners.enter(())
         hidden = output[0] if isinstance(output, tuple) and output else output
-        if scope is None or not isinstance(hidden, torch.Tensor):
-            return
-        if isinstance(scope, int) or self.owners.owner(hidden) is None:
-            self.owners.own(hidden, self._fates[scope, OUTPUT, None])
-        if steps is not None and next(steps, None) is not None:
-            self._depart(scope)
-        if watched is not None and not self.departed:
-            self._routines.watched(scope, watched)
+        if scope is not None and isinstance(hidden, torch.Tensor):
+            self.owners.own_later(hidden, self._fates[scope, OUTPUT, None], not isinstance(scope, int))
+            if steps is not None and next(steps, None) is not None:
+                self._depart(scope)
+            if watched is not None and not self.departed:
+                self._routines.watched(scope, watched)
+        self._steps, self._watched = self._between, self._between_watched
+        self._first_op = self._clock.now()
 
     def pack(self, tensor: torch.Tensor) -> Ticket:
         """Autograd saves ``tensor``: return the ticket that it keeps instead.
@@ -166,14 +175,15 @@ class ForwardPass:
             self._swapped.release_due(op)
         if self._steps is not None:
             step = next(self._steps, None)
-            if step is not None:
-                offset_ops, dtype, own_output, action = step
-                if op - self._first_op == offset_ops and tensor.dtype is dtype:
-                    if action is not None:
-                        return self._swapped_by_routine(tensor.detach(), action, op)
-                    if own_output:
-                        tensor = tensor.detach()
+            if isinstance(step, int):
+                if op - self._first_op == step:
                     return tensor, tensor._version
+            elif step is not None and op - self._first_op == step.offset_ops and tensor.dtype is step.dtype:
+                if step.action is not None:
+                    return self._swapped_by_routine(tensor.detach(), step, op)
+                if step.own_output:
+                    tensor = tensor.detach()
+                return tensor, tensor._version
             self._depart(self.scope)
         if self._observation is not None:
             self._observation.in_forward(op)
@@ -191,7 +201,11 @@ class ForwardPass:
 
     def end(self) -> None:
         """The model's forward ends: release what is left, and plan the backward."""
-        self._ended, self._call, self.region = True, None, None
+        if self._between is not None and next(self._between, None) is not None:
+            self._depart(None)
+        elif self._between_watched is not None:
+            self._routines.watched(BETWEEN, self._between_watched)
+        self._ended, self._call, self.region, self._steps, self._watched = True, None, None, None, None
         if self._auto is not None and self._setting.auto is not None:
             self._setting.auto.forward_ended(self._auto)
         self._inputs.clear()
@@ -214,17 +228,23 @@ class ForwardPass:
         self.owners.enter(place.modules)
 
     def _depart(self, scope: Scope | None) -> None:
-        """The running call is not what its scope did before."""
-        self._steps, self.departed = None, True
-        if scope is not None:
-            self._routines.departed(scope)
+        """The running call is not what its stretch did before."""
+        self._steps = None
+        if scope is None:
+            self._between = None
+            self._routines.departed(BETWEEN)
+            return
+        self.departed = True
+        self._routines.departed(scope)
         self._follow()
 
-    def _swapped_by_routine(self, tensor: torch.Tensor, action: Action, op: int) -> Ticket:
-        ticket: Ticket | None = None
-        if action.windows is not None and not self._swapped.refuses(tensor):
-            ticket = self._swapped.ticket(tensor, View.of(tensor), action.windows, op)
-        return ticket or keep(tensor)
+    def _swapped_by_routine(self, tensor: torch.Tensor, step: SavedStep, op: int) -> Ticket:
+        windows = None if step.action is None else step.action.windows
+        if windows is None:
+            return keep(tensor)
+        if step.whole is not None:
+            return self._swapped.ticket_of_whole(tensor, step.whole, windows, op) or keep(tensor)
+        return self._swapped.ticket_unless_refused(tensor, windows, op) or keep(tensor)
 
     def _ticket_of_saved(self, tensor: torch.Tensor, op: int) -> Ticket:
         if self._ended:  # hooks that an interrupt left behind
@@ -245,9 +265,7 @@ class ForwardPass:
             ticket = self._ticket(tensor, owner, op)
         if self._watched is not None:
             action = KEEP if owner is None else owner.chosen[0] if owner.chosen else owner.action
-            swap = action if action.kind == "swap" else None
-            own_output = made_by_packing_node(saved)
-            self._watched.append(Step(op - self._first_op, saved.dtype, own_output, swap))
+            self._watched.append(step_of(saved, action, ticket, op - self._first_op))
         return ticket
 
     def _action_of_unmet(self) -> Action:

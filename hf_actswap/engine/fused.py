@@ -30,8 +30,10 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..plan.opnames import COMMUNICATIONS, function_name
-from .recompute import Catcher, Input, Kept, OutputTicket, Region, tensors_in
-from .tickets import StaleTensorError, View
+from .catcher import Catcher, Kept
+from .recompute import Input, OutputTicket, Region, tensors_in
+from .tickets import StaleTensorError
+from .views import View
 
 logger = logging.getLogger(__name__)
 

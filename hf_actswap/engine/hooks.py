@@ -31,13 +31,16 @@ from .around import Undo, around, compiled_around
 from .auto_windows import AutoWindows
 from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
 from .checkpoint_inputs import checkpoint_of
+from .checkpoint_watch import CheckpointWatch
 from .checkpointed_layer import checkpointed
 from .compiled_regions import CompiledRegions
 from .fates import FateTable
+from .foreseen import Foreseen
 from .forward_pass import ForwardPass, Place
 from .fused import Fuser
 from .host_budget import HostMemory, Progress
 from .naming_mode import NamingMode, end_region
+from .parameters import parameter_places
 from .recompute import Region
 from .recompute_choice import plan_that_pays
 from .routines import Routines
@@ -66,17 +69,18 @@ class Engine:
         called = compiled_around(model, outline)
         self._called = self._root if called is None else called  # a compiled wrapper has no truth value
         self._transfer, self._progress = transfer, progress
-        self._memory = HostMemory(plan)
+        self._memory, self._watch = HostMemory(plan), CheckpointWatch(self._root, plan, outline)
         self._counters = Counters()
         self._fates = FateTable(plan, outline)
         self._regions = CompiledRegions(plan, outline)
         self._inside: set[nn.Module] = set()
         self._outside: tuple[nn.Module, ...] = ()
         self._setting: Setting | None = None
+        self._first_parameter: tuple[nn.Module, str] | None = None
         self._forward: ForwardPass | None = None
         self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
-        self._routines = Routines(self._fates.scopes_without_recomputation)
-        self._named = self._routines.scopes & self._fates.named_layers
+        self._routines = Routines(self._fates.scopes_without_recomputation, not self._fates.recomputes)
+        self._named = self._fates.scopes_without_recomputation & self._fates.named_layers
         self._inside_hooks: list[Undo] | None = None
         self._mode: NamingMode | None = None
 
@@ -145,7 +149,10 @@ class Engine:
             step()
 
     def _device(self) -> torch.device:
-        return next((parameter.device for parameter in self._root.parameters()), torch.device("cpu"))
+        """The first parameter's, which is looked for once: parameters change, their places do not."""
+        module, name = self._first_parameter or next(parameter_places(self._root), (self._root, ""))
+        self._first_parameter = module, name
+        return getattr(module._parameters.get(name), "device", torch.device("cpu"))
 
     def _setting_on(self, device: torch.device) -> Setting:
         """The device is asked at each forward: a plan may be applied before the model is moved."""
@@ -182,13 +189,6 @@ class Engine:
     def _overridden(self, overrides: Sequence[Override]) -> None:
         self.plan = replace(self.plan, overrides=(*self.plan.overrides, *overrides))
 
-    def _choose(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Recompute only what pays, now that the shapes are known."""
-        plan = plan_that_pays(self.plan, self._root, self.outline, args, kwargs)
-        if plan is not self.plan:
-            self.plan = plan
-            self._fates.follow(plan)
-
     def _close_pool(self) -> None:
         if self._setting is not None:
             self._setting.pool.close()
@@ -197,17 +197,17 @@ class Engine:
         self._clean_up()
         if not torch.is_grad_enabled():
             return
+        self._watch.check()
         if self._routines.knows(self._named):
             self._leave_inside()
         else:
             self._follow_inside()
         known, setting = self._setting, self._setting_on(self._device())
         if setting is not known:
-            overlaps = setting.transfer.overlaps
-            self._memory.make_ready(setting.pool, overlaps, self._root, self.outline, args, kwargs)
-            self._choose(args, kwargs)
-        forward = ForwardPass(setting, self._outside, self._routines)
-        forward.own_outside((args, kwargs))
+            foreseen = Foreseen(self._root, self.outline, args, kwargs)
+            self._memory.make_ready(setting.pool, setting.transfer.overlaps, foreseen)
+            self.plan = self._fates.follow(plan_that_pays(self.plan, foreseen))
+        forward = ForwardPass(setting, self._outside, self._routines, (args, kwargs))
         self._forward = forward
         self._counters.forwards += 1
         self._saving = torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.backward.unpack)
@@ -278,15 +278,21 @@ class Engine:
             if forward is None or forward.stack is None:
                 return
             forward.stack.enter(path)
-            if forward.region is None and self._fates.is_region(scope, path):
+            region = forward.region
+            if region is None and self._fates.is_region(scope, path):
                 forward.region = self._region(forward, module, scope, path, args, kwargs)
+            elif region is not None and region.kept is not None and self._fates.is_kept_module(scope, path):
+                region.kept.enters(module, (args, kwargs), region.packs)
 
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             forward = self._forward
             if forward is None or forward.stack is None:
                 return
-            if self._fates.is_region(scope, path):
+            region = forward.region
+            if region is not None and region.function is module:
                 end_region(forward, output)
+            elif region is not None and region.kept is not None:
+                region.kept.leaves(module, output, region.packs)
             forward.stack.leave(path)
 
         return around(module, before, after)
@@ -301,8 +307,8 @@ class Engine:
         kwargs: dict[str, Any],
     ) -> Region:
         name = f"{scope}.{path}" if path else str(scope)
-        ticket_of, fuse = forward.ticket_of_input, forward.fuse
-        return Region(name, module, args, kwargs, ticket_of, self._counters, True, fuse)
+        ticket_of, fuse, keeps = forward.ticket_of_input, forward.fuse, self._fates.keeps_inside(scope, path)
+        return Region(name, module, args, kwargs, ticket_of, self._counters, True, fuse, keeps)
 
     def _leave_mode(self) -> None:
         mode, self._mode = self._mode, None

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from ..plan.actions import MemoryPlan
-from ..plan.outline import Outline
-from ..plan.save_recorder import record_saved
 from ..plan.saved_bytes import swapped_copies
+from .foreseen import Foreseen
 from .free_ranges import ALIGNMENT_BYTES
 from .host_memory import (
     available_bytes,
@@ -82,15 +79,7 @@ class HostMemory:
         if undo is not None:
             undo()
 
-    def make_ready(
-        self,
-        pool: HostPool,
-        pinned: bool,
-        model: nn.Module,
-        outline: Outline,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> None:
+    def make_ready(self, pool: HostPool, pinned: bool, foreseen: Foreseen) -> None:
         """Say whether what the plan swaps in the forward that starts has room, and begin to allocate it.
 
         Only tensors that certainly move count: not those among which ``auto`` will choose, which chooses
@@ -102,11 +91,9 @@ class HostMemory:
             pool: from `pool`.
             pinned: whether copies overlap compute: else ``auto`` swaps everything, and nothing has to be
                 locked beforehand.
-            model: the model inside its wrappers.
-            outline: of this model.
-            args, kwargs: of its call.
+            foreseen: what the forward that starts will save.
         """
-        sizes_bytes = self._swapped(pinned, model, outline, args, kwargs)
+        sizes_bytes = self._swapped(pinned, foreseen)
         if not sizes_bytes:
             return
         found = forecast(sum(sizes_bytes), self._plan.host_memory_bytes, self._ranks, self._available)
@@ -120,28 +107,19 @@ class HostMemory:
             aligned = sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes_bytes)
             pool.reserve(aligned)  # at most the budget
 
-    def _swapped(
-        self,
-        pinned: bool,
-        model: nn.Module,
-        outline: Outline,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> list[int]:
+    def _swapped(self, pinned: bool, foreseen: Foreseen) -> list[int]:
         """Bytes of each copy; empty where there are none or they are not known."""
         moving = {
             row for row in self._plan.rows if row.fate == "swap" and (row.windows is not None or not pinned)
         }
         if not moving or torch.compiler.is_compiling():
             return []
-        if outline.compiled or any(layer.compiled for layer in outline.layers):
-            logger.info("No forecast of host memory: the compiler decides what compiled layers save.")
-            return []
-        try:
-            saved = record_saved(model, outline, args, kwargs)
-        except Exception as error:  # the model's own code runs: it may raise anything
-            why = next(iter(str(error).splitlines()), "")
+        saved = foreseen.saved()
+        if saved is not None:
+            return [copy.size_bytes for copy in swapped_copies(saved, self._plan) if copy.row in moving]
+        if foreseen.compiled:
+            logger.info("No forecast of host memory: %s.", foreseen.why_not)
+        else:
+            why = foreseen.why_not
             logger.info("No forecast of host memory: the model does not run on fake tensors (%s).", why)
-            logger.debug("no forecast", exc_info=True)
-            return []
-        return [copy.size_bytes for copy in swapped_copies(saved, self._plan) if copy.row in moving]
+        return []

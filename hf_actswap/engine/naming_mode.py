@@ -11,9 +11,10 @@ from torch.utils._pytree import tree_leaves
 
 from ..plan.opnames import COMMUNICATIONS, function_name
 from ..plan.record import storage_key
+from .catcher import RecomputeError
 from .fates import KEEP, Action, FateTable
 from .forward_pass import ForwardPass
-from .recompute import RecomputeError, Region
+from .recompute import Region
 from .replay import can_run_again, draws_random_numbers
 from .stats import Counters
 
@@ -51,6 +52,11 @@ class NamingMode(TorchFunctionMode):
         versions = None if region is None else [tensor._version for tensor in inputs]
         forward.running = action
         outer = forward.region
+        kept = None if outer is None else outer.kept
+        if outer is not None and kept is not None:
+            foreign = region is None and action.kind in ("keep", "swap")
+            random = foreign and draws_random_numbers(func, name, args, kwargs)
+            kept.calls(name, path, (args, kwargs), outer.packs, foreign, random)
         if region is not None:
             forward.region = region
         try:
@@ -64,8 +70,8 @@ class NamingMode(TorchFunctionMode):
                 "(select_recompute_exclude)"
             )
         self._own_outputs(result, known, path, action, region)
-        if outer is not None and name in COMMUNICATIONS:
-            self._note_communication(outer, result, action)
+        if outer is not None and kept is not None:
+            kept.returns(name, path, result, outer.packs)
         return result
 
     def _region(
@@ -92,14 +98,6 @@ class NamingMode(TorchFunctionMode):
         ticket_of = self._forward.ticket_of_input
         name, fuse = f"{self._forward.scope}.{path}", self._forward.fuse
         return Region(name, func, args, kwargs, ticket_of, self._counters, random, fuse)
-
-    def _note_communication(self, outer: Region, result: torch.Tensor, action: Action) -> None:
-        """Let the region around a communication know what it does about it when it runs again."""
-        if action.kind in ("keep", "swap"):
-            ticket = self._forward.ticket_of_input(result)
-            outer.communications.keep(ticket, result.requires_grad, outer.packs)
-        else:
-            outer.communications.communicates_again()
 
     def _own_outputs(
         self, result: Any, known: set[int | None], path: str, action: Action, region: Region | None

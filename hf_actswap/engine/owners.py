@@ -6,12 +6,15 @@ A storage is known by the address of its storage object, which cannot be reused 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from ..plan.record import storage_key
 from .fates import KEEP, Action
@@ -45,23 +48,37 @@ class Owners:
 
     Args:
         modules: whose parameters and buffers are nobody's, until `enter` names others.
+        values: tensors among which are nobody's either.
+
+    Nothing is read before somebody asks: where every layer keeps to its routine, nobody does.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], values: Any = ()) -> None:
         self._owners: dict[int, Owner] = {}
         self._unread: Iterable[nn.Module] = modules
+        self._values = values
+        self._left_behind: list[tuple[weakref.ref[torch.Tensor], Action, bool]] = []
         self._rebuildable: list[Owner] = []
+
+    @property
+    def hold_regions(self) -> bool:
+        """Whether outputs are known that a region can rebuild; `enter` lets go of those that are gone."""
+        return bool(self._rebuildable)
 
     def enter(self, modules: Iterable[nn.Module]) -> None:
         """Other modules run: their parameters and buffers are nobody's."""
         self._let_go()
-        self._read_parameters()
+        self._read()
         self._unread = modules
+
+    def own_later(self, tensor: torch.Tensor, action: Action, only_if_unmet: bool) -> None:
+        """As `own`, before the next question; ``only_if_unmet``: unless the storage has an owner then."""
+        self._left_behind.append((weakref.ref(tensor), action, only_if_unmet))
 
     def by_key(self, key: int) -> Owner | None:
         """The owner of a storage, if it has been met."""
-        if self._unread:
-            self._read_parameters()
+        if self._unread or self._left_behind:
+            self._read()
         return self._owners.get(key)
 
     def owner(self, tensor: torch.Tensor) -> Owner | None:
@@ -76,7 +93,17 @@ class Owners:
         key = storage_key(tensor)
         if key is None:
             return
-        known = self.by_key(key)
+        self._set(tensor, key, self.by_key(key), action, region, position)
+
+    def _set(
+        self,
+        tensor: torch.Tensor,
+        key: int,
+        known: Owner | None,
+        action: Action,
+        region: Region | None = None,
+        position: int = 0,
+    ) -> None:
         if known is None:
             self._owners[key] = Owner(StorageWeakRef(tensor.untyped_storage()), action, region, position)
         elif not known.outside:
@@ -88,7 +115,8 @@ class Owners:
         """Forget everything."""
         self._owners.clear()
         self._rebuildable.clear()
-        self._unread = ()
+        self._left_behind.clear()
+        self._unread = self._values = ()
 
     def _let_go(self) -> None:
         """Let go of regions whose outputs are gone: a region holds inputs, and nobody can save these now."""
@@ -99,6 +127,25 @@ class Owners:
             elif owner.region is not None:
                 alive.append(owner)
         self._rebuildable = alive
+
+    def _read(self) -> None:
+        """Read what has been put off: parameters, arguments of the model, outputs; in this order."""
+        self._read_parameters()
+        values, self._values = self._values, ()
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, torch.Tensor):
+                key = storage_key(leaf)
+                if key is not None and key not in self._owners:
+                    self._set(leaf, key, None, KEEP)
+        left_behind, self._left_behind = self._left_behind, []
+        for reference, action, only_if_unmet in left_behind:
+            tensor = reference()
+            key = None if tensor is None else storage_key(tensor)
+            if tensor is None or key is None:
+                continue
+            known = self._owners.get(key)
+            if known is None or not only_if_unmet:
+                self._set(tensor, key, known, action)
 
     def _read_parameters(self) -> None:
         """Read where the parameters lie now.

@@ -17,24 +17,20 @@ a layer in which some op is excluded from recomputation is a region instead.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from .communications import KeptCommunications
+from .catcher import AllCaught, Catcher, Kept, RecomputeError
+from .kept_calls import NotAsBefore
+from .kept_results import KeptResults
 from .replay import CallState
 from .stats import Counters
-from .tickets import StaleTensorError, SwapGroup, Ticket, View, restore
-
-
-class RecomputeError(RuntimeError):
-    """A region cannot be run again, or did not save the same tensors when it was."""
-
-
-class _AllCaught(Exception):
-    """Ends a recomputation early."""
+from .tickets import StaleTensorError, SwapGroup, Ticket, restore
+from .views import View
 
 
 class Region:
@@ -46,6 +42,7 @@ class Region:
         args, kwargs: of the call; tensors among them are held by tickets.
         ticket_of: makes the ticket for an input.
         random: whether the random state must be restored.
+        keeps: whether ops inside are kept or swapped, so that they are not run again (`kept_results`).
         fuse: runs the region again in its own way, or returns false (`fused`).
     """
 
@@ -59,6 +56,7 @@ class Region:
         counters: Counters,
         random: bool,
         fuse: Callable[[Region], bool] | None = None,
+        keeps: bool = False,
     ) -> None:
         self.name, self.function = name, run
         self.packs = 0
@@ -74,17 +72,20 @@ class Region:
         self._caught: dict[int, Kept] = {}
         self._outputs: dict[int, _Output] = {}
         self._versions: dict[int, int] = {}
-        self.communications = KeptCommunications()
+        self.kept = KeptResults(ticket_of, device_type) if keeps else None
 
     def saved(self, tensor: torch.Tensor) -> RegionTicket:
         """Make the ticket of the tensor packed last."""
         index = self.packs - 1
         self.expected[index] = (tensor.shape, tensor.dtype)
+        if self.kept is not None:
+            self.kept.saved(index, tensor)
         return RegionTicket(self, index)
 
     def close(self) -> None:
         """The call has ended."""
-        self.communications.close(max(self.expected, default=-1))
+        if self.kept is not None:
+            self.kept.close()
 
     def returned(self, position: int, tensor: torch.Tensor) -> None:
         """The call returned ``tensor``, at ``position`` among the tensors that it returned."""
@@ -110,6 +111,8 @@ class Region:
         """Nobody will ask for saved tensor ``index`` any more."""
         self.expected.pop(index, None)
         self._caught.pop(index, None)
+        if self.kept:
+            self.kept.needed_until(max(self.expected, default=-1))
 
     def take_output(self, position: int, ticket: OutputTicket) -> torch.Tensor:
         """Return output ``position``; it is dropped when all its consumers have had it."""
@@ -158,36 +161,28 @@ class Region:
             ) from error
 
     def _run_again(self, outputs: bool) -> None:
-        if self._fuse is not None and self._fuse(self):
+        if self._fuse is not None and not self.kept and self._fuse(self):
             return
         leaves = self._inputs()
+        try:
+            caught, result = self._run(leaves, outputs, self.kept)
+        except NotAsBefore:
+            caught, result = self._run(leaves, outputs, None)
+        self.rebuilt_as(caught, tensors_in(result))
+
+    def _run(self, leaves: list[Any], outputs: bool, kept: KeptResults | None) -> tuple[dict[int, Kept], Any]:
         catcher = Catcher(self.name, dict(self.expected), early=not (outputs or self._outputs))
         with (
             self.state.restored(),
-            self.communications.replayed(),
+            kept.replayed(catcher) if kept else nullcontext(),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(catcher.pack, catcher.unpack),
         ):
             try:
                 result = self.call(self.function, leaves)
-            except _AllCaught:
+            except AllCaught:
                 result = None
-        self.rebuilt_as(catcher.complete(), tensors_in(result))
-
-
-class Kept:
-    """A rebuilt tensor, with the version that it had."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._version = tensor, tensor._version
-
-    def tensor(self) -> torch.Tensor:
-        """Return it. Raises `StaleTensorError` if the backward of another op wrote into it."""
-        if self._tensor._version != self._version:
-            raise StaleTensorError(self._tensor.shape, self._version, self._tensor._version)
-        return self._tensor
+        return catcher.complete(), result
 
 
 @dataclass(slots=True)
@@ -223,43 +218,6 @@ class Input:
 
     def tensor(self) -> torch.Tensor:
         return restore(self.ticket).detach().requires_grad_(self.requires_grad)
-
-
-class Catcher:
-    """Hooks of a recomputation: catch by number what is needed, keep nothing else."""
-
-    def __init__(self, name: str, expected: dict[int, tuple[torch.Size, torch.dtype]], early: bool) -> None:
-        self._name, self._expected, self._early = name, expected, early
-        self.count = 0
-        self.caught: dict[int, Kept] = {}
-
-    def pack(self, tensor: torch.Tensor) -> int:
-        index = self.count
-        self.count += 1
-        if index in self._expected:
-            if (tensor.shape, tensor.dtype) != self._expected[index]:
-                raise RecomputeError(
-                    f"{self._name}: run again, saved tensor {index} is {list(tensor.shape)} {tensor.dtype}; "
-                    f"in forward it was {list(self._expected[index][0])} {self._expected[index][1]}"
-                )
-            self.caught[index] = Kept(tensor.detach())
-            if self._early and len(self.caught) == len(self._expected):
-                raise _AllCaught
-        return index
-
-    def complete(self) -> dict[int, Kept]:
-        """Return what was caught. Raises `RecomputeError` if something is missing."""
-        if missing := [index for index in self._expected if index not in self.caught]:
-            raise RecomputeError(
-                f"{self._name}: run again, it saved {self.count} tensors and not number {missing[0]}; "
-                "it must do the same work each time (data-dependent control flow? a changed module?)"
-            )
-        return self.caught
-
-    def unpack(self, index: int) -> torch.Tensor:
-        raise RecomputeError(
-            f"{self._name}: a recomputation has no backward of its own (saved tensor {index})"
-        )
 
 
 class RegionTicket:

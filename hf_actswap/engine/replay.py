@@ -35,6 +35,9 @@ _IN_PLACE_OPERATORS = frozenset(
 
 _AutocastState = tuple[str, bool, torch.dtype, bool]
 
+RandomState = dict[str, torch.Tensor]
+"""State of the default generators, by kind of device."""
+
 
 class CallState:
     """What a call was made under.
@@ -46,8 +49,9 @@ class CallState:
     """
 
     def __init__(self, device_type: str, random: bool, values: Iterable[object]) -> None:
+        self.device_type = device_type
         self._autocast = [_autocast_state(kind) for kind in sorted({"cpu", device_type})]
-        self._random = _random_state(device_type) if random else None
+        self._random = random_state(device_type) if random else None
         self._generators = [
             (value, value.get_state()) for value in values if isinstance(value, torch.Generator)
         ]
@@ -113,24 +117,31 @@ def _autocast(state: _AutocastState) -> torch.autocast:
     return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
 
-def _random_state(device_type: str) -> dict[str, torch.Tensor]:
+def random_state(device_type: str) -> RandomState:
+    """Return the state of the generators that a computation on such a device draws from."""
     states = {"cpu": torch.get_rng_state()}
     if device_type != "cpu":
         states[device_type] = torch.get_device_module(device_type).get_rng_state()
     return states
 
 
-@contextmanager
-def _replayed(states: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Run with the random state of the forward, and leave the present one as it was."""
-    present = {kind: _random_state(kind)[kind] for kind in states}
-    try:
-        _set_random_state(states)
-        yield
-    finally:
-        _set_random_state(present)
-
-
-def _set_random_state(states: dict[str, torch.Tensor]) -> None:
+def set_random_state(states: RandomState) -> None:
+    """Let the generators go on from ``states``."""
     for kind, state in states.items():
         (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(state)
+
+
+def same_random_state(one: RandomState, other: RandomState) -> bool:
+    """Whether nothing was drawn between the two."""
+    return all(torch.equal(state, other[kind]) for kind, state in one.items())
+
+
+@contextmanager
+def _replayed(states: RandomState) -> Iterator[None]:
+    """Run with the random state of the forward, and leave the present one as it was."""
+    present = {kind: random_state(kind)[kind] for kind in states}
+    try:
+        set_random_state(states)
+        yield
+    finally:
+        set_random_state(present)

@@ -1,4 +1,4 @@
-"""What a layer packs at every call: watched until two calls in a row are alike, then gone by.
+"""What a stretch of the model packs at every call: watched until two calls are alike, then gone by.
 
 Following a layer's ops costs more than many a small op: a function mode names them, hooks on its modules
 follow the path, every storage gets an owner. But a layer does the same work at every step. So each call is
@@ -11,42 +11,65 @@ keeping give the same numbers: the rest of that one layer is kept or swapped by 
 layers of the forward are followed again, and so is everything until two calls are alike once more. After
 ``MOST_DEPARTURES`` the model is taken at its word: nothing is a routine any more.
 
-Only layers that swap or keep have routines: recomputation needs the op itself, not only its outcome.
+Only layers that swap or keep have routines: recomputation needs the op itself, not only its outcome. What
+runs between the layers (rotary embedding, loss) is a stretch of its own; where it departs, the layers go on.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from ..plan.actions import Scope
+from .autograd_state import made_by_packing_node
 from .fates import Action
+from .tickets import SwapGroup, SwapTicket, Ticket
+from .views import View
 
 logger = logging.getLogger(__name__)
 
 MOST_DEPARTURES = 3
+BETWEEN: Literal["between"] = "between"
+
+Stretch = Scope | Literal["between"]
+"""A scope, or all that runs outside of any, in order."""
 
 
-class Step(NamedTuple):
-    """One saved tensor.
+class SavedStep(NamedTuple):
+    """One saved tensor that is swapped, or that its own node made.
 
     Args:
-        offset_ops: operators since the call began.
+        offset_ops: operators since the stretch began, or began anew.
         dtype: of the tensor.
         own_output: whether its own node made it, so that a ticket must hold it detached.
         action: a swap; ``None``: kept.
+        whole: how it looks, if it is contiguous and all of its storage, and was swapped.
     """
 
     offset_ops: int
     dtype: torch.dtype
     own_output: bool
     action: Action | None
+    whole: View | None
 
+
+Step = int | SavedStep
+"""An int is a tensor that is kept as it is, by its ``offset_ops``: most are such."""
 
 Routine = Sequence[Step]
+
+
+def step_of(saved: torch.Tensor, action: Action, ticket: Ticket, offset_ops: int) -> Step:
+    """Write down what was made of ``saved``, in its pack hook."""
+    own_output = made_by_packing_node(saved)
+    if action.kind != "swap":
+        return SavedStep(offset_ops, saved.dtype, True, None, None) if own_output else offset_ops
+    whole = ticket.group.whole if isinstance(ticket, SwapGroup | SwapTicket) else None
+    looks_whole = whole is not None and View.of(saved) == whole
+    return SavedStep(offset_ops, saved.dtype, own_output, action, whole if looks_whole else None)
 
 
 class Routines:
@@ -54,35 +77,42 @@ class Routines:
 
     Args:
         scopes: those that have one.
+        between: whether what runs between them has one.
     """
 
-    def __init__(self, scopes: frozenset[Scope]) -> None:
-        self.scopes = scopes
-        self._last: dict[Scope, list[Step]] = {}
-        self._known: dict[Scope, Routine] = {}
-        self._departures = 0
+    def __init__(self, scopes: frozenset[Scope], between: bool) -> None:
+        self.stretches: frozenset[Stretch] = scopes | {BETWEEN} if between else scopes
+        self._last: dict[Stretch, list[Step]] = {}
+        self._known: dict[Stretch, Routine] = {}
+        self._departures = self._departures_between = 0
 
-    def __getitem__(self, scope: Scope) -> Routine | None:
-        """The routine of a scope; ``None``: follow it."""
-        return self._known.get(scope)
+    def __getitem__(self, stretch: Stretch) -> Routine | None:
+        """The routine of a stretch; ``None``: follow it."""
+        return self._known.get(stretch)
 
-    def knows(self, scopes: frozenset[Scope]) -> bool:
-        """Whether all of ``scopes`` have one."""
-        return self._known.keys() >= scopes
+    def knows(self, stretches: frozenset[Scope]) -> bool:
+        """Whether all of ``stretches`` have one."""
+        return self._known.keys() >= stretches
 
-    def watched(self, scope: Scope, steps: list[Step]) -> None:
-        """A call of ``scope`` ended that was followed from beginning to end."""
-        if self._departures >= MOST_DEPARTURES or scope not in self.scopes:
+    def watched(self, stretch: Stretch, steps: list[Step]) -> None:
+        """A call of ``stretch`` ended that was followed from beginning to end."""
+        departures = self._departures_between if stretch == BETWEEN else self._departures
+        if departures >= MOST_DEPARTURES or stretch not in self.stretches:
             return
-        if self._last.get(scope) == steps:
-            self._known[scope] = steps
+        if self._last.get(stretch) == steps:
+            self._known[stretch] = steps
         else:
-            self._last[scope] = steps
+            self._last[stretch] = steps
 
-    def departed(self, scope: Scope) -> None:
-        """A call did not keep to its routine: forget them all."""
+    def departed(self, stretch: Stretch) -> None:
+        """A call did not keep to its routine: forget it, and if it was a layer's, all of them."""
+        if stretch == BETWEEN:
+            self._departures_between += 1
+            self._known.pop(BETWEEN, None)
+            self._last.pop(BETWEEN, None)
+            return
         self._departures += 1
         then = "from now on each op is followed" if self._departures >= MOST_DEPARTURES else "learning anew"
-        logger.info("%s ran other operators than before; %s", scope, then)
+        logger.info("%s ran other operators than before; %s", stretch, then)
         self._known.clear()
         self._last.clear()

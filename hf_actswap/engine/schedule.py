@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
@@ -83,7 +83,13 @@ class PrefetchOrder(Generic[Item]):
 
     def __init__(self, hooks: Iterable[int], wants: Iterable[Want[Item]]) -> None:
         points = sorted(set(hooks))
-        triggers = [(_trigger(points, want), want.consumer, want.item) for want in wants]
+        triggers = []
+        for item, consumer, prefetch_ops in wants:
+            point = consumer + prefetch_ops
+            index = bisect_left(points, point)
+            # The last hook at or before the prefetch point in backward: the lowest number not below it.
+            at = points[index] if index < len(points) else points[-1] if points else point
+            triggers.append((at, consumer, item))
         triggers.sort(key=itemgetter(0, 1), reverse=True)  # stable: equal ones stay in order
         self._items = [item for _, _, item in triggers]
         self._at = [*(at for at, _, _ in triggers), -_NEVER]
@@ -107,12 +113,3 @@ class PrefetchOrder(Generic[Item]):
             stop += 1
         self._next = stop
         return self._items[start:stop]
-
-
-def _trigger(points: Sequence[int], want: Want[Item]) -> int:
-    """The last hook at or before the prefetch point in backward, that is the lowest number not below it."""
-    point = want.consumer + want.prefetch_ops
-    index = bisect_left(points, point)
-    if index < len(points):
-        return points[index]
-    return points[-1] if points else point

@@ -74,6 +74,9 @@ class SwapStats:
 _LOGGED = ("offloaded_bytes", "prefetched_bytes", "stalls", "stall_ms", "recomputes", "host_peak_bytes")
 _NOT_TOTALS = frozenset({"refused", "host_bytes", "host_peak_bytes", "host_pool_bytes", "live_swaps"})
 
+_PENDING_WAITS = 1024
+"""Waits that are added up at the latest when there are so many."""
+
 
 class Counters:
     """The mutable side: the engine adds, `snapshot` reads."""
@@ -91,6 +94,7 @@ class Counters:
         self.refused: Counter[str] = Counter()
         self._stall_ms = 0.0
         self._pending: list[PendingTime] = []
+        self._settle_at = _PENDING_WAITS
         self.listener: Callable[[PendingTime], None] | None = None
         """Is told of each wait while a step is observed."""
 
@@ -99,19 +103,15 @@ class Counters:
         if waited is not None:
             self.stalls += 1
             self._pending.append(waited)
+            if len(self._pending) >= self._settle_at:  # nobody may ever ask for a snapshot
+                self._settle()
+                self._settle_at = len(self._pending) + _PENDING_WAITS
             if self.listener is not None:
                 self.listener(waited)
 
     def snapshot(self, host_bytes: int, host_peak_bytes: int, host_pool_bytes: int) -> SwapStats:
         """Return the totals; waits whose end the device has not reached are counted next time."""
-        still: list[PendingTime] = []
-        for waited in self._pending:
-            elapsed = waited.elapsed_ms()
-            if elapsed is None:
-                still.append(waited)
-            else:
-                self._stall_ms += elapsed
-        self._pending = still
+        self._settle()
         return SwapStats(
             forwards=self.forwards,
             offloaded_bytes=self.offloaded_bytes,
@@ -128,3 +128,14 @@ class Counters:
             host_pool_bytes=host_pool_bytes,
             live_swaps=self.live_swaps,
         )
+
+    def _settle(self) -> None:
+        """Add up the waits that are over."""
+        still: list[PendingTime] = []
+        for waited in self._pending:
+            elapsed = waited.elapsed_ms()
+            if elapsed is None:
+                still.append(waited)
+            else:
+                self._stall_ms += elapsed
+        self._pending = still

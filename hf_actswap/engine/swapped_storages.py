@@ -19,8 +19,12 @@ from .recompute import Region
 from .schedule import ReleaseQueue, Want
 from .slices import Slices
 from .stats import Counters
-from .tickets import SwapGroup, SwapTicket, View, moved_range
+from .tickets import SwapGroup, SwapTicket
 from .transfer import Transfer
+from .views import View, moved_range
+
+Swapped = SwapGroup | SwapTicket
+"""The ticket of a tensor that moves."""
 
 NO_HOST_MEMORY = "host memory cap"
 """The cap (``host_memory_gib``) is reached, or the machine has no more."""
@@ -55,7 +59,7 @@ class SwappedStorages:
         self._all_groups: list[weakref.ref[SwapGroup]] = []
         self.releases: ReleaseQueue[weakref.ref[SwapGroup]] = ReleaseQueue()
 
-    def ticket(self, tensor: torch.Tensor, view: View, windows: Windows, op: int) -> SwapTicket | None:
+    def ticket(self, tensor: torch.Tensor, view: View, windows: Windows, op: int) -> Swapped | None:
         """Make the ticket of a detached tensor, and start the copy out of its storage if there is none yet.
 
         Args:
@@ -67,18 +71,38 @@ class SwappedStorages:
         Returns:
             ``None`` if there is no host memory; counted.
         """
-        key = tensor.untyped_storage()._cdata
-        reference = self._groups.get(key)
-        group = reference() if reference else None
-        if group is None or not group.covers(view, tensor._version):
-            group = self._new_group(tensor, view, windows, op, key, again=group is not None)
-            if group is None:
-                self._setting.counters.refused[NO_HOST_MEMORY] += tensor.nbytes
-                return None
-        group.last_use = op
-        if self._inputs.listening:
-            self._inputs.swapped(group)
-        return SwapTicket(group, view)
+        storage = tensor.untyped_storage()
+        group = self._known(storage)
+        if group is not None and group.covers(view, tensor._version):
+            return self._saved(SwapTicket(group, view), group, op)
+        storage_bytes = storage.nbytes()
+        size_bytes = tensor.nbytes
+        moved = (0, storage_bytes) if group is not None else moved_range(view, size_bytes, storage_bytes)
+        whole = size_bytes == moved[1] - moved[0] == storage_bytes and tensor.is_contiguous()
+        group = self._new_group(tensor, view, storage, whole, moved, windows, op)
+        return None if group is None else self._saved(group, group, op)
+
+    def ticket_of_whole(self, tensor: torch.Tensor, view: View, windows: Windows, op: int) -> Swapped | None:
+        """As `ticket_unless_refused`, of a tensor that was contiguous and all of its storage before.
+
+        Args:
+            tensor: detached, of the dtype that ``view`` has.
+            view: of the one before.
+            windows, op: see `ticket`.
+        """
+        storage = tensor.untyped_storage()
+        size_bytes = storage.nbytes()
+        if tensor.shape != view.shape or tensor.nbytes != size_bytes or not tensor.is_contiguous():
+            return self.ticket_unless_refused(tensor, windows, op)
+        group = self._known(storage)
+        if group is not None and tensor._version == group.version and group.whole is not None:
+            return self._saved(SwapTicket(group, view), group, op)
+        group = self._new_group(tensor, view, storage, True, (0, size_bytes), windows, op)
+        return None if group is None else self._saved(group, group, op)
+
+    def ticket_unless_refused(self, tensor: torch.Tensor, windows: Windows, op: int) -> Swapped | None:
+        """As `ticket`, of any detached tensor; ``None`` also if it must stay."""
+        return None if self.refuses(tensor) else self.ticket(tensor, View.of(tensor), windows, op)
 
     def release_due(self, op: int) -> None:
         """Release what is due at a hook at operator ``op``."""
@@ -95,25 +119,42 @@ class SwappedStorages:
                 wants.append(Want(reference, group.last_use, group.prefetch_ops))
         return wants
 
+    def _known(self, storage: torch.UntypedStorage) -> SwapGroup | None:
+        reference = self._groups.get(storage._cdata)
+        return None if reference is None else reference()
+
+    def _saved(self, ticket: Swapped, group: SwapGroup, op: int) -> Swapped:
+        group.last_use = op
+        if self._inputs.listening:
+            self._inputs.swapped(group)
+        return ticket
+
     def _moves(self, tensor: torch.Tensor) -> bool:
         """Whether its storage moves anyway: a small view that stayed would hold it."""
-        reference = self._groups.get(tensor.untyped_storage()._cdata)
-        group = reference() if reference else None
+        group = self._known(tensor.untyped_storage())
         return group is not None and group.covers(View.of(tensor), tensor._version)
 
     def _new_group(
-        self, tensor: torch.Tensor, view: View, windows: Windows, op: int, key: int, again: bool
+        self,
+        tensor: torch.Tensor,
+        view: View,
+        storage: torch.UntypedStorage,
+        whole: bool,
+        moved: tuple[int, int],
+        windows: Windows,
+        op: int,
     ) -> SwapGroup | None:
         setting = self._setting
-        storage_bytes = tensor.untyped_storage().nbytes()
-        moved = (0, storage_bytes) if again else moved_range(view, tensor.nbytes, storage_bytes)
         host = setting.pool.take(moved[1] - moved[0])
         if host is None:
+            setting.counters.refused[NO_HOST_MEMORY] += tensor.nbytes
             return None
         try:
             group = SwapGroup(
                 tensor,
                 view,
+                storage,
+                whole,
                 moved,
                 host,
                 setting.pool,
@@ -125,7 +166,7 @@ class SwappedStorages:
             setting.pool.give_back(host)
             raise
         reference = weakref.ref(group)
-        self._groups[key] = reference
+        self._groups[storage._cdata] = reference
         self._all_groups.append(reference)
         self.releases.add(reference, op, windows.release_ops)
         return group

@@ -4,7 +4,8 @@ Autograd holds a ticket as long as its graph lives and asks it once per backward
 ticket's life needs no counters of ours: a branch that never runs backward, an exception in mid-step, a
 second forward before the first backward, ``retain_graph`` all end as they do without us.
 
-A swapped storage has one `SwapGroup`, shared by the tickets of all tensors that view it::
+A swapped storage has one `SwapGroup`. It is itself the ticket of the tensor that was saved first, for most
+storages are saved once; whoever saves the storage again gets a `SwapTicket` on the group::
 
     on device, copying out --release--> host only --fetch--> on device again --last reader--> host only
           |                                                                                     |
@@ -13,13 +14,15 @@ A swapped storage has one `SwapGroup`, shared by the tickets of all tensors that
 The device copy that a backward fetched is dropped when the last ticket that backward asks has been read,
 and never kept for a second backward, which fetches its own.
 
+Backward runs in reverse, so the ticket that was made first is the last to be asked and the last to be let go.
+
 Any pack hook turns autograd's version check off, so every ticket compares versions itself: kept tensors
 when they are read, swapped ones when they are released (until then the copy may be reading them).
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -27,50 +30,7 @@ from .blocks import HostBuffer
 from .host_pool import HostPool
 from .stats import Counters
 from .transfer import Copy, Transfer
-
-_ALIGNMENT_BYTES = 64
-
-
-class View(NamedTuple):
-    """How a tensor looks at its storage (the offset in bytes)."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset_bytes: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> View:
-        offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
-        # As `NamedTuple` does it, without its detour: there is one for each swapped tensor.
-        return tuple.__new__(cls, (tensor.dtype, tensor.shape, tensor.stride(), offset_bytes))
-
-    def on(self, block: torch.Tensor, start_bytes: int) -> torch.Tensor:
-        """Return this view of ``block``, whose first byte is byte ``start_bytes`` of the original storage.
-
-        It shares the version counter of ``block``, so that a write through one view is seen by the readers
-        of the others, as autograd has it. (An offset that the dtype does not divide cannot share it.)
-        """
-        size = self.dtype.itemsize
-        offset = (self.offset_bytes - start_bytes) // size
-        if block.dtype != self.dtype:
-            first = int(block.storage_offset()) * block.element_size()
-            usable = block.numel() * block.element_size() // size * size
-            if first % size or not block.is_contiguous():
-                empty = torch.empty(0, dtype=self.dtype, device=block.device)
-                return empty.set_(block.untyped_storage(), offset, self.shape, self.stride)
-            if block.dtype != torch.uint8 or block.dim() != 1:
-                block = block.view(-1).view(torch.uint8)
-            block = (block if usable == block.numel() else block[:usable]).view(self.dtype)
-        return block.as_strided(self.shape, self.stride, offset)
-
-    @property
-    def range_bytes(self) -> tuple[int, int]:
-        """First byte, and byte after the last, that the view can reach."""
-        if 0 in self.shape:
-            return self.offset_bytes, self.offset_bytes
-        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        return self.offset_bytes, self.offset_bytes + (last + 1) * self.dtype.itemsize
+from .views import View
 
 
 class StaleTensorError(RuntimeError):
@@ -115,9 +75,14 @@ def restore(ticket: Ticket) -> torch.Tensor:
 class SwapGroup:
     """One swapped storage: its device copy, then its host copy, then a device copy again.
 
+    It is a ticket too: of ``source``.
+
     Args:
         source: a detached tensor on the storage; dropped at release.
         view: of it.
+        storage: of it.
+        whole: whether ``source`` is contiguous and all of its storage: then no views need be made of it, nor
+            of what comes back.
         range_bytes: the part of the storage that moves.
         host: where it goes.
         prefetch_ops: lead in backward.
@@ -132,14 +97,15 @@ class SwapGroup:
         "_fetched_version",
         "_host",
         "_pool",
-        "_shape",
         "_source",
         "_stale_version",
         "_storage",
         "_tickets",
         "_transfer",
         "_unread",
+        "_view",
         "fetches",
+        "has_read",
         "last_use",
         "prefetch_ops",
         "range_bytes",
@@ -151,6 +117,8 @@ class SwapGroup:
         self,
         source: torch.Tensor,
         view: View,
+        storage: torch.UntypedStorage,
+        whole: bool,
         range_bytes: tuple[int, int],
         host: HostBuffer,
         pool: HostPool,
@@ -158,25 +126,23 @@ class SwapGroup:
         counters: Counters,
         prefetch_ops: int,
     ) -> None:
-        storage = source.untyped_storage()
         self._storage = storage._weak_ref()  # keeps its address from being reused
         self.range_bytes, self.prefetch_ops = range_bytes, prefetch_ops
-        self.last_use = self.fetches = self._tickets = self._unread = self._fetched_version = 0
-        self.version, self._shape = source._version, source.shape
+        self.last_use = self.fetches = self.has_read = self._unread = self._fetched_version = 0
+        self._tickets = 1
+        self.version, self._view = source._version, view
         self._stale_version: int | None = None
         self._source: torch.Tensor | None = source
         self._host, self._pool, self._transfer, self._counters = host, pool, transfer, counters
         self._fetched: torch.Tensor | None = None
         self._copy_in: Copy | None = None
-        start, stop = range_bytes
-        self.whole: View | None = None
-        if source.nbytes == stop - start == storage.nbytes() and source.is_contiguous():
-            self.whole, moved = view, source  # as it is: no views need be made of it, nor of what comes back
-        else:
-            moved = torch.empty(0, dtype=torch.uint8, device=source.device)
-            moved.set_(storage, start, (stop - start,), (1,))
-        host.hold(moved.dtype, moved.shape)
-        self._copy_out = transfer.offload(moved, host)
+        self.whole = view if whole else None
+        if not whole:
+            start, stop = range_bytes
+            source = torch.empty(0, dtype=torch.uint8, device=source.device)
+            source.set_(storage, start, (stop - start,), (1,))
+        host.hold(source.dtype, source.shape)
+        self._copy_out = transfer.offload(source, host)
         counters.offloads += 1
         counters.offloaded_bytes += host.size_bytes
         counters.live_swaps += 1
@@ -212,13 +178,22 @@ class SwapGroup:
         counters.late_prefetches += late
         counters.prefetched_bytes += self._host.size_bytes
 
-    def read(self, ticket: SwapTicket, view: View) -> torch.Tensor:
+    @property
+    def group(self) -> SwapGroup:
+        """As of a `SwapTicket`."""
+        return self
+
+    def restore(self) -> torch.Tensor:
+        """Return the tensor that was saved first. Raises `StaleTensorError`."""
+        return self.read(self, self._view)
+
+    def read(self, ticket: SwapTicket | SwapGroup, view: View) -> torch.Tensor:
         """Return ``view`` of the data on the device; the last reader's copy is dropped with it."""
         source = self._source
         if source is not None and source._version != self.version:
             self._stale_version = source._version
         if self._stale_version is not None:
-            raise StaleTensorError(self._shape, self.version, self._stale_version)
+            raise StaleTensorError(self._view.shape, self.version, self._stale_version)
         if source is not None:
             return source if view is self.whole else view.on(source, 0)
         if self._fetched is None:
@@ -230,7 +205,11 @@ class SwapGroup:
             tensor = block
         else:
             tensor = view.on(block, self.range_bytes[0])
-        self._was_read(ticket)
+        if ticket.has_read != self.fetches:
+            ticket.has_read = self.fetches
+            self._unread -= 1
+            if not self._unread:
+                self._fetched = None
         return tensor
 
     def join(self) -> int:
@@ -241,8 +220,11 @@ class SwapGroup:
     def leave(self, ticket: SwapTicket) -> None:
         """A ticket is gone."""
         self._tickets -= 1
-        if self._fetched is not None:
-            self._was_read(ticket)
+        if self._fetched is not None and ticket.has_read != self.fetches:
+            self._unread -= 1
+            if not self._unread:
+                self._settled()
+                self._fetched = None
 
     def __del__(self) -> None:
         # Reached when autograd has dropped the last ticket; a half-built group has no copy yet.
@@ -267,18 +249,9 @@ class SwapGroup:
                 self._counters.stalled(waited)
         return self._fetched
 
-    def _was_read(self, ticket: SwapTicket) -> None:
-        if ticket.has_read == self.fetches:
-            return
-        ticket.has_read = self.fetches
-        self._unread -= 1
-        if not self._unread and self._fetched is not None:
-            self._settled()
-            self._fetched = None
-
 
 class SwapTicket:
-    """One saved tensor on a swapped storage.
+    """One more saved tensor on a swapped storage.
 
     Args:
         group: the storage.
@@ -301,16 +274,3 @@ class SwapTicket:
 
     def __del__(self) -> None:
         self.group.leave(self)
-
-
-def moved_range(view: View, view_bytes: int, storage_bytes: int) -> tuple[int, int]:
-    """Return the bytes to move for a first view of a storage: all of it, unless the view shows under half.
-
-    A slice is worth moving alone only where it is small beside its storage: what else is saved of the
-    storage then has a copy of its own.
-    """
-    if view_bytes == storage_bytes:
-        return 0, storage_bytes
-    start, stop = view.range_bytes
-    start -= start % _ALIGNMENT_BYTES
-    return (start, stop) if 2 * (stop - start) < storage_bytes else (0, storage_bytes)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -151,7 +152,6 @@ class BlockingTransfer:
 
 
 _NO_TIME = _Spent(0.0)
-_Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _RecordedCopy:
@@ -159,28 +159,41 @@ class _RecordedCopy:
 
     Args:
         owner: in whose queue it stands.
-        name: in the events.
-        pairs: (source, target) of each piece.
+        way: ``out`` or ``in``.
+        number: among those of its way.
+        pairs: (host, device) of each piece.
         host: the block.
     """
 
-    __slots__ = ("_owner", "_pairs", "complete", "host", "name")
+    __slots__ = ("_number", "_owner", "_pairs", "_way", "complete", "host")
 
-    def __init__(self, owner: RecordingTransfer, name: str, pairs: _Pairs, host: HostBuffer) -> None:
-        self._owner, self._pairs = owner, pairs
-        self.name, self.host = name, host
+    def __init__(
+        self,
+        owner: RecordingTransfer,
+        way: str,
+        number: int,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        host: HostBuffer,
+    ) -> None:
+        self._owner, self._way, self._number, self._pairs = owner, way, number, pairs
+        self.host = host
         self.complete = False
 
     def run(self) -> None:
-        if not self.complete:
-            for source, target in self._pairs:
+        if self.complete:
+            return
+        if self._way == "out":
+            for target, source in self._pairs:
                 target.copy_(source)
-            self._pairs.clear()
-            self.complete = True
-            self._owner.events.append(f"{self.name} done")
+        else:
+            for source, target in self._pairs:
+                target.data.copy_(source)  # a copy engine makes no version
+        self._pairs = ()
+        self.complete = True
+        self._owner.log.append((self._way, self._number, "done"))
 
     def wait(self) -> PendingTime | None:
-        self._owner.events.append(f"{self.name} wait")
+        self._owner.log.append((self._way, self._number, "wait"))
         if self.complete:
             return None
         self._owner.complete_through(self)
@@ -202,14 +215,14 @@ class RecordingTransfer:
         poison: whether to fill.
 
     Attributes:
-        events: what happened, in order: ``out 0 start``, ``out 0 done``, ``out 0 wait``, ``in 0 start``, ...
+        log: what happened, in order; `events` shows it.
     """
 
     overlaps = False
 
     def __init__(self, device: torch.device | None = None, poison: bool = True) -> None:
         self._device, self._poison = device or torch.device("cpu"), poison
-        self.events: list[str] = []
+        self.log: list[tuple[object, ...]] = []
         self._queue: deque[_RecordedCopy] = deque()
         self._outs = 0
         self._ins = 0
@@ -219,28 +232,36 @@ class RecordingTransfer:
         """Copies asked for and not complete."""
         return len(self._queue)
 
+    @property
+    def events(self) -> list[str]:
+        """What happened, in order: ``out 0 start``, ``out 0 done``, ``out 0 wait``, ``in 0 start``, ..."""
+        return [" ".join(map(str, event)) for event in self.log]
+
+    def note(self, event: str) -> None:
+        """Something else has happened."""
+        self.log.append((event,))
+
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
         """See `Transfer`."""
-        pairs = [(part, target) for target, part in host.pairs(source)]
+        pairs = host.pairs(source)
         if self._poison:
-            for _, target in pairs:
+            for target, _ in pairs:
                 target.fill_(_nothing(target.dtype))
-        copy = self._start(f"out {self._outs}", pairs, host)
         self._outs += 1
-        return copy
+        return self._start("out", self._outs - 1, pairs, host)
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """See `Transfer`."""
         block = torch.empty(host.shape, dtype=host.dtype, device=self._device)
         if self._poison:
             block.fill_(_nothing(host.dtype))
-        pairs = [(part, target.data) for part, target in host.pairs(block)]  # a copy engine makes no version
-        copy = self._start(f"in {self._ins}", pairs, host)
         self._ins += 1
-        return block, copy
+        return block, self._start("in", self._ins - 1, host.pairs(block), host)
 
     def host_reader_done(self, host: HostBuffer) -> None:
         """What still reads or writes the block runs before anybody else can write it."""
+        if not self._queue:
+            return
         last = next((copy for copy in reversed(self._queue) if copy.host is host), None)
         if last is not None:
             self.complete_through(last)
@@ -270,8 +291,10 @@ class RecordingTransfer:
         while not copy.complete:
             self._queue.popleft().run()
 
-    def _start(self, name: str, pairs: _Pairs, host: HostBuffer) -> _RecordedCopy:
-        copy = _RecordedCopy(self, name, pairs, host)
-        self.events.append(f"{name} start")
+    def _start(
+        self, way: str, number: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], host: HostBuffer
+    ) -> _RecordedCopy:
+        copy = _RecordedCopy(self, way, number, pairs, host)
+        self.log.append((way, number, "start"))
         self._queue.append(copy)
         return copy

@@ -25,6 +25,9 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _PART_OF_THE_MODEL = frozenset({"transformers.utils.output_capturing", "transformers.modeling_utils"})
 """Whose hooks stay: a forward of transformers reads what these collect (router logits)."""
 
+_PART = "part_of_the_model"
+"""Attribute of hooks that stay because a patched model does not compute without them."""
+
 _ASK_PACKED = "find_packed_sequence_indices"
 _NO_ADDRESS = "fake_tensor_allow_unsafe_data_ptr_access"
 
@@ -52,7 +55,7 @@ def hooks_off(model: nn.Module) -> Iterator[None]:
     try:
         for hooks, before in saved:
             for number, hook in before.items():
-                if getattr(hook, "__module__", None) not in _PART_OF_THE_MODEL:
+                if getattr(hook, "__module__", None) not in _PART_OF_THE_MODEL and not hasattr(hook, _PART):
                     del hooks[number]
         yield
     finally:

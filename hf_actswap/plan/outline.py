@@ -14,7 +14,7 @@ from .compiled import is_compiled, named_op_modules, uncompiled
 from .families import ATTENTION_MODULES
 from .gradient_checkpointing import is_checkpointed
 from .opnames import ATTENTION_CORE, is_communication
-from .record import LAYER_INPUT, Call, LayerRecord, OpKey, record_forward
+from .record import LAYER_INPUT, Call, LayerRecord, OpKey, StaleRead, record_forward
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class LayerOutline:
         nodes: how many autograd nodes one eager call creates; 0 if it is not known. Frozen weights create
             fewer. Of routed experts only the gated activation counts: the rest depends on data.
         checkpointed: whether Hugging Face's gradient checkpointing is switched on for it.
+        stale_reads: what functions read that is written in place afterwards.
     """
 
     index: int
@@ -67,6 +68,7 @@ class LayerOutline:
     compiled: bool = False
     nodes: int = 0
     checkpointed: bool = False
+    stale_reads: tuple[StaleRead, ...] = ()
 
     @property
     def attention_paths(self) -> frozenset[str]:
@@ -233,6 +235,7 @@ def _layer_outline(index: int, path: str, layer: nn.Module, record: LayerRecord)
         compiled=is_compiled(layer),
         nodes=record.nodes,
         checkpointed=is_checkpointed(uncompiled(layer)),
+        stale_reads=tuple(record.stale),
     )
 
 

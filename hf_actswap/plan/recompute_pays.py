@@ -16,10 +16,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from .actions import MemoryPlan, Override, PlanRow, Scope
+from .opnames import is_communication
 from .outline import OUTPUT, is_below
-from .saved_bytes import OpCall, SavedBytes, SavedStorage
+from .saved_bytes import OpCall, SavedBytes, SavedStorage, Use, held_results
 
 _WHERE = "recompute_config.select_recompute"
+_EXCLUDE = "recompute_config.select_recompute_exclude"
+_HELD = (
+    "its result, {:,} bytes in a layer, is held although autograd would not save it, so that the op is not "
+    "run again with the module around it"
+)
 _REASON = (
     "run again it would hold {:,} bytes in a layer in place of {:,}, and an op is recomputed only if the "
     "bytes saved fall"
@@ -60,6 +66,8 @@ def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
     layers = _Layers(plan, saved.modules)
     for index, storage in enumerate(saved.storages):
         layers.read(index, storage)
+    for index, use in held_results(saved, plan):
+        layers.holds(index, use)
     rows = {(row.scope, row.op_path, row.ordinal): row for row in plan.rows}
     by_reason: dict[tuple[str, int, int], list[int]] = {}
     for layer, graph in sorted(layers.graphs.items()):
@@ -81,6 +89,37 @@ def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
         for (path, held, dropped), where in by_reason.items()
     )
     return replace(plan, rows=tuple(rows.values()), overrides=(*plan.overrides, *overrides))
+
+
+def keeps_inside(plan: MemoryPlan) -> bool:
+    """Whether ops are kept or swapped in layers in which something is recomputed."""
+    scopes = {row.scope for row in plan.rows if row.fate == "recompute"}
+    return any(
+        row.scope in scopes and row.fate in ("keep", "swap") and row.op_path not in ("", OUTPUT)
+        for row in plan.rows
+    )
+
+
+def say_what_is_held(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
+    """Return ``plan`` with an override for each op whose result is held for a recomputed module around it.
+
+    Only where autograd would not save that result anyway: then it costs its bytes. What a communication
+    returns is named by the keys for communication.
+    """
+    found: dict[tuple[str, str, int], list[int]] = {}
+    for index, use in held_results(saved, plan):
+        storage, (scope, path, ordinal) = saved.storages[index], use.at
+        row = plan.row(scope, path, ordinal) if isinstance(scope, int) else None
+        if row is None or is_communication(path) or any(other.kind == "saved" for other in storage.uses):
+            continue
+        layers = found.setdefault((path, row.fate, storage.size_bytes), [])
+        if isinstance(scope, int) and scope not in layers:
+            layers.append(scope)
+    overrides = tuple(
+        Override(_EXCLUDE, tuple(layers), path, fate, fate, _HELD.format(size_bytes))
+        for (path, fate, size_bytes), layers in found.items()
+    )
+    return replace(plan, overrides=(*plan.overrides, *overrides)) if overrides else plan
 
 
 @dataclass
@@ -192,6 +231,16 @@ class _Layers:
                 graph.inputs.setdefault(reader, {})[index, source] = None
             if source is not None:
                 graph.made.setdefault(source)
+
+    def holds(self, index: int, result: Use) -> None:
+        """A recomputed module holds this result of an op inside, so as not to run it again."""
+        scope, path, _ = result.at
+        if not isinstance(scope, int):
+            return
+        graph = self.graphs.get(scope)
+        around = [root for root in self._roots.get(scope, ()) if is_below(path, root)]
+        if graph is not None and around:
+            graph.inputs.setdefault((scope, min(around, key=len), None), {})[index, None] = None
 
     def _is_root(self, call: OpCall) -> bool:
         scope, path, _ = call

@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from .compiled import named_op_modules, uncompiled
-from .dry_run import fake_state, fakes_only, hooks_off, one_sequence_each
+from .dry_run import fakes_only, hooks_off, one_sequence_each
+from .fake_batch import fake_weights
 from .families import EXPERTS_MODULE
 from .opnames import OpStack, function_name
 
@@ -36,6 +37,7 @@ _RECORDED_SHAPE = (2, 8)
 _next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the next autograd node of this thread (private to PyTorch; the same on 2.11 to 2.13)."""
 
+_CPU = torch.device("cpu")
 _MOST_VIEWS = 4
 """A cast weight is saved as itself or as a transposed or reshaped view: a short chain."""
 
@@ -48,6 +50,22 @@ class Call:
     inputs: tuple[OpKey, ...]
 
 
+@dataclass(frozen=True)
+class StaleRead:
+    """A function reads what is written in place afterwards, or by itself: the tensor that it read is no more.
+
+    Args:
+        reader: its op path, and the ordinal of its call; ``None``: it has no output of its own.
+        producer: whose output it reads.
+        rewritten: whether that had been written before, too, so that a new run of its producer would not give
+            what was read.
+    """
+
+    reader: tuple[str, int | None]
+    producer: OpKey
+    rewritten: bool
+
+
 @dataclass
 class LayerRecord:
     """The calls of one layer in order, who produced the hidden state handed on, and its autograd nodes."""
@@ -55,6 +73,7 @@ class LayerRecord:
     calls: list[Call] = field(default_factory=list)
     output: OpKey | None = None
     nodes: int = 0
+    stale: list[StaleRead] = field(default_factory=list)
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
@@ -89,7 +108,8 @@ def record_forward(
 ) -> list[LayerRecord]:
     """Run ``model`` once, eagerly, on fake token ids and fake weights, and record its layers.
 
-    No hook on the model runs and none of its tensors is touched.
+    No hook on the model runs and none of its tensors is touched. Those on ``meta`` are taken to be on the
+    CPU.
 
     Args:
         model: takes ``input_ids`` of shape (batch, sequence).
@@ -110,8 +130,9 @@ def record_forward(
         recorder.installed(),
         recorder.expert_stand_ins(),
     ):
-        state = fake_state(model)
-        device = next((tensor.device for tensor in state.values()), torch.device("cpu"))
+        # As `record_saved` has it: attention on meta would be another one, with ops of its own.
+        state = fake_weights(model, _CPU)
+        device = next((tensor.device for tensor in state.values()), _CPU)
         ids = torch.zeros(_RECORDED_SHAPE, dtype=torch.long, device=device)
         with recorder:
             functional_call(model, state, kwargs={"input_ids": ids, "use_cache": False})
@@ -130,6 +151,8 @@ class _Recorder(TorchFunctionMode):
         self._stack = OpStack(frozenset())
         self._first_number = 0
         self._owners: dict[int, tuple[StorageWeakRef, OpKey]] = {}
+        self._reads: dict[int, list[StaleRead]] = {}
+        self._written: set[int] = set()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -153,6 +176,8 @@ class _Recorder(TorchFunctionMode):
             self._record = self.records[index]
             self._stack = OpStack(self._attention[index])
             self._owners.clear()
+            self._reads.clear()
+            self._written.clear()
             hidden = args[0] if args else kwargs.get("hidden_states")
             self._own(hidden, LAYER_INPUT)
             self._first_number = _next_number()
@@ -213,6 +238,21 @@ class _Recorder(TorchFunctionMode):
 
         return forward
 
+    def _note_reads(
+        self, record: LayerRecord, keys: Mapping[int, bool], path: str, ordinal: int | None
+    ) -> None:
+        """A function has read these storages, and written those that are marked."""
+        for key, writes in keys.items():
+            if key not in self._owners or (ordinal is None and not writes):
+                continue
+            producer = self._owners[key][1]
+            reads = self._reads.setdefault(key, [])
+            reads.append(StaleRead((path, ordinal), producer, key in self._written))
+            if writes:
+                record.stale += reads
+                self._written.add(key)
+                reads.clear()
+
     def _own(self, value: Any, op: OpKey) -> None:
         for tensor in tree_leaves(value):
             key = storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
@@ -231,20 +271,22 @@ class _Recorder(TorchFunctionMode):
         if record is None or name is None:
             return func(*args, **kwargs)
         op = self._stack.begin(name)
+        tensors = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+        versions = [leaf._version for leaf in tensors]
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if not outputs:
-            return result
         inputs: list[OpKey] = []
-        keys = set()
-        for leaf in tree_leaves((args, dict(kwargs))):
-            key = storage_key(leaf) if isinstance(leaf, torch.Tensor) else None
+        keys: dict[int, bool] = {}
+        for leaf, version in zip(tensors, versions, strict=True):
+            key = storage_key(leaf)
             if key is not None:
-                keys.add(key)
+                keys[key] = keys.get(key, False) or leaf._version != version
                 if key in self._owners and self._owners[key][1] not in inputs:
                     inputs.append(self._owners[key][1])
-        if all(storage_key(output) in keys for output in outputs):
-            return result  # a view, or in place: no storage of its own, so it is looked through
+        looked_through = all(storage_key(output) in keys for output in outputs)  # a view, or in place
+        self._note_reads(record, keys, op[0], None if looked_through else op[1])
+        if looked_through:
+            return result
         self._stack.count(op[0])
         record.calls.append(Call(op, tuple(inputs)))
         self._own(outputs, op)

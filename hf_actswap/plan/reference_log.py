@@ -101,6 +101,7 @@ def conflict_warnings(
     full_layers: Sequence[int],
     layer_swap: Mapping[int, Prefetch],
     op_swap: Mapping[str, Sequence[int]],
+    swaps: bool,
 ) -> list[str]:
     """Return the warnings that the reference prints at start when swap meets recomputation.
 
@@ -114,10 +115,11 @@ def conflict_warnings(
         full_layers: layers recomputed whole.
         layer_swap: layer -> prefetch, for the layers that ``layer_swap`` names.
         op_swap: op name as written -> the layers that it names.
+        swaps: whether anything is swapped after all: the input of recomputed layers, by a key of ours.
     """
     recompute = config.recompute_config.recompute
     if recompute is True:
-        return [ALL_SWAP_LOST] if layer_swap or op_swap else []
+        return [ALL_SWAP_LOST] if (layer_swap or op_swap) and not swaps else []
     warnings = [_lost("All", layer) for layer in full_layers if layer in layer_swap]
     for name, layers in op_swap.items():
         warnings += [_lost(name, layer) for layer in full_layers if layer in layers]

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config.schema import ActSwapConfig, LayerSwapRule, OpSwapRule
 from ..errors import PlanError, Problem
-from .actions import MemoryPlan
+from .actions import MemoryPlan, PlanRow
 from .comm_wishes import CommunicationPainter
 from .compiled_rules import by_layer, problems_of_compiled
 from .families import DEFAULT_COMM_PATTERNS, DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
@@ -25,6 +25,7 @@ from .layer_tables import (
 )
 from .layout import PipelineLayout, build_layout
 from .outline import Outline
+from .overwritten import OVERWRITTEN, WHERE, overwritten
 from .reference_log import conflict_warnings, formative_lines
 from .rules import EXCLUDE_BEATS_ALL
 from .wishes import Painter, same_ops
@@ -93,9 +94,11 @@ class _Resolution:
         wishes, parallel = self._config.recompute_config, self._config.parallel_config
         if not wishes.mp_comm_recompute:
             communication.keep_all()
+        self._keep_overwritten()
         swap = self._config.swap_config
         lifted = painter.inputs_to_swap(self._swap and swap.recompute_input, full)
-        painter.keep_inputs(lifted)
+        read = painter.ops_read_to_swap(self._swap and swap.select_recompute_input)
+        painter.keep_inputs(lifted, read)
         painter.swap_inputs(lifted, swap.default_prefetch)
         if wishes.recompute_slice_activation and parallel.tensor_parallel_size > 1:
             communication.slice_inputs(full, parallel.sequence_parallel_enabled)
@@ -110,17 +113,16 @@ class _Resolution:
         lines += formative_lines(recompute, tables, layer_swap, op_swap, self._swap)
         for layer in self._local:
             lines += painter.requests[layer].lines(layer, self._swap, everywhere)
+        rows = (*painter.around, *self._rows())
+        swaps = any(row.fate == "swap" for row in rows)
         warnings = (
-            conflict_warnings(self._config, self._layout.num_layers, full, swapped_layers, swapped_ops)
+            conflict_warnings(self._config, self._layout.num_layers, full, swapped_layers, swapped_ops, swaps)
             if self._swap
             else []
         )
         min_tensor, host_memory = self._config.memory.min_tensor_mib, self._config.memory.host_memory_gib
         return MemoryPlan(
-            rows=(
-                *painter.around,
-                *(row for layer, own in self._local.items() for row in painter.fates[layer].rows(own)),
-            ),
+            rows=rows,
             num_layers=len(self._outline.layers),
             family=self._outline.family,
             overrides=(*painter.collected_overrides(), *wishes_without_effect(self._config, self._outline)),
@@ -133,6 +135,17 @@ class _Resolution:
             fused_recompute=self._config.recompute_config.fused,
             gather_weights_again=wishes.parallel_optimizer_comm_recompute and self._outline.sharded,
         )
+
+    def _rows(self) -> tuple[PlanRow, ...]:
+        fates = self._painter.fates
+        return tuple(row for layer, own in self._local.items() for row in fates[layer].rows(own))
+
+    def _keep_overwritten(self) -> None:
+        """What cannot be run again is kept, before a rule keeps what it reads."""
+        layers = {own: layer for layer, own in self._local.items()}
+        for own, path, ordinal in overwritten(MemoryPlan(self._rows(), len(layers)), self._outline):
+            self._painter.fates[layers[own]].keep_call(path, ordinal)
+            self._painter.override(WHERE, path, "recompute", "keep", OVERWRITTEN, layers[own])
 
     def _place(self, stage: int | None) -> tuple[PipelineLayout, dict[int, int]]:
         """Return the layout and global layer -> layer of the model given."""

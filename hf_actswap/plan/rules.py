@@ -29,6 +29,7 @@ CHECKPOINT_KEEPS_INPUT = (
 )
 ONE_REGION = "the model is compiled as a whole: what its region saves is not known by layer"
 NOT_RECOMPUTED_WHOLE = "the layer is not recomputed whole; its input has the fate of what produces it"
+NOT_RECOMPUTED_SELECTIVELY = "none of its ops is recomputed selectively"
 FULL_NEEDS_NO_BUDGET = "the layer is recomputed whole, so that its region saves nothing but its input anyway"
 NOT_THE_SAME_TWICE = (
     "run twice this function does not give the same: it reads memory as it is found, or adds in the order "
@@ -70,6 +71,11 @@ class LayerFates:
     def __getitem__(self, path: str) -> Painted:
         return self._nodes[path]
 
+    @property
+    def selects(self) -> bool:
+        """Whether ops of the layer are recomputed, and not the layer whole."""
+        return bool(self.recompute_roots) and "" not in self.recompute_roots
+
     def swap(self, path: str, windows: Windows | None) -> None:
         """Swap everything at or below ``path``; ``None``: windows are chosen by measurement."""
         self._paint(path, lambda _: Painted("swap", windows))
@@ -109,6 +115,13 @@ class LayerFates:
                 hit = True
         self.recompute_roots = [root for root in self.recompute_roots if not is_below(root, path)]
         return hit
+
+    def keep_call(self, path: str, ordinal: int | None) -> None:
+        """Do not recompute ``path``, or only one call of it."""
+        if ordinal is None:
+            self.exclude(path)
+        else:
+            self._exact[path, ordinal] = KEEP
 
     def keep_inputs_of_recompute(self) -> tuple[list[OpKey], bool]:
         """Rule 2: keep what recomputed ops read.

@@ -107,6 +107,7 @@ class _Recorder(TorchFunctionMode):
         self._stack: OpStack | None = None
         self._running: OpCall | None = None
         self._autocast = self._packing = False
+        self._order = 0
 
     def own(self, values: Iterable[Any], producer: OpCall | None) -> None:
         """Set whose these tensors are, unless they are nobody's; with ``None`` those not met become that."""
@@ -212,7 +213,9 @@ class _Recorder(TorchFunctionMode):
             steps = zip(tensor.shape, tensor.stride(), strict=True)
             reach = sum((length - 1) * step for length, step in steps) + 1 if tensor.numel() else 0
             bounds = first * size, (first + reach) * size
-            met.uses.append(Use(kind, at, met.producer, *bounds, tensor.numel() * size, tensor._version))
+            self._order += 1
+            size_bytes = tensor.numel() * size
+            met.uses.append(Use(kind, at, met.producer, *bounds, size_bytes, tensor._version, self._order))
 
     def _is_plain(self, tensor: torch.Tensor) -> bool:
         return (
@@ -260,6 +263,8 @@ class _Recorder(TorchFunctionMode):
         ]
         if fresh:
             self.own(fresh, call)
+            if torch.is_grad_enabled():
+                self._use("returned", call, fresh)
             stack.count(call[1])
         return result
 

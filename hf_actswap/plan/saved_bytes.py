@@ -10,7 +10,9 @@ A plan is priced by the engine's rules, in the order in which the engine meets t
 * a view that shows under half of its storage moves alone; what the copy does not cover is copied again,
   whole;
 * layers that are recomputed whole save what they are called with. A recomputed module or function holds what
-  it is called with, so that these move if their producers say so, and its output stays.
+  it is called with, so that these move if their producers say so, and its output stays;
+* an op that is kept or swapped inside a recomputed module is not run again, and its result is held for the
+  ops after it, or moves.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .actions import MemoryPlan, PlanRow, Scope
+from .kept_inside import KeptInside
 from .outline import OUTPUT, is_below
 
 _ALIGNMENT_BYTES = 64
@@ -44,6 +47,7 @@ class Use:
         start_bytes, stop_bytes: what the view can reach of the storage.
         size_bytes: of the view's elements.
         version: of the tensor.
+        order: number of the use in the forward, whatever the storage.
     """
 
     kind: UseKind
@@ -53,6 +57,7 @@ class Use:
     stop_bytes: int
     size_bytes: int
     version: int
+    order: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,14 +109,14 @@ def swapped_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
 def swapped_copies(saved: SavedBytes, plan: MemoryPlan) -> Iterator[SwappedCopy]:
     """Yield the copies to the host of one forward under ``plan``, storage by storage."""
     regions = _Regions(plan, saved.modules)
-    for storage in saved.storages:
+    held = {index: use for index, use in held_results(saved, plan)}
+    for index, storage in enumerate(saved.storages):
         copied: tuple[int, int, int] | None = None
         kept: OpCall | None = None
         for use in storage.uses:
             if use.kind == "returned":
                 kept = use.producer if regions.is_root(use.at) else kept
-                continue
-            if use.producer == kept or not regions.asks(use):
+            if use.producer == kept or not (held.get(index) is use or regions.asks(use)):
                 continue
             row = _row(plan, use.producer)
             if row is None or row.fate != "swap" or use.size_bytes < max(1, plan.min_tensor_bytes):
@@ -121,6 +126,48 @@ def swapped_copies(saved: SavedBytes, plan: MemoryPlan) -> Iterator[SwappedCopy]
             start, stop = (0, storage.size_bytes) if copied is not None else _moved(use, storage.size_bytes)
             copied = start, stop, use.version
             yield SwappedCopy(row, stop - start)
+
+
+def held_results(saved: SavedBytes, plan: MemoryPlan) -> Iterator[tuple[int, Use]]:
+    """Yield what recomputed modules hold so as not to run kept and swapped ops inside them again.
+
+    Yields:
+        Number of the storage, and the use at which the op's call returns it.
+    """
+    inside = KeptInside(plan, saved.modules)
+    uses = [use for storage in saved.storages for use in storage.uses]
+    ends = {use.at[:2]: use.order for use in uses if use.kind == "returned" and use.at[2] is None}
+    last: dict[tuple[Scope, str], int] = {}
+    for use in uses:
+        scope, path, _ = use.producer
+        root = inside.root(scope, path) if scope is not None and use.kind == "saved" else None
+        row = _row(plan, use.producer)
+        if scope is None or root is None or row is None or row.fate != "recompute" or use.at[0] != scope:
+            continue
+        if use.order < ends.get((scope, root), use.order + 1):  # else it was handed on, and is kept
+            last[scope, root] = max(last.get((scope, root), 0), use.order)
+    for index, storage in enumerate(saved.storages):
+        for use in storage.uses:
+            scope, path, ordinal = use.at
+            if use.kind != "returned" or scope is None or not inside.is_held(scope, path, ordinal):
+                continue
+            needed = use.order < last.get((scope, inside.root(scope, path) or ""), 0)
+            if needed and not _is_argument(storage, use) and not _is_inner(storage, use):
+                yield index, use
+                break
+
+
+def _is_argument(storage: SavedStorage, returned: Use) -> bool:
+    """Whether the call returns a view of what it was given."""
+    earlier = (use for use in storage.uses if use.order < returned.order)
+    return any(use.at == returned.at and use.kind in ("function", "module") for use in earlier)
+
+
+def _is_inner(storage: SavedStorage, returned: Use) -> bool:
+    """Whether only other functions of the same op read what a function returns."""
+    later = [use for use in storage.uses if use.order > returned.order and use.kind in ("function", "module")]
+    readers = {use.at[1] for use in later}
+    return returned.at[2] is not None and readers == {returned.at[1]}
 
 
 def _row(plan: MemoryPlan, op: OpCall) -> PlanRow | None:
@@ -163,7 +210,7 @@ class _Regions:
         scope, path, ordinal = use.at
         if use.kind == "saved":
             return scope not in self._checkpointed
-        if scope is None or not isinstance(scope, int):
+        if use.kind == "returned" or not isinstance(scope, int):
             return False
         around = [root for root in self._roots.get(scope, ()) if is_below(path, root)]
         if use.kind == "module":

@@ -22,6 +22,7 @@ from .rules import (
     FULL_BEATS_SELECTIVE,
     FULL_NEEDS_NO_BUDGET,
     NO_COUNTERPART,
+    NOT_RECOMPUTED_SELECTIVELY,
     NOT_RECOMPUTED_WHOLE,
     NOT_THE_SAME_TWICE,
     ONE_REGION,
@@ -192,10 +193,29 @@ class Painter:
             else:
                 self.around = (PlanRow("embedding", OUTPUT, "swap", windows=chosen),)
 
-    def keep_inputs(self, lifted: frozenset[int] = frozenset()) -> None:
-        """Rule 2: keep what recomputed ops read, except for the inputs of the layers ``lifted``."""
+    def ops_read_to_swap(self, wanted: Layers) -> frozenset[int]:
+        """Return the layers in which ``select_recompute_input`` lets what recomputed ops read be swapped."""
+        where, asked = "swap_config.select_recompute_input", "swapped as written"
+        named = self._layers(wanted, where)
+        found = {layer for layer in named if layer in self.fates and self.fates[layer].selects}
+        if wanted is True and not found:
+            self.override(where, "", asked, "no effect", "no op is recomputed selectively", None)
+        for layer in named if wanted is not True else ():
+            if layer not in found and layer in self.fates:
+                self.override(where, "", asked, "no effect", NOT_RECOMPUTED_SELECTIVELY, layer)
+        return frozenset(found)
+
+    def keep_inputs(self, lifted: frozenset[int], read: frozenset[int]) -> None:
+        """Rule 2: keep what recomputed ops read.
+
+        Args:
+            lifted: layers recomputed whole whose input is swapped.
+            read: layers in which what selectively recomputed ops read may be swapped.
+        """
         where = "swap_config"
         for layer, fates in self.fates.items():
+            if layer in read:
+                continue
             kept, reads_input = fates.keep_inputs_of_recompute()
             for path, _ in kept:
                 self.override(where, path, "swap", "keep", OUTPUT_FEEDS_RECOMPUTE, layer)

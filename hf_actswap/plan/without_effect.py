@@ -14,7 +14,7 @@ def wishes_without_effect(config: ActSwapConfig, outline: Outline) -> list[Overr
     recompute, swap, parallel = config.recompute_config, config.swap_config, config.parallel_config
     found: list[tuple[str, str, str]] = []
     if not swap.swap:
-        for key in ("layer_swap", "op_swap", "recompute_input"):
+        for key in ("layer_swap", "op_swap", "recompute_input", "select_recompute_input"):
             if getattr(swap, key):
                 found.append((f"swap_config.{key}", "swap", "swap_config.swap is false"))
     if parallel.tensor_parallel_size == 1 and not outline.communicates:

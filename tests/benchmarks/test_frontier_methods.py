@@ -210,13 +210,15 @@ def test_copy_meter_counts_what_goes_to_the_host() -> None:
     assert meter.copied_bytes == 800
 
 
-def test_mix_by_hand_swaps_what_the_second_rule_keeps() -> None:
+def test_the_eager_mix_swaps_what_the_second_rule_keeps() -> None:
     row = next(row for row in ROWS if row.name == "actswap-mix-eager")
     step = tiny("cpu")
-    options = row.config_for(2)
-    asked = hf_actswap.resolve_plan(hf_actswap.load_config(options["config"]), hf_actswap.outline(step.model))
+    config = row.config_for(2)
+    swap = {key: value for key, value in config["swap_config"].items() if key != "select_recompute_input"}
+    as_reference = hf_actswap.load_config({**config, "swap_config": swap})
+    asked = hf_actswap.resolve_plan(as_reference, hf_actswap.outline(step.model))
     assert (asked.fate(0, "output"), asked.fate(0, "add", 0)) == ("keep", "keep")
-    with row.setup(step, options) as applied:
+    with row.setup(step, config) as applied:
         assert applied is not None
         plan = applied.plan
         assert (plan.fate(0, "output"), plan.fate(0, "add", 0)) == ("swap", "swap")
@@ -225,7 +227,7 @@ def test_mix_by_hand_swaps_what_the_second_rule_keeps() -> None:
         assert plan.fate(1, "self_attn.flash_attention") == "keep"  # the last layer's share stays
 
 
-def test_mix_by_hand_is_exact_and_below_the_peak_of_checkpointing() -> None:
+def test_the_eager_mix_is_exact_and_below_the_peak_of_checkpointing() -> None:
     step = training_step(replace(PRESETS["cpu"], layers=6, tokens=128, warmup_steps=1, steps=1), CPU)
     rows = {row.name: row for row in ROWS}
     reference = Reference()

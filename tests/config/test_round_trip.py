@@ -85,6 +85,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                 "layer_swap": ENTRIES | st.none(),
                 "op_swap": OP_ENTRIES | st.none(),
                 "recompute_input": LAYERS | st.none(),
+                "select_recompute_input": LAYERS | st.none(),
             }
         ).map(lambda keys: {**keys, "swap": swap}),
         "recompute_config": some_of(

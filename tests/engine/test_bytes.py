@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from hf_actswap import MemoryPlan, load_config, outline, resolve_plan
 from hf_actswap.engine import SwapStats
+from hf_actswap.engine.stats import Counters
 from tests.engine.spies import WatchingTransfer
 from tests.engine.tiny_models import (
     CASES,
@@ -227,3 +229,22 @@ def test_the_slice_of_a_large_storage_moves_alone() -> None:
     model(input_ids=ids, logits_to_keep=2).logits.sum().backward()
     normed, rsqrt, kept_rows = 16 * 32 * 4, 16 * 4, 2 * 32 * 4
     assert sorted(transfer.sizes_bytes) == [rsqrt, kept_rows, normed]
+
+
+class _Wait:
+    """A wait of one ms, over when ``over`` says so."""
+
+    over = False
+
+    def elapsed_ms(self) -> float | None:
+        return 1.0 if _Wait.over else None
+
+
+def test_waits_are_added_up_where_nobody_asks_for_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = Counters()
+    for number in range(20_000):
+        monkeypatch.setattr(_Wait, "over", number >= 5_000)
+        counters.stalled(_Wait())
+    assert sum(type(held) is _Wait for held in gc.get_objects()) <= 2_000
+    stats = counters.snapshot(0, 0, 0)
+    assert (stats.stalls, stats.stall_ms) == (20_000, 20_000.0)

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from hf_actswap import MemoryPlan, apply, load_config, outline, resolve_plan
-from hf_actswap.engine import RecordingTransfer, host_budget, install
+from hf_actswap.engine import RecordingTransfer, foreseen, host_budget, install
 from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.plan import PlanRow
+from hf_actswap.plan.save_recorder import record_saved
 from tests.engine.spies import WatchingTransfer
 from tests.engine.test_with_moe import tiny_mixtral
 from tests.engine.tiny_models import (
@@ -173,11 +174,34 @@ def test_where_it_cannot_be_known_a_line_says_so(
 def test_plans_without_swap_are_not_recorded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(host_budget, "record_saved", lambda *_: pytest.fail("recorded"))
+    monkeypatch.setattr(foreseen, "record_saved", lambda *_: pytest.fail("recorded"))
     model = tiny_llama()
-    with caplog.at_level(logging.INFO), apply(model, plan_of(PlanRow(0, "mlp", "recompute"))):
+    with caplog.at_level(logging.INFO), apply(model, plan_of(PlanRow(0, "", "recompute"))):
         one_step(model)
     assert lines(caplog) == []
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["runs", "cannot run"])
+def test_a_plan_that_swaps_and_recomputes_is_recorded_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fails: bool
+) -> None:
+    runs = []
+
+    def counted(*call: Any) -> Any:
+        runs.append(call)
+        if fails:
+            raise NotImplementedError("no fakes")
+        return record_saved(*call)
+
+    monkeypatch.setattr(foreseen, "record_saved", counted)
+    model = tiny_llama()
+    rows = (*swap_rows(["self_attn"], [1]), PlanRow(0, "mlp", "recompute"))
+    with caplog.at_level(logging.INFO), apply(model, plan_of(*rows)):
+        one_step(model)
+        one_step(model)
+    assert len(runs) == 1
+    told = [record.message for record in caplog.records if "(no fakes)" in record.message]
+    assert len(told) == (2 if fails else 0)
 
 
 class Bindings:

@@ -141,14 +141,14 @@ def events_of_step(model: nn.Module, chosen: MemoryPlan) -> list[str]:
     transfer = RecordingTransfer()
     apply(model, chosen, transfer=transfer)
     for index, layer in enumerate(model.model.layers):
-        note = functools.partial(_note, transfer.events, f"run {index}")
+        note = functools.partial(_note, transfer, f"run {index}")
         layer.input_layernorm.register_forward_pre_hook(note)
     assert_bitwise_equal(gradients_of_step(model), gradients_of_step(tiny_llama()))
     return transfer.events
 
 
-def _note(events: list[str], text: str, *_: Any) -> None:
-    events.append(text)
+def _note(transfer: RecordingTransfer, text: str, *_: Any) -> None:
+    transfer.note(text)
 
 
 def in_backward(events: list[str]) -> list[str]:
@@ -185,7 +185,7 @@ def test_a_number_reaches_into_a_layer_above_that_is_not_recomputed() -> None:
     model, transfer = tiny_llama(), RecordingTransfer()
     apply(model, plan([0, 1, 2], 10, [0, 1, 2]), transfer=transfer)
     model.model.layers[3].mlp.gate_proj.weight.register_hook(
-        functools.partial(_note, transfer.events, "feed-forward of 3")
+        functools.partial(_note, transfer, "feed-forward of 3")
     )
     gradients_of_step(model)
     events = [event for event in transfer.events if event in ("feed-forward of 3", "in 0 start", "in 0 wait")]

@@ -88,12 +88,9 @@ def all_modules(shape: Outline) -> MemoryPlan:
 
 
 def everything_at_once(shape: Outline) -> MemoryPlan:
-    """Of the ops of each layer in turn: recompute the function, swap it, keep it.
-
-    But a router's sum: what it reads is divided by it in place, so alone it is refused by name.
-    """
+    """Of the ops of each layer in turn: recompute the function, swap it, keep it."""
     rows: list[PlanRow] = []
-    functions = named(shape, lambda kind, path: kind == "function" and not path.endswith("gate.sum"))
+    functions = named(shape, lambda kind, _: kind == "function")
     for number, (layer, path) in enumerate(functions):
         if number % 3 == 0:
             rows += recompute_rows([path], [layer])

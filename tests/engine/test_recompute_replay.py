@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from hf_actswap import load_config, outline, resolve_plan
+from hf_actswap import apply, load_config, outline, resolve_plan
 from hf_actswap.engine import install
-from hf_actswap.engine.recompute import RecomputeError
+from hf_actswap.engine.catcher import RecomputeError
 from hf_actswap.engine.replay import can_run_again, draws_random_numbers
+from hf_actswap.plan import Outline
 from hf_actswap.plan.opnames import RANDOM_FUNCTIONS, UNREPEATABLE_FUNCTIONS, function_name
 from tests.engine.tiny_models import (
     NUM_LAYERS,
@@ -21,6 +23,7 @@ from tests.engine.tiny_models import (
     batch,
     gradients,
     gradients_of_step,
+    on,
     one_step,
     plan_of,
     recompute_rows,
@@ -182,9 +185,30 @@ def shifted(hidden: torch.Tensor) -> torch.Tensor:
     return hidden.add_(1).sin()
 
 
-def test_a_function_that_writes_although_its_name_does_not_say_so_is_refused_by_name() -> None:
+def unseen(shape: Outline) -> Outline:
+    """As of a model that cannot be recorded: nobody knows what is written in place."""
+    return replace(shape, layers=tuple(replace(layer, stale_reads=()) for layer in shape.layers))
+
+
+def stays(path: str, layer: int) -> str:
+    return (
+        f"recompute_config.select_recompute {path}, layers {layer}: asked recompute, got keep: what it reads "
+        "is written in place afterwards, so that it could not be run again from it"
+    )
+
+
+def test_a_function_that_writes_although_its_name_does_not_say_so_is_kept() -> None:
     model = llama_with(lambda x: shifted(x * 2) * 3)
-    with install(model, plan_of(*recompute_rows(["mlp.shifted"], [2])), outline(model)):
+    applied = on(model, plan_of(*recompute_rows(["mlp.shifted"], [2])))
+    assert applied is not None
+    assert [str(override) for override in applied.plan.overrides] == [stays("mlp.shifted", 2)]
+    expected = gradients_of_step(llama_with(lambda x: shifted(x * 2) * 3))
+    assert_bitwise_equal(gradients_of_step(model), expected)
+
+
+def test_a_function_that_was_not_seen_to_write_is_refused_by_name() -> None:
+    model = llama_with(lambda x: shifted(x * 2) * 3)
+    with install(model, plan_of(*recompute_rows(["mlp.shifted"], [2])), unseen(outline(model))):
         with pytest.raises(RecomputeError) as caught:
             one_step(model)
         assert str(caught.value) == (
@@ -195,7 +219,8 @@ def test_a_function_that_writes_although_its_name_does_not_say_so_is_refused_by_
     assert_bitwise_equal(gradients_of_step(model), expected)
 
 
-def test_an_input_that_is_overwritten_later_is_refused_by_name() -> None:
+@pytest.mark.parametrize("seen", [True, False])
+def test_an_input_that_is_overwritten_later(seen: bool) -> None:
     """Autograd alone allows it, because nobody saves the module's input; a region has nothing else."""
 
     def overwritten(hidden: torch.Tensor) -> torch.Tensor:
@@ -208,7 +233,13 @@ def test_an_input_that_is_overwritten_later_is_refused_by_name() -> None:
     inner = nn.Sequential(nn.ReLU(), nn.Tanh())
     model = tiny_llama()
     model.model.layers[1].mlp = _WithInner(model.model.layers[1].mlp, inner, overwritten)
-    with install(model, plan_of(*recompute_rows(["mlp.inner"], [1])), outline(model)):
+    shape, plan = outline(model), plan_of(*recompute_rows(["mlp.inner"], [1]))
+    if seen:
+        with apply(model, plan) as applied:
+            one_step(model)
+            assert [str(override) for override in applied.plan.overrides] == [stays("mlp.inner", 1)]
+        return
+    with install(model, plan, unseen(shape)):
         loss = model(input_ids=batch(0), labels=batch(0)).loss
         with pytest.raises(RecomputeError) as caught:
             loss.backward()

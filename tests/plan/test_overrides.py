@@ -248,3 +248,67 @@ def test_swap_off_with_rules(plan_of: PlanOf) -> None:
         f"swap_config.{key}: asked swap, got no effect: swap_config.swap is false"
         for key in ("layer_swap", "op_swap")
     ]
+
+
+# The key of ours that lifts rule 2 for selective recomputation.
+
+
+def rows_of(plan: MemoryPlan) -> set[object]:
+    return {(row.scope, row.op_path, row.ordinal, row.fate, row.windows) for row in plan.rows}
+
+
+def test_what_recomputed_ops_read_is_swapped_where_the_key_says_so(plan_of: PlanOf) -> None:
+    select = {"select_recompute": {"feed_forward": True, "attention_norm": True}}
+    swaps = {"layer_swap": [entry(4, True)]}
+    norm = "post_attention_layernorm"
+    read = [(1, "output", None), (1, f"{norm}.mul", 1), (2, "output", None), (2, f"{norm}.mul", 1)]
+    default, everywhere, listed = (
+        plan_of(swap(select, **swaps, **key))
+        for key in ({}, {"select_recompute_input": True}, {"select_recompute_input": [2]})
+    )
+    assert [default.fate(*op) for op in read] == ["keep", "keep", "keep", "keep"]
+    assert [everywhere.fate(*op) for op in read] == ["swap", "swap", "swap", "swap"]
+    # The input of layer 2 is the output of layer 1.
+    assert [listed.fate(*op) for op in read] == ["swap", "keep", "keep", "swap"]
+    assert RULE_2 not in "".join(texts(everywhere))
+    assert {row for row in rows_of(everywhere) if row not in rows_of(default)} == set()
+    assert all(row[3] == "keep" for row in rows_of(default) - rows_of(everywhere))  # type: ignore[index]
+
+
+def test_it_asks_for_no_swap_by_itself(plan_of: PlanOf) -> None:
+    select = {"select_recompute": {"feed_forward": True}}
+    plan = plan_of(swap(select, op_swap=[op("attention", 4, [0])], select_recompute_input=True))
+    norm = "post_attention_layernorm"
+    assert [plan.fate(layer, f"{norm}.mul", 1) for layer in (0, 1)] == ["keep", "keep"]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            swap({"recompute": True}, op_swap=[], select_recompute_input=True),
+            "swap_config.select_recompute_input: asked swapped as written, got no effect: no op is "
+            "recomputed selectively",
+        ),
+        (
+            swap({"select_recompute": {"feed_forward": [1]}}, op_swap=[], select_recompute_input=[0, 1]),
+            "swap_config.select_recompute_input, layers 0: asked swapped as written, got no effect: none of "
+            "its ops is recomputed selectively",
+        ),
+        (
+            {"swap_config": {"swap": False, "select_recompute_input": True}},
+            "swap_config.select_recompute_input: asked swap, got no effect: swap_config.swap is false",
+        ),
+    ],
+    ids=["whole", "another layer", "swap off"],
+)
+def test_where_it_changes_nothing(config: dict[str, Any], expected: str, plan_of: PlanOf) -> None:
+    assert expected in texts(plan_of(config))
+
+
+def test_all_swap_is_not_lost_where_inputs_are_swapped(plan_of: PlanOf) -> None:
+    """With neither list the default strategy holds, which recomputation beats; but the inputs move."""
+    lost = "All layers and ops that are enabled swap do not work! Because recompute = True."
+    assert plan_of(swap({"recompute": True})).warnings == (lost,)
+    assert plan_of(swap({"recompute": True}, recompute_input=True)).warnings == ()
+    assert plan_of(swap({"recompute": True}, recompute_input=False)).warnings == (lost,)

@@ -11,6 +11,7 @@ from torch import nn
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, outline, resolve_plan
 from hf_actswap.plan import Outline, PlanRow
 from hf_actswap.plan.opnames import OpStack
+from hf_actswap.plan.save_recorder import record_saved
 
 MakeModel = Callable[..., nn.Module]
 Gradients = Callable[[nn.Module], dict[str, torch.Tensor]]
@@ -226,3 +227,23 @@ def test_no_decoder() -> None:
         "model: expected a decoder: a list of layers with an attention module (self_attn, attention), "
         "found Sequential. Pass the causal language model itself."
     ]
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3_text", "phi3"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_record_of_what_is_saved_names_the_same_calls(
+    family: str, rows: int, attention: str, device: str, tiny_model: MakeModel
+) -> None:
+    """Attention on ``meta`` would copy its output once more: both take such tensors to be on the CPU."""
+    model = tiny_model(family)
+    model.set_attn_implementation(attention)
+    model.to(device)
+    shape = outline(model)
+    ids = torch.zeros(rows, 12, dtype=torch.long, device=device)
+    saved = record_saved(model, shape, (), {"input_ids": ids, "labels": ids, "use_cache": False})
+    uses = [use for storage in saved.storages for use in storage.uses if use.kind == "returned"]
+    for layer in shape.layers:
+        named = {use.at[1:] for use in uses if use.at[0] == layer.index and use.at[2] is not None}
+        assert named == {call.key for call in layer.calls}

@@ -1,0 +1,52 @@
+"""What the forward that is about to start will save: one run on fake tensors, for all who ask."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..plan.outline import Outline
+from ..plan.save_recorder import record_saved
+from ..plan.saved_bytes import SavedBytes
+
+logger = logging.getLogger(__name__)
+
+
+class Foreseen:
+    """Of one forward. The run takes place when it is first asked for, and once.
+
+    Args:
+        model: inside its wrappers.
+        outline: of this model.
+        args, kwargs: of its call.
+
+    Attributes:
+        outline: of the model.
+        compiled: whether the compiler decides what is saved, which is not known before.
+        why_not: why nothing is known, after `saved` has returned ``None``.
+    """
+
+    def __init__(
+        self, model: nn.Module, outline: Outline, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._call = model, outline, args, kwargs
+        self.outline = outline
+        self._ran = False
+        self._saved: SavedBytes | None = None
+        self.compiled = outline.compiled or any(layer.compiled for layer in outline.layers)
+        self.why_not = "the compiler decides what compiled layers save" if self.compiled else ""
+
+    def saved(self) -> SavedBytes | None:
+        """Return what autograd will save, or ``None`` where that cannot be known."""
+        if not (self._ran or self.compiled or torch.compiler.is_compiling()):
+            self._ran = True
+            try:
+                self._saved = record_saved(*self._call)
+            except Exception as error:  # the model's own code runs: it may raise anything
+                self.why_not = next(iter(str(error).splitlines()), "")
+                logger.debug("no run on fake tensors", exc_info=True)
+        return self._saved

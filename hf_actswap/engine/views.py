@@ -1,0 +1,64 @@
+"""How tensors look at their storages, and which part of a storage moves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+_ALIGNMENT_BYTES = 64
+
+
+class View(NamedTuple):
+    """How a tensor looks at its storage (the offset in bytes)."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset_bytes: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> View:
+        offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
+        # As `NamedTuple` does it, without its detour: there is one for each swapped tensor.
+        return tuple.__new__(cls, (tensor.dtype, tensor.shape, tensor.stride(), offset_bytes))
+
+    def on(self, block: torch.Tensor, start_bytes: int) -> torch.Tensor:
+        """Return this view of ``block``, whose first byte is byte ``start_bytes`` of the original storage.
+
+        It shares the version counter of ``block``, so that a write through one view is seen by the readers
+        of the others, as autograd has it. (An offset that the dtype does not divide cannot share it.)
+        """
+        size = self.dtype.itemsize
+        offset = (self.offset_bytes - start_bytes) // size
+        if block.dtype != self.dtype:
+            first = int(block.storage_offset()) * block.element_size()
+            usable = block.numel() * block.element_size() // size * size
+            if first % size or not block.is_contiguous():
+                empty = torch.empty(0, dtype=self.dtype, device=block.device)
+                return empty.set_(block.untyped_storage(), offset, self.shape, self.stride)
+            if block.dtype != torch.uint8 or block.dim() != 1:
+                block = block.view(-1).view(torch.uint8)
+            block = (block if usable == block.numel() else block[:usable]).view(self.dtype)
+        return block.as_strided(self.shape, self.stride, offset)
+
+    @property
+    def range_bytes(self) -> tuple[int, int]:
+        """First byte, and byte after the last, that the view can reach."""
+        if 0 in self.shape:
+            return self.offset_bytes, self.offset_bytes
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return self.offset_bytes, self.offset_bytes + (last + 1) * self.dtype.itemsize
+
+
+def moved_range(view: View, view_bytes: int, storage_bytes: int) -> tuple[int, int]:
+    """Return the bytes to move for a first view of a storage: all of it, unless the view shows under half.
+
+    A slice is worth moving alone only where it is small beside its storage: what else is saved of the
+    storage then has a copy of its own.
+    """
+    if view_bytes == storage_bytes:
+        return 0, storage_bytes
+    start, stop = view.range_bytes
+    start -= start % _ALIGNMENT_BYTES
+    return (start, stop) if 2 * (stop - start) < storage_bytes else (0, storage_bytes)

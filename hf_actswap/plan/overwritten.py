@@ -1,0 +1,116 @@
+"""Which selective recomputation is impossible, because what it would start from is written in place.
+
+An op that is run again holds what it was called with. If that is written afterwards, or by the op itself,
+there is nothing to start from: a router divides its scores by their sum in place, so the sum alone cannot be
+run again. It can if the scores are rebuilt too, or with a module around both. The outline has seen each write
+(`record.StaleRead`), so this is known before the first step; a layer that is recomputed whole rides on
+``torch.utils.checkpoint``, which says it in its own words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from .actions import MemoryPlan, Override, PlanRow
+from .kept_inside import KeptInside
+from .opnames import UNREPEATABLE_FUNCTIONS
+from .outline import LayerOutline, Outline, is_below
+from .record import LAYER_INPUT, OpKey, StaleRead
+
+WHERE = "recompute_config.select_recompute"
+OVERWRITTEN = "what it reads is written in place afterwards, so that it could not be run again from it"
+
+_RUN_AGAIN = ("recompute", "re-gather")
+
+Unit = tuple[int, str, int | None]
+"""Layer, op path and ordinal of what cannot be run again; ``None``: all of it."""
+
+
+def overwritten(plan: MemoryPlan, outline: Outline) -> list[Unit]:
+    """Return what ``plan`` recomputes and what cannot be run again.
+
+    Args:
+        plan: of the model.
+        outline: of it. Where functions are not known, nothing is.
+    """
+    found: list[Unit] = []
+    if plan.num_layers != len(outline.layers):
+        return found  # another model's, which is refused elsewhere
+    while more := _first_impossible(_kept(plan, found), outline):
+        found += more  # it is held now, and what reads it may have relied on its being rebuilt
+    return found
+
+
+def keep_what_is_overwritten(plan: MemoryPlan, outline: Outline) -> MemoryPlan:
+    """Return ``plan`` with those ops kept, and an override for each op path.
+
+    The same plan if there are none.
+    """
+    units = overwritten(plan, outline)
+    layers: dict[str, list[int]] = {}
+    for layer, path, _ in units:
+        if layer not in layers.setdefault(path, []):
+            layers[path].append(layer)
+    overrides = tuple(
+        Override(WHERE, tuple(where), path, "recompute", "keep", OVERWRITTEN)
+        for path, where in layers.items()
+    )
+    return replace(_kept(plan, units), overrides=(*plan.overrides, *overrides)) if units else plan
+
+
+def _kept(plan: MemoryPlan, units: Iterable[Unit]) -> MemoryPlan:
+    rows = {(row.scope, row.op_path, row.ordinal): row for row in plan.rows}
+    for layer, path, ordinal in units:
+        rows[layer, path, ordinal] = PlanRow(layer, path, "keep", ordinal)
+    return replace(plan, rows=tuple(rows.values()))
+
+
+def _first_impossible(plan: MemoryPlan, outline: Outline) -> list[Unit]:
+    paths = [{"", *(op.path for op in layer.ops if op.kind != "function")} for layer in outline.layers]
+    inside = KeptInside(plan, [frozenset(modules) for modules in paths])
+    found: dict[Unit, None] = {}
+    for layer in outline.layers:
+        if layer.compiled or outline.compiled:
+            continue  # the compiler knows what is written
+        for path, ordinal in _of_layer(plan, layer, inside):
+            found[layer.index, path, ordinal] = None
+    return list(found)
+
+
+def _of_layer(plan: MemoryPlan, layer: LayerOutline, inside: KeptInside) -> Iterator[tuple[str, int | None]]:
+    functions: dict[str, set[int]] = {}
+    for read in layer.stale_reads:
+        path, ordinal = read.reader
+        root = inside.root(layer.index, path)
+        if root is not None:
+            if root and (read.producer == LAYER_INPUT or not is_below(read.producer[0], root)):
+                yield root, None
+        elif ordinal is not None and _is_impossible(plan, layer, inside, read, ordinal):
+            functions.setdefault(path, set()).add(ordinal)
+    for path, ordinals in functions.items():
+        calls = {call.key[1] for call in layer.calls if call.key[0] == path}
+        row = plan.row(layer.index, path)
+        if calls == ordinals and row is not None and row.op_path == path:
+            yield path, None
+        else:
+            for ordinal in sorted(ordinals):
+                yield path, ordinal
+
+
+def _is_impossible(
+    plan: MemoryPlan, layer: LayerOutline, inside: KeptInside, read: StaleRead, ordinal: int
+) -> bool:
+    row = plan.row(layer.index, read.reader[0], ordinal)
+    if row is None or row.fate not in _RUN_AGAIN:
+        return False
+    return read.rewritten or not _is_rebuilt(plan, layer, inside, read.producer)
+
+
+def _is_rebuilt(plan: MemoryPlan, layer: LayerOutline, inside: KeptInside, producer: OpKey) -> bool:
+    """Whether a function is run again by itself, so that its output is there as it was first."""
+    path, ordinal = producer
+    row = None if producer == LAYER_INPUT else plan.row(layer.index, path, ordinal)
+    if row is None or row.fate not in _RUN_AGAIN or inside.root(layer.index, path) is not None:
+        return False
+    return path.rpartition(".")[2] not in UNREPEATABLE_FUNCTIONS

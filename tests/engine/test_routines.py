@@ -1,0 +1,151 @@
+"""Layers that do what they did before are not followed; those that depart from it move the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from hf_actswap import MemoryPlan, apply
+from hf_actswap.engine import RecordingTransfer, SwapStats
+from hf_actswap.engine.forward_pass import ForwardPass
+from tests.engine.tiny_models import (
+    assert_bitwise_equal,
+    batch,
+    gradients,
+    plan_of,
+    swap_rows,
+    tiny_llama,
+)
+
+PLANS = {
+    "layers": plan_of(*swap_rows([""], [0, 1, 2])),
+    "ops": plan_of(*swap_rows(["self_attn", "output"], [0, 1, 2])),
+}
+DEPARTING = 3
+"""A layer of which nothing is swapped but what the layer before hands on."""
+
+
+def _squared(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    """Two more ops at a layer's beginning: the second saves what the layer before handed on."""
+    layer.input_layernorm.weight.sum()
+    return (args[0] * args[0], *args[1:])
+
+
+def _step(model: nn.Module, seed: int, labels: bool = True) -> dict[str, torch.Tensor]:
+    ids = batch(seed)
+    output = model(input_ids=ids, labels=ids if labels else None)
+    model.zero_grad()
+    (output.loss if labels else output.logits.square().sum()).backward()
+    return gradients(model)
+
+
+class _Steps:
+    """Steps of a model with a plan and of one without, which must agree.
+
+    Args:
+        plan: of the one.
+    """
+
+    def __init__(self, plan: MemoryPlan) -> None:
+        self.model, self.bare = tiny_llama(), tiny_llama()
+        self._applied = apply(self.model, plan, transfer=RecordingTransfer())
+        self._seed = 0
+
+    def run(self, labels: bool = True) -> SwapStats:
+        """One step; return what was moved in it."""
+        before = self._applied.stats()
+        self._seed += 1
+        moved = _step(self.model, self._seed, labels)
+        assert_bitwise_equal(moved, _step(self.bare, self._seed, labels))
+        return self._applied.stats() - before
+
+    def both(self, change: Callable[[nn.Module], object]) -> None:
+        """Change both models."""
+        change(self.model)
+        change(self.bare)
+
+
+def _add_op(model: nn.Module) -> None:
+    model.model.layers[DEPARTING].register_forward_pre_hook(_squared)
+
+
+@pytest.fixture
+def met(monkeypatch: pytest.MonkeyPatch) -> list[ForwardPass]:
+    """Grows with each saved tensor whose owner had to be found."""
+    seen: list[ForwardPass] = []
+    meet = ForwardPass.meet
+
+    def noting(self: ForwardPass, tensor: torch.Tensor) -> int | None:
+        seen.append(self)
+        return meet(self, tensor)
+
+    monkeypatch.setattr(ForwardPass, "meet", noting)
+    return seen
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_after_two_equal_calls_nothing_is_followed(name: str, met: list[ForwardPass]) -> None:
+    steps = _Steps(PLANS[name])
+    first = steps.run()
+    assert met
+    assert steps.run().offloaded_bytes == first.offloaded_bytes
+    met.clear()
+    assert steps.run().offloaded_bytes == first.offloaded_bytes
+    assert not met
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_layer_that_departs_moves_what_it_moves_when_followed(name: str) -> None:
+    followed = _Steps(PLANS[name])
+    followed.both(_add_op)
+    expected = followed.run()
+    steps = _Steps(PLANS[name])
+    usual = [steps.run() for _ in range(4)]
+    steps.both(_add_op)
+    departed = steps.run()
+    assert (departed.offloads, departed.offloaded_bytes) == (expected.offloads, expected.offloaded_bytes)
+    assert departed.refused == {}
+    assert usual[0].offloaded_bytes == usual[-1].offloaded_bytes
+
+
+def test_what_runs_between_layers_departs_alone(met: list[ForwardPass]) -> None:
+    """A forward without a loss saves less after the head; the layers go on by their routines."""
+    steps = _Steps(PLANS["layers"])
+    for _ in range(3):
+        steps.run()
+    met.clear()
+    steps.run(labels=False)
+    assert not met
+    steps.run()
+    between = len(met)
+    assert between
+    steps.run()
+    met.clear()
+    steps.run()
+    assert not met
+    followed = _Steps(PLANS["layers"])
+    followed.run()
+    assert 0 < 4 * between < len(met)
+
+
+def test_a_model_that_never_does_the_same_is_always_followed(met: list[ForwardPass]) -> None:
+    steps = _Steps(PLANS["layers"])
+    first = steps.run()
+    for _ in range(3):
+        steps.run()
+        steps.run()
+        steps.run()
+        hooks = [
+            model.model.layers[DEPARTING].register_forward_pre_hook(_squared)
+            for model in (steps.model, steps.bare)
+        ]
+        steps.run()
+        for hook in hooks:
+            hook.remove()
+    for _ in range(3):
+        met.clear()
+        assert steps.run().offloaded_bytes == first.offloaded_bytes
+        assert met

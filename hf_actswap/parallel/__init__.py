@@ -1,21 +1,87 @@
-"""Tensor and sequence parallelism inside a layer: the group, the mappings, the named communications."""
+"""Tensor and sequence parallelism inside a layer: the group, the mappings, the layers, the communications."""
 
+from . import embedding, gqa, layer_norm, layers, mappings, rms_norm
+from .column_input import InputSettings, column_input
+from .cross_entropy import (
+    from_parallel_logits_to_logprobs,
+    parallel_causal_lm_loss,
+    parallel_cross_entropy,
+)
+from .embedding import ParallelEmbedding
+from .gqa import GQAQKVColumnParallelLinear
+from .gradient_norm import clip_grad_norm, get_grad_norm
+from .gradients import (
+    MixedGradientError,
+    TaggedGradients,
+    UnsummedGradientError,
+    allreduce_sequence_parallel_gradients,
+    forget_sums,
+)
 from .group import Replicas, enclosing_group, tensor_parallel_group
+from .layer_norm import LayerNorm
+from .layers import ColumnParallelLinear, RowParallelLinear
 from .mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region_with_dim,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
+    reduce_scatter_to_tensor_model_parallel_region_with_dim,
     scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
 )
+from .mesh import MeshError, ParallelMesh, build_mesh
+from .random_streams import model_parallel_seed, rank_stream
+from .rank_agreement import RankAgreementError, check_agreement
+from .rms_norm import RMSNorm
+from .shared_input import SharedInput
+from .weights import Partition
 
 __all__ = [
+    "ColumnParallelLinear",
+    "GQAQKVColumnParallelLinear",
+    "InputSettings",
+    "LayerNorm",
+    "MeshError",
+    "MixedGradientError",
+    "ParallelEmbedding",
+    "ParallelMesh",
+    "Partition",
+    "RMSNorm",
+    "RankAgreementError",
     "Replicas",
+    "RowParallelLinear",
+    "SharedInput",
+    "TaggedGradients",
+    "UnsummedGradientError",
+    "allreduce_sequence_parallel_gradients",
+    "build_mesh",
+    "check_agreement",
+    "clip_grad_norm",
+    "column_input",
     "copy_to_tensor_model_parallel_region",
+    "embedding",
     "enclosing_group",
+    "forget_sums",
+    "from_parallel_logits_to_logprobs",
     "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "gather_from_tensor_model_parallel_region_with_dim",
+    "get_grad_norm",
+    "gqa",
+    "layer_norm",
+    "layers",
+    "mappings",
+    "model_parallel_seed",
+    "parallel_causal_lm_loss",
+    "parallel_cross_entropy",
+    "rank_stream",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
+    "reduce_scatter_to_tensor_model_parallel_region_with_dim",
+    "rms_norm",
     "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
     "tensor_parallel_group",
 ]

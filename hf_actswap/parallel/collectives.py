@@ -1,5 +1,9 @@
 """Collectives on plain tensors along any dim: out of place, contiguous results, no autograd.
 
+The ``begin_..`` forms return at once with a `Pending` result; what the collective reads and writes is held
+until it is waited for. On CUDA a collective runs on NCCL's own stream after what the current stream has been
+given so far, and `Pending.wait` makes the current stream wait for it; the host waits for nothing.
+
 Fake tensors (a forward that only records what a model does) get fake results, and nobody is waited for.
 """
 
@@ -13,13 +17,37 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 
+class Pending:
+    """A collective under way.
+
+    Args:
+        work: its handle; ``None`` if it is done.
+        arrange: makes the result, once the data are there.
+        held: what it reads, kept alive until then.
+    """
+
+    __slots__ = ("_arrange", "_held", "_work")
+
+    def __init__(self, work: Any, arrange: Callable[[], torch.Tensor], held: torch.Tensor) -> None:
+        self._work, self._arrange = work, arrange
+        self._held: torch.Tensor | None = held
+
+    def wait(self) -> torch.Tensor:
+        """Let the current stream (on a CPU: the caller) wait for the collective; return its result."""
+        if self._work is not None:
+            self._work.wait()
+        self._work = self._held = None
+        return self._arrange()
+
+
 def gathered(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the parts of all ranks in order along ``dim``: ``[.., n, ..]`` to ``[.., tp n, ..]``."""
-    front = _dim_to_front(part, dim)
-    whole = front.new_empty((front.shape[0] * group.size(), *front.shape[1:]))
-    if not isinstance(part, FakeTensor):
-        _collective("all_gather_single", "all_gather_into_tensor")(whole, front, group=group)
-    return whole.movedim(0, dim).contiguous()
+    return _gather(part, dim, group, False).wait()
+
+
+def begin_gather(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> Pending:
+    """Start what `gathered` does."""
+    return _gather(part, dim, group, True)
 
 
 def reduce_scattered(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -28,20 +56,47 @@ def reduce_scattered(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) ->
     Raises:
         ValueError: the size along ``dim`` does not divide by the group size.
     """
-    _check_divisible(whole, dim, group)
-    front = _dim_to_front(whole, dim)
-    part = front.new_empty((front.shape[0] // group.size(), *front.shape[1:]))
-    if not isinstance(whole, FakeTensor):
-        _collective("reduce_scatter_single", "reduce_scatter_tensor")(part, front, group=group)
-    return part.movedim(0, dim).contiguous()
+    return _reduce_scatter(whole, dim, group, False).wait()
 
 
-def all_reduced(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum over all ranks; ``tensor`` stays as it is."""
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    if not isinstance(tensor, FakeTensor):
-        dist.all_reduce(total, group=group)
-    return total
+def begin_reduce_scatter(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> Pending:
+    """Start what `reduce_scattered` does; ``whole`` must not be written until it is waited for.
+
+    Raises:
+        ValueError: the size along ``dim`` does not divide by the group size.
+    """
+    return _reduce_scatter(whole, dim, group, True)
+
+
+def all_reduced(
+    tensor: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return the sum over all ranks, in ``dtype`` if given; ``tensor`` stays as it is."""
+    return _all_reduce(tensor, group, dtype, False).wait()
+
+
+def begin_all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+) -> Pending:
+    """Start what `all_reduced` does."""
+    return _all_reduce(tensor, group, dtype, True)
+
+
+def summed_over_replicas(tensor: torch.Tensor, replicas: int, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum over this rank's block of ``replicas`` consecutive ranks; ``replicas`` divides tp.
+
+    Each rank sends its tensor to the others of its block only. Every rank of a block adds the same numbers in
+    the same order, so the results are bitwise equal. Every rank of the group must call it.
+    """
+    if isinstance(tensor, FakeTensor):
+        return tensor.clone()
+    first = group.rank() // replicas * replicas
+    own = tensor.reshape(1, -1)
+    counts = [own.numel() if first <= rank < first + replicas else 0 for rank in range(group.size())]
+    sent = own.expand(replicas, -1).reshape(-1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, counts, counts, group=group)
+    return received.view(replicas, -1).sum(0).view(tensor.shape)
 
 
 def own_part(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -54,8 +109,38 @@ def own_part(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.T
     return whole.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
 
 
-def _dim_to_front(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-    return tensor.movedim(dim, 0).contiguous()
+def _gather(part: torch.Tensor, dim: int, group: dist.ProcessGroup, later: bool) -> Pending:
+    dim %= part.dim()
+    part = part.contiguous()
+    parts = part.new_empty((group.size() * part.shape[0], *part.shape[1:]))
+    work = None
+    if not isinstance(part, FakeTensor):
+        gather = _collective("all_gather_single", "all_gather_into_tensor")
+        work = gather(parts, part, group=group, async_op=later)
+    stacked = parts.unflatten(0, (group.size(), part.shape[0]))
+    return Pending(work, lambda: stacked.movedim(0, dim).flatten(dim, dim + 1).contiguous(), part)
+
+
+def _reduce_scatter(whole: torch.Tensor, dim: int, group: dist.ProcessGroup, later: bool) -> Pending:
+    _check_divisible(whole, dim, group)
+    dim %= whole.dim()
+    parts = whole.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous().flatten(0, 1)
+    part = parts.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
+    work = None
+    if not isinstance(whole, FakeTensor):
+        reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+        work = reduce_scatter(part, parts, group=group, async_op=later)
+    return Pending(work, lambda: part, parts)
+
+
+def _all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None, later: bool
+) -> Pending:
+    total = tensor.to(dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+    work = None
+    if not isinstance(tensor, FakeTensor):
+        work = dist.all_reduce(total, group=group, async_op=later)
+    return Pending(work, lambda: total, total)
 
 
 def _check_divisible(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> None:

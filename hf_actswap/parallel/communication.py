@@ -1,9 +1,9 @@
 """Communications that have a name: the seam between parallel layers and whatever decides about memory.
 
-A parallel layer communicates only through these functions. Each is a function as PyTorch's own are: a
-``TorchFunctionMode`` sees it, under the name that it has here. So the outline of a model lists it beside the
-op that it stands at (``input_layernorm.all_gather``), a plan can give its result a fate (keep it, or
-communicate again, ``re-gather``), and the engine can carry that out without knowing any parallel layer.
+A parallel layer communicates in forward only through these functions. Each is a function as PyTorch's own
+are: a ``TorchFunctionMode`` sees it, under the name that it has here. So the outline of a model lists it
+beside the op that it stands at (``input_layernorm.all_gather``), a plan can give its result a fate (keep it,
+or communicate again, ``re-gather``), and the engine can carry that out without knowing any parallel layer.
 
 Group and dim are resolved by the caller: a communication that runs again in backward, on a thread of
 autograd, must not look for its group in a context. None of them saves a tensor.
@@ -21,21 +21,29 @@ from .collectives import all_reduced, gathered, own_part, reduce_scattered
 
 
 def all_gather(
-    part: torch.Tensor, dim: int, group: dist.ProcessGroup, sum_gradients: bool = True
+    part: torch.Tensor,
+    dim: int,
+    group: dist.ProcessGroup,
+    sum_gradients: bool = True,
+    reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Gather the parts of all ranks along ``dim``: ``[.., n, ..]`` to ``[.., tp n, ..]``.
 
-    Backward is a reduce-scatter; without ``sum_gradients`` (every rank does the same with the result) it is
-    the own part of the gradient, without communication.
+    Backward is a reduce-scatter, in ``reduce_dtype`` if given; without ``sum_gradients`` (every rank does the
+    same with the result) it is the own part of the gradient, without communication.
     """
     if has_torch_function_unary(part):
-        return _dispatched(all_gather, part, dim, group, sum_gradients)
-    result: torch.Tensor = _AllGather.apply(part, dim, group, sum_gradients)
+        return _dispatched(all_gather, part, dim, group, sum_gradients, reduce_dtype)
+    result: torch.Tensor = _AllGather.apply(part, dim, group, sum_gradients, reduce_dtype)
     return result
 
 
 def reduce_scatter(
-    whole: torch.Tensor, dim: int, group: dist.ProcessGroup, gradient_dtype: torch.dtype | None = None
+    whole: torch.Tensor,
+    dim: int,
+    group: dist.ProcessGroup,
+    gradient_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """Sum over all ranks and keep the own part along ``dim``. Backward is an all-gather.
 
@@ -44,21 +52,24 @@ def reduce_scatter(
         dim: divides by the group size.
         group: tensor-parallel group.
         gradient_dtype: to which gradients are cast before they are gathered.
+        reduce_dtype: in which is summed; the result has the dtype of ``whole`` again.
 
     Raises:
         ValueError: the size along ``dim`` does not divide by the group size.
     """
     if has_torch_function_unary(whole):
-        return _dispatched(reduce_scatter, whole, dim, group, gradient_dtype)
-    result: torch.Tensor = _ReduceScatter.apply(whole, dim, group, gradient_dtype)
+        return _dispatched(reduce_scatter, whole, dim, group, gradient_dtype, reduce_dtype)
+    result: torch.Tensor = _ReduceScatter.apply(whole, dim, group, gradient_dtype, reduce_dtype)
     return result
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Sum over all ranks, out of place. Backward is the identity."""
+def all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Sum over all ranks, out of place, in ``reduce_dtype`` if given. Backward is the identity."""
     if has_torch_function_unary(tensor):
-        return _dispatched(all_reduce, tensor, group)
-    result: torch.Tensor = _AllReduce.apply(tensor, group)
+        return _dispatched(all_reduce, tensor, group, reduce_dtype)
+    result: torch.Tensor = _AllReduce.apply(tensor, group, reduce_dtype)
     return result
 
 
@@ -70,37 +81,52 @@ def _dispatched(function: Any, tensor: torch.Tensor, *settings: Any) -> torch.Te
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, part: torch.Tensor, dim: int, group: dist.ProcessGroup, sum_gradients: bool
+        ctx: Any,
+        part: torch.Tensor,
+        dim: int,
+        group: dist.ProcessGroup,
+        sum_gradients: bool,
+        reduce_dtype: torch.dtype | None,
     ) -> torch.Tensor:
-        ctx.dim, ctx.group, ctx.sum_gradients = dim, group, sum_gradients
+        ctx.dim, ctx.group, ctx.sum_gradients, ctx.reduce_dtype = dim, group, sum_gradients, reduce_dtype
         return gathered(part, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        part_of = reduce_scattered if ctx.sum_gradients else own_part
-        return part_of(gradient, ctx.dim, ctx.group), None, None, None
+        if not ctx.sum_gradients:
+            return own_part(gradient, ctx.dim, ctx.group), None, None, None, None
+        wide = gradient.to(ctx.reduce_dtype or gradient.dtype)
+        part = reduce_scattered(wide, ctx.dim, ctx.group)
+        return part.to(gradient.dtype), None, None, None, None
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, whole: torch.Tensor, dim: int, group: dist.ProcessGroup, gradient_dtype: torch.dtype | None
+        ctx: Any,
+        whole: torch.Tensor,
+        dim: int,
+        group: dist.ProcessGroup,
+        gradient_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
     ) -> torch.Tensor:
         ctx.dim, ctx.group, ctx.gradient_dtype = dim, group, gradient_dtype
-        return reduce_scattered(whole, dim, group)
+        return reduce_scattered(whole.to(reduce_dtype or whole.dtype), dim, group).to(whole.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         if ctx.gradient_dtype is not None:
             gradient = gradient.to(ctx.gradient_dtype)
-        return gathered(gradient, ctx.dim, ctx.group), None, None, None
+        return gathered(gradient, ctx.dim, ctx.group), None, None, None, None
 
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return all_reduced(tensor, group)
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        return all_reduced(tensor, group, reduce_dtype).to(tensor.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return gradient, None
+        return gradient, None, None

@@ -2,8 +2,9 @@
 
 Each pairs what happens to activations in forward with what happens to gradients in backward
 (``neuronx_distributed.parallel_layers.mappings``). All take an optional ``process_group`` (else the enclosing
-one, see `group`) and do nothing in a group of one. Unlike NxD's they never write into their argument, use the
-given group in backward too, and are right for any sequence dimension.
+one, see `group`) and do nothing in a group of one. Unlike NxD's they use the given group in backward too, are
+right for any sequence dimension, and never write into an argument, with one exception that NxD's callers rely
+on: see `reduce_from_tensor_model_parallel_region`.
 """
 
 from __future__ import annotations
@@ -25,16 +26,59 @@ def copy_to_tensor_model_parallel_region(
     group = group_or_enclosing(process_group)
     if group.size() == 1:
         return input_
-    result: torch.Tensor = _CopyToRegion.apply(input_, group)
-    return result
+    return copied(input_, group)
 
 
 def reduce_from_tensor_model_parallel_region(
     input_: torch.Tensor, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Sum what the ranks computed: all-reduce, identity in backward."""
+    """Sum what the ranks computed: all-reduce, identity in backward.
+
+    A tensor that requires no gradient (``parameter.grad.data``, a buffer) is outside of autograd and summed
+    *in place*, as NxD does it: callers such as its ``allreduce_sequence_parallel_gradients`` throw the
+    returned tensor away. A tensor that requires a gradient stays as it is, in grad mode or not.
+    """
     group = group_or_enclosing(process_group)
-    return input_ if group.size() == 1 else all_reduce(input_, group)
+    if group.size() == 1:
+        return input_
+    total = all_reduce(input_, group)
+    return total if input_.requires_grad else input_.copy_(total)
+
+
+def scatter_to_tensor_model_parallel_region(
+    input_: torch.Tensor, process_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Keep the own part of a replicated tensor along its last dim; all-gather in backward.
+
+    Raises:
+        ValueError: the last dim does not divide by the group size.
+    """
+    return scatter_to_sequence_parallel_region(input_, -1, process_group)
+
+
+def gather_from_tensor_model_parallel_region(
+    input_: torch.Tensor, process_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """All-gather along the last dim; the own part of the gradient in backward: all ranks do the same next."""
+    return gather_from_tensor_model_parallel_region_with_dim(input_, -1, process_group)
+
+
+def gather_from_tensor_model_parallel_region_with_dim(
+    input_: torch.Tensor, gather_dim: int, process_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """All-gather along ``gather_dim``; the own part of the gradient in backward."""
+    return gather_from_sequence_parallel_region(input_, gather_dim, False, process_group)
+
+
+def reduce_scatter_to_tensor_model_parallel_region_with_dim(
+    input_: torch.Tensor, partition_dim: int, process_group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Sum over the ranks and keep the own part along ``partition_dim``; all-gather in backward.
+
+    Raises:
+        ValueError: the size along ``partition_dim`` does not divide by the group size.
+    """
+    return reduce_scatter_to_sequence_parallel_region(input_, partition_dim, process_group=process_group)
 
 
 def scatter_to_sequence_parallel_region(
@@ -93,15 +137,25 @@ def reduce_scatter_to_sequence_parallel_region(
     return input_ if group.size() == 1 else reduce_scatter(input_, sequence_dimension, group, dtype)
 
 
+def copied(
+    tensor: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Identity; the sum of the gradients over the ranks in backward, taken in ``reduce_dtype`` if given."""
+    result: torch.Tensor = _CopyToRegion.apply(tensor, group, reduce_dtype)
+    return result
+
+
 class _CopyToRegion(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def forward(
+        ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None
+    ) -> torch.Tensor:
+        ctx.group, ctx.reduce_dtype = group, reduce_dtype
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        return all_reduced(gradient, ctx.group), None
+        return all_reduced(gradient, ctx.group, ctx.reduce_dtype).to(gradient.dtype), None, None
 
 
 class _ScatterToRegion(torch.autograd.Function):

@@ -231,6 +231,47 @@ def test_a_plan_that_was_made_without_it() -> None:
     )
 
 
+# Switched on after the plan has been applied.
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (CASE_4, "found gradient checkpointing switched on, and recomputation in layers 0, 3"),
+        (FULL_RECOMPUTE, "found gradient checkpointing switched on, and recomputation in layers 0-3"),
+        (CASE_2, "Resolve the plan from its configuration while gradient checkpointing is on"),
+    ],
+    ids=["selective", "full", "swap"],
+)
+def test_switched_on_later_it_is_noticed_at_the_next_forward(config: dict[str, Any], message: str) -> None:
+    bare = gradients_of_step(tiny_llama())
+    model = tiny_llama()
+    with apply(model, config):
+        assert_bitwise_equal(gradients_of_step(model), bare)
+        checkpointed(model)
+        with pytest.raises(PlanError, match=message):
+            gradients_of_step(model)
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 4, dtype=torch.long))
+        model.activation_checkpointing_disable()
+        assert_bitwise_equal(gradients_of_step(model), bare)
+
+
+def test_switched_on_later_where_only_outputs_are_swapped() -> None:
+    """That is what would have been resolved: the plan goes on, and so it does in evaluation."""
+    bare = gradients_of_step(tiny_llama())
+    model = tiny_llama()
+    with apply(model, MemoryPlan(output_rows([1, 3], 4), num_layers=4)) as applied:
+        gradients_of_step(model)
+        checkpointed(model)
+        assert_bitwise_equal(gradients_of_step(model), bare)
+        assert applied.stats().offloads > 0
+    model = tiny_llama()
+    with apply(model, CASE_4):
+        checkpointed(model).eval()
+        assert_bitwise_equal(gradients_of_step(model), bare)
+
+
 # Under the Trainer.
 
 

@@ -1,0 +1,286 @@
+"""The input that column-parallel layers share: one gather for all, its shard saved, overlap in backward.
+
+A column-parallel layer multiplies the whole sequence with its part of the weight. Under sequence parallelism
+a rank has ``1/tp`` of the sequence, so the input is gathered first; ordinary autograd would save the gathered
+tensor for the weight's gradient. Here the *shard* is saved, once for all layers that read it, and gathered
+again in backward.
+
+The gradient of each weight therefore belongs not to the product but to the input::
+
+    shard --[_ColumnInput]--> gathered --[_Product]--> q          saves W_q alone
+              |    ^  ^  ^        |------[_Product]--> k          saves W_k alone
+      saves shard  |  |  |        |------[_Product]--> v          saves W_v alone
+                  W_q W_k W_v     `------ anything else: ordinary autograd
+
+In backward autograd runs the products first, in any order, and the input when all consumers have given their
+gradients:
+
+1. The first product *starts the gather of the shard again*, asynchronously. Each product hands its output
+   gradient dY to the input node and computes its share of dX, while the gather is under way.
+2. The input node has the sum of all dX. It *starts the reduction* (reduce-scatter; without sequence
+   parallelism all-reduce) in ``reduce_dtype``, waits for the gather, computes each dW from dY and the
+   gathered input while the reduction is under way, waits for it and casts back.
+
+A frozen weight takes no part in this: no dY is held for it, and if all are frozen no input is saved.
+
+**Lifetimes on CUDA.** All runs on the stream of the forward, to which autograd returns in backward. An async
+collective waits (on the device) for what that stream has been given, so it reads finished data; `Pending`
+holds what it reads and writes, and `wait` makes the stream wait before anybody reads the result or lets go
+of a buffer, whose memory is only given out again for work behind that wait. The host waits for nothing. dY
+lives from its product until its dW; the gathered input from the wait to the last dW. A backward that ends
+before the input node (an exception, ``torch.autograd.grad`` with respect to the gathered tensor) leaves a
+`_Received` behind, which the next backward, knowing it by its number, throws away.
+
+**How a product knows its input.** By the input's ``grad_fn``: the node itself, which no view or cast of the
+tensor has. So any other tensor, and any other weight, goes the ordinary way. Without gradients there is
+nothing to know. A saved tensor is read once per backward, as checkpointing demands.
+
+**Run again.** In a recomputed region the new forward makes a new node of its own, and its graph is thrown
+away after its saved tensors were taken. If the region begins behind the gather, its input is a leaf there;
+`_LeafProduct` then saves as many tensors as `_Product` did, so that the counts agree.
+
+**Autocast.** The product runs in the autocast dtype, exactly as ``F.linear`` would, and backward in the same.
+The input is gathered and saved in its own dtype, or, with ``in_autocast_dtype``, cast before the gather: half
+the bytes on the wire and in memory, and the consumers' gradients are added up in that dtype (one more
+rounding). Weights are cast again in backward; no cast copy of them is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+from torch.overrides import handle_torch_function, has_torch_function
+
+from .collectives import Pending, begin_all_reduce, begin_gather, begin_reduce_scatter
+from .communication import all_gather
+from .mappings import copied
+from .weights import with_summed_gradient
+
+_running_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Number of the backward that runs on this thread; as ``torch.utils.checkpoint`` reads it."""
+
+_INPUTS_BEFORE_WEIGHTS = 4
+
+
+class InputSettings(NamedTuple):
+    """How the input of column-parallel layers is communicated.
+
+    Args:
+        group: tensor-parallel group.
+        sequence_parallel: the input is this rank's part of the sequence; else all ranks hold it alike.
+        dim: of the sequence; without sequence parallelism it does not matter.
+        reduce_dtype: in which input gradients are summed over the ranks; ``None``: their own.
+        keep_gathered: save the gathered input in place of the shard, and do not gather again.
+        in_autocast_dtype: under autocast, cast before the gather: for inputs that only products read.
+    """
+
+    group: dist.ProcessGroup
+    sequence_parallel: bool
+    dim: int = 0
+    reduce_dtype: torch.dtype | None = torch.float32
+    keep_gathered: bool = False
+    in_autocast_dtype: bool = False
+
+
+def column_input(x: torch.Tensor, weights: Sequence[torch.Tensor], settings: InputSettings) -> torch.Tensor:
+    """Return what column-parallel layers with these ``weights`` multiply.
+
+    Args:
+        x: ``[.., S / tp, .., H]`` under sequence parallelism, else ``[.., H]``, alike on all ranks.
+        weights: the layers' parameters, ``[out / tp, H]``. Their gradients are computed here; the layers
+            must multiply with `linear`.
+        settings: how to communicate.
+
+    Returns:
+        ``[.., S, .., H]``. What else reads it must do different work on each rank, for the gradients of all
+        consumers are summed over the ranks. It must not be written in place.
+    """
+    group = settings.group
+    if group.size() == 1:
+        return x
+    if torch.compiler.is_compiling():
+        if settings.sequence_parallel:
+            return all_gather(x, settings.dim, group, True, settings.reduce_dtype)
+        return copied(x, group, settings.reduce_dtype)
+    own = x.detach()
+    dtype = _autocast_dtype(x) if settings.in_autocast_dtype else None
+    if dtype is not None:
+        own = own.to(dtype)
+    gathered = all_gather(own, settings.dim, group) if settings.sequence_parallel else own
+    if not torch.is_grad_enabled() or not (x.requires_grad or any(w.requires_grad for w in weights)):
+        return gathered
+    summed = [with_summed_gradient(weight, group) for weight in weights]
+    shown: torch.Tensor = _ColumnInput.apply(x, own, gathered, (settings, tuple(weights)), *summed)
+    return shown
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Multiply: ``[.., H]`` with ``weight`` ``[out / tp, H]`` to ``[.., out / tp]``.
+
+    If ``x`` is what `column_input` returned for ``weight`` among others, it is not saved. A function that a
+    ``TorchFunctionMode`` sees as ``linear``.
+    """
+    if has_torch_function((x, weight)):
+        result: torch.Tensor = handle_torch_function(linear, (x, weight), x, weight, group)
+        return result
+    if group.size() == 1:
+        return F.linear(x, weight)
+    node: Any = x.grad_fn
+    input_node: Any = _ColumnInput._backward_cls
+    if not torch.compiler.is_compiling() and isinstance(node, input_node):
+        held = next((number for number, of in enumerate(node.weights) if of is weight), None)
+        if held is not None:
+            product: torch.Tensor = _Product.apply(x, weight.detach(), node, held)
+            return product
+    weight = with_summed_gradient(weight, group)
+    if torch.is_grad_enabled() and x.requires_grad and x.is_leaf and not torch.compiler.is_compiling():
+        again: torch.Tensor = _LeafProduct.apply(x, weight)
+        return again
+    return F.linear(x, weight)
+
+
+class _Received:
+    """What the products of one backward have handed to the input node.
+
+    Args:
+        backward: its number.
+        gather: of the shard, under way; ``None``: the input was saved whole.
+    """
+
+    def __init__(self, backward: int, gather: Pending | None) -> None:
+        self.backward, self.gather = backward, gather
+        self.gradients: list[tuple[int, torch.Tensor]] = []
+
+
+class _ColumnInput(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        own: torch.Tensor,
+        gathered: torch.Tensor,
+        about: tuple[InputSettings, tuple[torch.Tensor, ...]],
+        *weights: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.settings, ctx.weights = about
+        ctx.x_dtype = x.dtype
+        ctx.received = None
+        ctx.gathers_again = ctx.settings.sequence_parallel and not ctx.settings.keep_gathered
+        if any(ctx.needs_input_grad[_INPUTS_BEFORE_WEIGHTS:]):
+            ctx.save_for_backward(own if ctx.gathers_again else gathered)
+        return gathered.view_as(gathered)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        received: _Received | None = ctx.received
+        ctx.received = None
+        reduction = None
+        if gradient is not None and ctx.needs_input_grad[0]:
+            reduction = _begin_reduction(gradient, ctx.settings)
+        weight_gradients: list[torch.Tensor | None] = [None] * len(ctx.weights)
+        if received is not None and received.backward == _running_backward():
+            whole = ctx.saved_tensors[0] if received.gather is None else received.gather.wait()
+            _weight_gradients(received.gradients, whole, weight_gradients)
+        dx = None if reduction is None else reduction.wait().to(ctx.x_dtype)
+        casts = zip(weight_gradients, ctx.weights, strict=True)
+        return dx, None, None, None, *(dw if dw is None else dw.to(weight.dtype) for dw, weight in casts)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, node: Any, number: int) -> torch.Tensor:
+        ctx.node, ctx.number = node, number  # the edge that autograd has too: no cycle
+        ctx.save_for_backward(weight)
+        ctx.x_dtype = x.dtype
+        return F.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient = gradient.contiguous()
+        (weight,) = ctx.saved_tensors
+        if ctx.node.needs_input_grad[_INPUTS_BEFORE_WEIGHTS + ctx.number]:
+            _hand_over(ctx.node, ctx.number, gradient)
+        if not ctx.node.needs_input_grad[0]:
+            return None, None, None, None
+        return _input_gradient(gradient, weight, ctx.x_dtype), None, None, None
+
+
+class _LeafProduct(torch.autograd.Function):
+    """As `_Product`, of an input that no node made. It packs the weight alone, and holds the input itself.
+
+    Such an input lives on elsewhere, or as long as a recomputation.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.x, ctx.version = (x.detach(), x._version) if weight.requires_grad else (None, 0)
+        ctx.x_dtype = x.dtype
+        return F.linear(x, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradient = gradient.contiguous()
+        (weight,) = ctx.saved_tensors
+        found: list[torch.Tensor | None] = [None]
+        if ctx.x is not None:
+            if ctx.x._version != ctx.version:
+                raise RuntimeError("the input of a column-parallel layer was modified in place")
+            _weight_gradients([(0, gradient)], ctx.x, found)
+        return _input_gradient(gradient, weight, ctx.x_dtype), found[0]
+
+
+def _hand_over(node: Any, number: int, gradient: torch.Tensor) -> None:
+    """Give the input node an output gradient; the first of a backward starts the gather."""
+    backward, received = _running_backward(), node.received
+    if received is None or received.backward != backward:
+        gather = None
+        if node.gathers_again:
+            gather = begin_gather(node.saved_tensors[0], node.settings.dim, node.settings.group)
+        received = node.received = _Received(backward, gather)
+    received.gradients.append((number, gradient))
+
+
+def _begin_reduction(gradient: torch.Tensor, settings: InputSettings) -> Pending:
+    dtype = settings.reduce_dtype or gradient.dtype
+    if settings.sequence_parallel:
+        return begin_reduce_scatter(gradient.to(dtype), settings.dim, settings.group)
+    return begin_all_reduce(gradient, settings.group, dtype)
+
+
+def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    with torch.autocast(gradient.device.type, enabled=False):
+        return gradient.matmul(weight.to(gradient.dtype)).to(dtype)
+
+
+def _weight_gradients(
+    gradients: list[tuple[int, torch.Tensor]], whole: torch.Tensor, found: list[torch.Tensor | None]
+) -> None:
+    """Add each weight's gradient ``[out / tp, H]``, of ``[.., out / tp]`` and ``[.., H]``, into ``found``."""
+    rows = whole.reshape(-1, whole.shape[-1])
+    casts: dict[torch.dtype, torch.Tensor] = {}
+    with torch.autocast(rows.device.type, enabled=False):
+        while gradients:  # each is let go as soon as it has been used
+            number, gradient = gradients.pop(0)
+            if gradient.dtype not in casts:
+                casts[gradient.dtype] = rows.to(gradient.dtype)
+            product = gradient.reshape(-1, gradient.shape[-1]).t().mm(casts[gradient.dtype])
+            before = found[number]
+            found[number] = product if before is None else before + product
+
+
+def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype to which autocast would cast ``x``, if it would."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
+        return None
+    return torch.get_autocast_dtype(kind)

@@ -1,0 +1,255 @@
+"""Gradients that are complete only as a sum over the tensor-parallel ranks, summed exactly once per step.
+
+**The tag is the contract.** A parameter whose attribute ``sequence_parallel_enabled`` is true gets, on each
+rank, a part of its gradient: of this rank's tokens (norms, biases of row-parallel layers, the router of a
+mixture of experts, position embeddings behind the scatter), or of this rank's heads (``q_norm`` and
+``k_norm`` of Qwen3 and Gemma3, with or without sequence parallelism), or of what this rank's shard of a
+consumer sent back (``lora_A`` before a column-parallel ``lora_B``, where nothing else sums). The name is
+NxD's; the tag means "sum me", whatever the reason. Whoever makes such a parameter sets it, also with
+`setattr` on a module of one's own.
+
+The parts are summed, not averaged, after the last micro-batch and before anything looks at a norm. A sum per
+micro-batch over the *accumulated* gradient counts the first ones again (as transformers 5.23 does for
+``q_norm``). `allreduce_sequence_parallel_gradients` may therefore be called by our integration and, as in
+NxD's recipe, by the user too: what is summed already is left alone (see `gradient_watch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .gradient_watch import GradientState, GradientWatch, gradient_of, watch_of
+from .group import group_or_enclosing
+
+TAG = "sequence_parallel_enabled"
+
+ParameterSource = torch.optim.Optimizer | nn.Module | Iterable[torch.Tensor]
+
+
+class MixedGradientError(RuntimeError):
+    """Of some gradients nobody can say what would make them the sum over the ranks."""
+
+
+class UnsummedGradientError(RuntimeError):
+    """Something reads gradients that are still to be summed over the tensor-parallel ranks."""
+
+
+def allreduce_sequence_parallel_gradients(
+    optimizer: ParameterSource,
+    process_group: dist.ProcessGroup | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
+    """Sum the gradients of all tagged parameters over the ranks, those that are not summed yet.
+
+    One all-reduce per dtype and device, into ``.grad`` (else ``.main_grad``) in place. Which parameters take
+    part depends on tags, ``requires_grad`` and order alone, equal on all ranks: where a rank has no gradient
+    for a parameter and another has, it contributes zeros and gets the sum. Where none has any, there is none
+    afterwards either, as in a single process.
+
+    Call it on every rank, after the last micro-batch and before clipping; a second call does nothing.
+
+    Args:
+        optimizer: an optimizer (Accelerate's too), a module, or parameters.
+        process_group: tensor-parallel group; else the enclosing one.
+        reduce_dtype: in which to sum, e.g. fp32 for bf16 gradients; ``None``: in the gradients' own.
+
+    Raises:
+        MixedGradientError: a gradient was summed, and more was accumulated onto it since, or another tensor
+            was assigned in its place (`forget_sums`).
+        RuntimeError: no group was given, and none encloses.
+    """
+    group = group_or_enclosing(process_group)
+    if group.size() == 1:
+        return
+    parameters = list(tagged_parameters(optimizer))
+    _refuse_mixed(parameters)
+    parts: dict[tuple[torch.dtype, torch.device], list[_Part]] = {}
+    for parameter in parameters:
+        watch = watch_of(parameter) or GradientWatch(parameter)
+        if watch.state() is GradientState.PART:
+            part = _Part(parameter, watch)
+            parts.setdefault((reduce_dtype or part.dtype, parameter.device), []).append(part)
+    with torch.no_grad():
+        for (dtype, device), of_kind in parts.items():
+            _sum(of_kind, dtype, device, group)
+
+
+def tagged_parameters(source: ParameterSource) -> Iterator[torch.Tensor]:
+    """Yield each tagged parameter that requires a gradient, once, in the order of the optimizer or module."""
+    seen: set[int] = set()
+    for parameter in _parameters(source):
+        if getattr(parameter, TAG, False) and parameter.requires_grad and id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield parameter
+
+
+def refuse_unsummed(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise unless the gradient of every watched tagged parameter is summed.
+
+    Args:
+        parameters: those without a watch (nothing of ours was called for them yet) are not judged.
+
+    Raises:
+        UnsummedGradientError: some are not; ranks would see different norms, and replicas drift apart.
+        MixedGradientError: as in `allreduce_sequence_parallel_gradients`.
+    """
+    tagged = list(tagged_parameters(parameters))
+    _refuse_mixed(tagged)
+    waiting = 0
+    for parameter in tagged:
+        watch = watch_of(parameter)
+        is_part = watch is not None and watch.state() is GradientState.PART
+        waiting += is_part and gradient_of(parameter) is not None
+    if waiting:
+        raise UnsummedGradientError(
+            f"the gradients of {waiting} tagged parameters (of {len(tagged)}) are this rank's part only. "
+            "Call allreduce_sequence_parallel_gradients before the norm is computed or clipped"
+        )
+
+
+def forget_sums(source: ParameterSource) -> None:
+    """Note that the tagged parameters' next gradients are parts again.
+
+    Only for loops that assign ``parameter.grad`` themselves, once per step: what backward accumulates is
+    noticed.
+    """
+    for parameter in tagged_parameters(source):
+        watch = watch_of(parameter)
+        if watch is not None:
+            watch.forget()
+
+
+class TaggedGradients:
+    """Watches a model's tagged parameters from its first backward on, and sums their gradients.
+
+    While it is attached, `gradient_norm` refuses gradients that are not summed.
+
+    Args:
+        model: module, optimizer or parameters; parameters that are tagged later are watched from their first
+            sum on.
+        process_group: tensor-parallel group; else the enclosing one.
+        reduce_dtype: as in `allreduce_sequence_parallel_gradients`.
+
+    Raises:
+        RuntimeError: no group was given, and none encloses.
+    """
+
+    def __init__(
+        self,
+        model: ParameterSource,
+        process_group: dist.ProcessGroup | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._source = model if isinstance(model, nn.Module | torch.optim.Optimizer) else list(model)
+        self._group = group_or_enclosing(process_group)
+        self._reduce_dtype = reduce_dtype
+        unwatched = [p for p in tagged_parameters(self._source) if watch_of(p) is None]
+        self._watches = [GradientWatch(parameter) for parameter in unwatched]
+
+    def reduce(self) -> None:
+        """Sum what is not summed yet; see `allreduce_sequence_parallel_gradients` for what it raises."""
+        allreduce_sequence_parallel_gradients(self._source, self._group, self._reduce_dtype)
+
+    def remove(self) -> None:
+        """Take this object's hooks off the parameters. Gradients stay; what was summed is forgotten."""
+        for watch in self._watches:
+            watch.remove()
+        self._watches = []
+
+
+def _parameters(source: ParameterSource) -> Iterator[torch.Tensor]:
+    if isinstance(source, nn.Module):
+        yield from source.parameters()
+    elif hasattr(source, "param_groups"):
+        for group in source.param_groups:
+            yield from group["params"]
+    else:
+        yield from source
+
+
+_WHAT_TO_DO = {
+    GradientState.MIXED: (
+        "were accumulated onto gradients that had been summed over the tensor-parallel ranks already. Sum "
+        "once, after the last micro-batch, and call optimizer.zero_grad(set_to_none=True) before the next "
+        "step's first backward"
+    ),
+    GradientState.REPLACED: (
+        "were assigned in place of gradients that had been summed over the tensor-parallel ranks: they may "
+        "be sums or parts. Change a gradient in place (grad.mul_), or call forget_sums once per step if you "
+        "assign gradients yourself"
+    ),
+}
+
+
+def _refuse_mixed(parameters: list[torch.Tensor]) -> None:
+    for state, what_to_do in _WHAT_TO_DO.items():
+        found = [p for p in parameters if (watch := watch_of(p)) is not None and watch.state() is state]
+        if found:
+            raise MixedGradientError(
+                f"{len(found)} gradients (the first of shape {list(found[0].shape)}) {what_to_do}"
+            )
+
+
+@dataclass
+class _Part:
+    """This rank's part of one gradient."""
+
+    parameter: torch.Tensor
+    watch: GradientWatch
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the gradient, known without one: all ranks must agree."""
+        main = getattr(self.parameter, "main_grad", None)
+        return self.parameter.dtype if main is None else main.dtype
+
+    @property
+    def is_here(self) -> bool:
+        return gradient_of(self.parameter) is not None
+
+    def flat(self, dtype: torch.dtype) -> torch.Tensor:
+        gradient = gradient_of(self.parameter)
+        if gradient is None:
+            return torch.zeros_like(local(self.parameter), dtype=dtype).flatten()
+        return local(gradient).to(dtype).flatten()
+
+    def own(self) -> torch.Tensor:
+        """Return the gradient's local tensor; where there is no gradient, make one."""
+        gradient = gradient_of(self.parameter)
+        if gradient is None:
+            gradient = self.parameter.grad = torch.zeros_like(self.parameter)
+        self.watch.set_summed(gradient)
+        return local(gradient)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or this rank's shard of it if FSDP2 shards it over the data axis."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    shard: torch.Tensor = tensor.to_local()
+    return shard
+
+
+def _sum(parts: list[_Part], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> None:
+    """One all-reduce: the gradients one after the other, then a number per gradient: ranks that have it."""
+    flats = [part.flat(dtype) for part in parts]
+    here = torch.ones(len(parts), dtype=dtype, device=device)
+    for position, part in enumerate(parts):
+        if not part.is_here:
+            here[position] = 0
+    buffer = torch.cat([*flats, here])
+    dist.all_reduce(buffer, group=group)
+    *sums, ranks = buffer.split([*(flat.numel() for flat in flats), len(parts)])
+    if not all(part.is_here for part in parts):
+        counted = ranks.tolist()  # the host waits, but only on a rank that lacks a gradient
+        sums = [found for found, count in zip(sums, counted, strict=True) if count]
+        parts = [part for part, count in zip(parts, counted, strict=True) if count]
+    if parts:
+        own = [part.own() for part in parts]
+        torch._foreach_copy_(own, [found.view_as(of) for found, of in zip(sums, own, strict=True)])

@@ -1,0 +1,240 @@
+"""Linear layers whose weight is divided among the ranks of a tensor-parallel group, as NxD names them.
+
+`ColumnParallelLinear` divides the output features, `RowParallelLinear` the input features; one after the
+other they need one communication before and one after. What the first does with its input, and in backward,
+stands in `column_input`; a row layer multiplies what the rank has (``F.linear``, ordinary autograd) and sums
+over the ranks by a named communication.
+
+Unlike NxD's, both are right for any sequence dimension and dtype, and a row layer's bias is initialised alike
+for any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from .column_input import InputSettings, column_input, linear
+from .communication import all_reduce, reduce_scatter
+from .mappings import gather_from_tensor_model_parallel_region, scatter_to_tensor_model_parallel_region
+from .parallel_linear import ParallelLinear
+from .weights import InitMethod, Partition, with_summed_gradient
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """``y = x W^T + b`` with the rows of ``W`` divided among the ranks.
+
+    Input ``[.., H]``, alike on all ranks; under sequence parallelism this rank's part of the sequence,
+    ``S / tp`` in ``sequence_dimension``. Output ``[.., output_size / tp]`` for the whole sequence, or
+    ``[.., output_size]`` with ``gather_output``.
+
+    Args:
+        input_size, output_size: of the full layer.
+        bias: whether there is one; divided as the weight, with ``gather_output`` full and alike on all ranks.
+        gather_output: gather the output features; not together with sequence parallelism.
+        dtype, device: of the parameters; ``None``: PyTorch's defaults.
+        stride: the weight consists of this many equal parts, each divided among the ranks (of a fused
+            ``[Q; K; V]``: 3).
+        init_method: fills the full weight; default as ``nn.Linear``.
+        sequence_parallel_enabled: see above.
+        sequence_dimension: default 0.
+        keep_master_weight: keep the full weight in ``master_weight``.
+        skip_bias_add: return ``(output, bias)``, the bias not added.
+        pad: refused.
+        tensor_model_parallel_group: default: the enclosing one.
+        reduce_dtype: in which input gradients are summed over the ranks; ``None``: their own.
+        sections: sizes of the parts of the weight that are divided one by one, in place of ``stride``.
+        replicas: number of consecutive ranks that hold the same rows, for each section or all (kv heads
+            fewer than ranks); their gradients are summed, so that they stay alike.
+        pad_output: fill the output up with zero rows where the ranks do not divide it (a vocabulary).
+        input_is_shared: the input comes from `column_input` already (see `shared_input.SharedInput`).
+
+    Raises:
+        ValueError: sizes that do not divide, or arguments that exclude each other.
+        RuntimeError: no group.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        stride: int = 1,
+        init_method: InitMethod | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        tensor_model_parallel_group: dist.ProcessGroup | None = None,
+        reduce_dtype: torch.dtype | None = torch.float32,
+        *,
+        sections: Sequence[int] | None = None,
+        replicas: int | Sequence[int] = 1,
+        pad_output: bool = False,
+        input_is_shared: bool = False,
+    ) -> None:
+        if gather_output and (sequence_parallel_enabled or pad_output or replicas != 1):
+            raise ValueError(
+                "gather_output=True goes neither with sequence_parallel_enabled nor with pad_output or "
+                "replicas; pass gather_output=False"
+            )
+        super().__init__(
+            input_size,
+            output_size,
+            sequence_parallel_enabled,
+            sequence_dimension,
+            skip_bias_add,
+            pad,
+            tensor_model_parallel_group,
+            reduce_dtype,
+        )
+        self.gather_output, self.input_is_shared = gather_output, input_is_shared
+        ranks = self.tensor_model_parallel_group.size()
+        partition = Partition.of(0, output_size, ranks, stride, sections, replicas, pad_output)
+        bias_partition = None if gather_output else partition
+        self.initialise(partition, bias_partition, bias, init_method, dtype, device, keep_master_weight)
+
+    @classmethod
+    def from_linear(cls, full: nn.Linear, *, gather_output: bool = False, **settings: Any) -> Self:
+        """Make one out of a full layer, whose dtype, device, training flags and attributes it keeps.
+
+        Args:
+            full: weight ``[output_size, input_size]``, the same on every rank.
+            gather_output: as in the constructor, but off.
+            settings: further arguments of the constructor.
+        """
+        settings = {"gather_output": gather_output, "dtype": full.weight.dtype, "device": "meta", **settings}
+        return cls(full.in_features, full.out_features, full.bias is not None, **settings).take(full)
+
+    def input_settings(self, keep_gathered: bool = False, in_autocast_dtype: bool = False) -> InputSettings:
+        """How the input of this layer is communicated."""
+        return InputSettings(
+            self.tensor_model_parallel_group,
+            self.sequence_parallel_enabled,
+            self.sequence_dimension,
+            self.reduce_dtype,
+            keep_gathered,
+            in_autocast_dtype,
+        )
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output; with ``skip_bias_add`` the output and the bias."""
+        group = self.tensor_model_parallel_group
+        if group.size() == 1 and not self.skip_bias_add:
+            return F.linear(input_, self.weight, self.bias)
+        if not self.input_is_shared:
+            input_ = column_input(input_, [self.weight], self.input_settings(in_autocast_dtype=True))
+        output = linear(input_, self.weight, group)
+        if self.gather_output:
+            output = gather_from_tensor_model_parallel_region(output, group)
+        bias = None if self.bias is None else with_summed_gradient(self.bias, group)
+        if self.skip_bias_add:
+            return output, bias
+        return output if bias is None else output + bias.to(output.dtype)
+
+
+class RowParallelLinear(ParallelLinear):
+    """``y = x W^T + b`` with the columns of ``W`` divided among the ranks, and summed over them.
+
+    Input ``[.., input_size / tp]`` for the whole sequence (``input_is_parallel``), or ``[.., input_size]``,
+    alike on all ranks, of which each takes its part. Output ``[.., output_size]``, alike on all ranks; under
+    sequence parallelism this rank's part, ``S / tp`` in ``sequence_dimension``.
+
+    The bias is full, is added once, after the sum, and carries the tag ``sequence_parallel_enabled``: under
+    sequence parallelism its gradient covers the rank's tokens only.
+
+    Args:
+        input_size, output_size: of the full layer.
+        bias: whether there is one.
+        input_is_parallel: see above; sequence parallelism needs it.
+        dtype, device, stride, init_method, sequence_parallel_enabled, sequence_dimension, keep_master_weight,
+            skip_bias_add, pad, tensor_model_parallel_group, sections: see `ColumnParallelLinear`.
+        reduce_output: else the rank's share of the sum is returned.
+        reduce_dtype: to which the shares are cast before they are summed; the sum is cast back. ``None``:
+            their own.
+
+    Raises:
+        ValueError: sizes that do not divide, or arguments that exclude each other.
+        RuntimeError: no group.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        stride: int = 1,
+        init_method: InitMethod | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        keep_master_weight: bool = False,
+        skip_bias_add: bool = False,
+        pad: bool = False,
+        reduce_output: bool = True,
+        tensor_model_parallel_group: dist.ProcessGroup | None = None,
+        reduce_dtype: torch.dtype | None = torch.float32,
+        *,
+        sections: Sequence[int] | None = None,
+    ) -> None:
+        if sequence_parallel_enabled and not input_is_parallel:
+            raise ValueError("sequence_parallel_enabled needs input_is_parallel=True")
+        if bias and not reduce_output and not skip_bias_add:
+            raise ValueError(
+                "reduce_output=False would add the bias on every rank; pass bias=False or skip_bias_add=True"
+            )
+        super().__init__(
+            input_size,
+            output_size,
+            sequence_parallel_enabled,
+            sequence_dimension,
+            skip_bias_add,
+            pad,
+            tensor_model_parallel_group,
+            reduce_dtype,
+        )
+        self.input_is_parallel, self.reduce_output = input_is_parallel, reduce_output
+        partition = Partition.of(1, input_size, self.tensor_model_parallel_group.size(), stride, sections)
+        self.tag("bias", sequence_parallel_enabled=sequence_parallel_enabled)
+        self.initialise(partition, None, bias, init_method, dtype, device, keep_master_weight)
+
+    @classmethod
+    def from_linear(cls, full: nn.Linear, *, input_is_parallel: bool = True, **settings: Any) -> Self:
+        """Make one out of a full layer; see `ColumnParallelLinear.from_linear`."""
+        settings = {
+            "input_is_parallel": input_is_parallel,
+            "dtype": full.weight.dtype,
+            "device": "meta",
+            **settings,
+        }
+        return cls(full.in_features, full.out_features, full.bias is not None, **settings).take(full)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output; with ``skip_bias_add`` the output and the bias."""
+        group = self.tensor_model_parallel_group
+        if group.size() == 1 and not self.skip_bias_add:
+            return F.linear(input_, self.weight, self.bias)
+        if not self.input_is_parallel:
+            input_ = scatter_to_tensor_model_parallel_region(input_, group)
+        output = F.linear(input_, self.weight)
+        if self.reduce_output and group.size() > 1:
+            output = self._summed(output, group)
+        if self.skip_bias_add:
+            return output, self.bias
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+    def _summed(self, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        if self.sequence_parallel_enabled:
+            return reduce_scatter(share, self.sequence_dimension, group, None, self.reduce_dtype)
+        return all_reduce(share, group, self.reduce_dtype)

@@ -1,0 +1,208 @@
+"""Which ranks hold one model together, and which hold the same part of it.
+
+The ranks of a tensor-parallel group follow one another (they lie on one machine and its fast links), so rank
+r has tensor-parallel rank ``r % tp`` and data-parallel rank ``r // tp``. The dims are named as Accelerate
+reads them: data loaders divide ``tp`` out of the process index and count ``dp_replicate`` or ``dp_shard``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..errors import ActSwapError, Problem
+
+TENSOR_AXIS = "tp"
+REPLICATED_DATA_AXIS = "dp_replicate"
+SHARDED_DATA_AXIS = "dp_shard"
+
+_SIZE = "parallel_config.tensor_parallel_size"
+
+
+class MeshError(ActSwapError):
+    """The processes that were started cannot hold the model as the configuration asks."""
+
+    subject = "parallel set-up"
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """The processes as a table: a row holds one model together, a column the same part of it.
+
+    Args:
+        device_mesh: two dims, the data axis and then the tensor axis.
+    """
+
+    device_mesh: DeviceMesh
+
+    @property
+    def tensor_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold this rank's model together."""
+        return self.device_mesh.get_group(1)
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same part of the model, and train on other data."""
+        return self.device_mesh.get_group(0)
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks per model."""
+        return self.device_mesh.size(1)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Models."""
+        return self.device_mesh.size(0)
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Which part of the model this rank holds."""
+        return self.device_mesh.get_local_rank(1)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which part of the data this rank trains on."""
+        return self.device_mesh.get_local_rank(0)
+
+
+def build_mesh(
+    tensor_parallel_size: int,
+    data_axis: str = REPLICATED_DATA_AXIS,
+    device_type: str | None = None,
+    tensor_parallel_group: dist.ProcessGroup | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> ParallelMesh:
+    """Build the mesh of all processes; every rank must call it.
+
+    Args:
+        tensor_parallel_size: ranks per model; the data axis takes the rest.
+        data_axis: ``dp_replicate`` (DDP) or ``dp_shard`` (FSDP2).
+        device_type: ``None``: the accelerator's, else ``cpu``.
+        tensor_parallel_group: of this rank, if the caller has one already: only checked.
+        environment: what the launcher set; ``None``: `os.environ`.
+
+    Raises:
+        MeshError: the processes do not fit, or were not started together (see `check_processes`); or the
+            given group is not one that the mesh would build.
+    """
+    check_processes(tensor_parallel_size, environment)
+    world_size = dist.get_world_size()
+    if tensor_parallel_group is not None:
+        check_innermost(tensor_parallel_group, tensor_parallel_size)
+    shape = (world_size // tensor_parallel_size, tensor_parallel_size)
+    kind = device_type or _device_type()
+    return ParallelMesh(init_device_mesh(kind, shape, mesh_dim_names=(data_axis, TENSOR_AXIS)))
+
+
+def check_processes(tensor_parallel_size: int, environment: Mapping[str, str] | None = None) -> None:
+    """Check that the processes that were started, and know of each other, can be divided into models.
+
+    Looks at this process alone: nobody is waited for, and all ranks come to the same result.
+
+    Args:
+        tensor_parallel_size: ranks per model.
+        environment: what the launcher set; ``None``: `os.environ`.
+
+    Raises:
+        MeshError: with what was expected and found, and the command to start with.
+    """
+    problem = _problem(tensor_parallel_size, os.environ if environment is None else environment)
+    if problem is not None:
+        raise MeshError([problem])
+
+
+def check_innermost(group: dist.ProcessGroup, tensor_parallel_size: int) -> None:
+    """Check that a group is a row of the mesh: tp ranks that follow one another, from a multiple of tp on.
+
+    Raises:
+        MeshError: it is not; the layers take any group, only the mesh does not.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    first = min(ranks) // tensor_parallel_size * tensor_parallel_size
+    expected = list(range(first, first + tensor_parallel_size))
+    if ranks != expected:
+        raise MeshError(
+            [
+                Problem(
+                    "tensor_parallel_group",
+                    f"ranks {expected}: {tensor_parallel_size} that follow one another",
+                    f"ranks {ranks}",
+                    "Pass no group, and the mesh builds its own. With ranks in another order give the groups "
+                    "to the parallel layers yourself (tensor_parallel_group, process_group).",
+                )
+            ]
+        )
+
+
+def launch_command(num_processes: int, on_cpu: bool | None = None) -> str:
+    """Return the shell command that starts a script in so many processes on this machine.
+
+    Args:
+        num_processes: processes.
+        on_cpu: ``None``: if there is no accelerator. ``--cpu`` would start one process, and a configuration
+            with ``use_cpu`` alone would start trainings that do not know of each other.
+    """
+    without_accelerator = not torch.accelerator.is_available() if on_cpu is None else on_cpu
+    command = (
+        f"accelerate launch --multi_gpu --num_processes {num_processes} --num_machines 1 "
+        "--mixed_precision no --dynamo_backend no SCRIPT ARGUMENTS"
+    )
+    return f"{command} --use_cpu true" if without_accelerator else command
+
+
+def _problem(size: int, environment: Mapping[str, str]) -> Problem | None:
+    if size < 1:
+        return Problem(_SIZE, "a whole number from 1 on", str(size), "1 switches tensor parallelism off.")
+    started = _started(environment)
+    is_initialized = dist.is_available() and dist.is_initialized()
+    world_size = dist.get_world_size() if is_initialized else 1
+    if started > 1 and world_size == 1:
+        return Problem(
+            "torch.distributed",
+            f"one group of the {started} processes that the launcher started (WORLD_SIZE={started})",
+            "a process group of one" if is_initialized else "no process group",
+            "Each process would train alone, and all would write to the same place. Start with: "
+            f"{launch_command(started)}",
+        )
+    if not is_initialized:
+        return Problem(
+            "torch.distributed",
+            "a process group",
+            "none",
+            f"Start with: {launch_command(max(size, 2))}. In a script of your own call "
+            "torch.distributed.init_process_group() first.",
+        )
+    if size > world_size:
+        return Problem(
+            _SIZE,
+            f"at most {world_size}, the number of processes",
+            str(size),
+            f"Start with: {launch_command(size)}, or set {_SIZE}: {world_size}. "
+            "(accelerate launch --cpu --num_processes 2 starts one process, without a word.)",
+        )
+    if world_size % size:
+        divisors = [divisor for divisor in range(1, world_size + 1) if world_size % divisor == 0]
+        return Problem(
+            _SIZE,
+            f"a divisor of {world_size}, the number of processes: one of {', '.join(map(str, divisors))}",
+            str(size),
+            f"Or start a multiple of {size} processes: {launch_command(-(-world_size // size) * size)}",
+        )
+    return None
+
+
+def _started(environment: Mapping[str, str]) -> int:
+    """How many processes the launcher says that it started; 1 if it says nothing (or nothing readable)."""
+    text = environment.get("WORLD_SIZE", "")
+    return int(text) if text.isdecimal() else 1
+
+
+def _device_type() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type

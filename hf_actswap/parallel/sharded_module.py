@@ -1,0 +1,126 @@
+"""Modules that keep attributes on their parameters, and modules that hold parts of full parameters.
+
+Which gradients are summed, and how a norm counts a parameter, is said by attributes of the parameters (NxD's
+contract). PyTorch loses them wherever it makes a parameter anew; here they are kept by the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .collectives import gathered
+from .group import group_or_enclosing
+from .weights import Partition
+
+
+class HeldGroup:
+    """A process group as state of a module: copies of the module share it, a pickled module has none.
+
+    Args:
+        group: the group, if there is one.
+    """
+
+    __slots__ = ("group",)
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HeldGroup:
+        return self
+
+    def __reduce__(self) -> tuple[type[HeldGroup], tuple[()]]:
+        return HeldGroup, ()
+
+
+class TaggedModule(nn.Module):
+    """A module that puts attributes on its parameters again whenever these are made anew.
+
+    That is in ``to``, ``copy.deepcopy``, ``load_state_dict(assign=True)`` and by assignment.
+
+    Attributes:
+        tags: parameter name -> attributes.
+    """
+
+    tags: dict[str, dict[str, Any]]
+
+    def tag(self, name: str, **tags: Any) -> None:
+        """Keep attributes on the parameter ``name``, which may not be there yet."""
+        every = self.__dict__.setdefault("tags", {})
+        every[name] = {**every.get(name, {}), **tags}
+        self._put_tags()
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._put_tags()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._put_tags()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._put_tags()
+
+    def _put_tags(self) -> None:
+        every: dict[str, dict[str, Any]] = self.__dict__.get("tags", {})  # nn.LayerNorm registers before
+        for name, tags in every.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                vars(parameter).update(tags)
+
+
+class ShardedModule(TaggedModule):
+    """A module some of whose parameters are parts of full ones.
+
+    Loading a full tensor (``load_state_dict``) takes the rank's part of it.
+
+    Args:
+        group: tensor-parallel group; ``None``: the enclosing one.
+
+    Attributes:
+        partitions: parameter name -> how it is divided.
+    """
+
+    partitions: dict[str, Partition]
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self._held_group = HeldGroup(group_or_enclosing(group))
+        self.partitions = {}
+
+    @property
+    def tensor_model_parallel_group(self) -> dist.ProcessGroup:
+        """The group; after unpickling the one that encloses the first use. Raises RuntimeError: none does."""
+        group = self._held_group.group
+        if group is None:
+            group = group_or_enclosing(None)
+            self._held_group = HeldGroup(group)
+        return group
+
+    def divide(self, name: str, partition: Partition) -> None:
+        """Say how the parameter ``name``, which may not be there yet, is divided."""
+        self.partitions[name] = partition
+        self.tag(name, **partition.tags)
+
+    def full_parameter(self, name: str) -> torch.Tensor:
+        """Return the full tensor of a parameter, without padding. Every rank of the group must call it."""
+        tensor: torch.Tensor = self.get_parameter(name).detach()
+        partition = self.partitions.get(name)
+        if partition is None or partition.ranks == 1:
+            return tensor.clone()
+        return partition.whole(list(gathered(tensor.unsqueeze(0), 0, self.tensor_model_parallel_group)))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, partition in self.partitions.items():
+            parameter, given = self._parameters.get(name), state_dict.get(prefix + name)
+            if parameter is None or given is None or given.shape == parameter.shape:
+                continue
+            if partition.fits(given.shape):
+                state_dict[prefix + name] = partition.part(given, self.tensor_model_parallel_group.rank())
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -1,0 +1,219 @@
+"""How a parameter is divided among the ranks.
+
+A rank's parameter is a part of a full one; which part, a `Partition` says. It cuts a full tensor when a layer
+is made or loaded, and puts the ranks' parts together again when a model is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .collectives import summed_over_replicas
+
+InitMethod = Callable[[torch.Tensor], object]
+"""Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How one dim of a full tensor is divided among the ranks.
+
+    The dim consists of sections (of a fused weight: its q, k and v), and a rank holds a part of each, in the
+    order of the sections. NxD's ``stride=k`` is k sections of equal size.
+
+    Args:
+        dim: that is divided.
+        sections: their sizes in the full tensor.
+        ranks: size of the tensor-parallel group.
+        replicas: of each section, how many consecutive ranks hold the same part: with 2, ranks 0 and 1 hold
+            the first part, ranks 2 and 3 the second. So key and value heads stay beside their query heads.
+        padded: sizes that do not divide are filled up with zeros at the end, on every rank to the same size.
+
+    Raises:
+        ValueError: a section does not divide.
+    """
+
+    dim: int
+    sections: tuple[int, ...]
+    ranks: int
+    replicas: tuple[int, ...]
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        if len(self.replicas) != len(self.sections):
+            raise ValueError(
+                f"{len(self.sections)} sections have {len(self.replicas)} numbers of replicas: give one each"
+            )
+        for size, replicas in zip(self.sections, self.replicas, strict=True):
+            if replicas < 1 or self.ranks % replicas:
+                raise ValueError(
+                    f"{replicas} replicas do not divide {self.ranks} tensor-parallel ranks; "
+                    "the number of ranks must be a multiple of the number of replicas"
+                )
+            if size % (self.ranks // replicas) and not self.padded:
+                raise ValueError(
+                    f"{size} in dim {self.dim} does not divide into {self.ranks // replicas} parts for "
+                    f"{self.ranks} tensor-parallel ranks; choose a tensor_parallel_size that divides it"
+                )
+
+    @classmethod
+    def of(
+        cls,
+        dim: int,
+        size: int,
+        ranks: int,
+        stride: int = 1,
+        sections: Sequence[int] | None = None,
+        replicas: int | Sequence[int] = 1,
+        padded: bool = False,
+    ) -> Partition:
+        """Make one from NxD's ``stride``, or from ``sections``, whose sizes add up to ``size``."""
+        if sections is None:
+            if size % stride:
+                raise ValueError(f"stride={stride} does not divide {size} in dim {dim}")
+            sections = (size // stride,) * stride
+        if sum(sections) != size:
+            raise ValueError(f"sections {list(sections)} add up to {sum(sections)}, not to {size}")
+        counts = (replicas,) * len(sections) if isinstance(replicas, int) else tuple(replicas)
+        return cls(dim, tuple(sections), ranks, counts, padded)
+
+    @property
+    def full_size(self) -> int:
+        """Size of the dim in the full tensor, without padding."""
+        return sum(self.sections)
+
+    @property
+    def local_sections(self) -> tuple[int, ...]:
+        """Sizes of the parts of the sections, the same on every rank."""
+        return tuple(
+            -(-size // (self.ranks // replicas))
+            for size, replicas in zip(self.sections, self.replicas, strict=True)
+        )
+
+    @property
+    def local_size(self) -> int:
+        """Size of the dim in a rank's part."""
+        return sum(self.local_sections)
+
+    @property
+    def tags(self) -> dict[str, Any]:
+        """NxD's attributes of a parameter that is divided so; and how many ranks hold the same of it.
+
+        ``replicated_over`` is there only where more than one rank does: an ``int``, or where sections differ
+        a tuple of (size of the part along the dim, number of ranks).
+        """
+        tags = {
+            "tensor_model_parallel": True,
+            "partition_dim": self.dim,
+            "partition_stride": len(self.sections),
+        }
+        if max(self.replicas) == 1:
+            return tags
+        pairs = tuple(zip(self.local_sections, self.replicas, strict=True))
+        return {**tags, "replicated_over": pairs if len(set(self.replicas)) > 1 else self.replicas[0]}
+
+    def part(self, full: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return a rank's part of a full tensor, in a storage of its own."""
+        parts, start = [], 0
+        for size, local, replicas in zip(self.sections, self.local_sections, self.replicas, strict=True):
+            first = min(rank // replicas * local, size)
+            held = full.narrow(self.dim, start + first, min(local, size - first))
+            parts.append(held)
+            if held.shape[self.dim] < local:
+                shape = list(full.shape)
+                shape[self.dim] = local - held.shape[self.dim]
+                parts.append(full.new_zeros(shape))
+            start += size
+        return parts[0].clone() if len(parts) == 1 else torch.cat(parts, self.dim)
+
+    def whole(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the full tensor, without padding, from the parts of all ranks in order."""
+        pieces = [part.split(list(self.local_sections), self.dim) for part in parts]
+        sections = [
+            torch.cat([piece[number] for piece in pieces[::replicas]], self.dim).narrow(self.dim, 0, size)
+            for number, (size, replicas) in enumerate(zip(self.sections, self.replicas, strict=True))
+        ]
+        return torch.cat(sections, self.dim)
+
+    def fits(self, shape: torch.Size) -> bool:
+        """Whether a tensor of this shape has the full size along the dim, without padding."""
+        return self.dim < len(shape) and shape[self.dim] == self.full_size
+
+
+def initial_part(
+    shape: Sequence[int],
+    partition: Partition | None,
+    rank: int,
+    init_method: InitMethod,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return a rank's part of a newly initialised tensor, and the full one.
+
+    The full tensor is drawn from the CPU's default generator in (at least) float32, cast and then cut, so
+    that from the same seed a model has the same weights at any number of ranks, bitwise. On the meta device
+    nothing is drawn, and there is no full tensor.
+    """
+    dtype = dtype or torch.get_default_dtype()
+    device = torch.get_default_device() if device is None else torch.device(device)
+    if device.type == "meta":
+        local = list(shape)
+        if partition is not None:
+            local[partition.dim] = partition.local_size
+        return torch.empty(local, dtype=dtype, device=device), None
+    full = torch.empty(list(shape), dtype=torch.promote_types(dtype, torch.float32), device="cpu")
+    with torch.no_grad():
+        init_method(full)
+    full = full.to(dtype)
+    part = full if partition is None else partition.part(full, rank)
+    return part.to(device), full
+
+
+def like_parameter(part: torch.Tensor, parameter: nn.Parameter) -> nn.Parameter:
+    """Return ``part`` as a parameter that requires a gradient, and has the attributes, as ``parameter``."""
+    made = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made
+
+
+def with_summed_gradient(weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return ``weight``; where ranks hold replicas of it, their gradients are summed in backward.
+
+    Each rank of a replica's block computes a share of the gradient (of the query heads that it holds). After
+    the sum the gradient is complete, and bitwise the same on all of them, so that they stay alike.
+    """
+    replicated: int | tuple[tuple[int, int], ...] = getattr(weight, "replicated_over", 1)
+    if replicated == 1 or not (torch.is_grad_enabled() and weight.requires_grad):
+        return weight
+    dim: int = getattr(weight, "partition_dim", 0)
+    pairs = ((weight.shape[dim], replicated),) if isinstance(replicated, int) else replicated
+    result: torch.Tensor = _SumOverReplicas.apply(weight, dim, pairs, group)
+    return result
+
+
+class _SumOverReplicas(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weight: torch.Tensor,
+        dim: int,
+        pairs: tuple[tuple[int, int], ...],
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        ctx.dim, ctx.pairs, ctx.group = dim, pairs, group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        parts = gradient.split([size for size, _ in ctx.pairs], ctx.dim)
+        summed = [
+            part if replicas == 1 else summed_over_replicas(part, replicas, ctx.group)
+            for part, (_, replicas) in zip(parts, ctx.pairs, strict=True)
+        ]
+        return summed[0] if len(summed) == 1 else torch.cat(summed, ctx.dim), None, None, None

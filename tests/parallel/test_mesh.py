@@ -1,0 +1,151 @@
+"""The mesh of all processes, what it refuses, and the agreement of the ranks before they begin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from hf_actswap.parallel.mesh import MeshError, build_mesh, check_processes, launch_command
+from hf_actswap.parallel.rank_agreement import check_agreement, digest, parameters_fact
+from tests.parallel.mesh_worker import LATE_S, LIMIT_S, WORLD_SIZE, run_on_rank
+from tests.parallel.rank_processes import launch, result
+
+ALONE: dict[str, str] = {}
+TOGETHER, REFUSED = [0, 1, 2], "RankAgreementError: "
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launch(run_on_rank, tmp_path_factory.mktemp("mesh"), WORLD_SIZE, 150)
+
+
+@pytest.mark.dist
+def test_tensor_parallel_ranks_follow_one_another(folder: Path) -> None:
+    for rank in range(WORLD_SIZE):
+        found = result(folder, "meshes", rank)
+        pair = [[0, 1], [0, 1], [2, 3], [2, 3]][rank]
+        expected = {
+            "names": ("dp_replicate", "tp"),
+            "sizes": (2, 2),
+            "ranks": (rank // 2, rank % 2),
+            "tp": pair,
+            "dp": [rank % 2, rank % 2 + 2],
+        }
+        assert found[2] == expected
+        assert found["again"] == {**expected, "names": ("dp_shard", "tp")}
+        assert found["total"] == sum(pair)
+        assert (found[1]["tp"], found[1]["dp"]) == ([rank], [0, 1, 2, 3])
+        assert (found[4]["tp"], found[4]["dp"]) == ([0, 1, 2, 3], [rank])
+
+
+@pytest.mark.dist
+def test_sizes_that_do_not_fit(folder: Path) -> None:
+    where = "parallel_config.tensor_parallel_size: expected"
+    for rank in range(WORLD_SIZE):
+        found = result(folder, "refusals", rank)
+        assert f"{where} a whole number from 1 on, found 0." in found["0"]
+        assert f"{where} a divisor of 4, the number of processes: one of 1, 2, 4, found 3." in found["3"]
+        assert "accelerate launch --multi_gpu --num_processes 6 --num_machines 1 " in found["3"]
+        assert f"{where} at most 4, the number of processes, found 8." in found["8"]
+        assert "accelerate launch --multi_gpu --num_processes 8 --num_machines 1 " in found["8"]
+
+
+@pytest.mark.dist
+def test_groups_that_are_not_innermost(folder: Path) -> None:
+    table = {
+        "strided": [[0, 2], [1, 3], [0, 2], [1, 3]],
+        "shifted": [[0, 3], [1, 2], [1, 2], [0, 3]],
+        "large": [[0, 1, 2, 3]] * WORLD_SIZE,
+    }
+    for rank in range(WORLD_SIZE):
+        found = result(folder, "refusals", rank)
+        for name, ranks in table.items():
+            for text in (found[name], found[f"{name} mesh"]):
+                assert "tensor_parallel_group: expected ranks [0, 1]" in text or "ranks [2, 3]" in text
+                assert f"found ranks {ranks[rank]}." in text
+
+
+def test_two_trainings_that_do_not_know_of_each_other() -> None:
+    with pytest.raises(MeshError) as caught:
+        check_processes(2, {"WORLD_SIZE": "2"})
+    assert "(WORLD_SIZE=2), found no process group." in str(caught.value)
+    assert launch_command(2) in str(caught.value)
+    with pytest.raises(MeshError, match="Each process would train alone"):
+        check_processes(1, {"WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize("environment", [ALONE, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "?"}])
+def test_one_process(environment: dict[str, str]) -> None:
+    with pytest.raises(MeshError, match="expected a process group, found none") as caught:
+        build_mesh(2, environment=environment)
+    assert launch_command(2) in str(caught.value)
+
+
+def test_launch_command() -> None:
+    start = "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 "
+    for on_cpu in (True, False):
+        command = launch_command(2, on_cpu)
+        assert command.startswith(start)
+        assert command.endswith(" --use_cpu true") is on_cpu
+
+
+def test_alone_there_is_nobody_to_agree_with() -> None:
+    check_agreement({"tp": "1"}, ranks=[0])
+    with pytest.raises((RuntimeError, ValueError), match="process group"):
+        check_agreement({"tp": "1"})
+
+
+@pytest.mark.dist
+def test_ranks_that_agree(folder: Path) -> None:
+    for rank in range(WORLD_SIZE):
+        found = result(folder, "agreement", rank)
+        assert found["agree"][0] == found["some"][0] == "nothing was raised"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("name", "fact", "values"),
+    [
+        ("differ", "tp", "2 on ranks 0, 1, 2; 4 on rank 3"),
+        ("second differs", "tp", "2 on ranks 0, 1, 2; 3 on rank 3"),
+        ("more facts", "extra", "(nothing) on ranks 0, 1, 2; 1 on rank 3"),
+        ("models", "parameters", "2 tensors, 12 elements, "),
+    ],
+)
+def test_every_rank_hears_who_differs(name: str, fact: str, values: str, folder: Path) -> None:
+    for rank in range(WORLD_SIZE):
+        text, seconds = result(folder, "agreement", rank)[name]
+        assert text.startswith(f"{REFUSED}1 problem")
+        assert f"{fact}: expected the same on all ranks, found {values}" in text
+        assert seconds < 10
+
+
+@pytest.mark.dist
+def test_every_rank_hears_who_is_missing(folder: Path) -> None:
+    for rank in TOGETHER:
+        text, seconds = result(folder, "agreement", rank)["missing"]
+        assert text.startswith(REFUSED)
+        assert "expected an answer of all of ranks 0, 1, 2, 3 within 1 s, found none of rank 3." in text
+        assert LIMIT_S <= seconds < LIMIT_S + 5
+
+
+@pytest.mark.dist
+def test_who_comes_too_late_does_not_go_on_alone(folder: Path) -> None:
+    for rank in TOGETHER:
+        text, seconds = result(folder, "agreement", rank)["late"]
+        assert "found none of rank 3." in text
+        assert seconds < LATE_S
+    text, _ = result(folder, "agreement", 3)["late"]
+    assert "ranks: expected agreement of all, found none of ranks 0, 1, 2. They say: ranks: expected" in text
+
+
+def test_facts_of_a_model() -> None:
+    fact = parameters_fact(nn.Linear(2, 3))
+    assert fact.startswith("2 tensors, 9 elements, ")
+    frozen = nn.Linear(2, 3)
+    frozen.bias.requires_grad_(False)
+    others = [nn.Linear(3, 2, bias=False), nn.Linear(2, 3).double(), frozen, nn.Sequential(nn.Linear(2, 3))]
+    assert len({fact, *map(parameters_fact, others)}) == 5
+    assert digest("a") != digest("b")

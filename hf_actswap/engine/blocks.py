@@ -39,6 +39,13 @@ class HostBuffer:
         if shape != self.shape or dtype is not self.dtype:
             self.dtype, self.shape, self._held = dtype, shape, None
 
+    def new_block(self, device: torch.device) -> torch.Tensor:
+        """Allocate what it holds on ``device``."""
+        if len(self.pieces) > 1:
+            return torch.empty(self.shape, dtype=self.dtype, device=device)
+        held = self._as_held()  # `torch.empty` itself takes the host twice as long
+        return torch.empty_like(held) if held.device == device else torch.empty_like(held, device=device)
+
     def pairs(self, block: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """Return (host, device) tensors whose copies, in order, move all of ``block``.
 
@@ -48,9 +55,12 @@ class HostBuffer:
         if len(self.pieces) > 1:
             flat = block.view(-1).view(torch.uint8)
             return list(zip(self.pieces, flat.split([piece.numel() for piece in self.pieces]), strict=True))
+        return ((self._as_held(), block),)
+
+    def _as_held(self) -> torch.Tensor:
         if self._held is None:  # once: step after step a block holds the same
             self._held = self.pieces[0].view(self.dtype).view(self.shape)
-        return ((self._held, block),)
+        return self._held
 
 
 class Blocks:

@@ -34,7 +34,7 @@ from .fates import KEEP, Action
 from .owners import Owner, Owners
 from .parameters import is_cast_of_parameter
 from .recompute import Region
-from .routines import BETWEEN, Routines, SavedStep, Step, step_of
+from .routines import BETWEEN, Routines, Step, step_of
 from .schedule import PrefetchOrder
 from .swapped_storages import Setting, SwappedStorages
 from .tickets import Ticket, keep
@@ -70,7 +70,7 @@ class ForwardPass:
         self._clock = self.backward.clock
         self._inputs = CheckpointInputs(self._clock, self._hooks)
         self._swapped = SwappedStorages(setting, self._inputs)
-        self._releases = self._swapped.releases
+        self._releases, self._refused = self._swapped.releases, setting.counters.refused
         self._auto = setting.auto.forward_starts(self.backward) if setting.auto is not None else None
         self._observation = self._auto.observation if self._auto is not None else None
         self._settled = self._auto is None or self._auto.settled
@@ -179,11 +179,16 @@ class ForwardPass:
                 if op - self._first_op == step:
                     return tensor, tensor._version
             elif step is not None and op - self._first_op == step.offset_ops and tensor.dtype is step.dtype:
-                if step.action is not None:
-                    return self._swapped_by_routine(tensor.detach(), step, op)
-                if step.own_output:
-                    tensor = tensor.detach()
-                return tensor, tensor._version
+                windows, refused = step.windows, step.refused
+                if windows is None:
+                    return keep(tensor.detach() if step.own_output else tensor)
+                if refused is not None and tensor.nbytes == refused[1]:
+                    self._refused[refused[0]] += refused[1]
+                    return keep(tensor.detach() if step.own_output else tensor)
+                tensor = tensor.detach()
+                if step.whole is None:
+                    return self._swapped.ticket_unless_refused(tensor, windows, op) or keep(tensor)
+                return self._swapped.ticket_of_whole(tensor, step.whole, windows, op) or keep(tensor)
             self._depart(self.scope)
         if self._observation is not None:
             self._observation.in_forward(op)
@@ -238,14 +243,6 @@ class ForwardPass:
         self._routines.departed(scope)
         self._follow()
 
-    def _swapped_by_routine(self, tensor: torch.Tensor, step: SavedStep, op: int) -> Ticket:
-        windows = None if step.action is None else step.action.windows
-        if windows is None:
-            return keep(tensor)
-        if step.whole is not None:
-            return self._swapped.ticket_of_whole(tensor, step.whole, windows, op) or keep(tensor)
-        return self._swapped.ticket_unless_refused(tensor, windows, op) or keep(tensor)
-
     def _ticket_of_saved(self, tensor: torch.Tensor, op: int) -> Ticket:
         if self._ended:  # hooks that an interrupt left behind
             return keep(tensor.detach())
@@ -265,7 +262,8 @@ class ForwardPass:
             ticket = self._ticket(tensor, owner, op)
         if self._watched is not None:
             action = KEEP if owner is None else owner.chosen[0] if owner.chosen else owner.action
-            self._watched.append(step_of(saved, action, ticket, op - self._first_op))
+            refusal = self._swapped.refusal(tensor) if action.kind == "swap" else None
+            self._watched.append(step_of(saved, action, ticket, op - self._first_op, refusal))
         return ticket
 
     def _action_of_unmet(self) -> Action:

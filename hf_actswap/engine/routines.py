@@ -23,7 +23,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from ..plan.actions import Scope
+from ..plan.actions import Scope, Windows
 from .autograd_state import made_by_packing_node
 from .fates import Action
 from .tickets import SwapGroup, SwapTicket, Ticket
@@ -45,15 +45,17 @@ class SavedStep(NamedTuple):
         offset_ops: operators since the stretch began, or began anew.
         dtype: of the tensor.
         own_output: whether its own node made it, so that a ticket must hold it detached.
-        action: a swap; ``None``: kept.
+        windows: of its swap; ``None``: kept.
         whole: how it looks, if it is contiguous and all of its storage, and was swapped.
+        refused: if it was to be swapped and had to stay: why, and its bytes.
     """
 
     offset_ops: int
     dtype: torch.dtype
     own_output: bool
-    action: Action | None
+    windows: Windows | None
     whole: View | None
+    refused: tuple[str, int] | None
 
 
 Step = int | SavedStep
@@ -62,14 +64,19 @@ Step = int | SavedStep
 Routine = Sequence[Step]
 
 
-def step_of(saved: torch.Tensor, action: Action, ticket: Ticket, offset_ops: int) -> Step:
-    """Write down what was made of ``saved``, in its pack hook."""
+def step_of(
+    saved: torch.Tensor, action: Action, ticket: Ticket, offset_ops: int, refusal: str | None
+) -> Step:
+    """Write down what was made of ``saved``, in its pack hook; ``refusal``: why it had to stay."""
     own_output = made_by_packing_node(saved)
     if action.kind != "swap":
-        return SavedStep(offset_ops, saved.dtype, True, None, None) if own_output else offset_ops
+        return SavedStep(offset_ops, saved.dtype, True, None, None, None) if own_output else offset_ops
+    refused = None if refusal is None else (refusal, saved.nbytes)
     whole = ticket.group.whole if isinstance(ticket, SwapGroup | SwapTicket) else None
     looks_whole = whole is not None and View.of(saved) == whole
-    return SavedStep(offset_ops, saved.dtype, own_output, action, whole if looks_whole else None)
+    return SavedStep(
+        offset_ops, saved.dtype, own_output, action.windows, whole if looks_whole else None, refused
+    )
 
 
 class Routines:

@@ -94,7 +94,7 @@ class SwappedStorages:
         size_bytes = storage.nbytes()
         if tensor.shape != view.shape or tensor.nbytes != size_bytes or not tensor.is_contiguous():
             return self.ticket_unless_refused(tensor, windows, op)
-        group = self._known(storage)
+        group = self._known(storage) if storage._cdata in self._groups else None
         if group is not None and tensor._version == group.version and group.whole is not None:
             return self._saved(SwapTicket(group, view), group, op)
         group = self._new_group(tensor, view, storage, True, (0, size_bytes), windows, op)
@@ -173,13 +173,14 @@ class SwappedStorages:
 
     def refuses(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that the plan wants to swap must stay; counted by reason."""
-        reason = self._refusal(tensor)
+        reason = self.refusal(tensor)
         if reason is None:
             return False
         self._setting.counters.refused[reason] += tensor.nbytes
         return True
 
-    def _refusal(self, tensor: torch.Tensor) -> str | None:
+    def refusal(self, tensor: torch.Tensor) -> str | None:
+        """Why it must stay; not counted."""
         setting = self._setting
         kind = type(tensor)
         if kind is not torch.Tensor and kind is not nn.Parameter:

@@ -127,7 +127,7 @@ class BlockingTransfer:
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """See `Transfer`."""
         start = time.perf_counter()
-        block = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        block = host.new_block(self._device)
         for part, target in host.pairs(block):
             target.copy_(part)
         return block, _Done(_Spent((time.perf_counter() - start) * 1e3))
@@ -252,7 +252,7 @@ class RecordingTransfer:
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """See `Transfer`."""
-        block = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        block = host.new_block(self._device)
         if self._poison:
             block.fill_(_nothing(host.dtype))
         self._ins += 1

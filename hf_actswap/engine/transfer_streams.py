@@ -137,7 +137,7 @@ class StreamTransfer:
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """See `Transfer`."""
-        block = torch.empty(host.shape, dtype=host.dtype, device=self._device)
+        block = host.new_block(self._device)
         self._in.wait_event(self._recorded_on(torch.accelerator.current_stream(self._device)).event)
         if isinstance(after, _StreamCopy):
             self._in.wait_event(after.done.event)

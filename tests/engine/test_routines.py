@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,11 @@ from torch import nn
 from hf_actswap import MemoryPlan, apply
 from hf_actswap.engine import RecordingTransfer, SwapStats
 from hf_actswap.engine.forward_pass import ForwardPass
+from hf_actswap.plan import PlanRow, Windows
 from tests.engine.tiny_models import (
+    BATCH,
+    LENGTH,
+    NUM_LAYERS,
     assert_bitwise_equal,
     batch,
     gradients,
@@ -149,3 +154,24 @@ def test_a_model_that_never_does_the_same_is_always_followed(met: list[ForwardPa
         met.clear()
         assert steps.run().offloaded_bytes == first.offloaded_bytes
         assert met
+
+
+def test_what_was_too_small_is_swapped_as_soon_as_it_is_large_enough() -> None:
+    """Longer sequences run the same operators."""
+    threshold = 2 * BATCH * LENGTH * 48 * 4  # bytes of the feed-forward's tensors, of twice the sequence
+    windows = Windows.of_prefetch(5)
+    rows = tuple(PlanRow(layer, "mlp", "swap", windows=windows) for layer in range(NUM_LAYERS))
+    applied = apply(model := tiny_llama(), plan_of(*rows, min_tensor_bytes=threshold))
+    ids = batch(0)
+    stats = [applied.stats()]
+    for length in (1, 1, 1, 2, 1):
+        train_ids = ids.repeat(1, length)
+        model(input_ids=train_ids, labels=train_ids).loss.backward()
+        stats.append(applied.stats())
+    moved = [after - before for before, after in pairwise(stats)]
+    reason = "smaller than min_tensor_mib"
+    assert [step.offloaded_bytes for step in moved[:3]] == [0, 0, 0]
+    assert len({step.refused[reason] for step in (*moved[:3], moved[4])}) == 1
+    assert moved[3].offloaded_bytes >= NUM_LAYERS * 3 * threshold
+    assert moved[3].refused.get(reason, 0) == 0
+    assert moved[4].offloaded_bytes == 0

@@ -1,0 +1,112 @@
+"""LoRA adapters (PEFT's) on projections that are divided; recognised by what they hold, not imported.
+
+An adapter adds ``B (A x)`` to a projection's output. On a column-parallel projection B is divided as the
+weight is, and A is whole; on a row-parallel one A is divided as the weight is, and B is whole, and the sum
+over the ranks is taken once, of both. Each rank's part of the outputs sends a part of the gradient back to a
+whole A, and a whole B reads a part of ``A x``: both are tagged, with or without sequence parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..errors import Problem
+from .block_hooks import ReduceHook
+from .column_input import linear
+from .layers import ColumnParallelLinear, RowParallelLinear
+from .parameter_tags import ParameterTags
+from .sequence_region import SequenceRegion
+
+_EXPECTED = "a plain LoRA adapter"
+
+
+class SharedInputLinear(nn.Linear):
+    """A whole linear layer, without bias, that reads the input of column-parallel ones.
+
+    Args:
+        full: whose weight it takes.
+        region: of the model.
+    """
+
+    def __init__(self, full: nn.Linear, region: SequenceRegion) -> None:
+        super().__init__(full.in_features, full.out_features, bias=False, device="meta")
+        self.weight = full.weight
+        self._region = region
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return this rank's copy of ``[B, S, r]``; the gradients that it gets are this rank's part."""
+        return linear(input, self.weight, self._region.group)
+
+
+class RowShare(RowParallelLinear):
+    """A row-parallel layer that returns its share of the sum, without bias: somebody else adds both."""
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return ``[.., output_size]`` of this rank's features ``[.., input_size / tp]``."""
+        return F.linear(input_, self.weight)
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether a module is a projection with adapters around it."""
+    return isinstance(getattr(module, "base_layer", None), nn.Module)
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """Return the projection itself."""
+    return module.get_submodule("base_layer") if is_adapted(module) else module
+
+
+def problems_of_adapter(where: str, module: nn.Module, is_row: bool) -> Iterator[Problem]:
+    """Name what an adapter has beside A and B, which is not understood."""
+    if not is_adapted(module):
+        return
+    lora_a, lora_b = getattr(module, "lora_A", None), getattr(module, "lora_B", None)
+    if not isinstance(lora_a, nn.ModuleDict) or not isinstance(lora_b, nn.ModuleDict):
+        hint = "Of PEFT's methods LoRA is supported."
+        yield Problem(where, _EXPECTED, type(module).__name__, hint)
+        return
+    if getattr(module, "merged", False):
+        yield Problem(where, "an adapter that is not merged", "a merged one", "Call unmerge_adapter() first.")
+    variants = getattr(module, "lora_variant", None)
+    if variants:
+        yield Problem(where, _EXPECTED, f"the variant {next(iter(variants.values()))}", "Leave it out.")
+    for part in (*lora_a.values(), *lora_b.values()):
+        if type(part) is not nn.Linear:
+            yield Problem(where, _EXPECTED, f"{type(part).__name__} inside")
+        elif is_row and part.bias is not None:
+            yield Problem(where, "an adapter without bias", "lora_bias=True", "Set lora_bias=False.")
+
+
+def divide_column_adapters(
+    module: Any,
+    base: ColumnParallelLinear,
+    settings: dict[str, Any],
+    region: SequenceRegion,
+    tags: ParameterTags,
+) -> list[nn.Module]:
+    """Put ``base`` into an adapted projection and divide each B as it; return the readers of its input."""
+    module.base_layer = base
+    readers: list[nn.Module] = []
+    for name, lora_a in module.lora_A.items():
+        module.lora_A[name] = SharedInputLinear(lora_a, region).train(lora_a.training)
+        tags.add_summed(module.lora_A[name])
+        module.lora_B[name] = ColumnParallelLinear.from_linear(module.lora_B[name], **settings)
+        readers.append(module.lora_A[name])
+    return readers
+
+
+def divide_row_adapters(
+    module: Any, settings: dict[str, Any], region: SequenceRegion, tags: ParameterTags
+) -> RowShare:
+    """Divide an adapted projection and each A by input features; the sum is taken at its end."""
+    base = module.base_layer = RowShare.from_linear(module.base_layer, **settings)
+    for name, lora_a in module.lora_A.items():
+        module.lora_A[name] = RowShare.from_linear(lora_a, **settings)
+        tags.add_summed(module.lora_B[name])
+    module.register_forward_hook(ReduceHook(region))
+    return base

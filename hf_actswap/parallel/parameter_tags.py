@@ -1,0 +1,39 @@
+"""Attributes of parameters whose modules are not ours.
+
+Norms and routed experts keep their own classes, which know nothing of NxD's attributes, and PyTorch drops
+attributes wherever it makes a parameter anew (``copy.deepcopy``, ``load_state_dict(assign=True)``, FSDP2).
+So it is kept here what they are, by module and name, and they are put on again before each forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .gradients import TAG
+
+
+class ParameterTags:
+    """What attributes which parameters have to have."""
+
+    def __init__(self) -> None:
+        self._tags: list[tuple[nn.Module, str, dict[str, Any]]] = []
+
+    def add(self, module: nn.Module, name: str, **tags: Any) -> None:
+        """Put attributes on the parameter ``name`` of ``module``, now and whenever `put` is called."""
+        self._tags.append((module, name, tags))
+        self.put()
+
+    def add_summed(self, module: nn.Module) -> None:
+        """Tag all parameters of ``module`` and in it: each rank computes a part of their gradients."""
+        for inner in module.modules():
+            for name in inner._parameters:
+                self.add(inner, name, **{TAG: True})
+
+    def put(self) -> None:
+        """Put all attributes on again."""
+        for module, name, tags in self._tags:
+            parameter = module._parameters.get(name)
+            if parameter is not None:
+                vars(parameter).update(tags)

@@ -1,0 +1,292 @@
+"""Makes a Hugging Face model tensor- and sequence-parallel, in place.
+
+The model keeps its class and the names of its state dict; its projections, embedding and head become this
+rank's parts, and hooks at the norms, the first layer and the model's ends do what the parts need::
+
+    ids -> embedding -> (positions, masks) -> | layers, final norm, head: parts of the sequence | -> logits
+                                              ^ filled up and cut                     whole again ^
+
+Weights are whole before, the same on every rank, and are cut: so a model is the same at any number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..config.schema import ParallelConfig
+from ..errors import ActSwapError, Problem
+from .block_hooks import GatherHook, RankStreamHooks
+from .decoder_block import Heads, divide_block, gather_input, problems_of_block
+from .families import Family
+from .full_state import gather_full_state, own_state, partitions_of
+from .gradients import TAG
+from .group import group_or_enclosing
+from .mixture_of_experts import divide_experts, has_experts, problems_of_experts
+from .parameter_tags import ParameterTags
+from .rank_agreement import check_agreement, parameters_fact
+from .sequence_region import BaseExitHook, EntryHook, ScatterHook, SequenceRegion
+from .sharded_module import ShardedModule
+from .step_guard import StepGuard
+from .tensor_plan import family_of
+from .vocabulary import divide_vocabulary, problems_of_vocabulary
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE = 4
+"""Leading elements of each parameter by which ranks compare their weights."""
+
+
+class PatchError(ActSwapError):
+    """The model cannot be divided as the configuration asks."""
+
+    subject = "patched model"
+
+
+class Patched:
+    """A model that the ranks of a group hold together.
+
+    It cannot be taken off: what the other ranks hold is gone. Build the model anew from `full_state_dict`.
+
+    Args:
+        model: after patching, adapters included.
+        region: of the model.
+
+    Attributes:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module, region: SequenceRegion) -> None:
+        self.model, self._region = model, region
+
+    @property
+    def region(self) -> SequenceRegion:
+        """Where the model's hidden states are parts of the sequence, and for which forward."""
+        return self._region
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The tensor-parallel group."""
+        return self._region.group
+
+    @property
+    def sharded(self) -> dict[str, int]:
+        """Name -> dim along which a parameter is divided."""
+        return {name: partition.dim for name, partition in partitions_of(self.model)}
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """Names of the parameters that every rank holds whole."""
+        sharded = self.sharded
+        return tuple(name for name, _ in self.model.named_parameters() if name not in sharded)
+
+    @property
+    def tagged(self) -> tuple[str, ...]:
+        """Names of those whose gradients are to be summed over the ranks once per step."""
+        return tuple(name for name, p in self.model.named_parameters() if getattr(p, TAG, False))
+
+    def full_state_dict(
+        self, only_rank: int | None = None, only_trainable: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Return whole tensors in Hugging Face's names and shapes, on the CPU; every rank must call it.
+
+        Args:
+            only_rank: rank of the group that gets them, the others an empty dict; ``None``: all.
+            only_trainable: parameters that require gradients only (adapters).
+        """
+        trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        keeps = only_rank is None or only_rank == self.group.rank()
+        return gather_full_state(
+            self.model, self._region, lambda name: not only_trainable or name in trainable, keeps
+        )
+
+    def load_full_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Load whole tensors, of which each rank takes its parts.
+
+        Raises:
+            ValueError: a tensor has not the shape of the whole.
+            RuntimeError: as ``load_state_dict``.
+        """
+        self.model.load_state_dict(own_state(self.model, self._region, state), strict=strict)
+
+    def describe(self) -> str:
+        """Return what is divided and what is not, in a few lines for a log."""
+        sizes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
+        sharded = self.sharded
+        whole: dict[str, list[int]] = {}
+        for name in self.replicated:
+            kind = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+            whole.setdefault(kind, []).append(sizes[name])
+        divided_bytes = sum(size for name, size in sizes.items() if name in sharded)
+        whole_bytes = sum(map(sum, whole.values()))
+        held = ", ".join(f"{kind} ({len(found)} x {found[0]} B)" for kind, found in whole.items())
+        sequence = "on" if self._region.enabled else "off"
+        return (
+            f"tensor_parallel_size={self.group.size()}, sequence parallelism {sequence}: a rank holds "
+            f"{divided_bytes / 2**20:.1f} MiB of divided parameters and {whole_bytes / 2**20:.1f} MiB "
+            f"that stay replicated: {held or 'none'}"
+        )
+
+
+def patch_model(
+    model: nn.Module,
+    parallel_config: ParallelConfig,
+    group: dist.ProcessGroup | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    timeout_s: float = 60.0,
+) -> Patched:
+    """Divide a causal language model among the ranks of a tensor-parallel group, in place.
+
+    Call it on every rank, on a model with the same whole weights (from one checkpoint, or one seed), before
+    DDP, FSDP2, an optimizer and `hf_actswap.apply`, and after adapters were added (PEFT's LoRA).
+
+    While the model trains on labels its output's logits are gathered when they are read, which all ranks of
+    the group must do, or none; without labels, and without gradients, they are there.
+
+    Args:
+        model: of Hugging Face; bare, or with LoRA.
+        parallel_config: ``tensor_parallel_size`` and ``sequence_parallel_enabled``.
+        group: tensor-parallel group; else the enclosing one.
+        reduce_dtype: in which activations and their gradients are summed over the ranks; ``None``: their own.
+        timeout_s: how long ranks wait for each other to agree on what they divide.
+
+    Raises:
+        PatchError: with all that is not understood or does not divide; the model is untouched.
+        RankAgreementError: ranks differ in configuration, parameters or weights, or do not answer.
+        RuntimeError: no group was given, and none encloses.
+    """
+    found = group_or_enclosing(group)
+    size = parallel_config.tensor_parallel_size
+    if found.size() != size:
+        hint = "Pass the group of one model's ranks."
+        raise PatchError([Problem("group", f"{size} ranks (tensor_parallel_size)", str(found.size()), hint)])
+    region = SequenceRegion(found, parallel_config.sequence_parallel_enabled and size > 1, reduce_dtype)
+    if size == 1:
+        return Patched(model, region)
+    root = _language_model(model)
+    base = _decoder(root)
+    family = family_of(base.config, base)
+    if not isinstance(family, Family):
+        raise PatchError(family)
+    heads = Heads.of(base.config, size)
+    problems = list(_problems(model, root, base, family, heads))
+    if problems:
+        raise PatchError(problems)
+    _agree(model, parallel_config, found, timeout_s)
+    _divide(root, base, family, heads, region)
+    patched = Patched(model, region)
+    if dist.get_rank() == 0:
+        logger.info("%s", patched.describe())
+    return patched
+
+
+def _language_model(model: Any) -> Any:
+    """The model inside PEFT's wrappers."""
+    root = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if any(isinstance(module, ShardedModule) for module in root.modules()):
+        raise PatchError([Problem("model", "a whole model", "one that is divided already")])
+    if not hasattr(root, "config") or not hasattr(root, "base_model_prefix"):
+        raise PatchError([Problem("model", "a model of transformers", type(root).__name__)])
+    return root
+
+
+def _decoder(root: Any) -> Any:
+    base = getattr(root, root.base_model_prefix, root)
+    base = getattr(base, "language_model", base)
+    if not isinstance(getattr(base, "layers", None), nn.ModuleList):
+        raise PatchError([Problem("model", "a decoder with layers", type(base).__name__)])
+    return base
+
+
+def _problems(model: nn.Module, root: Any, base: Any, family: Family, heads: Heads) -> Iterator[Problem]:
+    names = {id(module): name for name, module in model.named_modules()}
+    yield from heads.problems()
+    yield from problems_of_vocabulary(root)
+    for layer in base.layers:
+        for block in family.blocks:
+            where = f"{names[id(layer)]}.{block.path}"
+            module = layer._modules.get(block.path)
+            if module is None:
+                yield Problem(where, "a module", "none")
+            elif has_experts(module):
+                yield from problems_of_experts(where, module, heads.ranks)
+            else:
+                yield from problems_of_block(where, module, block, heads)
+    understood = {"layers", family.final_norm}
+    embedding = root.get_input_embeddings()
+    for name, child in base.named_children():
+        if name not in understood and child is not embedding and next(child.parameters(), None) is not None:
+            yield Problem(
+                f"{names[id(base)]}.{name}", "an embedding, layers and a norm", "further parameters"
+            )
+
+
+def _agree(model: nn.Module, config: ParallelConfig, group: dist.ProcessGroup, timeout_s: float) -> None:
+    """Check that all ranks divide the same: in what, how, and of which weights (a sample)."""
+    heads = [p.detach().flatten()[:_SAMPLE].double().cpu() for p in model.parameters() if not p.is_meta]
+    facts = {
+        "tensor_parallel_size": str(config.tensor_parallel_size),
+        "sequence_parallel_enabled": str(config.sequence_parallel_enabled),
+        "parameters": parameters_fact(model),
+        "weights": ", ".join(f"{total:.17g}" for total in _moments(heads)),
+    }
+    check_agreement(facts, timeout_s, "patch_model", dist.get_process_group_ranks(group))
+
+
+def _moments(samples: list[torch.Tensor]) -> list[float]:
+    if not samples:
+        return []
+    values = torch.cat(samples)
+    places = torch.arange(1, len(values) + 1, dtype=values.dtype)
+    return [values.sum().item(), (values * places).sum().item()]
+
+
+def _divide(root: Any, base: Any, family: Family, heads: Heads, region: SequenceRegion) -> None:
+    tags = ParameterTags()
+    drops = _drops(base)
+    for layer in base.layers:
+        if drops:
+            RankStreamHooks(region, on_parts=True).attach(layer)
+        blocks = [layer.get_submodule(block.path) for block in family.blocks]
+        for block, module in zip(family.blocks, blocks, strict=True):
+            if has_experts(module):
+                divide_experts(module, region, tags)
+                gather_input(layer, block, GatherHook(region, ()))
+            else:
+                divide_block(layer, block, heads, region, tags)
+            if drops and block.is_attention:
+                RankStreamHooks(region, on_parts=False).attach(module)
+        if region.enabled:
+            inside = {id(p) for module in blocks for p in module.parameters()}
+            _tag_rest(layer, inside, tags)
+    if region.enabled:
+        tags.add_summed(base.get_submodule(family.final_norm))
+        base.layers[0].register_forward_pre_hook(ScatterHook(region), with_kwargs=True)
+    divide_vocabulary(root, region)
+    entries = (base, root) if region.head is not None else (base,)
+    entries[-1].register_forward_pre_hook(StepGuard(region.group))
+    for module in entries:
+        entry = EntryHook(region, module.forward, tags.put, region.head is not None and module is root)
+        module.register_forward_pre_hook(entry, with_kwargs=True)
+    base.register_forward_hook(BaseExitHook(region), always_call=True)
+
+
+def _tag_rest(layer: nn.Module, inside_blocks: set[int], tags: ParameterTags) -> None:
+    """Tag the layer's parameters outside of its blocks: they see this rank's tokens."""
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in inside_blocks:
+                tags.add(module, name, **{TAG: True})
+
+
+def _drops(base: nn.Module) -> bool:
+    """Whether anything in the layers is dropped at random in training."""
+    return any(
+        (isinstance(module, nn.Dropout) and module.p > 0) or getattr(module, "attention_dropout", 0.0) > 0
+        for module in base.modules()
+    )

@@ -1,0 +1,308 @@
+"""Where a model's hidden states are parts of the sequence, and for which forward.
+
+Between the first layer and the head each rank holds ``[B, S / tp, H]``. What is made of the whole length
+(positions, masks, rotary tables) is made before, in the model's own forward, which sees nothing of this: the
+sequence is filled up at its entry where the ranks do not divide it, cut at the first layer, and whole again
+behind the head.
+
+**A forward is divided if gradients are enabled**: for the others (evaluation, generation with its cache)
+there is nothing to save, and each rank computes the whole residual stream. So every forward that trains
+gives tagged parameters the gradients of the rank's own tokens, and none ever a complete one, which the later
+sum would count once per rank. All ranks decide alike, for they decide by nothing but grad mode.
+
+A layer that is recomputed in backward must do what it did in forward. A divided forward therefore leaves
+the region switched on, and one without gradients, such as an evaluation between forward and backward,
+restores what it found.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .column_input import InputSettings
+from .mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from .parallel_linear import ParallelLinear
+from .sequence_padding import padded, rows_without_padding, sequence_length, without_padding
+from .sharded_module import HeldGroup
+
+SEQUENCE_DIM = 1
+"""Of hidden states in Hugging Face's models, ``[B, S, H]``."""
+
+
+@dataclass
+class ForwardPass:
+    """One forward that is under way.
+
+    Args:
+        owner: the module whose call began it.
+        length: tokens per sequence, without padding; 0: not known, nothing was filled up.
+        padding: tokens that were added.
+        was_active: state of the region before.
+        head_takes_part: the head reads the parts itself.
+        masked: an attention mask was given.
+        labelled: labels were given: the loss is asked for.
+        lost: the loss was computed by ours.
+    """
+
+    owner: nn.Module
+    length: int
+    padding: int
+    was_active: bool
+    head_takes_part: bool = False
+    masked: bool = False
+    labelled: bool = False
+    lost: bool = False
+
+
+class SequenceRegion:
+    """Switches the parallel layers of one model between parts of the sequence and the whole of it.
+
+    Args:
+        group: tensor-parallel group.
+        enabled: sequence parallelism is wanted at all.
+        reduce_dtype: in which input gradients are summed; ``None``: their own.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, enabled: bool, reduce_dtype: torch.dtype | None = torch.float32
+    ) -> None:
+        self._held_group = HeldGroup(group)
+        self.enabled, self.reduce_dtype = enabled, reduce_dtype
+        self.is_active = False
+        self._layers: list[ParallelLinear] = []
+        self.head: ParallelLinear | None = None
+        self.current: ForwardPass | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The tensor-parallel group. Raises RuntimeError: in a process that unpickled this, there is none."""
+        if self._held_group.group is None:
+            raise RuntimeError("a patched model cannot be pickled; save Patched.full_state_dict() instead")
+        return self._held_group.group
+
+    def settings(self, in_autocast_dtype: bool = False) -> InputSettings:
+        """How the input of a block is communicated at present."""
+        return InputSettings(
+            self.group,
+            self.is_active,
+            SEQUENCE_DIM,
+            self.reduce_dtype,
+            in_autocast_dtype=in_autocast_dtype,
+        )
+
+    def adopt(self, layer: ParallelLinear) -> None:
+        """Switch this layer, too, from now on."""
+        self._layers.append(layer)
+        layer.sequence_parallel_enabled = self.is_active
+
+    def switch(self, active: bool, head: bool = False) -> None:
+        """Let the layers, and the head, take parts of the sequence or the whole."""
+        if active != self.is_active:
+            self.is_active = active
+            for layer in self._layers:
+                layer.sequence_parallel_enabled = active
+        if self.head is not None:
+            self.head.sequence_parallel_enabled = head
+
+    def begin(
+        self, owner: nn.Module, arguments: dict[str, Any], takes_cache: bool, calls_head: bool
+    ) -> dict[str, Any]:
+        """Begin a forward; return its arguments, filled up where the ranks do not divide the sequence.
+
+        Args:
+            owner: whose forward.
+            arguments: of it, by name.
+            takes_cache: it knows ``use_cache``.
+            calls_head: it ends with the head; else it hands hidden states to somebody else.
+
+        Raises:
+            ValueError: the sequence would have to be filled up and cannot be.
+        """
+        length = sequence_length(arguments)
+        divides = self.enabled and torch.is_grad_enabled()
+        padding = -(length or 0) % self.group.size() if divides else 0
+        if padding and takes_cache and arguments.get("use_cache") is None:
+            arguments = {**arguments, "use_cache": False}  # what fills up must not stay in a cache
+        found = ForwardPass(
+            owner,
+            length or 0,
+            padding,
+            self.is_active,
+            masked=arguments.get("attention_mask") is not None,
+            labelled=arguments.get("labels") is not None or arguments.get("shift_labels") is not None,
+        )
+        if padding:
+            _refuse_cache(arguments, found.length, self.group.size())
+            arguments = padded(arguments, found.length, padding)
+        found.head_takes_part = divides and calls_head and _keeps_all_logits(arguments)
+        self.switch(divides, False)
+        self.current = found
+        return arguments
+
+    def end(self, owner: nn.Module) -> None:
+        """End the forward that ``owner`` began, if it did, also where it failed."""
+        if self.current is not None and self.current.owner is owner:
+            was_active, self.current = self.current.was_active, None
+            self.switch(self.is_active if torch.is_grad_enabled() else was_active)
+
+    def whole(self, part: torch.Tensor, length: int) -> torch.Tensor:
+        """Gather ``[B, S / tp, H]`` for a reader that is the same on every rank; cut the padding off."""
+        if self.is_active:
+            part = gather_from_sequence_parallel_region(part, SEQUENCE_DIM, False, self.group)
+        return without_padding(part, SEQUENCE_DIM, length) if length else part
+
+
+def _keeps_all_logits(arguments: dict[str, Any]) -> bool:
+    kept = arguments.get("logits_to_keep")
+    return kept is None or (isinstance(kept, int) and kept == 0)
+
+
+def _refuse_cache(arguments: dict[str, Any], length: int, ranks: int) -> None:
+    cache = arguments.get("past_key_values")
+    if arguments.get("use_cache") or (cache is not None and cache.get_seq_length() > 0):
+        raise ValueError(
+            f"a forward with gradients and a key-value cache over {length} tokens, which {ranks} "
+            "tensor-parallel ranks do not divide: what fills the sequence up would stay in the cache. Pass "
+            "use_cache=False, or call under torch.no_grad()"
+        )
+
+
+class EntryHook:
+    """Pre-hook of a model: begins a forward, unless one is under way.
+
+    Args:
+        region: of the model.
+        forward: the model's own, by whose signature positional arguments get names.
+        before: called at the beginning of each forward.
+        calls_head: the model ends with a head that is divided.
+    """
+
+    part_of_the_model = True
+
+    def __init__(
+        self,
+        region: SequenceRegion,
+        forward: Callable[..., Any],
+        before: Callable[[], None],
+        calls_head: bool,
+    ) -> None:
+        self._region, self._before, self._calls_head = region, before, calls_head
+        self._names = [
+            name
+            for name, parameter in inspect.signature(forward).parameters.items()
+            if name != "self" and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        current = self._region.current
+        if current is not None and current.owner is not module:
+            return None
+        self._before()
+        arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        rest = args[len(self._names) :]
+        takes_cache = "use_cache" in self._names
+        return rest, self._region.begin(module, arguments, takes_cache, self._calls_head)
+
+
+class BaseExitHook:
+    """Hook of the decoder without head: hands hidden states on whole, except to a head that takes part."""
+
+    part_of_the_model = True
+
+    def __init__(self, region: SequenceRegion) -> None:
+        self._region = region
+
+    def __call__(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        region, current = self._region, self._region.current
+        try:
+            if output is None or current is None:
+                return None
+            if isinstance(output, tuple):
+                return (self._hidden(output[0], current), *output[1:])
+            if getattr(output, "hidden_states", None) is not None:
+                output.hidden_states = tuple(region.whole(h, current.length) for h in output.hidden_states)
+            output.last_hidden_state = self._hidden(output.last_hidden_state, current)
+            if getattr(output, "attentions", None) is not None:
+                output.attentions = self._attentions(output.attentions, current)
+            if getattr(output, "router_logits", None) and current.padding and not current.masked:
+                output.router_logits = _cut_rows(output.router_logits, current)
+            return output
+        finally:
+            region.end(module)
+
+    def _hidden(self, hidden: torch.Tensor, current: ForwardPass) -> torch.Tensor:
+        if current.head_takes_part:
+            self._region.switch(self._region.is_active, True)
+            return hidden
+        return self._region.whole(hidden, current.length)
+
+    def _attentions(self, attentions: Sequence[torch.Tensor | None], current: ForwardPass) -> tuple[Any, ...]:
+        """Probabilities ``[B, heads / tp, S, S]`` of all heads, without padding."""
+        return tuple(a if a is None else self._all_heads(a, current) for a in attentions)
+
+    def _all_heads(self, own: torch.Tensor, current: ForwardPass) -> torch.Tensor:
+        whole = gather_from_sequence_parallel_region(own, 1, False, self._region.group)
+        return whole[:, :, : current.length, : current.length] if current.padding else whole
+
+
+def _cut_rows(router_logits: Sequence[torch.Tensor], current: ForwardPass) -> tuple[torch.Tensor, ...]:
+    """Router logits ``[B S, E]`` of each layer, without those of padding."""
+    length, padding = current.length, current.padding
+    return tuple(rows_without_padding(logits, length, padding) for logits in router_logits)
+
+
+def cut_masked_rows(output: Any, current: ForwardPass) -> None:
+    """Cut padding off router logits of an output that kept it because a mask excludes it from the loss."""
+    if current.padding and current.masked and getattr(output, "router_logits", None):
+        output.router_logits = _cut_rows(output.router_logits, current)
+
+
+class ScatterHook:
+    """Pre-hook of the first layer: keeps this rank's part of the sequence."""
+
+    part_of_the_model = True
+
+    def __init__(self, region: SequenceRegion) -> None:
+        self._region = region
+
+    def __call__(
+        self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._region.is_active:
+            return None
+        if args:
+            return (self._own(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self._own(kwargs["hidden_states"])}
+
+    def _own(self, hidden: torch.Tensor) -> torch.Tensor:
+        return scatter_to_sequence_parallel_region(hidden, SEQUENCE_DIM, self._region.group)
+
+
+class LengthCheck:
+    """Pre-hook of attention: its input has the length of its rotary tables.
+
+    It has not if a layer is recomputed after the region was switched (by a caller that turned gradients off
+    and on again inside of one forward).
+    """
+
+    part_of_the_model = True
+
+    def __call__(self, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        tables = kwargs.get("position_embeddings")
+        if not isinstance(hidden, torch.Tensor) or not isinstance(tables, tuple):
+            return
+        if hidden.shape[1] != tables[0].shape[-2]:
+            raise RuntimeError(
+                f"attention over {hidden.shape[1]} tokens has positions for {tables[0].shape[-2]}: a layer "
+                "is recomputed under another state of sequence parallelism than that of its forward"
+            )

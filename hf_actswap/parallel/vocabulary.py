@@ -1,0 +1,168 @@
+"""Embedding, head and loss of a causal language model whose vocabulary is divided among the ranks.
+
+The head's output is this rank's part of the logits, ``[B, S, V / tp]``. The model's own forward hands them
+to its loss function, which is replaced by one that takes parts. What leaves the model has the whole
+vocabulary: gathered at once, or, while it trains on labels, when it is read (`lazy_logits`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import Problem
+from .cross_entropy import parallel_causal_lm_loss
+from .embedding import ParallelEmbedding
+from .layers import ColumnParallelLinear
+from .lazy_logits import full_logits, lazy_full_logits
+from .sequence_padding import without_padding
+from .sequence_region import SEQUENCE_DIM, SequenceRegion, cut_masked_rows
+
+_CAUSAL_LM_LOSS = "ForCausalLMLoss"
+"""Name of transformers' loss that ours stands for."""
+
+
+class ScaledParallelEmbedding(ParallelEmbedding):
+    """As Gemma's: what is looked up is multiplied by a number, ``embed_scale``."""
+
+    embed_scale: torch.Tensor
+
+    def take_scale(self, full: Any) -> None:
+        """Take the number from the full embedding."""
+        self.scalar_embed_scale = getattr(full, "scalar_embed_scale", None)
+        self.register_buffer("embed_scale", full.embed_scale.clone(), persistent=False)
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Look ``[B, S]`` ids up: ``[B, S, H]``."""
+        return super().forward(input_) * self.embed_scale.to(self.weight.dtype)
+
+
+def problems_of_vocabulary(model: Any) -> Iterator[Problem]:
+    """Name an embedding or a head that is not understood."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    known = type(embedding) is nn.Embedding or (
+        isinstance(embedding, nn.Embedding)
+        and isinstance(getattr(embedding, "embed_scale", None), torch.Tensor)
+    )
+    if not known:
+        hint = "Adapters on it are not supported: take it out of target_modules and modules_to_save."
+        yield Problem("embedding", "nn.Embedding", type(embedding).__name__, hint)
+    elif embedding.max_norm is not None or embedding.scale_grad_by_freq:
+        yield Problem("embedding", "neither max_norm nor scale_grad_by_freq", "one of them")
+    if head is not None and type(head) is not nn.Linear:
+        hint = "Adapters on it are not supported: take it out of target_modules and modules_to_save."
+        yield Problem("head", "nn.Linear", type(head).__name__, hint)
+
+
+def divide_vocabulary(model: Any, region: SequenceRegion) -> None:
+    """Divide embedding and head in place; tied ones stay tied."""
+    group = region.group
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    kind = ScaledParallelEmbedding if hasattr(embedding, "embed_scale") else ParallelEmbedding
+    divided = kind.from_embedding(embedding, tensor_model_parallel_group=group)
+    if isinstance(divided, ScaledParallelEmbedding):
+        divided.take_scale(embedding)
+    replace(model, embedding, divided)
+    if head is None:
+        return
+    settings: dict[str, Any] = {
+        "pad_output": True,
+        "sequence_dimension": SEQUENCE_DIM,
+        "tensor_model_parallel_group": group,
+        "reduce_dtype": region.reduce_dtype,
+    }
+    region.head = ColumnParallelLinear.from_linear(head, **settings)
+    if tied:
+        region.head.weight = divided.weight
+    replace(model, head, region.head)
+    region.head.register_forward_hook(_HeadHook(region, head.out_features))
+    model.loss_function = VocabularyLoss(region, head.out_features, model.loss_function)
+    model.register_forward_hook(_ModelExitHook(region, head.out_features), always_call=True)
+
+
+def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put a module in the place of another, wherever that is registered."""
+    for module in model.modules():
+        for name, child in module._modules.items():
+            if child is old:
+                module._modules[name] = new
+
+
+class VocabularyLoss:
+    """In the place of ``model.loss_function``.
+
+    Args:
+        region: of the model.
+        vocabulary_size: without padding.
+        own: the model's own loss. If it is not transformers' for causal language models it gets whole logits.
+    """
+
+    def __init__(self, region: SequenceRegion, vocabulary_size: int, own: Callable[..., Any]) -> None:
+        self._region, self._vocabulary_size, self._own = region, vocabulary_size, own
+
+    def __call__(self, logits: torch.Tensor, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
+        """Return the loss of logits ``[B, S, V / tp]``, or of whole ones, alike on all ranks."""
+        region, group = self._region, self._region.group
+        if region.current is not None:
+            region.current.lost = True
+        if logits.shape[-1] == self._vocabulary_size:
+            return self._own(logits, labels, vocab_size, **kwargs)
+        if getattr(self._own, "__name__", "") != _CAUSAL_LM_LOSS:
+            return self._own(full_logits(logits, self._vocabulary_size, group), labels, vocab_size, **kwargs)
+        return parallel_causal_lm_loss(logits, labels, self._vocabulary_size, process_group=group, **kwargs)
+
+
+class _HeadHook:
+    """Hook of the head: called by somebody else than the model, it returns the whole vocabulary."""
+
+    part_of_the_model = True
+
+    def __init__(self, region: SequenceRegion, vocabulary_size: int) -> None:
+        self._region, self._vocabulary_size = region, vocabulary_size
+
+    def __call__(self, _head: nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        if self._region.current is not None:
+            return output
+        return full_logits(output, self._vocabulary_size, self._region.group)
+
+
+class _ModelExitHook:
+    """Hook of the model: ends the forward and makes its logits whole."""
+
+    part_of_the_model = True
+
+    def __init__(self, region: SequenceRegion, vocabulary_size: int) -> None:
+        self._region, self._vocabulary_size = region, vocabulary_size
+
+    def __call__(self, model: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        region, current = self._region, self._region.current
+        try:
+            if output is None or current is None or current.owner is not model:
+                return None
+            if current.labelled and not current.lost:
+                raise RuntimeError(
+                    "the forward of a patched model computed its loss without model.loss_function (a fused "
+                    "loss, such as Liger's?): it has seen this rank's part of the vocabulary only. Switch "
+                    "the fused loss off; the patched model's own never makes whole logits either"
+                )
+            if isinstance(output, tuple):
+                place = 1 if current.labelled else 0
+                return (*output[:place], self._whole(output[place]), *output[place + 1 :])
+            cut_masked_rows(output, current)
+            output.logits = self._whole(output.logits)
+            return output
+        finally:
+            region.end(model)
+
+    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+        region, current = self._region, self._region.current
+        assert current is not None
+        if current.length:
+            logits = without_padding(logits, SEQUENCE_DIM, current.length)
+        reads_later = current.labelled and torch.is_grad_enabled()
+        make = lazy_full_logits if reads_later else full_logits
+        return make(logits, self._vocabulary_size, region.group)

@@ -1,0 +1,491 @@
+"""What each process runs of a patched model: generation, saving, adapters, dropout, plans, memory."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+from hf_actswap.apply import apply
+from hf_actswap.config.schema import ParallelConfig
+from hf_actswap.parallel.gradient_norm import clip_grad_norm
+from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
+from hf_actswap.parallel.group import tensor_parallel_group
+from hf_actswap.parallel.lazy_logits import LazyLogits
+from hf_actswap.parallel.patch_model import PatchError, patch_model
+from hf_actswap.parallel.rank_agreement import RankAgreementError
+from hf_actswap.plan.outline import outline as outline_of
+from tests.parallel.patch_worker import BATCH, Case, batches, compare, config, drifting, full_gradients, step
+from tests.parallel.patched_models import tiny_model
+from tests.parallel.rank_processes import run_cases
+
+WORLD_SIZE, LENGTH, NEW_TOKENS = 2, 16, 20
+STEPS, MAX_NORM = 5, 0.05
+ADAPTED = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "qwen2": ["k_proj", "o_proj"],
+}
+
+KINDS = {
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_single": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "all_reduce": "all_reduce",
+}
+
+Group = dist.ProcessGroup | None
+
+
+@contextmanager
+def counted(calls: Counter[str]) -> Iterator[Callable[[str], None]]:
+    """Count collectives as ``<part> <kind>``; yields what names the present part of the step."""
+    part, own = ["forward"], {name: getattr(dist, name) for name in KINDS if hasattr(dist, name)}
+
+    def counting(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[f"{part[0]} {kind}"] += 1
+            return collective(*args, **kwargs)
+
+        return call
+
+    for name, collective in own.items():
+        setattr(dist, name, counting(KINDS[name], collective))
+    try:
+        yield lambda name: part.__setitem__(0, name)
+    finally:
+        for name, collective in own.items():
+            setattr(dist, name, collective)
+
+
+def adapted(model: Any, kind: str, dropout: float = 0.0) -> Any:
+    """Return a model with LoRA adapters that do something."""
+    settings = LoraConfig(r=4, lora_alpha=8, lora_dropout=dropout, target_modules=ADAPTED[kind])
+    wrapped = get_peft_model(model, settings)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in wrapped.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter.data, std=0.1, generator=generator)
+    return wrapped
+
+
+def patched_pair(
+    kind: str, group: Group, sequence_parallel: bool = True, **settings: Any
+) -> tuple[Any, Any, Any]:
+    """Return a model in one process, the same one patched, and the handle."""
+    assert group is not None
+    alone, model = tiny_model(kind, **settings), tiny_model(kind, **settings)
+    return alone, model, patch_model(model, config(group, sequence_parallel), group)
+
+
+def ids_of(length: int = LENGTH) -> torch.Tensor:
+    """Return token ids ``[B, length]``, the same on every rank."""
+    return batches(Case(length=length, masked=False))[0]["input_ids"]
+
+
+def run_generation(kind: str, settings: dict[str, Any], group: Group) -> dict[str, Any]:
+    """Greedy tokens, with a forward that trains before and backward after."""
+    alone, model, _ = patched_pair(kind, group, **settings)
+    loss = model(input_ids=ids_of(), labels=ids_of()).loss
+    prompt = {"input_ids": ids_of(7), "attention_mask": torch.ones(BATCH, 7, dtype=torch.long)}
+    prompt["attention_mask"][0, :2] = 0
+    greedy: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    tokens = [one.eval().generate(**prompt, **greedy) for one in (model, alone)]
+    loss.backward()
+    return {"tokens": tokens[0], "expected": tokens[1]}
+
+
+def run_outputs(group: Group) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """What comes out of a patched model, and out of one process."""
+    alone, model, _ = patched_pair("llama", group, vocab_size=129, attn_implementation="eager")
+    ids = ids_of(17)
+    pairs: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def note(name: str, call: Callable[[Any], torch.Tensor | tuple[torch.Tensor, ...]]) -> None:
+        both = [call(one) for one in (model, alone)]
+        for place, (found, expected) in enumerate(
+            zip(*((one,) if isinstance(one, torch.Tensor) else one for one in both), strict=True)
+        ):
+            pairs[f"{name} {place}"] = found.detach().clone(), expected.detach()
+
+    every = {"output_hidden_states": True, "output_attentions": True}
+    for mode, gradients in (("trains", True), ("evaluates", False)):
+        with torch.set_grad_enabled(gradients):
+            note(f"{mode}: logits", lambda m: m(ids).logits)
+            note(f"{mode}: last logits", lambda m: m(ids, logits_to_keep=3).logits)
+            note(f"{mode}: hidden", lambda m: m(ids, **every).hidden_states)
+            note(f"{mode}: attentions", lambda m: m(ids, **every).attentions)
+            note(f"{mode}: decoder", lambda m: m.model(ids).last_hidden_state)
+            note(f"{mode}: head", lambda m: m.lm_head(m.model(ids)[0]))
+            note(f"{mode}: tuple", lambda m: m(ids, labels=ids, return_dict=False)[:2])
+    return pairs
+
+
+def run_own_losses(group: Group) -> dict[str, float]:
+    """Relative errors of gradients where the caller computes a loss of its own from what came out."""
+    ids = ids_of(17)
+    losses: dict[str, Callable[[Any], torch.Tensor]] = {
+        "logits": lambda m: m(ids).logits.square().mean(),
+        "last logits": lambda m: m(ids, logits_to_keep=3).logits.square().mean(),
+        "decoder": lambda m: m.model(ids).last_hidden_state.square().mean(),
+        "head": lambda m: m.lm_head(m.model(ids)[0]).square().mean(),
+        "hidden states": lambda m: m(ids, output_hidden_states=True).hidden_states[1].square().mean(),
+        "lazy logits": lambda m: (lambda o: o.loss + o.logits[:, :-1].square().mean())(m(ids, labels=ids)),
+        "loss of whole logits": lambda m: m.loss_function(m(ids).logits, ids, m.config.vocab_size),
+    }
+    errors = {}
+    for name, loss_of in losses.items():
+        alone, model, patched = patched_pair("llama", group, vocab_size=129)
+        loss_of(alone).backward()
+        loss_of(model).backward()
+        allreduce_sequence_parallel_gradients(model, group)
+        found = full_gradients(patched)
+        expected = {key: p.grad for key, p in alone.named_parameters() if p.grad is not None}
+        errors[name] = max(
+            ((found[key] - grad).abs().max() / grad.abs().max().clamp(min=1e-6)).item()
+            for key, grad in expected.items()
+        )
+    return errors
+
+
+def run_lazy(group: Group) -> dict[str, Any]:
+    """Collectives of the logits of a model that trains: none until they are read."""
+    _, model, _ = patched_pair("llama", group)
+    seen: Counter[str] = Counter()
+    ids = ids_of()
+    with counted(seen) as begin:
+        output = model(input_ids=ids, labels=ids)
+        begin("cast")
+        cast = output.logits.float().detach().to(torch.bfloat16)
+        begin("read")
+        top = cast[..., :-1, :].argmax(-1)
+    return {
+        "kind": type(output.logits) is LazyLogits,
+        "calls": dict(seen),
+        "shape": tuple(output.logits.shape),
+        "read": tuple(top.shape),
+        "text": repr(output.logits),
+    }
+
+
+def run_state(kind: str, settings: dict[str, Any], folder: str, group: Group) -> dict[str, Any]:
+    """Save on all ranks; load in one process, and into a patched model of other weights."""
+    assert group is not None
+    alone, model, patched = patched_pair(kind, group, **settings)
+    full, of_one = patched.full_state_dict(), patched.full_state_dict(only_rank=1)
+    expected = alone.state_dict()
+    differing = [name for name in expected if not torch.equal(full[name], expected[name])]
+    other = tiny_model(kind, seed=9, **settings)
+    again = patch_model(other, config(group, True), group)
+    again.load_full_state_dict(full)
+    by_torch = tiny_model(kind, seed=10, **settings)
+    patch_model(by_torch, config(group, True), group)
+    by_torch.load_state_dict(full)
+    path = Path(folder, kind)
+    model.save_pretrained(path, state_dict=dict(full), is_main_process=group.rank() == 0)
+    dist.barrier(group)
+    loaded = type(alone).from_pretrained(path).eval()
+    with torch.no_grad():
+        logits = [one.eval()(ids_of()).logits for one in (alone, loaded, other, by_torch, model)]
+    return {
+        "names": set(full) ^ set(expected),
+        "saved_names": set(loaded.state_dict()) ^ set(expected),
+        "tied": "lm_head.weight" not in full
+        or (full["lm_head.weight"] is full["model.embed_tokens.weight"])
+        == (alone.lm_head.weight is alone.model.embed_tokens.weight),
+        "differing": differing,
+        "of_one": len(of_one),
+        "logits": logits,
+        "sharded": patched.sharded,
+        "description": patched.describe(),
+    }
+
+
+def run_training(kind: str, settings: dict[str, Any], group: Group) -> dict[str, Any]:
+    """Five steps of AdamW with clipping: losses, weights against one process, and what drifted apart."""
+    assert group is not None
+    alone, model, patched = patched_pair(kind, group, **settings)
+    losses: list[list[float]] = []
+    for one in (alone, model):
+        optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2, eps=1e-4)
+        losses.append([])
+        for _ in range(STEPS):
+            losses[-1] += step(one, Case(kind, length=17, accumulation=2, settings=settings))
+            if one is model:
+                allreduce_sequence_parallel_gradients(optimizer, group)
+                clip_grad_norm(one.parameters(), MAX_NORM, process_group=group)
+            else:
+                nn.utils.clip_grad_norm_(one.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+    expected, found = alone.state_dict(), patched.full_state_dict()
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    return {
+        "losses": losses,
+        "errors": {name: (found[name] - tensor).abs().max().item() for name, tensor in expected.items()},
+        "drift": drifting(patched, weights),
+    }
+
+
+def run_adapters(kind: str, sequence_parallel: bool, settings: dict[str, Any], group: Group) -> Any:
+    """Gradients of adapters."""
+    case = Case(kind, sequence_parallel, settings=settings, accumulation=2, length=17)
+    return compare(case, group, lambda model: adapted(model, kind))
+
+
+def _saved(model: Any, layer: Any, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Return what one layer saves for backward, parameters excluded; each storage once."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    found: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if inside[0] and tensor.untyped_storage().data_ptr() not in own:
+            found.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    inside = [False]
+    layer.register_forward_pre_hook(lambda *_: inside.__setitem__(0, True))
+    layer.register_forward_hook(lambda *_: inside.__setitem__(0, False))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(input_ids=ids, labels=ids, use_cache=False)
+    return list(found.values())
+
+
+def run_audit(wrap: str, group: Group) -> dict[str, Any]:
+    """Shapes and bytes that the second layer saves."""
+    assert group is not None
+    model = tiny_model("llama", num_key_value_heads=4)
+    if wrap:
+        model = adapted(model, "llama")
+    patch_model(model, config(group, True), group)
+    base = model.get_base_model() if wrap else model
+    saved = _saved(model, base.model.layers[1], ids_of())
+    return {
+        "shapes": sorted(tuple(t.shape) for t in saved),
+        "bytes": sum(t.untyped_storage().nbytes() for t in saved),
+    }
+
+
+def run_autocast(group: Group) -> tuple[dict[str, float], float]:
+    """Relative errors of gradients under autocast, and the loss's; norms and the residual stay float32."""
+    alone, model, patched = patched_pair("llama", group)
+    ids, losses = ids_of(17), []
+    for one in (alone, model):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = one(input_ids=ids, labels=ids).loss
+        loss.backward()
+        losses.append(loss.item())
+    allreduce_sequence_parallel_gradients(model, group)
+    found = full_gradients(patched)
+    expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    errors = {name: ((found[name] - grad).norm() / grad.norm()).item() for name, grad in expected.items()}
+    return errors, losses[1] - losses[0]
+
+
+def run_copy(group: Group) -> dict[str, Any]:
+    """A deep copy computes what the model does, with parameters, tags and hooks of its own."""
+    _, model, patched = patched_pair("qwen3_moe", group)
+    again = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    other = tiny_model("qwen3_moe")
+    assert group is not None
+    patch_model(other, config(group, True), group)
+    grads = []
+    for one in (again, other):
+        step(one, Case(length=17))
+        allreduce_sequence_parallel_gradients(one, group)
+        grads.append({name: p.grad for name, p in one.named_parameters()})
+    return {
+        "untouched": all(p.grad is None for p in model.parameters()),
+        "differing": [name for name, grad in grads[0].items() if not torch.equal(grad, grads[1][name])],
+        "tagged": len(patched.tagged),
+    }
+
+
+def run_collectives(sequence_parallel: bool, group: Group) -> dict[str, int]:
+    """Collectives of one layer: those of two models with one layer of difference."""
+    totals = []
+    for layers in (1, 2):
+        _, model, _ = patched_pair("llama", group, sequence_parallel, num_hidden_layers=layers)
+        seen: Counter[str] = Counter()
+        ids = ids_of()
+        with counted(seen) as begin:
+            loss = model(input_ids=ids, labels=ids).loss
+            begin("backward")
+            loss.backward()
+        totals.append(seen)
+    return dict(totals[1] - totals[0])
+
+
+PLAN = {
+    "parallel_config": {"tensor_parallel_size": WORLD_SIZE, "sequence_parallel_enabled": True},
+    "swap_config": {"swap": True, "default_prefetch": 4},
+    "recompute_config": {"select_recompute": {"feed_forward": [0]}, "select_comm_recompute": True},
+}
+FULL_PLAN = {**PLAN, "recompute_config": {"recompute": [1]}}
+
+
+def run_plan(kind: str, document: dict[str, Any], settings: dict[str, Any], group: Group) -> dict[str, Any]:
+    """Gradients with a plan and without, and the communications that the plan's outline has seen."""
+    assert group is not None
+    found = []
+    for planned in (False, True):
+        _, model, _ = patched_pair(kind, group, **settings)
+        communications: tuple[str, ...] = ()
+        rows = 0
+        if planned:
+            with tensor_parallel_group(group):
+                applied = apply(model, document)
+            rows = len(applied.plan.rows)
+            communications = outline_of(model).layers[0].communications
+        step(model, Case(kind, length=17))
+        allreduce_sequence_parallel_gradients(model, group)
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    return {
+        "differing": [name for name in found[0] if not torch.equal(found[0][name], found[1][name])],
+        "communications": communications,
+        "rows": rows,
+        "missing": found[0].keys() ^ found[1].keys(),
+    }
+
+
+def _noting(masks: dict[str, torch.Tensor], name: str) -> Callable[..., None]:
+    def note(_module: nn.Module, _args: object, output: torch.Tensor) -> None:
+        masks[name] = output.detach() == 0
+
+    return note
+
+
+def run_dropout(sequence_parallel: bool, group: Group) -> dict[str, Any]:
+    """Masks of a model that drops, and gradients with and without recomputation."""
+    assert group is not None
+    drops = {"hidden_dropout": 0.4, "attention_dropout": 0.3}
+    case = Case("gpt_neox", sequence_parallel, masked=False)
+    found: list[dict[str, torch.Tensor]] = []
+    masks: dict[str, torch.Tensor] = {}
+    drift: list[str] = []
+    for checkpointing in (False, True):
+        _, model, patched = patched_pair("gpt_neox", group, sequence_parallel, **drops)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            layer = model.gpt_neox.layers[0]
+            model.gpt_neox.emb_dropout.register_forward_hook(_noting(masks, "embedding"))
+            layer.post_mlp_dropout.register_forward_hook(_noting(masks, "hidden"))
+        step(model, case)
+        state = torch.get_rng_state()
+        allreduce_sequence_parallel_gradients(model, group)
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        drift += drifting(patched, full_gradients(patched))
+    return {
+        "differing": [name for name in found[0] if not torch.equal(found[0][name], found[1][name])],
+        "masks": masks,
+        "state": state,
+        "drift": drift,
+    }
+
+
+def _refusal(call: Callable[[], object], kind: type[Exception]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return ""
+
+
+def run_refusals(group: Group) -> dict[str, str]:
+    """Messages of what is refused."""
+    assert group is not None
+    wanted = config(group, True)
+
+    def patch(model: Any, asked: ParallelConfig = wanted) -> Any:
+        return patch_model(model, asked, group)
+
+    quick = partial(patch_model, parallel_config=wanted, group=group, timeout_s=5)
+    odd = tiny_model("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
+    before = {name: tuple(p.shape) for name, p in odd.named_parameters()}
+    unknown = tiny_model("llama")
+    unknown.config.model_type = "unheard_of"
+    unknown.model.config.base_model_tp_plan = {"layers.*.mlp.gate_proj": "colwise_gather_output"}
+    twice = tiny_model("llama")
+    patch(twice)
+    fused = tiny_model("llama")
+    patch(fused)
+    fused.loss_function = lambda **_: torch.zeros((), requires_grad=True)
+    cached = tiny_model("llama")
+    patch(cached)
+    jitter = tiny_model("mixtral", router_jitter_noise=0.1)
+    untied = adapted(tiny_model("llama"), "llama")
+    head = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
+    ids = ids_of(17)
+    return {
+        "heads": _refusal(lambda: patch(odd), PatchError),
+        "untouched": str(before == {name: tuple(p.shape) for name, p in odd.named_parameters()}),
+        "group": _refusal(lambda: patch(untied, ParallelConfig(tensor_parallel_size=4)), PatchError),
+        "unknown": _refusal(lambda: patch(unknown), PatchError),
+        "twice": _refusal(lambda: patch(twice), PatchError),
+        "adapters after": _refusal(lambda: adapted(twice, "llama"), ValueError),
+        "fused loss": _refusal(lambda: fused(input_ids=ids, labels=ids), RuntimeError),
+        "cache": _refusal(lambda: cached(input_ids=ids, use_cache=True), ValueError),
+        "after": str(cached(input_ids=ids).logits.shape),
+        "jitter": _refusal(lambda: patch(jitter), PatchError),
+        "head": _refusal(lambda: patch(head), PatchError),
+        "weights": _refusal(lambda: quick(tiny_model("llama", seed=group.rank())), RankAgreementError),
+    }
+
+
+ONE_KV_HEAD = {"num_key_value_heads": 1}
+TIED_ODD = {"vocab_size": 129, "tie_word_embeddings": True}
+
+
+def cases(folder: str) -> dict[str, Callable[[Group], object]]:
+    """Return what is run, by name."""
+    return {
+        "generation_llama": partial(run_generation, "llama", ONE_KV_HEAD),
+        "generation_gemma3": partial(run_generation, "gemma3", TIED_ODD),
+        "generation_qwen3_moe": partial(run_generation, "qwen3_moe", {"output_router_logits": False}),
+        "generation_phi3": partial(run_generation, "phi3", {}),
+        "outputs": run_outputs,
+        "own_losses": run_own_losses,
+        "lazy": run_lazy,
+        "state_qwen2": partial(run_state, "qwen2", {**ONE_KV_HEAD, **TIED_ODD}, folder),
+        "state_phi3": partial(run_state, "phi3", ONE_KV_HEAD, folder),
+        "state_mixtral": partial(run_state, "mixtral", {"vocab_size": 129}, folder),
+        "training_qwen3": partial(run_training, "qwen3", ONE_KV_HEAD),
+        "training_phi3": partial(run_training, "phi3", {**ONE_KV_HEAD, "vocab_size": 129}),
+        "training_mixtral": partial(run_training, "mixtral", {}),
+        "adapters_llama": partial(run_adapters, "llama", True, {}),
+        "adapters_llama_replicated": partial(run_adapters, "llama", False, {}),
+        "adapters_gpt_neox": partial(run_adapters, "gpt_neox", True, {}),
+        "adapters_qwen2": partial(run_adapters, "qwen2", True, ONE_KV_HEAD),
+        "audit": partial(run_audit, ""),
+        "audit_adapters": partial(run_audit, "lora"),
+        "autocast": run_autocast,
+        "copy": run_copy,
+        "collectives": partial(run_collectives, True),
+        "collectives_replicated": partial(run_collectives, False),
+        "plan": partial(run_plan, "llama", PLAN, {}),
+        "plan_full": partial(run_plan, "llama", FULL_PLAN, {}),
+        "plan_neox": partial(run_plan, "gpt_neox", FULL_PLAN, {"hidden_dropout": 0.2}),
+        "dropout": partial(run_dropout, True),
+        "dropout_replicated": partial(run_dropout, False),
+        "refusals": run_refusals,
+    }
+
+
+def run_on_rank(rank: int, folder: str) -> None:
+    """Run each case on two ranks."""
+    every = cases(folder)
+    run_cases(rank, folder, WORLD_SIZE, every, {name: [[0, 1]] for name in every})

@@ -1,0 +1,245 @@
+"""What each process of the patching tests runs: a model in one process, and the same one patched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.utils import get_total_norm
+
+from hf_actswap.config.schema import ParallelConfig
+from hf_actswap.parallel.collectives import gathered
+from hf_actswap.parallel.full_state import partitions_of
+from hf_actswap.parallel.gradient_norm import get_grad_norm
+from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
+from hf_actswap.parallel.patch_model import Patched, patch_model
+from tests.parallel.patched_models import VOCABULARY, tiny_model
+from tests.parallel.rank_processes import run_cases
+
+LENGTH, BATCH = 16, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and the batches of one step.
+
+    Args:
+        kind: of the model.
+        sequence_parallel: else the ranks hold the hidden states alike.
+        settings: of the model's configuration.
+        length: tokens per sequence.
+        accumulation: batches.
+        masked: sequences have padding of unequal lengths, and labels that are ignored.
+        reduced: tagged gradients are summed; else the negative control.
+        checkpointing: Hugging Face's gradient checkpointing.
+        evaluates: a forward without gradients stands between forward and backward.
+        call: further arguments of the forward.
+    """
+
+    kind: str = "llama"
+    sequence_parallel: bool = True
+    settings: dict[str, Any] = field(default_factory=dict)
+    length: int = LENGTH
+    accumulation: int = 1
+    masked: bool = True
+    reduced: bool = True
+    checkpointing: bool = False
+    evaluates: bool = False
+    call: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Result:
+    """What one rank saw.
+
+    Args:
+        losses: of the patched model; ``expected_losses``: in one process.
+        errors: parameter -> largest difference of its gradient, relative to the largest of the expected one.
+        norms: of all gradients, patched (0 where they are not reduced) and expected.
+        drift: names of replicated parameters whose gradients are not bitwise the same on all ranks.
+        missing: parameters of one process without counterpart, or with.
+    """
+
+    losses: list[float]
+    expected_losses: list[float]
+    errors: dict[str, float]
+    norms: tuple[float, float]
+    drift: list[str]
+    missing: set[str]
+
+    @property
+    def worst(self) -> tuple[float, str]:
+        """The largest of the errors, and whose it is."""
+        return max((error, name) for name, error in self.errors.items())
+
+
+def batches(case: Case) -> list[dict[str, torch.Tensor]]:
+    """Return ids, labels and masks of one step, the same on every rank."""
+    generator = torch.Generator().manual_seed(11)
+    found = []
+    for step in range(case.accumulation):
+        vocabulary = case.settings.get("vocab_size", VOCABULARY)
+        ids = torch.randint(3, vocabulary, (BATCH, case.length), generator=generator)
+        inputs = {"input_ids": ids, "labels": ids.clone()}
+        if case.masked:
+            mask = torch.ones_like(ids)
+            mask[1, case.length - 3 - step :] = 0
+            inputs["labels"][mask == 0] = -100
+            inputs["labels"][0, : 5 + step] = -100
+            inputs["attention_mask"] = mask
+        found.append(inputs)
+    return found
+
+
+def config(group: dist.ProcessGroup, sequence_parallel: bool) -> ParallelConfig:
+    """Return the configuration for all ranks of a group."""
+    return ParallelConfig(tensor_parallel_size=group.size(), sequence_parallel_enabled=sequence_parallel)
+
+
+def step(model: Any, case: Case) -> list[float]:
+    """Run forward and backward of all batches; return the losses."""
+    losses = []
+    for inputs in batches(case):
+        items = (inputs["labels"] != -100).sum()
+        torch.manual_seed(5)
+        loss = model(**inputs, **case.call, num_items_in_batch=items).loss
+        if case.evaluates:
+            with torch.no_grad():
+                model.eval()(input_ids=inputs["input_ids"])
+            model.train()
+        (loss / case.accumulation).backward()
+        losses.append(loss.item())
+    return losses
+
+
+def full_gradients(patched: Patched) -> dict[str, torch.Tensor]:
+    """Return the whole gradients of a patched model; every rank must call it."""
+    found, partitions = {}, dict(partitions_of(patched.model))
+    for name, parameter in patched.model.named_parameters():
+        grad, partition = parameter.grad, partitions.get(name)
+        if grad is None:
+            continue
+        if partition is not None:
+            grad = partition.whole(list(gathered(grad.unsqueeze(0), 0, patched.group)))
+        found[name] = grad
+    return found
+
+
+def drifting(patched: Patched, gradients: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of gradients that are not bitwise the same on all ranks that hold the parameter."""
+    return [
+        name
+        for name in patched.replicated
+        if name in gradients
+        and not all(
+            torch.equal(gradients[name], other)
+            for other in gathered(gradients[name].unsqueeze(0), 0, patched.group)
+        )
+    ]
+
+
+def compare(
+    case: Case, group: dist.ProcessGroup | None, wrap: Callable[[Any], Any] = lambda model: model
+) -> Result:
+    """Run one step in one process and on the group."""
+    assert group is not None
+    alone, model = (wrap(tiny_model(case.kind, **case.settings)) for _ in range(2))
+    expected_losses = step(alone, case)
+    patched = patch_model(model, config(group, case.sequence_parallel), group)
+    if case.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    losses = step(model, case)
+    if case.reduced:
+        allreduce_sequence_parallel_gradients(model, group)
+    found = full_gradients(patched)
+    expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    errors = {
+        name: ((found[name] - grad).abs().max() / grad.abs().max().clamp(min=1e-6)).item()
+        for name, grad in expected.items()
+        if name in found
+    }
+    norms = (0.0, get_total_norm(list(expected.values())).item())
+    if case.reduced:
+        norms = (get_grad_norm(model.parameters(), process_group=group).item(), norms[1])
+    missing = expected.keys() ^ found.keys()
+    return Result(losses, expected_losses, errors, norms, drifting(patched, found), missing)
+
+
+KINDS = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"),
+    *("gpt_neox", "phi3", "mixtral", "qwen3_moe", "granite"),
+)
+ONE_KV_HEAD, TIED = {"num_key_value_heads": 1}, {"tie_word_embeddings": True}
+
+VARIANTS: dict[str, Case] = {
+    "accumulated": Case("qwen3", accumulation=3),
+    "odd_length": Case("llama", length=17),
+    "odd_length_unmasked": Case("llama", length=17, masked=False),
+    "odd_length_experts": Case("mixtral", length=17),
+    "odd_length_experts_unmasked": Case("mixtral", length=17, masked=False),
+    "odd_length_packed": Case(
+        "qwen2",
+        length=15,
+        masked=False,
+        call={"position_ids": torch.arange(15).remainder(6)[None], "use_cache": False},
+    ),
+    "odd_vocabulary": Case("llama", settings={"vocab_size": 129}),
+    "odd_vocabulary_tied": Case("gemma2", settings={"vocab_size": 129, **TIED}, accumulation=2),
+    "tied": Case("qwen2", settings=TIED),
+    "one_kv_head": Case("qwen2", settings=ONE_KV_HEAD),
+    "one_kv_head_normed": Case("gemma3", settings=ONE_KV_HEAD),
+    "one_kv_head_fused": Case("phi3", settings=ONE_KV_HEAD),
+    "one_kv_head_replicated": Case("qwen3", settings=ONE_KV_HEAD, sequence_parallel=False),
+    "sequential_residual": Case("gpt_neox", settings={"use_parallel_residual": False}),
+    "eager_experts": Case("mixtral", settings={"experts_implementation": "eager"}),
+    "batched_experts": Case("qwen3_moe", settings={"experts_implementation": "batched_mm"}),
+    "checkpointed": Case("llama", checkpointing=True, evaluates=True, length=17),
+    "checkpointed_experts": Case("qwen3_moe", checkpointing=True, evaluates=True),
+    "checkpointed_replicated": Case("gpt_neox", checkpointing=True, sequence_parallel=False),
+    "hidden_states_asked_for": Case("llama", call={"output_hidden_states": True}),
+}
+CONTROLS: dict[str, Case] = {
+    "not_reduced": Case("qwen3", reduced=False),
+    "not_reduced_replicated": Case("qwen3", reduced=False, sequence_parallel=False),
+}
+CASES: dict[str, Case] = {
+    **{kind: Case(kind) for kind in KINDS},
+    **{f"{kind}_replicated": Case(kind, sequence_parallel=False) for kind in KINDS},
+    **VARIANTS,
+    **CONTROLS,
+}
+QUICK = (
+    "llama",
+    "qwen3_replicated",
+    "gemma2",
+    "gpt_neox",
+    "phi3",
+    "qwen3_moe",
+    "granite",
+    *VARIANTS,
+    *CONTROLS,
+)
+
+
+def run_quick(rank: int, folder: str) -> None:
+    """Run a representative part of the cases on two ranks."""
+    _run(rank, folder, 2, QUICK)
+
+
+def run_all_on_two(rank: int, folder: str) -> None:
+    """Run each case on two ranks."""
+    _run(rank, folder, 2, CASES)
+
+
+def run_all_on_four(rank: int, folder: str) -> None:
+    """Run each case on four ranks."""
+    _run(rank, folder, 4, CASES)
+
+
+def _run(rank: int, folder: str, world_size: int, names: Iterable[str]) -> None:
+    cases = {name: partial(compare, CASES[name]) for name in names}
+    run_cases(rank, folder, world_size, cases, {name: [list(range(world_size))] for name in cases})

@@ -1,0 +1,207 @@
+"""What else one does with a patched model: generate, evaluate, save, adapt, drop, plan; and what it saves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.patch_ways_worker import LENGTH, MAX_NORM, STEPS, WORLD_SIZE, run_on_rank
+from tests.parallel.patch_worker import BATCH
+from tests.parallel.patched_models import HIDDEN, INNER, LAYERS
+from tests.parallel.rank_processes import launch, result
+from tests.parallel.test_patch_model import assert_as_in_one_process
+
+LIMIT_S = 200
+TOLERANCE = 1e-5
+SIZE_BYTES = 4
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what each rank wrote; all cases run in one launch."""
+    return launch(run_on_rank, tmp_path_factory.mktemp("ways"), WORLD_SIZE, LIMIT_S)
+
+
+def of_ranks(folder: Path, name: str) -> list[Any]:
+    return [result(folder, name, rank) for rank in range(WORLD_SIZE)]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3_moe", "phi3"])
+def test_generation(kind: str, results: Path) -> None:
+    for found in of_ranks(results, f"generation_{kind}"):
+        assert torch.equal(found["tokens"], found["expected"])
+
+
+def test_what_comes_out(results: Path) -> None:
+    """Logits, hidden states, attentions, of whole shape and without padding, with gradients and without."""
+    for found in of_ranks(results, "outputs"):
+        assert {name.split(":")[0] for name in found} == {"trains", "evaluates"}
+        for name, (actual, expected) in found.items():
+            torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=name)
+
+
+def test_losses_of_ones_own(results: Path) -> None:
+    for errors in of_ranks(results, "own_losses"):
+        assert {name: error for name, error in errors.items() if error > TOLERANCE} == {}
+        assert len(errors) == 7
+
+
+def test_logits_of_a_training_forward_are_gathered_when_read(results: Path) -> None:
+    for found in of_ranks(results, "lazy"):
+        assert found["kind"]
+        assert found["shape"] == (2, 16, 96)
+        assert found["read"] == (2, 15)
+        gathers = {name: number for name, number in found["calls"].items() if name.endswith("all_gather")}
+        assert gathers == {"forward all_gather": 2 * LAYERS + 1, "read all_gather": 1}
+        assert "gathered when read" in found["text"]
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "phi3", "mixtral"])
+def test_state(kind: str, results: Path) -> None:
+    """Names, shapes and values of one process; loaded by from_pretrained and into other patched models."""
+    for rank, found in enumerate(of_ranks(results, f"state_{kind}")):
+        assert found["names"] == found["saved_names"] == set()
+        assert found["tied"]
+        assert found["differing"] == []
+        assert (found["of_one"] > 0) == (rank == 1)
+        expected, loaded, *divided = found["logits"]
+        assert torch.equal(loaded, expected)
+        for logits in divided:
+            torch.testing.assert_close(logits, expected, rtol=TOLERANCE, atol=TOLERANCE)
+        assert found["sharded"]["lm_head.weight"] == 0
+        assert "replicated: model.layers.*" in found["description"]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "phi3", "mixtral"])
+def test_training(kind: str, results: Path) -> None:
+    """Steps with clipping: the losses and weights of one process; replicas stay bitwise the same."""
+    assert MAX_NORM < 1
+    for found in of_ranks(results, f"training_{kind}"):
+        expected, losses = found["losses"]
+        assert len(losses) == 2 * STEPS
+        assert losses == pytest.approx(expected, rel=TOLERANCE)
+        assert losses[-1] < losses[0]
+        assert max(found["errors"].values()) < TOLERANCE
+        assert found["drift"] == []
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_replicated", "gpt_neox", "qwen2"])
+def test_adapters(name: str, results: Path) -> None:
+    for found in of_ranks(results, f"adapters_{name}"):
+        assert_as_in_one_process(found)
+        assert all("lora_" in name for name in found.errors)
+
+
+def test_saved_tensors(results: Path) -> None:
+    """A layer saves parts of the sequence, and of the features, and nothing of full sequence and width."""
+    tokens, heads = BATCH * LENGTH, 2
+    part = tokens * HIDDEN // WORLD_SIZE
+    inner = tokens * INNER // WORLD_SIZE
+    norms = 2 * (3 * part + tokens // WORLD_SIZE)  # input, normalised, output; a number per token
+    attention = 4 * part + tokens * heads + 2 * LENGTH * HIDDEN // 4  # q, k, v, output; statistics; rotary
+    for found in of_ranks(results, "audit"):
+        assert found["bytes"] == SIZE_BYTES * (norms + attention + 4 * inner)
+        assert max(torch.Size(shape).numel() for shape in found["shapes"]) < tokens * HIDDEN
+
+
+def test_saved_tensors_of_adapters(results: Path) -> None:
+    """Frozen weights save no input; the adapters share one part of the sequence."""
+    bare, adapted = (of_ranks(results, name)[0] for name in ("audit", "audit_adapters"))
+    tokens = BATCH * LENGTH
+    assert max(torch.Size(shape).numel() for shape in adapted["shapes"]) < tokens * HIDDEN
+    ranks_of_adapters = sum(shape == (tokens, 4) for shape in adapted["shapes"])
+    frozen_norms = 2 * tokens * HIDDEN // WORLD_SIZE  # what their weights' gradients would need
+    more = ranks_of_adapters * tokens * 4 - frozen_norms
+    assert ranks_of_adapters == 7
+    assert adapted["bytes"] - bare["bytes"] == SIZE_BYTES * more
+
+
+def test_collectives_of_a_layer(results: Path) -> None:
+    for found in of_ranks(results, "collectives"):
+        again = 2
+        assert found == {
+            "forward all_gather": 2,
+            "forward reduce_scatter": 2,
+            "backward all_gather": 2 + again,
+            "backward reduce_scatter": 2,
+        }
+    for found in of_ranks(results, "collectives_replicated"):
+        assert found == {"forward all_reduce": 2, "backward all_reduce": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "block_ends"),
+    [
+        ("plan", ("self_attn.o_proj", "mlp.down_proj")),
+        ("plan_full", ("self_attn.o_proj", "mlp.down_proj")),
+        ("plan_neox", ("attention.dense", "mlp.dense_4h_to_h")),
+    ],
+)
+def test_plans(name: str, block_ends: tuple[str, str], results: Path) -> None:
+    """Swap, recomputation and communicating again on a patched model: gradients bitwise those without."""
+    for found in of_ranks(results, name):
+        assert found["differing"] == []
+        assert found["missing"] == set()
+        assert found["rows"] > 0
+        assert found["communications"] == (
+            "input_layernorm.all_gather",
+            f"{block_ends[0]}.reduce_scatter",
+            "post_attention_layernorm.all_gather",
+            f"{block_ends[1]}.reduce_scatter",
+        )
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_dropout(sequence_parallel: bool, results: Path) -> None:
+    """Masks differ on parts, agree on replicas, and are the same in recomputation."""
+    one, other = of_ranks(results, "dropout" if sequence_parallel else "dropout_replicated")
+    assert one["differing"] == other["differing"] == []
+    assert one["drift"] == []
+    assert torch.equal(one["masks"]["embedding"], other["masks"]["embedding"])
+    assert torch.equal(one["masks"]["hidden"], other["masks"]["hidden"]) is not sequence_parallel
+    assert torch.equal(one["state"], other["state"])
+
+
+def test_autocast(results: Path) -> None:
+    """Under bfloat16 autocast gradients agree to a few of its roundings."""
+    for errors, difference in of_ranks(results, "autocast"):
+        assert max(errors.values()) < 2e-2
+        assert abs(difference) < 1e-3
+
+
+def test_deep_copy(results: Path) -> None:
+    for found in of_ranks(results, "copy"):
+        assert found["untouched"]
+        assert found["differing"] == []
+        assert found["tagged"] > 0
+
+
+REFUSALS = {
+    "heads": "a divisor of 3, the number of attention heads",
+    "group": "expected 4 ranks",
+    "unknown": "found colwise_gather_output",
+    "twice": "divided already",
+    "adapters after": "ColumnParallelLinear",
+    "fused loss": "fused loss",
+    "cache": "use_cache=False",
+    "jitter": "router_jitter_noise",
+    "head": "take it out of target_modules",
+    "weights": "weights: expected the same on all ranks",
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(name: str, results: Path) -> None:
+    for found in of_ranks(results, "refusals"):
+        assert REFUSALS[name] in found[name]
+
+
+def test_a_refusal_leaves_the_model_as_it_was(results: Path) -> None:
+    for found in of_ranks(results, "refusals"):
+        assert found["untouched"] == "True"
+        assert found["after"] == "torch.Size([2, 17, 96])"

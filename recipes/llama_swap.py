@@ -4,8 +4,8 @@
 
 Without any argument: wikitext-2 from the Hub, a small Llama from random weights, the default swap strategy.
 With a file: its sections for hf_actswap (the documents' files as they are) and any argument of the recipe or
-of the Trainer; the command line overrides the file. ``--actswap none`` trains with a plain Trainer. More in
-`README.md` beside this file.
+of the Trainer; the command line overrides the file. ``--actswap none`` trains with a plain Trainer. With
+``parallel_config`` in the file several processes hold one model. More in `README.md` beside this file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_actswap import ActSwapCallback
+from hf_actswap import ActSwapTrainer
 from hf_actswap.errors import ActSwapError
 
 logger = logging.getLogger("llama_swap")
@@ -194,7 +194,6 @@ def run(argv: Sequence[str]) -> None:
     refuse_lonely_processes(args)
     logging.getLogger("llama_swap").setLevel(logging.INFO if args.process_index == 0 else logging.WARNING)
     logging.getLogger("hf_actswap").setLevel(logging.INFO)
-    callbacks = [] if args.actswap is None else [ActSwapCallback(args)]
     checkpoint = checkpoint_to_resume(args)
     # Inside train(): after evaluate() alone, accelerate takes the model for prepared and does not wrap it
     # again for training, and several processes train apart without a word.
@@ -207,14 +206,14 @@ def run(argv: Sequence[str]) -> None:
     )
     model = build_model(model_args, tokenizer, data_args.block_size)
     logger.info("%s with %.2f M parameters", type(model).__name__, model.num_parameters() / 1e6)
-    trainer = Trainer(
+    trainer_class = Trainer if args.actswap is None else ActSwapTrainer
+    trainer = trainer_class(
         model=model,
         args=args,
         train_dataset=train_blocks if args.do_train else None,
         eval_dataset=eval_blocks,
         processing_class=tokenizer,
         data_collator=default_data_collator,
-        callbacks=callbacks,
     )
     trainer.log_metrics("data", facts)
     trainer.save_metrics("data", facts)

@@ -22,6 +22,7 @@ PUBLIC_NAMES = {
     *("ActSwapConfig", "MemoryPlan", "AppliedPlan"),
     *("ConfigError", "PlanError"),
     *("ActSwapTrainingArguments", "ActSwapCallback"),
+    *("ActSwapTrainer", "ActSwapTrainerMixin", "prepare"),
 }
 
 FLOORS = (  # lowest first; a unit imports from lower floors and from itself

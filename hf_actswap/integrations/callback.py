@@ -1,4 +1,4 @@
-"""The callback: applies at train begin, removes at train end, reports in between."""
+"""The callback: divides the model at init end, applies at train begin, removes at train end, reports."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -16,10 +17,16 @@ from ..apply import apply_plan
 from ..config import ActSwapConfig, load_config
 from ..engine import AppliedPlan, SwapStats
 from ..errors import PlanError, Problem
+from ..parallel import tensor_parallel_group
 from ..plan import MemoryPlan, outline, resolve_plan
 from ..report import plan_table
 from .calling_trainer import called_model, calling_trainer
+from .fused_head import take_fused_head
+from .launcher_traps import refuse_lonely_processes
 from .logs import console_logging, worker_log
+from .parallel_limits import refusal
+from .parallel_training import ParallelTraining
+from .trainer_setup import begin_for_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +52,17 @@ class ActSwapCallback(TrainerCallback):
     removes too, but until `bind` is called its statistics reach no log, and an exception in ``train`` leaves
     the plan on the model until the next ``train``, or until `remove`.
 
+    With ``parallel_config.tensor_parallel_size`` above 1 the model is divided among the ranks when the
+    Trainer is constructed, and is trained as in one process: losses, norms and the log. Under a plain Trainer
+    the callback can hold one model (no data parallelism) and can neither save nor resume; it says so before
+    the first step. `ActSwapTrainer` does both.
+
     Args:
         args: `ActSwapTrainingArguments`, or a configuration in any form that `load_config` takes, or a plan.
 
     Attributes:
         applied: the plan on the model, or ``None`` outside training.
+        parallel: the model in parts, from the Trainer's construction on, or ``None``.
 
     Raises:
         ConfigError: the configuration is malformed.
@@ -64,16 +77,31 @@ class ActSwapCallback(TrainerCallback):
         self._step = SwapStats()
         self._logged: MemoryPlan | None = None
         self.applied: AppliedPlan | None = None
+        self.parallel: ParallelTraining | None = None
+
+    @property
+    def _divides(self) -> bool:
+        wish = self._wish
+        return isinstance(wish, ActSwapConfig) and wish.parallel_config.tensor_parallel_size > 1
 
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Find the Trainer, which the event does not pass, and see to its end and its log."""
+        """Find the Trainer, which the event does not pass, and see to its end, its log and its model.
+
+        Raises:
+            MeshError: the launcher started trainings that do not know of each other, or too few processes.
+            ParallelTrainingError, RankAgreementError, PatchError: the model cannot be divided as asked.
+        """
+        refuse_lonely_processes(args.world_size)
         trainer = calling_trainer(self)
         if trainer is None:
             logger.warning("No Trainer found: the statistics stay in `applied.stats()` and reach no log.")
-        else:
-            self.bind(trainer)
+            return
+        self.bind(trainer)
+        if self._divides and isinstance(self._wish, ActSwapConfig):
+            with console_logging(logging.getLogger("hf_actswap")):
+                self.parallel = begin_for_trainer(trainer, self._wish)
 
     def bind(self, trainer: Any) -> None:
         """Remove the plan whenever ``trainer.train`` ends, and put the statistics into ``trainer.log``."""
@@ -81,6 +109,8 @@ class ActSwapCallback(TrainerCallback):
 
         @functools.wraps(train)
         def train_and_remove(*args: Any, **kwargs: Any) -> Any:
+            if self.parallel is not None:
+                take_fused_head(self.parallel.patched)  # which TRL adds when the Trainer is constructed
             try:
                 return train(*args, **kwargs)
             finally:
@@ -102,17 +132,22 @@ class ActSwapCallback(TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Apply. Raises `PlanError`, before the first step."""
+        """Apply. Raises `PlanError` or `ParallelTrainingError`, before the first step."""
         self.remove()  # auto_find_batch_size begins again without an end
         if model is None:
             raise ValueError("ActSwapCallback needs the model: it is a callback of the Trainer")
         if args.n_gpu > 1:
             raise PlanError([_SEVERAL_DEVICES])
+        if self._divides and self.parallel is None:
+            raise refusal("add_callback (parallel_config works for a callback of the constructor)")
         model = called_model(calling_trainer(self), model)
-        wish = self._wish
-        shape = outline(model)
-        plan = wish if isinstance(wish, MemoryPlan) else resolve_plan(wish, shape)
-        self.applied = apply_plan(model, plan, shape)
+        wish, parallel = self._wish, self.parallel
+        with nullcontext() if parallel is None else tensor_parallel_group(parallel.patched.group):
+            shape = outline(model)
+            plan = wish if isinstance(wish, MemoryPlan) else resolve_plan(wish, shape)
+            self.applied = apply_plan(model, plan, shape)
+        if parallel is not None:
+            parallel.expect_batch()
         self._before = self._step = SwapStats()
         self._logged = self.applied.plan
         notes = list(wish.notes) if isinstance(wish, ActSwapConfig) else []
@@ -122,6 +157,13 @@ class ActSwapCallback(TrainerCallback):
             with console_logging(logger):
                 _log_plan(logger, plan, notes)
                 logger.info("%s", "\n" + plan_table(plan))
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Raise `UnsummedGradientError` if a subclass has clipped in a way of its own, without the sum."""
+        if self.parallel is not None:
+            self.parallel.check_summed()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -113,6 +113,56 @@ def test_layers_compiled_by_the_launcher_are_swapped(case1: Path, repository: Pa
     assert losses(tmp_path)[0] == pytest.approx(losses(case1)[0], rel=1e-4)
 
 
+@pytest.fixture(scope="module")
+def whole(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recipe's parallel file without what is parallel in it: one process, a plain Trainer."""
+    output = tmp_path_factory.mktemp("whole")
+    ran = launch(repository, output, *TINY, "--num_kv_heads", "2", "--actswap", "none", *SHORT)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return output
+
+
+SHORT = ["--max_steps", "4", "--max_eval_samples", "5", "--lr_scheduler_type", "linear"]
+
+
+@pytest.mark.dist
+def test_two_processes_hold_one_model(whole: Path, repository: Path, tmp_path: Path) -> None:
+    recipe = str(repository / "recipes" / "sequence_parallel.yaml")
+    ran = launch(repository, tmp_path, recipe, *TINY, *SHORT, "--warmup_steps", "0", processes=2)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "tensor_parallel_size=2, sequence parallelism on: a rank holds" in ran.stderr
+    assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-4)
+    results, expected = (
+        json.loads((folder / "all_results.json").read_text()) for folder in (tmp_path, whole)
+    )
+    assert results["eval_before_loss"] == pytest.approx(expected["eval_before_loss"], rel=1e-5)
+    model, plain = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path, whole))
+    assert {k: v.shape for k, v in model.state_dict().items()} == {
+        k: v.shape for k, v in plain.state_dict().items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_four_processes_hold_two_models(whole: Path, repository: Path, tmp_path: Path) -> None:
+    recipe = str(repository / "recipes" / "sequence_parallel.yaml")
+    ran = launch(repository, tmp_path, recipe, *TINY, *SHORT, "--warmup_steps", "0", processes=4)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert len(losses(tmp_path)) == 4
+    assert losses(tmp_path)[0] == pytest.approx(losses(whole)[0], rel=2e-2)  # twice as many samples
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_launcher_that_starts_one_process_is_named(repository: Path, tmp_path: Path) -> None:
+    recipe = str(repository / "recipes" / "sequence_parallel.yaml")
+    ran = launch(repository, tmp_path, recipe, *TINY, flags=[*UNCOMPILED, "--cpu"])
+    assert ran.returncode != 0
+    assert "MeshError: 1 problem in the parallel set-up" in ran.stderr
+    assert "Start with: accelerate launch --multi_gpu --num_processes 2 " in ran.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes_train_and_resume(repository: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import yaml
 from hf_actswap.config import load_config
 
 CASES = ["case1_default_swap", "case2_layer_swap", "case3_op_swap", "case4_swap_with_recompute"]
-FILES = [*CASES, "sample_cpu", "wikitext_cpu"]
+FILES = [*CASES, "sample_cpu", "sequence_parallel", "wikitext_cpu"]
 
 
 def body(path: Path) -> str:
@@ -71,3 +71,10 @@ def test_the_demo_needs_no_network_and_swaps(recipes: Path) -> None:
     assert document["use_cpu"] is True
     assert document["logging_steps"] == 10
     assert load_config({"swap_config": document["swap_config"]}).swap_config.swap is True
+
+
+def test_the_parallel_one_needs_no_network_and_is_parallel(recipes: Path) -> None:
+    document = yaml.safe_load(body(recipes / "sequence_parallel.yaml"))
+    assert (document["dataset"], document["use_cpu"]) == ("sample", True)
+    config = load_config({"parallel_config": document["parallel_config"]}).parallel_config
+    assert (config.tensor_parallel_size, config.sequence_parallel_enabled) == (2, True)

@@ -1,0 +1,163 @@
+"""An optimizer's parameters by name, and its state of whole tensors whatever this rank holds of them.
+
+The state on disk is what PyTorch's optimizer writes of an undivided model: whole tensors, numbered in the
+order of the groups. Any number of ranks reads it, and a plain Trainer in one process too. The groups have
+the parameters' names besides (``param_names``, as PyTorch calls them), and these decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..parallel.collectives import gathered
+from ..parallel.full_state import partitions_of
+from ..parallel.patch_model import Patched
+from ..parallel.weights import Partition
+
+Names = list[list[str]]
+"""Names of the parameters of each group, in the optimizer's order."""
+
+
+def names_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Names:
+    """Return the names under which a model has an optimizer's parameters.
+
+    Raises:
+        ValueError: a parameter is none of the model's.
+    """
+    by_id = {id(parameter): name for name, parameter in model.named_parameters()}
+    missing = [
+        list(p.shape) for group in optimizer.param_groups for p in group["params"] if id(p) not in by_id
+    ]
+    if missing:
+        raise ValueError(
+            f"the optimizer has {len(missing)} parameters (the first of shape {missing[0]}) that are not the "
+            "model's: build it on the model that is trained, and divide the model before or together with it"
+        )
+    return [[by_id[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def rebind(optimizer: torch.optim.Optimizer, names: Names, model: nn.Module) -> None:
+    """Put a model's present parameters into an optimizer that was built on earlier ones.
+
+    Raises:
+        ValueError: the optimizer has state already, of parameters that are no more.
+    """
+    if any(optimizer.state.values()):
+        raise ValueError("the optimizer has made steps on the whole model: give one without state")
+    present = dict(model.named_parameters())
+    for group, of_group in zip(optimizer.param_groups, names, strict=True):
+        group["params"] = [present[name] for name in of_group]
+    optimizer.state.clear()
+
+
+def full_optimizer_state(optimizer: torch.optim.Optimizer, patched: Patched, keeps: bool) -> dict[str, Any]:
+    """Return an optimizer's ``state_dict`` with whole tensors on the CPU. Every rank must call it.
+
+    Args:
+        optimizer: PyTorch's, of the patched model.
+        patched: the model.
+        keeps: this rank wants the result; else it only takes part, and gets an empty dict.
+
+    Raises:
+        ValueError: the optimizer keeps, of a divided parameter, what is neither of its shape nor a number.
+        RuntimeError: ranks have states of different parameters.
+    """
+    state = optimizer.state_dict()
+    names = names_of_parameters(patched.model, optimizer)
+    partitions = dict(partitions_of(patched.model))
+    _refuse_differences(state["state"], patched.group)
+    whole: dict[int, dict[str, Any]] = {}
+    for saved, of_group, group in zip(state["param_groups"], names, optimizer.param_groups, strict=True):
+        saved["param_names"] = list(of_group)
+        for index, name, parameter in zip(saved["params"], of_group, group["params"], strict=True):
+            entries = state["state"].get(index)
+            if entries is None:
+                continue
+            partition = partitions.get(name)
+            found = {
+                key: _whole(value, f"{name}: {key}", parameter.shape, partition, patched.group)
+                for key, value in entries.items()
+            }
+            if keeps:
+                whole[index] = found
+    return {"state": whole, "param_groups": state["param_groups"]} if keeps else {}
+
+
+def own_optimizer_state(
+    optimizer: torch.optim.Optimizer, patched: Patched, full: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return this rank's ``state_dict`` for an optimizer, from one of whole tensors.
+
+    Args:
+        optimizer: PyTorch's, of the patched model.
+        patched: the model.
+        full: what `full_optimizer_state` gave, or the state of an optimizer of the undivided model.
+
+    Raises:
+        ValueError: groups or shapes do not fit.
+    """
+    names = names_of_parameters(patched.model, optimizer)
+    partitions = dict(partitions_of(patched.model))
+    groups, rank = full["param_groups"], patched.group.rank()
+    if [len(group["params"]) for group in groups] != [len(of_group) for of_group in names]:
+        sizes = [len(group["params"]) for group in groups], [len(of_group) for of_group in names]
+        raise ValueError(f"optimizer state of parameter groups of {sizes[0]} parameters, expected {sizes[1]}")
+    own: dict[int, dict[str, Any]] = {}
+    made, count = [], 0
+    for saved, of_group, group in zip(groups, names, optimizer.param_groups, strict=True):
+        index_of = dict(zip(saved.get("param_names", of_group), saved["params"], strict=True))
+        unknown = sorted(set(of_group) - set(index_of))
+        if unknown:
+            raise ValueError(
+                f"no optimizer state of {unknown[0]} (and {len(unknown) - 1} others) in its group"
+            )
+        indices = list(range(count, count + len(of_group)))
+        count += len(of_group)
+        for index, name, parameter in zip(indices, of_group, group["params"], strict=True):
+            entries = full["state"].get(index_of[name])
+            if entries is not None:
+                own[index] = {
+                    key: _part(value, f"{name}: {key}", parameter.shape, partitions.get(name), rank)
+                    for key, value in entries.items()
+                }
+        made.append({**{k: v for k, v in saved.items() if k != "param_names"}, "params": indices})
+    return {"state": own, "param_groups": made}
+
+
+def _whole(
+    value: Any, what: str, shape: torch.Size, partition: Partition | None, group: dist.ProcessGroup
+) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if partition is None or value.dim() == 0:
+        return value.detach().cpu().clone()
+    if value.shape != shape:
+        raise ValueError(f"{what}: expected the parameter's shape {list(shape)}, found {list(value.shape)}")
+    return partition.whole(list(gathered(value.detach().unsqueeze(0), 0, group))).cpu().clone()
+
+
+def _part(value: Any, what: str, shape: torch.Size, partition: Partition | None, rank: int) -> Any:
+    if not isinstance(value, torch.Tensor) or partition is None or value.dim() == 0:
+        return value
+    if not partition.fits(value.shape):
+        expected = f"{partition.full_size} in dim {partition.dim}"
+        raise ValueError(f"{what}: expected {expected}, found {list(value.shape)}")
+    part = partition.part(value, rank)
+    if part.shape != shape:
+        raise ValueError(f"{what}: expected a part of shape {list(shape)}, found {list(part.shape)}")
+    return part
+
+
+def _refuse_differences(state: Mapping[int, Mapping[str, Any]], group: dist.ProcessGroup) -> None:
+    """Raise on every rank if ranks would gather different tensors, and so wait for each other for ever."""
+    own = [(index, sorted(entries)) for index, entries in sorted(state.items())]
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, own, group=group)
+    if any(of_rank != own for of_rank in found):
+        counts = [len(of_rank) for of_rank in found]
+        raise RuntimeError(f"ranks have optimizer states of different parameters (numbers: {counts})")

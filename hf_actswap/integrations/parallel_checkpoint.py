@@ -1,0 +1,112 @@
+"""Checkpoints of a model that several ranks hold: whole on disk, whatever the number of ranks.
+
+=============================== =========================================================================
+file                            holds
+=============================== =========================================================================
+``model.safetensors``           the model, as a single process writes it
+``optimizer.pt``                whole tensors (`optimizer_parameters`)
+``rng_state_<rank>.pth``        random states; equal within a tensor-parallel group
+``parallel_layout.json``        how many ranks there were, and how many of them to a model
+=============================== =========================================================================
+
+Random states are found again by data rank: a rank of another number of ranks per model reads that of the
+first rank which trained on its data.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..parallel.patch_model import Patched
+from .optimizer_parameters import full_optimizer_state, own_optimizer_state
+from .replicated_batches import answering
+
+LAYOUT_FILE = "parallel_layout.json"
+OPTIMIZER_FILE, SCHEDULER_FILE = "optimizer.pt", "scheduler.pt"
+"""Names that the Trainer gives them."""
+
+
+@contextmanager
+def whole_optimizer_state(optimizer: Any, patched: Patched, keeps: bool) -> Iterator[None]:
+    """Within the block ``optimizer`` writes and reads whole tensors. Entering it is a collective.
+
+    Args:
+        optimizer: Accelerate's.
+        patched: the model.
+        keeps: this rank is going to write.
+    """
+    full = full_optimizer_state(optimizer.optimizer, patched, keeps)
+    with answering(optimizer, "state_dict", lambda: full):
+        yield
+
+
+def load_optimizer_and_scheduler(checkpoint: str, optimizer: Any, scheduler: Any, patched: Patched) -> None:
+    """Load this rank's part of an optimizer's whole state, and a scheduler's; nothing if there is none.
+
+    In the place of the Trainer's method, which would put the whole model's state onto every device.
+
+    Args:
+        checkpoint: the checkpoint's folder.
+        optimizer: Accelerate's.
+        scheduler: PyTorch's.
+        patched: the model.
+    """
+    files = Path(checkpoint, OPTIMIZER_FILE), Path(checkpoint, SCHEDULER_FILE)
+    if not all(file.is_file() for file in files):
+        return
+    # Mapped, not read: the ranks of a machine share what they have in memory of it.
+    full = torch.load(files[0], map_location="cpu", mmap=True, weights_only=True)
+    optimizer.load_state_dict(own_optimizer_state(optimizer.optimizer, patched, full))
+    scheduler.load_state_dict(torch.load(files[1], map_location="cpu", weights_only=True))
+
+
+def write_layout(folder: str, processes: int, tensor_parallel_size: int) -> None:
+    """Write into a checkpoint how many ranks there are."""
+    layout = {"processes": processes, "tensor_parallel_size": tensor_parallel_size}
+    Path(folder, LAYOUT_FILE).write_text(json.dumps(layout) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def random_states_by_data_rank(
+    checkpoint: str, processes: int, process_index: int, tensor_parallel_size: int
+) -> Iterator[str]:
+    """Yield a folder in which this rank finds its random states under the name that the Trainer reads.
+
+    Args:
+        checkpoint: the checkpoint's folder.
+        processes: ranks of this training.
+        process_index: this rank.
+        tensor_parallel_size: ranks per model, in this training.
+    """
+    folder = Path(checkpoint)
+    written = _layout_of(folder)
+    processes_then, size_then = written["processes"], written["tensor_parallel_size"]
+    data_rank = process_index // tensor_parallel_size
+    source = folder / _random_file(processes_then, data_rank * size_then)
+    name = _random_file(processes, process_index)
+    if (processes_then, size_then) == (processes, tensor_parallel_size) or not source.is_file():
+        yield checkpoint
+        return
+    with tempfile.TemporaryDirectory() as place:
+        shutil.copyfile(source, Path(place, name))
+        yield place
+
+
+def _layout_of(folder: Path) -> dict[str, int]:
+    file = folder / LAYOUT_FILE
+    if file.is_file():
+        found: dict[str, int] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+    return {"processes": max(1, len(list(folder.glob("rng_state_*.pth")))), "tensor_parallel_size": 1}
+
+
+def _random_file(processes: int, process_index: int) -> str:
+    return "rng_state.pth" if processes <= 1 else f"rng_state_{process_index}.pth"

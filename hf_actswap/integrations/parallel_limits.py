@@ -1,0 +1,115 @@
+"""What does not go together with a model that several ranks hold, said before the first step.
+
+Each of these would end in a hang, in another model than in one process, or in a checkpoint of one rank's
+part, mostly without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate.utils import DynamoBackend
+
+from ..errors import ActSwapError, Problem
+
+USE_OUR_TRAINER = (
+    "A callback cannot do that for a model that several ranks hold: use hf_actswap.ActSwapTrainer in place "
+    "of Trainer, or put hf_actswap.ActSwapTrainerMixin in front of your own trainer's class."
+)
+
+ELEMENTWISE_OPTIMIZERS = frozenset(
+    {
+        "adamw_torch",
+        "adamw_torch_fused",
+        "adamw_torch_npu_fused",
+        "adamw_apex_fused",
+        "adagrad",
+        "rmsprop",
+        "sgd",
+        "schedule_free_adamw",
+        "schedule_free_radam",
+        "schedule_free_sgd",
+    }
+)
+"""Values of ``optim`` under which an element's update depends on its own gradients alone, as it must where a
+rank holds a part of a matrix: Adafactor takes means over rows, Muon orthogonalises, 8-bit ones cut blocks."""
+
+
+class ParallelTrainingError(ActSwapError):
+    """What was asked does not go together with ``parallel_config.tensor_parallel_size`` above 1."""
+
+    subject = "tensor-parallel training"
+
+
+def refuse_unsupported(trainer: Any, tensor_parallel_size: int) -> None:
+    """Raise `ParallelTrainingError` with all settings of a trainer that are not supported."""
+    problems = [*_of_arguments(trainer.args), *_of_trainer(trainer)]
+    data_parallel_size = trainer.args.world_size // tensor_parallel_size
+    if trainer.accelerator.dispatch_batches and data_parallel_size > 1:
+        hint = "Each rank reads its own part of the data."
+        problems.append(_problem("accelerator_config.dispatch_batches", "true", hint))
+    if problems:
+        raise ParallelTrainingError(problems)
+
+
+def refuse_for_callback(trainer: Any, tensor_parallel_size: int) -> None:
+    """Raise `ParallelTrainingError` with all that a callback alone cannot do, naming who can."""
+    args = trainer.args
+    strategy = getattr(args.save_strategy, "value", args.save_strategy)
+    data_parallel_size = args.world_size // tensor_parallel_size
+    asked = (
+        ("save_strategy", strategy, strategy != "no", "no"),
+        ("load_best_model_at_end", "true", args.load_best_model_at_end, "false"),
+        ("push_to_hub", "true", args.push_to_hub, "false"),
+        ("data-parallel size", str(data_parallel_size), data_parallel_size > 1, "1"),
+    )
+    problems = [
+        Problem(name, wanted, found, USE_OUR_TRAINER) for name, found, is_asked, wanted in asked if is_asked
+    ]
+    if problems:
+        raise ParallelTrainingError(problems)
+
+
+def refusal(what: str) -> ParallelTrainingError:
+    """Return the error for a call that a callback alone cannot serve."""
+    problem = Problem(what, "a model that one rank holds", "a part of it", USE_OUR_TRAINER)
+    return ParallelTrainingError([problem])
+
+
+def _problem(name: str, found: str, hint: str) -> Problem:
+    return Problem(name, "a setting that goes with tensor_parallel_size above 1", found, hint)
+
+
+def _of_arguments(args: Any) -> Iterator[Problem]:
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if args.torch_compile:
+        yield _problem("torch_compile", "true", "Parallel layers communicate inside a layer: leave it out.")
+    if args.fp16:
+        yield _problem("fp16", "true", "Ranks would skip steps apart from each other: use bf16.")
+    if args.use_liger_kernel:
+        yield _problem("use_liger_kernel", "true", "Its fused loss reads the whole vocabulary: leave it out.")
+    if args.auto_find_batch_size:
+        hint = "One rank may run out of memory and the others wait for it: set per_device_train_batch_size."
+        yield _problem("auto_find_batch_size", "true", hint)
+    if args.parallelism_config is not None:
+        yield _problem("parallelism_config", "Accelerate's own", "Give the sizes in parallel_config alone.")
+    if args.n_gpu > 1:
+        yield _problem("devices", f"{args.n_gpu} in one process", "Start one process per device.")
+    if optimizer not in ELEMENTWISE_OPTIMIZERS:
+        known = ", ".join(sorted(ELEMENTWISE_OPTIMIZERS))
+        hint = f"An element's update may depend on others. These work element by element: {known}."
+        yield _problem("optim", optimizer, hint)
+
+
+def _of_trainer(trainer: Any) -> Iterator[Problem]:
+    if trainer.model_init is not None:
+        yield _problem("model_init", "a function", "Pass the model itself; a search starts new processes.")
+    if trainer.is_fsdp_enabled:
+        hint = "Data parallelism is DDP here (over the data axis): leave fsdp out."
+        yield _problem("fsdp", "on", hint)
+    if trainer.is_deepspeed_enabled:
+        yield _problem("deepspeed", "on", "Data parallelism is DDP here (over the data axis).")
+    plugin = getattr(trainer.accelerator.state, "dynamo_plugin", None)
+    if not trainer.args.torch_compile and plugin is not None and plugin.backend != DynamoBackend.NO:
+        yield _problem("dynamo_backend", str(plugin.backend), "Launch with --dynamo_backend no.")

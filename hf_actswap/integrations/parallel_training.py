@@ -1,0 +1,175 @@
+"""A training of a model that several ranks hold together, and what Accelerate has to do differently for it.
+
+====================== ==================================================================================
+what                   how
+====================== ==================================================================================
+who holds what         a mesh (data axis, tensor axis); the model is patched before the optimizer is built
+batches                by data rank (`replicated_batches`)
+wrapping               autocast by Accelerate; DistributedDataParallel over the data axis only, never over
+                       the world, where it would overwrite every rank's shards by those of rank 0
+gradients              tagged ones are summed once per optimizer step, when the norm is asked for
+norm and clip          of the whole model, the same on every rank
+====================== ==================================================================================
+
+Nothing here knows the Trainer; `trainer_mixin` and `callback` bring it there, `prepare` into other loops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..config import ActSwapConfig
+from ..parallel.gradient_norm import clip_grad_norm
+from ..parallel.gradients import TaggedGradients, refuse_unsummed
+from ..parallel.mesh import ParallelMesh, build_mesh
+from ..parallel.patch_model import Patched, patch_model
+from ..parallel.rank_agreement import check_agreement, digest, parameters_fact
+from .optimizer_parameters import names_of_parameters, rebind
+from .replicated_batches import gather_one_of_each, read_by_data_rank
+
+
+class ParallelTraining:
+    """A patched model in a training that Accelerate drives.
+
+    Args:
+        accelerator: of the training; from now on it prepares data loaders, gathers metrics and clips as such
+            a model needs.
+        mesh: of all processes.
+        patched: the model.
+        timeout_s: how long ranks wait for each other where they compare batches.
+
+    Attributes:
+        mesh: of all processes.
+        patched: the model.
+    """
+
+    def __init__(
+        self, accelerator: Any, mesh: ParallelMesh, patched: Patched, timeout_s: float = 60.0
+    ) -> None:
+        self.mesh, self.patched, self._accelerator = mesh, patched, accelerator
+        self._expects_batch, self._timeout_s = True, timeout_s
+        self._gradients = TaggedGradients(patched.model, patched.group)
+        read_by_data_rank(accelerator, mesh)
+        gather_one_of_each(accelerator, mesh)
+        accelerator.clip_grad_norm_ = self.clip_grad_norm_
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Ranks that hold one model together, and train on the same batch."""
+        return self.mesh.tensor_parallel_size
+
+    def expect_batch(self) -> None:
+        """Let `check_batch` compare the next batch: a training begins."""
+        self._expects_batch = True
+
+    def check_batch(self, batch: Any) -> None:
+        """Check, for the first batch of a training, that the ranks of a group have the same one.
+
+        Args:
+            batch: a mapping with tensors in it; the same keys on every rank.
+
+        Raises:
+            RankAgreementError: they have not (a data loader that was not prepared, a random sampler with a
+                seed of its own), or do not answer. They would train on half of one batch and half of another.
+        """
+        if not self._expects_batch:
+            return
+        self._expects_batch = False
+        found = dict(batch) if isinstance(batch, Mapping) else {}
+        tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        text = "".join(f"{name} {value.shape} {value.tolist()}" for name, value in tensors.items())
+        ranks = dist.get_process_group_ranks(self.patched.group)
+        check_agreement({"batch": digest(text)}, self._timeout_s, "batch", ranks)
+
+    def sum_gradients(self) -> None:
+        """Sum the tagged gradients over the ranks of the group, those that are not summed yet."""
+        self._gradients.reduce()
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """In the place of ``accelerator.clip_grad_norm_``: sum tagged gradients, then clip by the true norm.
+
+        Returns:
+            The norm of the whole model's gradients before clipping: fp32 scalar, the same on every rank.
+        """
+        self._accelerator.unscale_gradients()
+        self.sum_gradients()
+        return clip_grad_norm(parameters, max_norm, norm_type, process_group=self.patched.group)
+
+    def check_summed(self) -> None:
+        """Raise `UnsummedGradientError` if a tagged gradient that is there is not summed."""
+        refuse_unsummed(self.patched.model.parameters())
+
+    def whole_weights(self, keeps: bool) -> dict[str, torch.Tensor]:
+        """Return the model's whole tensors on the CPU. Every rank must call it.
+
+        Args:
+            keeps: this rank wants them; the others take part, and get an empty dict.
+        """
+        rank = self.patched.group.rank()
+        # A rank that is not named takes part and keeps nothing.
+        return self.patched.full_state_dict(only_rank=rank if keeps else -1)
+
+    def wrap(self, model: nn.Module, ddp_settings: Mapping[str, Any] | None = None) -> nn.Module:
+        """Prepare a model for training: autocast, and DDP over the data axis where that has several ranks.
+
+        Args:
+            model: the patched one; returned as it is if it is wrapped already.
+            ddp_settings: arguments of `DistributedDataParallel`, over those of the accelerator's handler.
+        """
+        accelerator = self._accelerator
+        if accelerator.unwrap_model(model, keep_torch_compile=False) is not model:
+            return model
+        prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)  # no DDP over the world
+        if self.mesh.data_parallel_size == 1 or not any(p.requires_grad for p in prepared.parameters()):
+            return prepared
+        handler = accelerator.ddp_handler
+        settings = {**({} if handler is None else handler.to_kwargs()), **(ddp_settings or {})}
+        if accelerator.device.type != "cpu":
+            settings["device_ids"] = [accelerator.device.index]
+        return DistributedDataParallel(prepared, process_group=self.mesh.data_parallel_group, **settings)
+
+
+def begin_parallel_training(
+    accelerator: Any,
+    model: nn.Module,
+    config: ActSwapConfig,
+    optimizer: torch.optim.Optimizer | None = None,
+    timeout_s: float = 60.0,
+    facts: Mapping[str, str] | None = None,
+) -> ParallelTraining:
+    """Divide a model among the ranks and set an accelerator up for it. Every rank must call it.
+
+    Args:
+        accelerator: of the training.
+        model: whole, the same on every rank, not wrapped.
+        config: with ``parallel_config``.
+        optimizer: built on the whole model, before its first step: it is given the divided parameters.
+        timeout_s: how long ranks wait for each other to agree on what they are about to do.
+        facts: what else the ranks must agree on.
+
+    Raises:
+        MeshError: the processes cannot hold the model so, or were not started together.
+        RankAgreementError: ranks differ in what they were given, or do not answer in time.
+        PatchError: the model cannot be divided.
+        ValueError: the optimizer has begun, or holds parameters that the model has not.
+    """
+    parallel_config = config.parallel_config
+    mesh = build_mesh(parallel_config.tensor_parallel_size, device_type=accelerator.device.type)
+    agreed = {
+        "processes": str(accelerator.num_processes),
+        "configuration": digest(config.to_yaml()),
+        "parameters": parameters_fact(model),
+        **(facts or {}),
+    }
+    check_agreement(agreed, timeout_s, "training")
+    names = None if optimizer is None else names_of_parameters(model, optimizer)
+    patched = patch_model(model, parallel_config, mesh.tensor_parallel_group, timeout_s=timeout_s)
+    if optimizer is not None and names is not None:
+        rebind(optimizer, names, model)
+    return ParallelTraining(accelerator, mesh, patched, timeout_s)

@@ -1,0 +1,155 @@
+"""Into a loop of one's own that Accelerate drives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..apply import apply
+from ..config import ActSwapConfig, load_config
+from ..engine import AppliedPlan
+from ..errors import Problem
+from ..parallel import tensor_parallel_group
+from .launcher_traps import refuse_lonely_processes
+from .optimizer_parameters import full_optimizer_state, own_optimizer_state
+from .parallel_limits import ParallelTrainingError
+from .parallel_training import ParallelTraining, begin_parallel_training
+
+
+@dataclass
+class Prepared:
+    """A model in training, as `prepare` leaves it.
+
+    Attributes:
+        model: to call: in autocast and DDP where these are on.
+        optimizer: Accelerate's, or ``None`` if none was given.
+        applied: swap and recompute; `AppliedPlan.remove` takes them off.
+        parallel: the model in parts, or ``None``.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    applied: AppliedPlan
+    parallel: ParallelTraining | None
+    _bare: Any
+    _accelerator: Any
+
+    def save_pretrained(self, folder: str, **how: Any) -> None:
+        """Save the whole model in Hugging Face's format. Every rank must call it; the main process writes."""
+        writes = self._accelerator.is_main_process
+        if self.parallel is not None:
+            how["state_dict"] = self.parallel.whole_weights(writes)
+        if writes:
+            self._bare.save_pretrained(folder, **how)
+        self._accelerator.wait_for_everyone()
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state of whole tensors, on the main process. Every rank must call it."""
+        if self.parallel is None:
+            state: dict[str, Any] = self.optimizer.state_dict()
+            return state
+        writes = self._accelerator.is_main_process
+        return full_optimizer_state(self.optimizer.optimizer, self.parallel.patched, writes)
+
+    def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `optimizer_state_dict` returned, at any number of ranks."""
+        if self.parallel is None:
+            self.optimizer.load_state_dict(dict(state))
+            return
+        self.optimizer.load_state_dict(
+            own_optimizer_state(self.optimizer.optimizer, self.parallel.patched, state)
+        )
+
+
+def prepare(
+    accelerator: Any,
+    model: nn.Module,
+    config: ActSwapConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Prepared:
+    """Put a configuration on a model and prepare both for training, in place of ``accelerator.prepare``.
+
+    With ``parallel_config.tensor_parallel_size`` above 1 the model is divided among the ranks. Data loaders
+    that ``accelerator`` prepares afterwards give the ranks of one model the same batches;
+    ``accelerator.clip_grad_norm_`` clips by the norm of the whole model; tagged gradients are summed there
+    or, at the latest, when the optimizer steps; DDP covers the data axis only. The loop stays as it is::
+
+        prepared = hf_actswap.prepare(accelerator, model, "config.yaml", optimizer)
+        model, optimizer = prepared.model, prepared.optimizer
+        loader = accelerator.prepare(loader)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        prepared.save_pretrained("out")
+
+    ``accelerator.save_state`` would write rank 0's part: it raises, and so does ``load_state``. An
+    Accelerate scheduler steps once per process; step a plain one yourself.
+
+    Args:
+        accelerator: Accelerate's.
+        model: a causal language model, whole and not prepared.
+        config: whatever `load_config` takes.
+        optimizer: built on ``model``, before its first step; it is given the divided parameters.
+
+    Raises:
+        ConfigError, PlanError: see `hf_actswap.apply`.
+        MeshError, RankAgreementError, PatchError, ValueError: see `begin_parallel_training`.
+        ParallelTrainingError: the accelerator is set up for what does not go with a model in parts.
+    """
+    loaded = load_config(config)
+    refuse_lonely_processes(accelerator.num_processes)
+    if loaded.parallel_config.tensor_parallel_size == 1:
+        applied = apply(model, loaded)
+        if optimizer is None:
+            return Prepared(accelerator.prepare(model), None, applied, None, model, accelerator)
+        wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)  # FSDP2 wants both at once
+        return Prepared(wrapped, prepared_optimizer, applied, None, model, accelerator)
+    _refuse(accelerator)
+    model = model.to(accelerator.device)
+    parallel = begin_parallel_training(accelerator, model, loaded, optimizer)
+    with tensor_parallel_group(parallel.patched.group):
+        applied = apply(model, loaded)
+    if optimizer is not None:
+        # This optimizer alone; a global hook would see every optimizer of the process.
+        optimizer.register_step_pre_hook(lambda *_: parallel.sum_gradients())
+    accelerator.register_save_state_pre_hook(_refuse_state)
+    accelerator.register_load_state_pre_hook(_refuse_state)
+    prepared_optimizer = None if optimizer is None else accelerator.prepare_optimizer(optimizer)
+    return Prepared(parallel.wrap(model), prepared_optimizer, applied, parallel, model, accelerator)
+
+
+def _refuse(accelerator: Any) -> None:
+    asked = (
+        ("distributed_type", str(accelerator.distributed_type.value), ("FSDP", "DEEPSPEED", "MEGATRON_LM")),
+        ("mixed_precision", str(accelerator.mixed_precision), ("fp16", "fp8")),
+        ("dynamo_backend", str(accelerator.state.dynamo_plugin.backend.value), None),
+    )
+    problems = [
+        Problem(name, "what goes with tensor_parallel_size above 1", found, "Use DDP, bf16 and no compiling.")
+        for name, found, refused in asked
+        if (found.upper() != "NO" if refused is None else found in refused)
+    ]
+    if problems:
+        raise ParallelTrainingError(problems)
+
+
+def _refuse_state(*_: Any) -> None:
+    raise ParallelTrainingError(
+        [
+            Problem(
+                "accelerator.save_state / load_state",
+                "a model that one rank holds",
+                "a part of it",
+                "Use save_pretrained, optimizer_state_dict and load_optimizer_state_dict of what "
+                "hf_actswap.prepare returned.",
+            )
+        ]
+    )

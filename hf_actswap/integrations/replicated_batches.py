@@ -1,0 +1,87 @@
+"""Accelerate's view of a training in which the ranks of a group train on the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import ParallelismConfig
+from accelerate.utils import recursively_apply
+
+from ..parallel.mesh import ParallelMesh
+
+
+def read_by_data_rank(accelerator: Any, mesh: ParallelMesh) -> None:
+    """Let data loaders that ``accelerator`` prepares from now on give the ranks of a group the same batches.
+
+    Accelerate does so for a mesh with a dim ``tp``. The mesh is kept at this accelerator, not in Accelerate's
+    state, which is one for the process and would shape the next training's loaders as well.
+    """
+    accelerator._prepare_device_mesh = lambda: mesh.device_mesh
+    if accelerator.dataloader_config.dispatch_batches is None:
+        # By default rank 0 reads an IterableDataset for all. Beside a tp dim Accelerate knows of no data axis
+        # there, and would send one batch to every rank.
+        accelerator.dataloader_config.dispatch_batches = False
+
+
+def gather_one_of_each(accelerator: Any, mesh: ParallelMesh) -> None:
+    """Let ``accelerator.gather_for_metrics`` return each sample once, not once per rank that computed it."""
+    original: Callable[..., Any] = accelerator.gather_for_metrics
+    size = mesh.tensor_parallel_size
+
+    def one_of_each(gathered: torch.Tensor) -> torch.Tensor:
+        """Of ``[ranks * n, ...]`` keep the first rank of each group: ``[ranks / tp * n, ...]``."""
+        by_rank = gathered.reshape(accelerator.num_processes, -1, *gathered.shape[1:])
+        return by_rank[::size].flatten(0, 1)
+
+    def gather(data: Any) -> Any:
+        return recursively_apply(one_of_each, type(accelerator).gather(accelerator, data))
+
+    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object or not _all_tensors(input_data):
+            mine = input_data if mesh.tensor_parallel_rank == 0 else type(input_data)()
+            return original(mine, use_gather_object=True)
+        with answering(accelerator, "gather", gather):
+            return original(input_data)
+
+    accelerator.gather_for_metrics = gather_for_metrics
+
+
+@contextmanager
+def declared(accelerator: Any, tensor_parallel_size: int) -> Iterator[None]:
+    """Within the block, Accelerate's configuration says how many ranks train on the same batch.
+
+    The Trainer of transformers 5.17 reads that, and nothing else, where it counts tokens and scales the loss;
+    outside of these Accelerate would take it for a reason to prepare, clip and save in its own way.
+    """
+    state = accelerator.state
+    before = state.parallelism_config
+    state.parallelism_config = ParallelismConfig(tp_size=tensor_parallel_size)
+    try:
+        yield
+    finally:
+        state.parallelism_config = before
+
+
+@contextmanager
+def answering(of: Any, method: str, answer: Callable[..., Any]) -> Iterator[None]:
+    """Within the block, ``of`` alone has ``answer`` in the place of a method."""
+    before = vars(of).get(method)
+    setattr(of, method, answer)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(of, method)
+        else:
+            setattr(of, method, before)
+
+
+def _all_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,145 @@
+"""The Trainer's methods that a model in parts needs otherwise, as a mixin.
+
+The Trainer itself is not imported here: `trainer` puts the two together.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from .callback import ActSwapCallback
+from .fused_head import take_fused_head
+from .parallel_checkpoint import (
+    load_optimizer_and_scheduler,
+    random_states_by_data_rank,
+    whole_optimizer_state,
+    write_layout,
+)
+from .parallel_training import ParallelTraining
+from .replicated_batches import declared
+from .trainer_setup import wrap_model
+
+
+class ActSwapTrainerMixin:
+    """Put in front of a Trainer's class: ``class T(ActSwapTrainerMixin, SFTTrainer): ...``.
+
+    With ``parallel_config.tensor_parallel_size`` above 1 in the configuration the model is divided at the end
+    of the Trainer's construction, and then trained, evaluated, saved and resumed as in one process:
+    checkpoints are Hugging Face's, whole, and go on at any number of ranks. Otherwise it changes nothing.
+
+    An `ActSwapCallback` is added unless one is among ``callbacks``.
+
+    Attributes:
+        parallel: the parallel training, or ``None``. Set by the callback.
+
+    Raises:
+        ConfigError, MeshError, PatchError, RankAgreementError: see `begin_parallel_training`.
+        ParallelTrainingError: a training argument does not go with a model in parts.
+    """
+
+    parallel: ParallelTraining | None = None
+    holds_parallel_models = True
+    """What the callback looks at: saving, resuming and several models (dp > 1) are seen to."""
+
+    args: Any
+    accelerator: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+    callback_handler: Any
+    _whole_weights: dict[str, torch.Tensor] | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not any(isinstance(found, ActSwapCallback) for found in self.callback_handler.callbacks):
+            callback = ActSwapCallback(self.args)
+            self.add_callback(callback)  # type: ignore[attr-defined]
+            callback.on_init_end(self.args, self.state, self.control)  # type: ignore[attr-defined]
+        if self.parallel is not None:
+            take_fused_head(self.parallel.patched)  # for an evaluation before the training
+
+    def get_tp_size(self) -> int:
+        """Return how many ranks train on the same batch."""
+        if self.parallel is None:
+            found: int = super().get_tp_size()  # type: ignore[misc]
+            return found
+        return self.parallel.tensor_parallel_size
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, whose scale counts each model once, not each rank."""
+        with self._declared():
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save whole weights in Hugging Face's format. Every rank must call it, as with the Trainer's own."""
+        if self.parallel is None:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        if self._whole_weights is None:
+            # Not `only_rank`: with save_on_each_node several ranks write.
+            self._whole_weights = self.parallel.whole_weights(self.args.should_save)
+        try:
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        finally:
+            self._whole_weights = None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        if self.parallel is not None and state_dict is None and self.args.should_save:
+            state_dict = self._whole_weights
+        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        if self.parallel is None or not training:
+            wrapped: nn.Module = super()._wrap_model(model, training, dataloader)  # type: ignore[misc]
+            return wrapped
+        return wrap_model(self, self.parallel, model)
+
+    def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Any:
+        if self.parallel is not None and batch_samples:
+            self.parallel.check_batch(batch_samples[0])
+        with self._declared():
+            return super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+
+    def _track_num_input_tokens(self, *args: Any, **kwargs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(*args, **kwargs)  # type: ignore[misc]
+        counted = self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before + counted // self._ranks_per_batch
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.parallel is None:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        with whole_optimizer_state(self.optimizer, self.parallel.patched, self.args.should_save):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.parallel is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+            return
+        if checkpoint is not None:
+            patched = self.parallel.patched
+            load_optimizer_and_scheduler(checkpoint, self.optimizer, self.lr_scheduler, patched)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        if self.args.should_save:
+            write_layout(output_dir, self.args.world_size, self._ranks_per_batch)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        ranks = self.args.world_size, self.args.process_index, self._ranks_per_batch
+        with random_states_by_data_rank(checkpoint, *ranks) as folder:
+            super()._load_rng_state(folder)  # type: ignore[misc]
+
+    @property
+    def _ranks_per_batch(self) -> int:
+        return 1 if self.parallel is None else self.parallel.tensor_parallel_size
+
+    def _declared(self) -> Any:
+        return nullcontext() if self.parallel is None else declared(self.accelerator, self._ranks_per_batch)

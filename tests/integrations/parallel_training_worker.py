@@ -1,0 +1,302 @@
+"""What each process of the parallel training tests runs, by number of processes."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from transformers import Trainer
+
+import hf_actswap
+from hf_actswap import ActSwapCallback, ActSwapTrainer
+from hf_actswap.config.schema import ParallelConfig
+from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
+from hf_actswap.parallel.mesh import build_mesh
+from hf_actswap.parallel.patch_model import patch_model
+from tests.integrations.parallel_runs import (
+    OrderedStockTrainer,
+    OrderedTrainer,
+    Rows,
+    Run,
+    make,
+    parallel,
+    tiny_llama,
+    told,
+    train,
+)
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2},
+    "small norm": {"max_grad_norm": 0.01},
+    "no clip": {"max_grad_norm": 0.0},
+    "weight decay, one epoch": {
+        "max_steps": -1,
+        "num_train_epochs": 1.0,
+        "weight_decay": 0.1,
+        "per_device_train_batch_size": 10,
+    },
+}
+SWAP_AND_RECOMPUTE = {
+    "swap_config": {
+        "swap": True,
+        "op_swap": [{"op_name": "attention", "backward_prefetch": 20, "layers": [0, 2]}],
+    },
+    "recompute_config": {"select_recompute": {"feed_forward": [0, 1]}},
+}
+SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+
+
+def trained(settings: str, folder: Path, size: int, data_parallel_size: int = 1, **more: Any) -> Run:
+    """A training of ours whose global batch is the same for every number of processes."""
+    asked = {"per_device_train_batch_size": 4, **SETTINGS[settings], **more}
+    asked["per_device_train_batch_size"] //= data_parallel_size
+    return train(make(parallel(size), folder, eval_strategy="steps", eval_steps=2, **asked))
+
+
+def callback_only(settings: str, folder: Path, size: int) -> Run:
+    return train(make(parallel(size), folder, OrderedStockTrainer, **SETTINGS[settings]))
+
+
+def saving(folder: Path, size: int, name: str, resume: str | None = None, kind: Any = ActSwapTrainer) -> Run:
+    """Train with checkpoints at steps 2 and 4, in the shuffled order that the Trainer chooses."""
+    place = folder / name
+    # By this strange measure the first checkpoint is the best, and so not the last.
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = make(parallel(size), place, kind, **SAVING, **best, learning_rate=0.05)
+    run = train(trainer, None if resume is None else str(folder / resume))
+    trainer.save_model(str(place / "last"))
+    return run
+
+
+# --- two processes ---------------------------------------------------------------------------------------
+
+
+def swapped(folder: Path) -> dict[str, Any]:
+    run = train(make(parallel(2, **SWAP_AND_RECOMPUTE), folder / "swapped"))
+    plain = train(make(parallel(2), folder / "swapped"))
+    differences = [name for name, value in run.weights.items() if not torch.equal(value, plain.weights[name])]
+    return {"losses": (run.losses, plain.losses), "norms": (run.norms, plain.norms), "weights": differences}
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What is said, by what was asked, before the first step."""
+    two = parallel(2)
+    found = {}
+    for kind in (Trainer, ActSwapTrainer):
+        for name, asked in {
+            "save_strategy": {"save_strategy": "steps"},
+            "load_best_model_at_end": {**SAVING, "load_best_model_at_end": True},
+            "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
+            "auto_find_batch_size": {"auto_find_batch_size": True},
+            "optim": {"optim": "adafactor"},
+        }.items():
+            call = functools.partial(make, two, folder / "refused", kind, **asked)
+            found[f"{kind.__name__} {name}"] = told(call)
+    stock = make(two, folder / "refused", Trainer)
+    found["save_model"] = told(stock.save_model)
+    found["resume"] = told(lambda: stock.train(resume_from_checkpoint=str(folder / "one" / "checkpoint-2")))
+    late = make(two, folder / "refused", Trainer, callbacks=[])
+    late.add_callback(ActSwapCallback(two))
+    found["late"] = told(late.train)
+    found["three ranks"] = told(lambda: make(parallel(3), folder / "refused"))
+    found["no room"] = told(lambda: make(parallel(4), folder / "refused"))
+    used = tiny_llama()
+    stepped = torch.optim.AdamW(used.parameters(), lr=0.1)
+    used(**{key: value[None] for key, value in Rows()[1].items()}).loss.backward()
+    stepped.step()
+    foreign = torch.optim.AdamW(tiny_llama().parameters(), lr=0.1)
+    for name, model, optimizer in (
+        ("foreign optimizer", tiny_llama(), foreign),
+        ("used optimizer", used, stepped),
+    ):
+        found[name] = told(lambda model=model, optimizer=optimizer: with_optimizer(folder, model, optimizer))
+    return found
+
+
+def differing_ranks(folder: Path) -> dict[str, str]:
+    """Ranks that were given different things, and batches that differ."""
+    rank = dist.get_rank()
+    found = {"seed": told(lambda: make(parallel(2), folder / "differ", seed=rank, ddp_timeout=10))}
+    found["batch"] = told(lambda: train(make(parallel(2), folder / "differ", data=Rows(seed=rank))))
+    return found
+
+
+def missing_rank(folder: Path) -> str:
+    """Rank 1 does not come."""
+    if dist.get_rank() == 1:
+        return ""
+    return told(lambda: make(parallel(2), folder / "missing", ddp_timeout=2))
+
+
+def behind_the_back(folder: Path) -> dict[str, str]:
+    """A model that was patched by hand, and what trains it knows nothing of it."""
+    group = build_mesh(2).tensor_parallel_group
+    model = tiny_llama()
+    patch_model(model, ParallelConfig(2, True), group)
+    stock = make(None, folder / "behind", Trainer, model, callbacks=[])
+    found = {"stock": told(stock.train)}
+    make(None, folder / "behind", Trainer, callbacks=[]).train()  # a whole model is trained as ever
+    for name, sums in (("loop", False), ("loop with sum", True)):
+        model = tiny_llama()
+        patch_model(model, ParallelConfig(2, True), group)
+        found[name] = told(lambda model=model, sums=sums: two_steps(model, group if sums else None))
+    return found
+
+
+def two_steps(model: Any, group: dist.ProcessGroup | None) -> None:
+    """Two steps of two micro-batches and an evaluation between them; tagged gradients summed or not."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    batch = {key: value[None] for key, value in Rows()[1].items()}
+    for _ in range(2):
+        for _ in range(2):
+            model(**batch).loss.backward()
+        with torch.no_grad():
+            model(**batch)
+        if group is not None:
+            allreduce_sequence_parallel_gradients(optimizer, group)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def with_optimizer(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> Any:
+    kind = functools.partial(OrderedTrainer, optimizers=(optimizer, None))
+    return make(parallel(2), folder / "given", kind, model)
+
+
+def given_optimizer(folder: Path, size: int) -> Run:
+    """An optimizer that was built on the whole model is given its parts."""
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    kind = functools.partial(OrderedTrainer, optimizers=(optimizer, None))
+    return train(make(parallel(size), folder / "given", kind, model))
+
+
+def supervised(folder: Path, size: int, data_parallel_size: int = 1) -> dict[str, Any]:
+    """Only where TRL is installed."""
+    module = importlib.import_module("tests.integrations.parallel_supervised")
+    found: dict[str, Any] = module.supervised(folder, size, data_parallel_size)
+    return found
+
+
+def own_loop(folder: Path, size: int, clips: bool = True, data_parallel_size: int = 1) -> dict[str, Any]:
+    """A loop of Accelerate's: two micro-batches a step, saved and loaded."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = tiny_llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    prepared = hf_actswap.prepare(accelerator, model, parallel(size, **SWAP_AND_RECOMPUTE), optimizer)
+    model, optimizer = prepared.model, prepared.optimizer
+    loader = accelerator.prepare(torch.utils.data.DataLoader(Rows(16), batch_size=2 // data_parallel_size))
+    losses, norms = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if clips and accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    state = prepared.optimizer_state_dict()
+    weights = prepared.parallel.whole_weights(True) if prepared.parallel else dict(model.state_dict())
+    prepared.save_pretrained(str(folder / f"loop {size}"))
+    refused = told(lambda: accelerator.save_state(str(folder / "state"))) if prepared.parallel else ""
+    prepared.load_optimizer_state_dict(torch.load(saved(folder, state), weights_only=True))
+    return {"losses": losses, "norms": norms, "state": state, "weights": weights, "refused": refused}
+
+
+def saved(folder: Path, state: dict[str, Any]) -> Path:
+    """Write an optimizer's state on the main process, for all."""
+    file = folder / "loop optimizer.pt"
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(state, file)
+    if dist.is_initialized():
+        dist.barrier()
+    return file
+
+
+def metrics(folder: Path, size: int, **more: Any) -> dict[str, Any]:
+    """Evaluation and prediction see each sample once."""
+    trainer = make(parallel(size), folder / "metrics", **more)
+    predicted = trainer.predict(trainer.eval_dataset)
+    found = trainer.evaluate()
+    return {"loss": found["eval_loss"], "shape": predicted.predictions.shape, "labels": predicted.label_ids}
+
+
+def setting(name: str, *sizes: int) -> Callable[[Path], Run]:
+    return lambda folder: trained(name, folder / "runs", *sizes)
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    """The rows without a length or an index."""
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        rows = Rows()
+        return iter([rows[index] for index in range(len(rows))])
+
+
+def streamed(folder: Path, size: int, data_parallel_size: int = 1) -> Run:
+    batch_size = 4 // data_parallel_size
+    data = Stream()
+    return train(make(parallel(size), folder / "streamed", per_device_train_batch_size=batch_size, data=data))
+
+
+def refusals_of_four(folder: Path) -> dict[str, str]:
+    two = parallel(2)
+    dispatched = {"accelerator_config": {"dispatch_batches": True}}
+    return {
+        "callback": told(lambda: make(two, folder / "refused", Trainer)),
+        "dispatch": told(lambda: make(two, folder / "refused", data=Stream(), **dispatched)),
+        "three ranks": told(lambda: make(parallel(3), folder / "refused")),
+    }
+
+
+def plain_ddp(settings: str, folder: Path) -> Run:
+    """Two whole models under the plain Trainer: what two models of two ranks are compared with."""
+    asked = {"per_device_train_batch_size": 4, **SETTINGS[settings]}
+    asked["per_device_train_batch_size"] //= 2
+    evaluates = {"eval_strategy": "steps", "eval_steps": 2}
+    return train(make(None, folder, OrderedStockTrainer, callbacks=[], **evaluates, **asked))
+
+
+TWO: dict[str, Callable[[Path], Any]] = {
+    **{f"two {name}": setting(name, 2) for name in SETTINGS},
+    "callback plain": lambda folder: callback_only("plain", folder / "runs", 2),
+    "callback accumulation": lambda folder: callback_only("accumulation", folder / "runs", 2),
+    "swapped": swapped,
+    "bf16": lambda folder: trained("plain", folder / "runs", 2, bf16=True),
+    "resumed 1 to 2": lambda folder: saving(folder, 2, "resumed 1 to 2", "one/checkpoint-2"),
+    "saving": lambda folder: saving(folder, 2, "two"),
+    "refusals": refusals,
+    "behind the back": behind_the_back,
+    "given optimizer": lambda folder: given_optimizer(folder, 2),
+    "supervised": lambda folder: supervised(folder, 2),
+    "own loop": lambda folder: own_loop(folder, 2),
+    "own loop without clip": lambda folder: own_loop(folder, 2, clips=False),
+    "metrics": lambda folder: metrics(folder, 2),
+    "differing ranks": differing_ranks,
+    "missing rank": missing_rank,
+}
+
+STOCK: dict[str, Callable[[Path], Any]] = {
+    f"stock {name}": (lambda folder, name=name: plain_ddp(name, folder / "stock")) for name in SETTINGS
+}
+
+FOUR: dict[str, Callable[[Path], Any]] = {
+    **{f"two by two {name}": setting(name, 2, 2) for name in SETTINGS},
+    "two by two streamed": lambda folder: streamed(folder, 2, 2),
+    "two by two metrics": lambda folder: metrics(folder, 2, per_device_eval_batch_size=2),
+    "two by two, saving": lambda folder: saving(folder, 2, "two by two"),
+    "four": lambda folder: trained("plain", folder / "runs", 4),
+    "resumed 2x2": lambda folder: saving(folder, 2, "two by two again", "two by two/checkpoint-2"),
+    "resumed 2 to 4": lambda folder: saving(folder, 4, "four", "two/checkpoint-2"),
+    "supervised": lambda folder: supervised(folder, 2, 2),
+    "own loop": lambda folder: own_loop(folder, 2, data_parallel_size=2),
+    "refusals of four": refusals_of_four,
+}

@@ -1,0 +1,318 @@
+"""Trainings of a model that several ranks hold, against one process; one launch per number of processes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, Trainer
+
+from hf_actswap import ActSwapTrainer, ActSwapTrainerMixin
+from tests.integrations import parallel_training_worker as worker
+from tests.integrations.parallel_processes import launch, result
+from tests.integrations.parallel_runs import STEPS, OrderedStockTrainer, Rows, Run, make
+
+WORKER = "tests.integrations.parallel_training_worker"
+CLOSE = {"rel": 1e-5}
+TRAINED = ["plain", "accumulation", "small norm", "no clip"]
+NAMED = "hf_actswap.ActSwapTrainer in place of Trainer"
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training in this process, without interruption, with checkpoints."""
+    folder = tmp_path_factory.mktemp("parallel")
+    torch.save(worker.saving(folder, 1, "one"), folder / "one.0.pt")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(one: Path) -> Path:
+    return launch(f"{WORKER}:TWO", one, 2, 280)
+
+
+@pytest.fixture(scope="module")
+def four(two: Path) -> Path:
+    launch(f"{WORKER}:STOCK", two, 2, 120)
+    return launch(f"{WORKER}:FOUR", two, 4, 280)
+
+
+@functools.cache
+def alone(name: str) -> Run:
+    return worker.trained(name, Path("runs"), 1)
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def assert_same(found: Run, expected: Run, steps: int = STEPS, evaluates: bool = True) -> None:
+    assert len(found.losses) == len(found.norms) == steps
+    assert found.losses == pytest.approx(expected.losses, **CLOSE)
+    assert found.norms == pytest.approx(expected.norms, **CLOSE)
+    if evaluates:
+        assert found.evaluations
+        assert found.evaluations == pytest.approx(expected.evaluations, **CLOSE)
+    assert found.weights.keys() == expected.weights.keys()
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], value, rtol=1e-4, atol=2e-6, msg=name)
+    assert found.drift == 0.0
+
+
+@pytest.mark.parametrize("name", [*TRAINED, "weight decay, one epoch"])
+def test_two_ranks_train_as_one(name: str, two: Path) -> None:
+    for rank in (0, 1):
+        assert_same(result(two, f"two {name}", rank), alone(name))
+
+
+@pytest.mark.parametrize("name", ["plain", "accumulation"])
+def test_a_callback_alone_trains_one_model(name: str, two: Path) -> None:
+    assert_same(result(two, f"callback {name}"), alone(name), evaluates=False)
+
+
+def test_autocast_is_not_lost(two: Path) -> None:
+    found = result(two, "bf16")
+    plain = result(two, "two plain")
+    assert found.losses == pytest.approx(plain.losses, rel=5e-3)
+    assert found.losses != plain.losses
+
+
+def test_swap_and_recompute_change_no_digit(two: Path) -> None:
+    found = result(two, "swapped")
+    for name in ("losses", "norms"):
+        ours, plain = found[name]
+        assert len(ours) == STEPS
+        assert ours == plain
+    assert found["weights"] == []
+
+
+def test_an_optimizer_of_the_whole_model_is_given_its_parts(two: Path) -> None:
+    assert_same(result(two, "given optimizer"), worker.given_optimizer(Path("given"), 1), evaluates=False)
+
+
+def test_evaluation_and_prediction_see_each_sample_once(two: Path) -> None:
+    found, expected = result(two, "metrics"), worker.metrics(Path("metrics"), 1)
+    assert found["shape"] == expected["shape"]
+    assert found["loss"] == pytest.approx(expected["loss"], **CLOSE)
+    assert (found["labels"] == expected["labels"]).all()
+
+
+def test_supervised_fine_tuning_with_adapters(two: Path) -> None:
+    pytest.importorskip("trl", reason="TRL's Trainer is tested where it is installed")
+    found, expected = result(two, "supervised"), worker.supervised(Path("supervised"), 1)
+    assert_same(found["run"], expected["run"], steps=3)
+    assert found["log"].keys() == expected["log"].keys()
+    for name, values in expected["log"].items():
+        assert values, name
+        assert found["log"][name] == pytest.approx(values, rel=1e-5), name
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_loop_of_accelerates(clips: bool, two: Path) -> None:
+    expected = worker.own_loop(Path(), 1, clips)
+    found = result(two, "own loop" if clips else "own loop without clip")
+    assert found["losses"] == pytest.approx(expected["losses"], **CLOSE)
+    assert found["norms"] == pytest.approx(expected["norms"], **CLOSE)
+    assert len(found["norms"]) == (4 if clips else 0)
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=2e-6)
+    for index, entries in expected["state"]["state"].items():
+        assert found["state"]["state"][index]["exp_avg"].shape == entries["exp_avg"].shape
+    assert "Use save_pretrained, optimizer_state_dict and load_optimizer_state_dict" in found["refused"]
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        found: torch.Tensor = model(input_ids=Rows(3, seed=5).ids).logits
+    return found
+
+
+@pytest.mark.parametrize("name", ["checkpoint-2", "checkpoint-4", "last"])
+def test_what_two_ranks_save_is_loaded_by_one(name: str, two: Path) -> None:
+    found = logits(two / "two" / name)
+    torch.testing.assert_close(found, logits(two / "one" / name), rtol=1e-3, atol=1e-4)
+    names = {path.name for path in (two / "two" / name).iterdir()}
+    assert names - {"parallel_layout.json", "rng_state_0.pth", "rng_state_1.pth"} == {
+        path.name for path in (two / "one" / name).iterdir()
+    } - {"parallel_layout.json", "rng_state.pth"}
+
+
+def test_the_best_model_is_the_one_that_is_left(two: Path) -> None:
+    evaluations = result(two, "saving").evaluations
+    assert max(evaluations) == evaluations[0]  # after step 2
+    assert torch.equal(logits(two / "two" / "last"), logits(two / "two" / "checkpoint-2"))
+
+
+def test_the_optimizer_is_saved_whole(two: Path) -> None:
+    of_two, of_one = (
+        torch.load(two / name / "checkpoint-2" / "optimizer.pt", weights_only=True) for name in ("two", "one")
+    )
+    assert of_two["state"].keys() == of_one["state"].keys()
+    for index, entries in of_one["state"].items():
+        for key, value in entries.items():
+            torch.testing.assert_close(of_two["state"][index][key], value, rtol=2e-3, atol=1e-6)
+
+
+def test_resuming_one_on_two(two: Path) -> None:
+    assert_same(result(two, "resumed 1 to 2"), result(two, "one"))
+
+
+@pytest.mark.parametrize("kind", [ActSwapTrainer, Trainer])
+def test_resuming_two_on_one(kind: type[Trainer], two: Path) -> None:
+    found = worker.saving(two, 1, f"two to one {kind.__name__}", "two/checkpoint-2", kind)
+    assert_same(found, result(two, "one"))
+
+
+def test_the_saved_groups_name_their_parameters(two: Path) -> None:
+    state = torch.load(two / "two" / "checkpoint-2" / "optimizer.pt", weights_only=True)
+    names = [group["param_names"] for group in state["param_groups"]]
+    assert names[1] == [name for name, value in result(two, "one").weights.items() if value.dim() == 1]
+    assert len(names[0]) + len(names[1]) == len(state["state"])
+
+
+# --- what is refused ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("Trainer save_strategy", f"save_strategy: expected no, found steps. A callback cannot do that for a "
+         f"model that several ranks hold: use {NAMED}"),
+        ("Trainer load_best_model_at_end", "load_best_model_at_end: expected false, found true"),
+        ("Trainer torch_compile", "torch_compile: expected a setting that goes with tensor_parallel_size"),
+        ("ActSwapTrainer torch_compile", "torch_compile: expected a setting that goes with"),
+        ("ActSwapTrainer auto_find_batch_size", "auto_find_batch_size: expected"),
+        ("ActSwapTrainer optim", "optim: expected a setting that goes with tensor_parallel_size above 1, "
+         "found adafactor."),
+        ("ActSwapTrainer save_strategy", "nothing was raised"),
+        ("save_model", f"Trainer.save_model: expected a model that one rank holds, found a part of it. A "
+         f"callback cannot do that for a model that several ranks hold: use {NAMED}"),
+        ("resume", "Trainer._load_from_checkpoint: expected a model that one rank holds"),
+        ("late", "add_callback (parallel_config works for a callback of the constructor)"),
+        ("three ranks", "parallel_config.tensor_parallel_size: expected at most 2, the number of processes"),
+        ("no room", "Start with: accelerate launch --multi_gpu --num_processes 4 "),
+        ("foreign optimizer", "that are not the model's: build it on the model that is trained"),
+        ("used optimizer", "the optimizer has made steps on the whole model"),
+    ],
+)  # fmt: skip
+def test_refusals_before_the_first_step(name: str, said: str, two: Path) -> None:
+    for rank in (0, 1):
+        assert said in result(two, "refusals", rank)[name]
+
+
+def test_a_model_patched_behind_a_trainers_back(two: Path) -> None:
+    for rank in (0, 1):
+        found = result(two, "behind the back", rank)
+        assert found["stock"].startswith("PatchedModelError: DistributedDataParallel covers ranks [0, 1]")
+        assert "hf_actswap.ActSwapTrainer" in found["stock"]
+        assert found["loop"].startswith("UnsummedGradientError: 7 tagged parameters were changed by a step")
+        assert found["loop with sum"] == "nothing was raised"
+
+
+def test_ranks_that_differ_hear_it(two: Path) -> None:
+    for rank in (0, 1):
+        found = result(two, "differing ranks", rank)
+        assert "training arguments: expected the same on all ranks, found" in found["seed"]
+        assert "batch: expected the same on all ranks, found" in found["batch"]
+
+
+def test_a_missing_rank_is_named(two: Path) -> None:
+    said = result(two, "missing rank", 0)
+    assert "expected an answer of all of ranks 0, 1 within 2 s, found none of rank 1." in said
+
+
+# --- four processes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_two_models_of_two_ranks_train_as_one(name: str, four: Path) -> None:
+    for rank in range(4):
+        assert_same(result(four, f"two by two {name}", rank), alone(name), evaluates=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*TRAINED, "weight decay, one epoch"])
+def test_two_models_of_two_ranks_train_and_evaluate_as_two_plain_ones(name: str, four: Path) -> None:
+    assert_same(result(four, f"two by two {name}"), result(four, f"stock {name}"))
+
+
+@pytest.mark.slow
+def test_other_data_on_four(four: Path) -> None:
+    assert_same(result(four, "two by two streamed"), worker.streamed(Path("streamed"), 1), evaluates=False)
+    assert result(four, "two by two metrics")["shape"] == (10, 15, 67)
+    assert (result(four, "two by two metrics")["labels"] == result(four, "metrics")["labels"]).all()
+
+
+@pytest.mark.slow
+def test_four_ranks_hold_one_model(four: Path) -> None:
+    assert_same(result(four, "four"), alone("plain"))
+
+
+@pytest.mark.slow
+def test_resuming_on_four_and_from_four(four: Path) -> None:
+    assert_same(result(four, "resumed 2 to 4"), result(four, "one"))
+    found = worker.saving(four, 1, "four to one", "four/checkpoint-4")
+    assert_same(found, result(four, "one"))
+    assert_same(result(four, "resumed 2x2"), result(four, "two by two, saving"))
+
+
+@pytest.mark.slow
+def test_adapters_on_four(four: Path) -> None:
+    pytest.importorskip("trl", reason="TRL's Trainer is tested where it is installed")
+    found, expected = result(four, "supervised"), worker.supervised(Path("supervised"), 1)
+    assert found["run"].losses == pytest.approx(expected["run"].losses, **CLOSE)
+    assert found["log"]["num_tokens"] == expected["log"]["num_tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("callback", "data-parallel size: expected 1, found 2. A callback cannot do that"),
+        ("dispatch", "accelerator_config.dispatch_batches: expected"),
+        ("three ranks", "a divisor of 4, the number of processes: one of 1, 2, 4, found 3"),
+    ],
+)
+def test_refusals_on_four(name: str, said: str, four: Path) -> None:
+    for rank in range(4):
+        assert said in result(four, "refusals of four", rank)[name]
+
+
+# --- in this process ---------------------------------------------------------------------------------------
+
+
+def test_the_launcher_started_one_process(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="expected a process group, found none") as caught:
+        make({"parallel_config": {"tensor_parallel_size": 2}}, tmp_path)
+    assert "accelerate launch --multi_gpu --num_processes 2 " in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [OrderedStockTrainer, ActSwapTrainer])
+def test_the_launcher_started_independent_trainings(
+    kind: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(None, tmp_path, kind)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Exception, match="2 independent trainings, each of which believes to be alone"):
+        trainer.callback_handler.on_init_end(trainer.args, trainer.state, trainer.control)
+
+
+def test_what_we_override_is_there() -> None:
+    """A release of transformers or Accelerate that renames one of these fails here first."""
+    for name in vars(ActSwapTrainerMixin):
+        if callable(getattr(ActSwapTrainerMixin, name)) and not name.startswith("__"):
+            assert hasattr(Trainer, name) or name == "_declared", name
+    assert hasattr(worker.Accelerator, "_prepare_device_mesh")
+    assert hasattr(torch.nn.parallel.DistributedDataParallel, "_get_active_ddp_module")

@@ -67,7 +67,7 @@ def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
     for index, storage in enumerate(saved.storages):
         layers.read(index, storage)
     for index, use in held_results(saved, plan):
-        layers.holds(index, use)
+        layers.holds(index, saved.storages[index], use)
     rows = {(row.scope, row.op_path, row.ordinal): row for row in plan.rows}
     by_reason: dict[tuple[str, int, int], list[int]] = {}
     for layer, graph in sorted(layers.graphs.items()):
@@ -232,7 +232,7 @@ class _Layers:
             if source is not None:
                 graph.made.setdefault(source)
 
-    def holds(self, index: int, result: Use) -> None:
+    def holds(self, index: int, storage: SavedStorage, result: Use) -> None:
         """A recomputed module holds this result of an op inside, so as not to run it again."""
         scope, path, _ = result.at
         if not isinstance(scope, int):
@@ -240,6 +240,7 @@ class _Layers:
         graph = self.graphs.get(scope)
         around = [root for root in self._roots.get(scope, ()) if is_below(path, root)]
         if graph is not None and around:
+            graph.sizes[index] = storage.size_bytes
             graph.inputs.setdefault((scope, min(around, key=len), None), {})[index, None] = None
 
     def _is_root(self, call: OpCall) -> bool:

@@ -16,6 +16,7 @@ from .engine import AppliedPlan, Transfer, install
 from .engine.host_budget import Progress
 from .errors import PlanError, Problem
 from .parallel import Replicas, enclosing_group
+from .parallel.gathered_inputs import keep_gathered_inputs
 from .plan import MemoryPlan, Outline, outline, resolve_plan
 from .plan.checkpointing_rules import problems_of_checkpointing
 from .plan.compiled import uncompiled
@@ -80,7 +81,7 @@ def apply_plan(
     replicas = None if group is None else Replicas(group)
     applied = install(model, plan, shape, transfer, progress or _bar_on_rank_0(), replicas)
     if plan.rows:
-        for restore in _without_cache(unwrapped(model)):
+        for restore in (*_without_cache(unwrapped(model)), *_gathering_once(unwrapped(model), plan, shape)):
             applied.on_remove(restore)
     return applied
 
@@ -110,6 +111,13 @@ def _refuse_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Ou
     problems += problems_of_checkpointing(layers, plan, shape.compiled)
     if problems:
         raise PlanError(problems)
+
+
+def _gathering_once(root: nn.Module, plan: MemoryPlan, shape: Outline) -> list[Callable[[], None]]:
+    """Keep, in layers that are recomputed whole, what parallel layers gather there; return what restores."""
+    whole = {row.scope for row in plan.rows if row.op_path == "" and row.fate == "recompute"}
+    paths = [layer.module_path for layer in shape.layers if layer.index in whole]
+    return [keep_gathered_inputs(uncompiled(root.get_submodule(path))) for path in paths]
 
 
 def _without_cache(root: nn.Module) -> list[Callable[[], None]]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..parallel.collectives import gathered
+from ..parallel.data_sharding import sharded_as, whole_over_data
 from ..parallel.full_state import partitions_of
 from ..parallel.patch_model import Patched
 from ..parallel.weights import Partition
@@ -57,6 +58,8 @@ def rebind(optimizer: torch.optim.Optimizer, names: Names, model: nn.Module) -> 
 
 def full_optimizer_state(optimizer: torch.optim.Optimizer, patched: Patched, keeps: bool) -> dict[str, Any]:
     """Return an optimizer's ``state_dict`` with whole tensors on the CPU. Every rank must call it.
+
+    Under FSDP2 that is every rank of all models.
 
     Args:
         optimizer: PyTorch's, of the patched model.
@@ -122,7 +125,9 @@ def own_optimizer_state(
             entries = full["state"].get(index_of[name])
             if entries is not None:
                 own[index] = {
-                    key: _part(value, f"{name}: {key}", parameter.shape, partitions.get(name), rank)
+                    key: _shard(
+                        _part(value, f"{name}: {key}", parameter.shape, partitions.get(name), rank), parameter
+                    )
                     for key, value in entries.items()
                 }
         made.append({**{k: v for k, v in saved.items() if k != "param_names"}, "params": indices})
@@ -134,11 +139,12 @@ def _whole(
 ) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
+    value = whole_over_data(value.detach())
     if partition is None or value.dim() == 0:
-        return value.detach().cpu().clone()
+        return value.cpu().clone()
     if value.shape != shape:
         raise ValueError(f"{what}: expected the parameter's shape {list(shape)}, found {list(value.shape)}")
-    return partition.whole(list(gathered(value.detach().unsqueeze(0), 0, group))).cpu().clone()
+    return partition.whole(list(gathered(value.unsqueeze(0), 0, group))).cpu().clone()
 
 
 def _part(value: Any, what: str, shape: torch.Size, partition: Partition | None, rank: int) -> Any:
@@ -151,6 +157,12 @@ def _part(value: Any, what: str, shape: torch.Size, partition: Partition | None,
     if part.shape != shape:
         raise ValueError(f"{what}: expected a part of shape {list(shape)}, found {list(part.shape)}")
     return part
+
+
+def _shard(value: Any, parameter: torch.Tensor) -> Any:
+    """A rank's shard, under FSDP2, of what has the shape of its parameter."""
+    same = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
+    return sharded_as(value, parameter) if same else value
 
 
 def _refuse_differences(state: Mapping[int, Mapping[str, Any]], group: dist.ProcessGroup) -> None:

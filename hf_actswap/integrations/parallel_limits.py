@@ -106,7 +106,10 @@ def _of_trainer(trainer: Any) -> Iterator[Problem]:
     if trainer.model_init is not None:
         yield _problem("model_init", "a function", "Pass the model itself; a search starts new processes.")
     if trainer.is_fsdp_enabled:
-        hint = "Data parallelism is DDP here (over the data axis): leave fsdp out."
+        hint = (
+            "Data parallelism is DDP here (over the data axis): leave fsdp out. In a loop of your own "
+            "hf_actswap.prepare(.., shard_over_data=True) shards by FSDP2."
+        )
         yield _problem("fsdp", "on", hint)
     if trainer.is_deepspeed_enabled:
         yield _problem("deepspeed", "on", "Data parallelism is DDP here (over the data axis).")

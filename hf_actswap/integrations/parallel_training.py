@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import ActSwapConfig
+from ..parallel.data_sharding import sharded_parameters
 from ..parallel.gradient_norm import clip_grad_norm
 from ..parallel.gradients import TaggedGradients, refuse_unsummed
 from ..parallel.mesh import ParallelMesh, build_mesh
@@ -115,8 +116,26 @@ class ParallelTraining:
         # A rank that is not named takes part and keeps nothing.
         return self.patched.full_state_dict(only_rank=rank if keeps else -1)
 
+    def shard_over_data(self, optimizer: torch.optim.Optimizer | None = None, **settings: Any) -> None:
+        """Shard the model over the data axis by FSDP2, in place of DDP.
+
+        Args:
+            optimizer: built on the model, before its first step: it is given the shards.
+            settings: of ``torch.distributed.fsdp.fully_shard``.
+
+        Raises:
+            ValueError: the optimizer has begun, or holds parameters that the model has not.
+        """
+        model = self.patched.model
+        names = None if optimizer is None else names_of_parameters(model, optimizer)
+        self.patched.shard_over_data(self.mesh.data_axis, **settings)
+        if optimizer is not None and names is not None:
+            rebind(optimizer, names, model)
+
     def wrap(self, model: nn.Module, ddp_settings: Mapping[str, Any] | None = None) -> nn.Module:
         """Prepare a model for training: autocast, and DDP over the data axis where that has several ranks.
+
+        A model that FSDP2 shards (`shard_over_data`) needs no DDP.
 
         Args:
             model: the patched one; returned as it is if it is wrapped already.
@@ -126,7 +145,10 @@ class ParallelTraining:
         if accelerator.unwrap_model(model, keep_torch_compile=False) is not model:
             return model
         prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)  # no DDP over the world
-        if self.mesh.data_parallel_size == 1 or not any(p.requires_grad for p in prepared.parameters()):
+        is_sharded = next(sharded_parameters(model), None) is not None
+        if is_sharded or self.mesh.data_parallel_size == 1:
+            return prepared
+        if not any(p.requires_grad for p in prepared.parameters()):
             return prepared
         handler = accelerator.ddp_handler
         settings = {**({} if handler is None else handler.to_kwargs()), **(ddp_settings or {})}

@@ -71,6 +71,8 @@ def prepare(
     model: nn.Module,
     config: ActSwapConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
     optimizer: torch.optim.Optimizer | None = None,
+    *,
+    shard_over_data: bool = False,
 ) -> Prepared:
     """Put a configuration on a model and prepare both for training, in place of ``accelerator.prepare``.
 
@@ -98,6 +100,9 @@ def prepare(
         model: a causal language model, whole and not prepared.
         config: whatever `load_config` takes.
         optimizer: built on ``model``, before its first step; it is given the divided parameters.
+        shard_over_data: shard the parts over the data axis too, by FSDP2 (``fully_shard`` on each layer and
+            on the model) in place of DDP. Not with Accelerate's own ``fsdp_plugin``, which shards over all
+            processes; gradients are averaged per micro-batch. A choice for ``tensor_parallel_size`` above 1.
 
     Raises:
         ConfigError, PlanError: see `hf_actswap.apply`.
@@ -107,6 +112,8 @@ def prepare(
     loaded = load_config(config)
     refuse_lonely_processes(accelerator.num_processes)
     if loaded.parallel_config.tensor_parallel_size == 1:
+        if shard_over_data:
+            raise ParallelTrainingError([_SHARDED_ALONE])
         applied = apply(model, loaded)
         if optimizer is None:
             return Prepared(accelerator.prepare(model), None, applied, None, model, accelerator)
@@ -117,6 +124,8 @@ def prepare(
     parallel = begin_parallel_training(accelerator, model, loaded, optimizer)
     with tensor_parallel_group(parallel.patched.group):
         applied = apply(model, loaded)
+    if shard_over_data:
+        parallel.shard_over_data(optimizer)
     if optimizer is not None:
         # This optimizer alone; a global hook would see every optimizer of the process.
         optimizer.register_step_pre_hook(lambda *_: parallel.sum_gradients())
@@ -126,6 +135,17 @@ def prepare(
     return Prepared(parallel.wrap(model), prepared_optimizer, applied, parallel, model, accelerator)
 
 
+_SHARDED_ALONE = Problem(
+    "shard_over_data",
+    "tensor_parallel_size above 1",
+    "1",
+    "Without tensor parallelism use Accelerate's own FSDP2 (fsdp_plugin, fsdp_version 2).",
+)
+
+
+_HINT = "Use DDP (or shard_over_data=True in place of Accelerate's FSDP), bf16 and no compiling."
+
+
 def _refuse(accelerator: Any) -> None:
     asked = (
         ("distributed_type", str(accelerator.distributed_type.value), ("FSDP", "DEEPSPEED", "MEGATRON_LM")),
@@ -133,7 +153,7 @@ def _refuse(accelerator: Any) -> None:
         ("dynamo_backend", str(accelerator.state.dynamo_plugin.backend.value), None),
     )
     problems = [
-        Problem(name, "what goes with tensor_parallel_size above 1", found, "Use DDP, bf16 and no compiling.")
+        Problem(name, "what goes with tensor_parallel_size above 1", found, _HINT)
         for name, found, refused in asked
         if (found.upper() != "NO" if refused is None else found in refused)
     ]

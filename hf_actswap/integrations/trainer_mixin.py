@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..parallel.lost_ranks import lost_rank_error
 from .callback import ActSwapCallback
 from .fused_head import take_fused_head
 from .parallel_checkpoint import (
@@ -68,6 +69,20 @@ class ActSwapTrainerMixin:
             found: int = super().get_tp_size()  # type: ignore[misc]
             return found
         return self.parallel.tensor_parallel_size
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; that a rank has ended is said in words, also where DDP notices.
+
+        Raises:
+            LostRankError: a rank has ended, or does not answer.
+        """
+        try:
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            lost = None if self.parallel is None else lost_rank_error(error, None)
+            if lost is None:
+                raise
+            raise lost from error
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, whose scale counts each model once, not each rank."""

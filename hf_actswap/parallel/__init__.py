@@ -32,6 +32,7 @@ from .mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from .mesh import MeshError, ParallelMesh, build_mesh
+from .patch_model import Patched, PatchError, patch_model
 from .random_streams import model_parallel_seed, rank_stream
 from .rank_agreement import RankAgreementError, check_agreement
 from .rms_norm import RMSNorm
@@ -48,6 +49,8 @@ __all__ = [
     "ParallelEmbedding",
     "ParallelMesh",
     "Partition",
+    "PatchError",
+    "Patched",
     "RMSNorm",
     "RankAgreementError",
     "Replicas",
@@ -76,6 +79,7 @@ __all__ = [
     "model_parallel_seed",
     "parallel_causal_lm_loss",
     "parallel_cross_entropy",
+    "patch_model",
     "rank_stream",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",

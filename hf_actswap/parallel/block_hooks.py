@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..plan.gradient_checkpointing import is_checkpointed
 from .column_input import column_input
 from .communication import all_reduce, reduce_scatter
 from .random_streams import rank_stream
@@ -20,19 +21,32 @@ class GatherHook:
 
     The block is given the whole sequence, because attention takes the shape of its heads from it.
 
+    In a layer that is run again in backward as a whole, the gather is run again with it. Its result is kept
+    then, from there to the products that read it, or it would be gathered a third time.
+
     Args:
         region: of the model.
         readers: column-parallel projections; with none, ordinary autograd saves what it needs.
         in_autocast_dtype: see `column_input`.
+        layer: the decoder layer that it is in.
+
+    Attributes:
+        keep_gathered: see `column_input`; besides, it is kept where Hugging Face's gradient checkpointing is
+            on for the layer.
     """
 
     part_of_the_model = True
 
     def __init__(
-        self, region: SequenceRegion, readers: Sequence[nn.Module], in_autocast_dtype: bool = False
+        self,
+        region: SequenceRegion,
+        readers: Sequence[nn.Module],
+        layer: nn.Module,
+        in_autocast_dtype: bool = False,
     ) -> None:
-        self._region, self._readers = region, tuple(readers)
+        self._region, self._readers, self._layer = region, tuple(readers), layer
         self._in_autocast_dtype = in_autocast_dtype
+        self.keep_gathered = False
 
     def __call__(self, _norm: nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         return self.gathered(output)
@@ -40,7 +54,9 @@ class GatherHook:
     def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[B, S, H]`` of ``[B, S / tp, H]``, or of the whole itself."""
         weights = [reader.get_parameter("weight") for reader in self._readers]
-        return column_input(hidden, weights, self._region.settings(self._in_autocast_dtype))
+        runs_again = self._layer.training and is_checkpointed(self._layer)
+        keep_gathered = self.keep_gathered or runs_again
+        return column_input(hidden, weights, self._region.settings(self._in_autocast_dtype, keep_gathered))
 
 
 class BlockInputHook:
@@ -49,14 +65,14 @@ class BlockInputHook:
     part_of_the_model = True
 
     def __init__(self, gather: GatherHook) -> None:
-        self._gather = gather
+        self.gather = gather
 
     def __call__(
         self, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if args:
-            return (self._gather.gathered(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self._gather.gathered(kwargs["hidden_states"])}
+            return (self.gather.gathered(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.gather.gathered(kwargs["hidden_states"])}
 
 
 class ReduceHook:

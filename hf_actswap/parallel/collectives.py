@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .lost_ranks import lost_rank_error
+
 
 class Pending:
     """A collective under way.
@@ -24,18 +26,29 @@ class Pending:
         work: its handle; ``None`` if it is done.
         arrange: makes the result, once the data are there.
         held: what it reads, kept alive until then.
+        group: whose.
     """
 
-    __slots__ = ("_arrange", "_held", "_work")
+    __slots__ = ("_arrange", "_group", "_held", "_work")
 
-    def __init__(self, work: Any, arrange: Callable[[], torch.Tensor], held: torch.Tensor) -> None:
-        self._work, self._arrange = work, arrange
+    def __init__(
+        self,
+        work: Any,
+        arrange: Callable[[], torch.Tensor],
+        held: torch.Tensor,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._work, self._arrange, self._group = work, arrange, group
         self._held: torch.Tensor | None = held
 
     def wait(self) -> torch.Tensor:
-        """Let the current stream (on a CPU: the caller) wait for the collective; return its result."""
+        """Let the current stream (on a CPU: the caller) wait for the collective; return its result.
+
+        Raises:
+            LostRankError: a rank has ended.
+        """
         if self._work is not None:
-            self._work.wait()
+            _run(self._group, self._work.wait)
         self._work = self._held = None
         return self._arrange()
 
@@ -95,7 +108,7 @@ def summed_over_replicas(tensor: torch.Tensor, replicas: int, group: dist.Proces
     counts = [own.numel() if first <= rank < first + replicas else 0 for rank in range(group.size())]
     sent = own.expand(replicas, -1).reshape(-1)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, counts, counts, group=group)
+    _run(group, dist.all_to_all_single, received, sent, counts, counts, group=group)
     return received.view(replicas, -1).sum(0).view(tensor.shape)
 
 
@@ -116,9 +129,9 @@ def _gather(part: torch.Tensor, dim: int, group: dist.ProcessGroup, later: bool)
     work = None
     if not isinstance(part, FakeTensor):
         gather = _collective("all_gather_single", "all_gather_into_tensor")
-        work = gather(parts, part, group=group, async_op=later)
+        work = _run(group, gather, parts, part, group=group, async_op=later)
     stacked = parts.unflatten(0, (group.size(), part.shape[0]))
-    return Pending(work, lambda: stacked.movedim(0, dim).flatten(dim, dim + 1).contiguous(), part)
+    return Pending(work, lambda: stacked.movedim(0, dim).flatten(dim, dim + 1).contiguous(), part, group)
 
 
 def _reduce_scatter(whole: torch.Tensor, dim: int, group: dist.ProcessGroup, later: bool) -> Pending:
@@ -129,8 +142,8 @@ def _reduce_scatter(whole: torch.Tensor, dim: int, group: dist.ProcessGroup, lat
     work = None
     if not isinstance(whole, FakeTensor):
         reduce_scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
-        work = reduce_scatter(part, parts, group=group, async_op=later)
-    return Pending(work, lambda: part, parts)
+        work = _run(group, reduce_scatter, part, parts, group=group, async_op=later)
+    return Pending(work, lambda: part, parts, group)
 
 
 def _all_reduce(
@@ -139,8 +152,31 @@ def _all_reduce(
     total = tensor.to(dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
     work = None
     if not isinstance(tensor, FakeTensor):
-        work = dist.all_reduce(total, group=group, async_op=later)
-    return Pending(work, lambda: total, total)
+        work = _run(group, dist.all_reduce, total, group=group, async_op=later)
+    return Pending(work, lambda: total, total, group)
+
+
+def reduce_in_place(
+    tensor: torch.Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> None:
+    """Replace ``tensor`` by its sum (or what ``operation`` says) over all ranks.
+
+    Raises:
+        LostRankError: a rank has ended.
+    """
+    _run(group, dist.all_reduce, tensor, op=operation, group=group)
+
+
+def _run(
+    group: dist.ProcessGroup | None, collective: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    try:
+        return collective(*args, **kwargs)
+    except RuntimeError as error:
+        lost = lost_rank_error(error, group)
+        if lost is None:
+            raise
+        raise lost from error
 
 
 def _check_divisible(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> None:

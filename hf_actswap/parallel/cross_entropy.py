@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from .collectives import reduce_in_place
 from .group import group_or_enclosing
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -283,5 +284,5 @@ def _own_targets(shifted: torch.Tensor, target: torch.Tensor, shard: _Shard) -> 
 def _all_reduced(own: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> torch.Tensor:
     """Reduce in place over a tensor made for it; fake tensors meet nobody."""
     if group.size() > 1 and not isinstance(own, FakeTensor):
-        dist.all_reduce(own, op=operation, group=group)
+        reduce_in_place(own, group, operation)
     return own

@@ -138,7 +138,7 @@ def divide_block(
             _put(module, name, target, RowParallelLinear.from_linear(target, **_settings(region)), region)
     for name in block.summed:
         tags.add_summed(module.get_submodule(name))
-    gather_input(layer, block, GatherHook(region, readers, in_autocast_dtype=not is_adapted_anywhere))
+    gather_input(layer, block, GatherHook(region, readers, layer, in_autocast_dtype=not is_adapted_anywhere))
     if block.is_attention:
         _count_own_heads(module, block, heads)
         module.register_forward_pre_hook(LengthCheck(), with_kwargs=True)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from .collectives import gathered
+from .data_sharding import sharded_as, whole_over_data
 from .sequence_region import SequenceRegion
 from .sharded_module import ShardedModule
 from .weights import Partition
@@ -48,7 +49,7 @@ def partitions_of(model: nn.Module) -> Iterator[tuple[str, Partition]]:
 def gather_full_state(
     model: nn.Module, region: SequenceRegion, wanted: Callable[[str], bool], keeps: bool
 ) -> dict[str, torch.Tensor]:
-    """Return whole tensors on the CPU; every rank of the group must call it.
+    """Return whole tensors on the CPU; every rank of the group, and of FSDP2's mesh, must call it.
 
     Args:
         model: patched.
@@ -67,7 +68,7 @@ def gather_full_state(
             if keeps:
                 full[name] = full[before]
             continue
-        found, partition = tensor.detach(), partitions.get(name)
+        found, partition = whole_over_data(tensor.detach()), partitions.get(name)
         if partition is not None:
             found = partition.whole(list(gathered(found.unsqueeze(0), 0, group)))
         if keeps:
@@ -78,12 +79,13 @@ def gather_full_state(
 def own_state(
     model: nn.Module, region: SequenceRegion, full: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return this rank's parts of whole tensors, by the same names.
+    """Return this rank's parts of whole tensors, by the same names; under FSDP2 its shards of them.
 
     Raises:
         ValueError: a tensor has not the shape of the whole.
     """
     rank, partitions = region.group.rank(), dict(partitions_of(model))
+    present = model.state_dict(keep_vars=True)
     own = {}
     for name, tensor in full.items():
         partition = partitions.get(name)
@@ -91,5 +93,6 @@ def own_state(
             raise ValueError(
                 f"{name}: expected {partition.full_size} in dim {partition.dim}, found {list(tensor.shape)}"
             )
-        own[name] = tensor if partition is None else partition.part(tensor, rank)
+        part = tensor if partition is None else partition.part(tensor, rank)
+        own[name] = sharded_as(part, present[name]) if name in present else part
     return own

@@ -19,11 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from .collectives import reduce_in_place
 from .gradient_watch import gradient_of
 from .gradients import local, refuse_unsummed
 from .group import group_or_enclosing
@@ -58,8 +61,7 @@ def get_grad_norm(
         fp32 scalar on the parameters' device.
 
     Raises:
-        ValueError: the norm's type is not greater than zero, or a DTensor gradient is a partial sum, or
-            FSDP2 shards a fused weight of which some rows are replicated.
+        ValueError: the norm's type is not greater than zero, or a DTensor gradient is a partial sum.
         UnsummedGradientError: watched tagged gradients are still this rank's part (`TaggedGradients`).
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; or no group is known.
     """
@@ -73,7 +75,7 @@ def get_grad_norm(
     totals = _own_part(distinct, norm_type, group, device)
     operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     if group.size() > 1:
-        dist.all_reduce(totals, op=operation, group=group)
+        reduce_in_place(totals, group, operation)
     norm = totals if math.isinf(norm_type) else totals.pow(1.0 / norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
@@ -137,28 +139,32 @@ def _own_part(
         sharded = getattr(parameter, "tensor_model_parallel", False)
         # What all ranks hold alike still meets its data groups on every rank: they are of this rank.
         holders = getattr(parameter, "replicated_over", 1) if sharded else 0
-        held = _by_holders(local(gradient).detach(), holders)
+        held = _by_holders(gradient.detach(), holders)
         by_data.setdefault(_data_groups(gradient), []).extend(held)
     total = torch.zeros((), dtype=torch.float32, device=device)
     largest = math.isinf(norm_type)
     for data_groups, gradients in by_data.items():
         part = _part(gradients, norm_type, group, device)
         for data_group in data_groups:
-            dist.all_reduce(part, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=data_group)
+            reduce_in_place(part, data_group, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         total = torch.maximum(total, part) if largest else total + part
     return total
 
 
 def _by_holders(gradient: torch.Tensor, holders: int | tuple[tuple[int, int], ...]) -> list[Held]:
+    own = local(gradient)
     if isinstance(holders, int):
-        return [(gradient, holders)]
-    rows = [count for count, _ in holders]
-    if sum(rows) != gradient.shape[0]:
-        raise ValueError(
-            f"a gradient {list(gradient.shape)} of a fused weight whose rows {rows} are held by different "
-            "numbers of ranks is sharded further; its norm cannot be counted"
-        )
-    return [(part, held) for part, (_, held) in zip(gradient.split(rows), holders, strict=True)]
+        return [(own, holders)]
+    counts = [count for count, _ in holders]
+    if isinstance(gradient, DTensor):  # FSDP2 has cut the rows at a place of its own
+        settings = gradient.shape, gradient.device_mesh, gradient.placements
+        first = compute_local_shape_and_global_offset(*settings)[1][0]
+        ends = list(accumulate(counts))
+        counts = [
+            max(min(end, first + own.shape[0]) - max(end - count, first), 0)
+            for end, count in zip(ends, counts, strict=True)
+        ]
+    return [(part, held) for part, (_, held) in zip(own.split(counts), holders, strict=True)]
 
 
 def _part(

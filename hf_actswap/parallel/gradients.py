@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from .collectives import reduce_in_place
+from .data_sharding import trained_parameters
 from .gradient_watch import GradientState, GradientWatch, gradient_of, watch_of
 from .group import group_or_enclosing
 
@@ -165,7 +167,7 @@ class TaggedGradients:
 
 def _parameters(source: ParameterSource) -> Iterator[torch.Tensor]:
     if isinstance(source, nn.Module):
-        yield from source.parameters()
+        yield from trained_parameters(source)
     elif hasattr(source, "param_groups"):
         for group in source.param_groups:
             yield from group["params"]
@@ -244,7 +246,7 @@ def _sum(parts: list[_Part], dtype: torch.dtype, device: torch.device, group: di
         if not part.is_here:
             here[position] = 0
     buffer = torch.cat([*flats, here])
-    dist.all_reduce(buffer, group=group)
+    reduce_in_place(buffer, group)
     *sums, ranks = buffer.split([*(flat.numel() for flat in flats), len(parts)])
     if not all(part.is_here for part in parts):
         counted = ranks.tolist()  # the host waits, but only on a rank that lacks a gradient

@@ -51,6 +51,13 @@ class ParallelMesh:
         return self.device_mesh.get_group(0)
 
     @property
+    def data_axis(self) -> DeviceMesh:
+        """The data axis alone, for FSDP2."""
+        names = self.device_mesh.mesh_dim_names
+        assert names is not None
+        return self.device_mesh[names[0]]
+
+    @property
     def tensor_parallel_size(self) -> int:
         """Ranks per model."""
         return self.device_mesh.size(1)

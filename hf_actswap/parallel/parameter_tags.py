@@ -2,7 +2,8 @@
 
 Norms and routed experts keep their own classes, which know nothing of NxD's attributes, and PyTorch drops
 attributes wherever it makes a parameter anew (``copy.deepcopy``, ``load_state_dict(assign=True)``, FSDP2).
-So it is kept here what they are, by module and name, and they are put on again before each forward.
+So it is kept here what they are, by module and name, and they are put on again before each forward: under
+FSDP2 on the shards, which optimizers see.
 """
 
 from __future__ import annotations
@@ -10,14 +11,22 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
+from .data_sharding import sharded_parameters
 from .gradients import TAG
 
 
 class ParameterTags:
-    """What attributes which parameters have to have."""
+    """What attributes which parameters have to have.
 
-    def __init__(self) -> None:
+    Args:
+        model: that holds them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._tags: list[tuple[nn.Module, str, dict[str, Any]]] = []
 
     def add(self, module: nn.Module, name: str, **tags: Any) -> None:
@@ -33,7 +42,17 @@ class ParameterTags:
 
     def put(self) -> None:
         """Put all attributes on again."""
+        is_sharded = isinstance(self._model, FSDPModule)
         for module, name, tags in self._tags:
             parameter = module._parameters.get(name)
             if parameter is not None:
                 vars(parameter).update(tags)
+                is_sharded = is_sharded or isinstance(parameter, DTensor)
+        if is_sharded:
+            shards = {
+                (id(found.module), found.name): found.shard for found in sharded_parameters(self._model)
+            }
+            for module, name, tags in self._tags:
+                shard = shards.get((id(module), name))
+                if shard is not None:
+                    vars(shard).update(tags)

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.schema import ParallelConfig
 from ..errors import ActSwapError, Problem
 from .block_hooks import GatherHook, RankStreamHooks
+from .data_sharding import shard_over_data
 from .decoder_block import Heads, divide_block, gather_input, problems_of_block
 from .families import Family
 from .full_state import gather_full_state, own_state, partitions_of
@@ -56,13 +58,14 @@ class Patched:
     Args:
         model: after patching, adapters included.
         region: of the model.
+        tags: of its parameters.
 
     Attributes:
         model: the model.
     """
 
-    def __init__(self, model: nn.Module, region: SequenceRegion) -> None:
-        self.model, self._region = model, region
+    def __init__(self, model: nn.Module, region: SequenceRegion, tags: ParameterTags) -> None:
+        self.model, self._region, self._tags = model, region, tags
 
     @property
     def region(self) -> SequenceRegion:
@@ -114,6 +117,23 @@ class Patched:
         """
         self.model.load_state_dict(own_state(self.model, self._region, state), strict=strict)
 
+    def shard_over_data(self, mesh: DeviceMesh, **settings: Any) -> None:
+        """Shard this rank's parts over the data axis too: FSDP2 on each layer and on the model.
+
+        Build the optimizer afterwards. ``fully_shard`` of one's own over the same mesh does as well. What
+        `full_state_dict` and `load_full_state_dict` then take and give stays whole, and every rank of all
+        models must call them.
+
+        Args:
+            mesh: the data axis, ``build_mesh(.., "dp_shard").device_mesh["dp_shard"]``.
+            settings: further arguments of ``torch.distributed.fsdp.fully_shard``.
+
+        Raises:
+            MeshError: the mesh has more axes.
+        """
+        shard_over_data(self.model, _decoder(_bare(self.model)).layers, mesh, **settings)
+        self._tags.put()
+
     def describe(self) -> str:
         """Return what is divided and what is not, in a few lines for a log."""
         sizes = {name: p.numel() * p.element_size() for name, p in self.model.named_parameters()}
@@ -143,7 +163,8 @@ def patch_model(
     """Divide a causal language model among the ranks of a tensor-parallel group, in place.
 
     Call it on every rank, on a model with the same whole weights (from one checkpoint, or one seed), before
-    DDP, FSDP2, an optimizer and `hf_actswap.apply`, and after adapters were added (PEFT's LoRA).
+    DDP, FSDP2, an optimizer and `hf_actswap.apply`, and after adapters were added (PEFT's LoRA; afterwards
+    ``get_peft_model`` raises "ColumnParallelLinear .. is not supported") and the vocabulary was resized.
 
     While the model trains on labels its output's logits are gathered when they are read, which all ranks of
     the group must do, or none; without labels, and without gradients, they are there.
@@ -166,8 +187,9 @@ def patch_model(
         hint = "Pass the group of one model's ranks."
         raise PatchError([Problem("group", f"{size} ranks (tensor_parallel_size)", str(found.size()), hint)])
     region = SequenceRegion(found, parallel_config.sequence_parallel_enabled and size > 1, reduce_dtype)
+    tags = ParameterTags(model)
     if size == 1:
-        return Patched(model, region)
+        return Patched(model, region, tags)
     root = _language_model(model)
     base = _decoder(root)
     family = family_of(base.config, base)
@@ -178,16 +200,20 @@ def patch_model(
     if problems:
         raise PatchError(problems)
     _agree(model, parallel_config, found, timeout_s)
-    _divide(root, base, family, heads, region)
-    patched = Patched(model, region)
+    _divide(root, base, family, heads, region, tags)
+    patched = Patched(model, region, tags)
     if dist.get_rank() == 0:
         logger.info("%s", patched.describe())
     return patched
 
 
-def _language_model(model: Any) -> Any:
+def _bare(model: Any) -> Any:
     """The model inside PEFT's wrappers."""
-    root = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _language_model(model: Any) -> Any:
+    root = _bare(model)
     if any(isinstance(module, ShardedModule) for module in root.modules()):
         raise PatchError([Problem("model", "a whole model", "one that is divided already")])
     if not hasattr(root, "config") or not hasattr(root, "base_model_prefix"):
@@ -246,8 +272,9 @@ def _moments(samples: list[torch.Tensor]) -> list[float]:
     return [values.sum().item(), (values * places).sum().item()]
 
 
-def _divide(root: Any, base: Any, family: Family, heads: Heads, region: SequenceRegion) -> None:
-    tags = ParameterTags()
+def _divide(
+    root: Any, base: Any, family: Family, heads: Heads, region: SequenceRegion, tags: ParameterTags
+) -> None:
     drops = _drops(base)
     for layer in base.layers:
         if drops:
@@ -256,7 +283,7 @@ def _divide(root: Any, base: Any, family: Family, heads: Heads, region: Sequence
         for block, module in zip(family.blocks, blocks, strict=True):
             if has_experts(module):
                 divide_experts(module, region, tags)
-                gather_input(layer, block, GatherHook(region, ()))
+                gather_input(layer, block, GatherHook(region, (), layer))
             else:
                 divide_block(layer, block, heads, region, tags)
             if drops and block.is_attention:
@@ -269,7 +296,7 @@ def _divide(root: Any, base: Any, family: Family, heads: Heads, region: Sequence
         base.layers[0].register_forward_pre_hook(ScatterHook(region), with_kwargs=True)
     divide_vocabulary(root, region)
     entries = (base, root) if region.head is not None else (base,)
-    entries[-1].register_forward_pre_hook(StepGuard(region.group))
+    entries[-1].register_forward_pre_hook(StepGuard(region.group, tags.put))
     for module in entries:
         entry = EntryHook(region, module.forward, tags.put, region.head is not None and module is root)
         module.register_forward_pre_hook(entry, with_kwargs=True)

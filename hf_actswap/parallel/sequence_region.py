@@ -87,14 +87,15 @@ class SequenceRegion:
             raise RuntimeError("a patched model cannot be pickled; save Patched.full_state_dict() instead")
         return self._held_group.group
 
-    def settings(self, in_autocast_dtype: bool = False) -> InputSettings:
+    def settings(self, in_autocast_dtype: bool = False, keep_gathered: bool = False) -> InputSettings:
         """How the input of a block is communicated at present."""
         return InputSettings(
             self.group,
             self.is_active,
             SEQUENCE_DIM,
             self.reduce_dtype,
-            in_autocast_dtype=in_autocast_dtype,
+            keep_gathered,
+            in_autocast_dtype,
         )
 
     def adopt(self, layer: ParallelLinear) -> None:

@@ -40,7 +40,8 @@ class HeldGroup:
 class TaggedModule(nn.Module):
     """A module that puts attributes on its parameters again whenever these are made anew.
 
-    That is in ``to``, ``copy.deepcopy``, ``load_state_dict(assign=True)`` and by assignment.
+    That is in ``to``, ``copy.deepcopy``, ``load_state_dict(assign=True)``, ``fully_shard`` (of the shard and
+    of what FSDP2 gathers) and by assignment.
 
     Attributes:
         tags: parameter name -> attributes.
@@ -53,6 +54,10 @@ class TaggedModule(nn.Module):
         every = self.__dict__.setdefault("tags", {})
         every[name] = {**every.get(name, {}), **tags}
         self._put_tags()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP2 writes parameters past `nn.Module.__setattr__`, and so past the tags, unless it is overridden.
+        super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         super().register_parameter(name, param)

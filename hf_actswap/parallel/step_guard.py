@@ -12,6 +12,7 @@ forward with gradients, on every rank:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .data_sharding import refuse_tensor_axis, trained_parameters
 from .gradient_watch import GradientWatch, watch_of
 from .gradients import UnsummedGradientError, tagged_parameters
 from .sharded_module import HeldGroup
@@ -38,16 +40,17 @@ class StepGuard:
 
     Args:
         group: tensor-parallel group.
+        put_tags: puts tags on parameters that were made anew.
     """
 
     part_of_the_model = True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._held_group = HeldGroup(group)
+    def __init__(self, group: dist.ProcessGroup, put_tags: Callable[[], None]) -> None:
+        self._held_group, self._put_tags = HeldGroup(group), put_tags
         self._watches: list[GradientWatch] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_held_group": self._held_group, "_watches": None}  # a copy has parameters of its own
+        return {**vars(self), "_watches": None}  # a copy has parameters of its own
 
     def __call__(self, model: nn.Module, _args: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled():
@@ -56,7 +59,11 @@ class StepGuard:
         if group is not None:
             _refuse_wrapper(group)
         if self._watches is None:
-            self._watches = [watch_of(p) or GradientWatch(p) for p in tagged_parameters(model)]
+            if group is not None:
+                refuse_tensor_axis(model, group)
+            self._put_tags()
+            tagged = tagged_parameters(trained_parameters(model))
+            self._watches = [watch_of(p) or GradientWatch(p) for p in tagged]
         stepped = sum(watch.was_stepped_unsummed() for watch in self._watches)
         if stepped:
             raise UnsummedGradientError(

@@ -3,6 +3,9 @@
 The head's output is this rank's part of the logits, ``[B, S, V / tp]``. The model's own forward hands them
 to its loss function, which is replaced by one that takes parts. What leaves the model has the whole
 vocabulary: gathered at once, or, while it trains on labels, when it is read (`lazy_logits`).
+
+Call the head, ``model.lm_head(hidden)``, which returns whole logits; its ``weight`` is this rank's rows, and
+so is the embedding's. `Patched.full_state_dict` has the whole ones.
 """
 
 from __future__ import annotations
@@ -67,6 +70,7 @@ def divide_vocabulary(model: Any, region: SequenceRegion) -> None:
     if isinstance(divided, ScaledParallelEmbedding):
         divided.take_scale(embedding)
     replace(model, embedding, divided)
+    model.resize_token_embeddings = refuse_resizing
     if head is None:
         return
     settings: dict[str, Any] = {
@@ -82,6 +86,18 @@ def divide_vocabulary(model: Any, region: SequenceRegion) -> None:
     region.head.register_forward_hook(_HeadHook(region, head.out_features))
     model.loss_function = VocabularyLoss(region, head.out_features, model.loss_function)
     model.register_forward_hook(_ModelExitHook(region, head.out_features), always_call=True)
+
+
+def refuse_resizing(*_: Any, **__: Any) -> None:
+    """In the place of ``model.resize_token_embeddings``: a rank holds some rows of each table only.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "resize_token_embeddings: the embedding and the head of a patched model are divided among the ranks, "
+        "each of which has a part of the vocabulary. Resize the whole model, then patch it"
+    )
 
 
 def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

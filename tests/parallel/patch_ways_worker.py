@@ -437,6 +437,7 @@ def run_refusals(group: Group) -> dict[str, str]:
         "unknown": _refusal(lambda: patch(unknown), PatchError),
         "twice": _refusal(lambda: patch(twice), PatchError),
         "adapters after": _refusal(lambda: adapted(twice, "llama"), ValueError),
+        "resize after": _refusal(lambda: twice.resize_token_embeddings(100), RuntimeError),
         "fused loss": _refusal(lambda: fused(input_ids=ids, labels=ids), RuntimeError),
         "cache": _refusal(lambda: cached(input_ids=ids, use_cache=True), ValueError),
         "after": str(cached(input_ids=ids).logits.shape),

@@ -187,6 +187,7 @@ REFUSALS = {
     "unknown": "found colwise_gather_output",
     "twice": "divided already",
     "adapters after": "ColumnParallelLinear",
+    "resize after": "Resize the whole model, then patch it",
     "fused loss": "fused loss",
     "cache": "use_cache=False",
     "jitter": "router_jitter_noise",

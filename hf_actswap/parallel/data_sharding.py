@@ -1,0 +1,130 @@
+"""FSDP2 over the data axis, with tensor parallelism inside: who holds what, and under which attributes.
+
+A rank's part of a parameter (of tensor parallelism) is a plain tensor; ``fully_shard`` over the data axis
+alone divides it further, by rows, into DTensors. The two do not meet: tensor parallelism works inside a layer
+on the gathered part, FSDP2 gathers before the layer and averages gradients over the data axis after it, and
+tagged gradients are summed over the tensor axis shard by shard.
+
+What FSDP2 changes is the parameters themselves. Of each there are two now: the shard, which optimizers see,
+and the gathered one, which the layer sees while it runs. Neither has the attributes of the parameter before.
+A gathered one exists from its first gather on, and takes the shard's place in its module; so, inside of a
+forward, the shards of the outermost module are to be found in FSDP2's private state only. It is read in one
+place here: that of PyTorch 2.13; earlier versions have one group of parameters for each module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..errors import Problem
+from .mesh import MeshError
+
+
+class ShardedParameter(NamedTuple):
+    """A parameter under FSDP2, under one of its names.
+
+    Args:
+        module, name: whose, and as what.
+        shard: what optimizers see.
+        gathered: what the module sees while it runs; ``None`` before the first time.
+    """
+
+    module: nn.Module
+    name: str
+    shard: nn.Parameter
+    gathered: nn.Parameter | None
+
+
+def shard_over_data(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, **settings: Any) -> None:
+    """Put ``fully_shard`` on each layer and on the model: parameters in rows over the data axis.
+
+    Args:
+        model: patched, or whole.
+        layers: its decoder layers.
+        mesh: of one dim: ``build_mesh(..).device_mesh["dp_shard"]``.
+        settings: further arguments of ``torch.distributed.fsdp.fully_shard``.
+
+    Raises:
+        MeshError: the mesh has not one dim: over the tensor axis ranks hold different parts.
+    """
+    if mesh.ndim != 1:
+        hint = 'Pass one axis: device_mesh["dp_shard"]. Ranks of the tensor axis hold different parts.'
+        raise MeshError([Problem("mesh", "the data axis alone", f"{mesh.ndim} axes", hint)])
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
+    """Yield each parameter that FSDP2 shards, tied ones under each of their names."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for held in _held_by(module):
+                info, gathered = held._module_info, getattr(held, "_unsharded_param", None)
+                yield ShardedParameter(info.module, info.param_name, held.sharded_param, gathered)
+                for other, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                    yield ShardedParameter(other, name, held.sharded_param, gathered)
+
+
+def trained_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield what an optimizer of ``model`` sees, also inside of a forward, each once."""
+    shards = {
+        id(found.gathered): found.shard for found in sharded_parameters(model) if found.gathered is not None
+    }
+    seen: set[int] = set()
+    for parameter in model.parameters():
+        trained = shards.get(id(parameter), parameter)
+        if id(trained) not in seen:
+            seen.add(id(trained))
+            yield trained
+
+
+def whole_over_data(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor: of a shard the whole. Then every rank of the data axis must call it."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole: torch.Tensor = tensor.full_tensor()
+    return whole
+
+
+def sharded_as(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of ``whole``, which each rank has, if ``like`` is sharded; else ``whole``."""
+    if not isinstance(like, DTensor) or isinstance(whole, DTensor):
+        return whole
+    device, mesh = like.to_local().device, like.device_mesh
+    # Nobody's data are sent: each rank cuts its own.
+    return distribute_tensor(whole.to(device), mesh, like.placements, src_data_rank=None)
+
+
+def refuse_tensor_axis(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise if FSDP2 shards a patched model over ranks that hold different parts of it.
+
+    Raises:
+        MeshError: with the ranks.
+    """
+    ours = set(dist.get_process_group_ranks(group))
+    for found in sharded_parameters(model):
+        shard = found.shard
+        if isinstance(shard, DTensor):
+            shared = sorted(ours & set(shard.device_mesh.mesh.flatten().tolist()))
+            if len(shared) > 1:
+                hint = 'Pass fully_shard the data axis alone: mesh=build_mesh(..).device_mesh["dp_shard"].'
+                problem = Problem("fully_shard", "a mesh of the data axis", f"ranks {shared} in it", hint)
+                raise MeshError([problem])
+
+
+def _held_by(module: Any) -> list[Any]:
+    """FSDP2's own objects of a module's parameters."""
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [state._fsdp_param_group]
+    return [held for group in groups if group is not None for held in group.fsdp_params]

@@ -1,0 +1,66 @@
+"""A layer that is run again as a whole gathers its inputs once more, not twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parallel.gathered_inputs_worker import CASES, LAYERS, WORLD_SIZE, Result, run_on_rank
+from tests.parallel.rank_processes import launch, result
+
+LIMIT_S = 120
+
+pytestmark = pytest.mark.dist
+
+BLOCKS = 2 * LAYERS
+"""Each gathers its input and scatters its output, whose backward is a gather too."""
+HEAD, ENDS = 1, 2
+"""The head gathers its input; in backward the gradient of the first layer's part is gathered too."""
+
+BACKWARD_GATHERS = {
+    "nothing": 2 * BLOCKS + ENDS,
+    "checkpointed": 2 * BLOCKS + ENDS,
+    "recompute": 2 * BLOCKS + ENDS,
+    "recompute_two": 2 * BLOCKS + ENDS,
+    "recompute_kept": BLOCKS + ENDS,
+    "select_comm": 2 * BLOCKS + ENDS,
+    "select_comm_off": 2 * BLOCKS + ENDS,
+    "granite_recompute": 2 * BLOCKS + ENDS,
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what each rank wrote; all cases run in one launch."""
+    return launch(run_on_rank, tmp_path_factory.mktemp("gathers"), WORLD_SIZE, LIMIT_S)
+
+
+def of_ranks(folder: Path, name: str) -> list[Result]:
+    return [result(folder, name, rank) for rank in range(WORLD_SIZE)]
+
+
+@pytest.mark.parametrize("name", BACKWARD_GATHERS)
+def test_gathers(name: str, results: Path) -> None:
+    for found in of_ranks(results, name):
+        assert found.calls["forward all_gather"] == BLOCKS + HEAD
+        assert found.calls["backward all_gather"] == BACKWARD_GATHERS[name]
+
+
+@pytest.mark.parametrize("name", BACKWARD_GATHERS)
+def test_gradients_are_bitwise_those_without(name: str, results: Path) -> None:
+    bare = "granite_nothing" if CASES[name].kind == "granite" else "nothing"
+    for found, expected in zip(of_ranks(results, name), of_ranks(results, bare), strict=True):
+        assert found.grads.keys() == expected.grads.keys()
+        assert [key for key, grad in found.grads.items() if not torch.equal(grad, expected.grads[key])] == []
+
+
+def test_what_is_taken_off_gathers_as_before(results: Path) -> None:
+    for found in of_ranks(results, "recompute"):
+        assert found.kept_after == [False] * BLOCKS
+
+
+def test_shared_inputs_of_ones_own(results: Path) -> None:
+    for rank in range(WORLD_SIZE):
+        assert result(results, "by_hand", rank) == (False, True, False)

@@ -82,7 +82,7 @@ class Row:
         step_ms: median of forward and backward, hooks included.
         us: median; ``pack_us`` of forward, ``unpack_us`` of backward.
         us_lowest: of the fastest step against the fastest without hooks.
-        ratio_to_identity: of ``us``.
+        ratio_to_identity: of ``us_lowest``.
         us_at_reference: ``ratio_to_identity`` times what identity hooks cost where the bounds were set.
         bound_us: what that may be.
         no_grad_us: of one forward without gradients, in evaluation, per op that would save a tensor.
@@ -209,10 +209,11 @@ def measure(workload: str, rounds: int, device: torch.device, cases: Sequence[Ca
         gc.enable()
     by_name = {subject.case.name: subject for subject in subjects}
     rows = [_row(workload, subject, by_name[NOTHING], saved) for subject in subjects]
-    identity_us = next(row.us for row in rows if row.case == IDENTITY)
+    # Of the fastest steps: two medians of small differences differ by more than what is looked for.
+    identity_us = next(row.us_lowest for row in rows if row.case == IDENTITY)
     for row in rows:
         if row.case != NOTHING and identity_us > 0:
-            row.ratio_to_identity = row.us / identity_us
+            row.ratio_to_identity = row.us_lowest / identity_us
             row.us_at_reference = row.ratio_to_identity * REFERENCE_IDENTITY_US
     for subject in subjects:
         if subject.applied is not None:

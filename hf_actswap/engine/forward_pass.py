@@ -178,17 +178,19 @@ class ForwardPass:
             if isinstance(step, int):
                 if op - self._first_op == step:
                     return tensor, tensor._version
-            elif step is not None and op - self._first_op == step.offset_ops and tensor.dtype is step.dtype:
-                windows, refused = step.windows, step.refused
-                if windows is None:
-                    return keep(tensor.detach() if step.own_output else tensor)
-                if refused is not None and tensor.nbytes == refused[1]:
-                    self._refused[refused[0]] += refused[1]
-                    return keep(tensor.detach() if step.own_output else tensor)
-                tensor = tensor.detach()
-                if step.whole is None:
-                    return self._swapped.ticket_unless_refused(tensor, windows, op) or keep(tensor)
-                return self._swapped.ticket_of_whole(tensor, step.whole, windows, op) or keep(tensor)
+            elif step is not None:
+                offset_ops, dtype, own_output, windows, whole, refused = step
+                if op - self._first_op == offset_ops and tensor.dtype is dtype:
+                    if refused is not None and tensor.nbytes == refused[1]:
+                        self._refused[refused[0]] += refused[1]
+                        windows = None
+                    if own_output or windows is not None:
+                        tensor = tensor.detach()
+                    if windows is None:
+                        return tensor, tensor._version
+                    if whole is None:
+                        return self._swapped.ticket_unless_refused(tensor, windows, op) or keep(tensor)
+                    return self._swapped.ticket_of_whole(tensor, whole, windows, op) or keep(tensor)
             self._depart(self.scope)
         if self._observation is not None:
             self._observation.in_forward(op)

@@ -36,7 +36,7 @@ def test_ratios_are_to_the_identity_hooks(chain: dict[str, Row]) -> None:
     assert chain[IDENTITY].ratio_to_identity in (1, None)  # None: noise made it negative
     for row in chain.values():
         if row.ratio_to_identity is not None:
-            assert row.us_at_reference == pytest.approx(row.us / chain[IDENTITY].us * 0.9)
+            assert row.us_at_reference == pytest.approx(row.us_lowest / chain[IDENTITY].us_lowest * 0.9)
     assert table(list(chain.values())).count("\n") == len(CASES) + 1
 
 

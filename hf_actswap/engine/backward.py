@@ -60,7 +60,7 @@ class Backward:
         node = running_node_number()
         if node is None:
             return
-        op = self.clock.operator(node)
+        op = self.clock.operator(node) if self.clock.jumps else node
         if self._observation is not None:
             self._observation.in_backward(op)
         if self._order is not None:

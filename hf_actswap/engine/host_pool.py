@@ -203,7 +203,8 @@ class HostPool:
 
     def _take(self, size_bytes: int) -> HostBuffer | None:
         while True:
-            self._collect()
+            if self._returned:
+                self._collect()
             used = self._used_bytes + size_bytes
             if self._closed or (self._cap_bytes is not None and used > self._cap_bytes):
                 return None

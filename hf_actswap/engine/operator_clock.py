@@ -17,7 +17,17 @@ from .autograd_state import next_node_number, packing_node_number
 class OperatorClock:
     """Turns node numbers into operators. Shared by a forward, which writes, and its backward, which reads."""
 
-    __slots__ = ("_before", "_entered", "_gathered", "_last", "_nodes", "_shifts", "_starts", "shift")
+    __slots__ = (
+        "_before",
+        "_entered",
+        "_gathered",
+        "_last",
+        "_nodes",
+        "_shifts",
+        "_starts",
+        "jumps",
+        "shift",
+    )
 
     def __init__(self) -> None:
         self.shift = self._before = self._entered = self._nodes = 0
@@ -25,6 +35,8 @@ class OperatorClock:
         self._shifts: list[int] = []
         self._gathered: list[int] = []
         self._last: list[int] = []
+        self.jumps = False
+        """Whether some operator is not its node's number; else nobody need ask `operator`."""
 
     def next_node(self) -> int:
         """The number that the next node will get."""
@@ -36,6 +48,7 @@ class OperatorClock:
         if last >= first_node:
             self._gathered.append(first_node)
             self._last.append(last)
+            self.jumps = True
         return last + self.shift
 
     def now(self) -> int:
@@ -71,4 +84,4 @@ class OperatorClock:
     def _jump(self, node: int, shift: int) -> None:
         self._starts.append(node)
         self._shifts.append(shift)
-        self.shift = shift
+        self.shift, self.jumps = shift, True

@@ -72,6 +72,9 @@ def restore(ticket: Ticket) -> torch.Tensor:
     return tensor
 
 
+_free_weak_ref = torch.UntypedStorage._free_weak_ref
+
+
 class SwapGroup:
     """One swapped storage: its device copy, then its host copy, then a device copy again.
 
@@ -228,7 +231,7 @@ class SwapGroup:
 
     def __del__(self) -> None:
         # Reached when autograd has dropped the last ticket; a half-built group has no copy yet.
-        torch.UntypedStorage._free_weak_ref(self._storage)
+        _free_weak_ref(self._storage)
         if hasattr(self, "_copy_out"):
             if self._copy_in is not None:
                 self._copy_in.wait()

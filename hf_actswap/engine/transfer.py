@@ -196,7 +196,11 @@ class _RecordedCopy:
         self._owner.log.append((self._way, self._number, "wait"))
         if self.complete:
             return None
-        self._owner.complete_through(self)
+        queue = self._owner.queue
+        if queue[0] is self:  # as ever in a step without surprises
+            queue.popleft().run()
+        else:
+            self._owner.complete_through(self)
         return _NO_TIME
 
 
@@ -216,6 +220,7 @@ class RecordingTransfer:
 
     Attributes:
         log: what happened, in order; `events` shows it.
+        queue: copies that are not complete, oldest first.
     """
 
     overlaps = False
@@ -223,14 +228,14 @@ class RecordingTransfer:
     def __init__(self, device: torch.device | None = None, poison: bool = True) -> None:
         self._device, self._poison = device or torch.device("cpu"), poison
         self.log: list[tuple[object, ...]] = []
-        self._queue: deque[_RecordedCopy] = deque()
+        self.queue: deque[_RecordedCopy] = deque()
         self._outs = 0
         self._ins = 0
 
     @property
     def in_flight(self) -> int:
         """Copies asked for and not complete."""
-        return len(self._queue)
+        return len(self.queue)
 
     @property
     def events(self) -> list[str]:
@@ -260,9 +265,9 @@ class RecordingTransfer:
 
     def host_reader_done(self, host: HostBuffer) -> None:
         """What still reads or writes the block runs before anybody else can write it."""
-        if not self._queue:
+        if not self.queue:
             return
-        last = next((copy for copy in reversed(self._queue) if copy.host is host), None)
+        last = next((copy for copy in reversed(self.queue) if copy.host is host), None)
         if last is not None:
             self.complete_through(last)
 
@@ -283,18 +288,18 @@ class RecordingTransfer:
 
     def complete(self, count: int | None = None) -> None:
         """Let the ``count`` oldest copies complete; ``None``: all."""
-        for _ in range(len(self._queue) if count is None else min(count, len(self._queue))):
-            self._queue.popleft().run()
+        for _ in range(len(self.queue) if count is None else min(count, len(self.queue))):
+            self.queue.popleft().run()
 
     def complete_through(self, copy: _RecordedCopy) -> None:
         """Let every copy up to and including ``copy`` complete."""
         while not copy.complete:
-            self._queue.popleft().run()
+            self.queue.popleft().run()
 
     def _start(
         self, way: str, number: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], host: HostBuffer
     ) -> _RecordedCopy:
         copy = _RecordedCopy(self, way, number, pairs, host)
         self.log.append((way, number, "start"))
-        self._queue.append(copy)
+        self.queue.append(copy)
         return copy

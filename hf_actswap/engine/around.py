@@ -53,6 +53,20 @@ def _around_compiled(module: nn.Module, compiled: Callable[..., Any], before: Be
     return undo
 
 
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+    """Put another forward on this module alone; return what puts back the one before."""
+    own = vars(module).get("forward")
+    vars(module)["forward"] = forward
+
+    def undo() -> None:
+        if own is None:
+            vars(module).pop("forward", None)
+        else:
+            vars(module)["forward"] = own
+
+    return undo
+
+
 def compiled_around(model: nn.Module, outline: Outline) -> nn.Module | None:
     """Return the outermost module around the decoder layers whose call is compiled, if there is one."""
     if not outline.compiled or not outline.layers:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .around import Undo, replace_forward
 
-def checkpointed(layer: nn.Module) -> Callable[[], None]:
+
+def checkpointed(layer: nn.Module) -> Undo:
     """Put ``torch.utils.checkpoint`` around a layer's forward; return what takes it off again."""
-    own = vars(layer).get("forward")
     forward = layer.forward
     first = next(iter(inspect.signature(forward).parameters), "")
 
@@ -24,12 +24,4 @@ def checkpointed(layer: nn.Module) -> Callable[[], None]:
             args = (kwargs.pop(first),)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
-    layer.forward = checkpointed_forward
-
-    def remove() -> None:
-        if own is None:
-            vars(layer).pop("forward", None)
-        else:
-            layer.forward = own
-
-    return remove
+    return replace_forward(layer, checkpointed_forward)

@@ -44,7 +44,7 @@ from ..plan.compiled import uncompiled
 from ..plan.opnames import OpStack, function_name
 from ..plan.outline import OUTPUT, LayerOutline, Outline, is_below
 from ..plan.record import OpKey, storage_key
-from .around import Undo, around
+from .around import Undo, around, replace_forward
 
 _TAGS_VERSION = 1
 """Part of the key: another way to tag must not find graphs of the old one in a cache."""
@@ -161,17 +161,9 @@ class CompiledRegions:
             shared = self._shared.get(rules)
             if shared is None:
                 shared = self._shared[rules] = _traced_forward(rules, None)
-            layer.forward = MethodType(shared, layer)
         else:  # somebody replaced the forward of this layer alone: it keeps a graph of its own
-            layer.forward = MethodType(_traced_forward(rules, own), layer)
-
-        def undo() -> None:
-            if own is None:
-                vars(layer).pop("forward", None)
-            else:
-                layer.forward = own
-
-        return undo
+            shared = _traced_forward(rules, own)
+        return replace_forward(layer, MethodType(shared, layer))
 
     def _in_force(self, layer: nn.Module, rules: RegionRules) -> list[Undo]:
         """Set the compiler's knobs during each call of the region: only there it can be compiled.

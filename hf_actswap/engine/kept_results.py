@@ -34,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from ..plan.compiled import is_compiled
 from ..plan.opnames import COMMUNICATIONS, function_name
 from ..plan.record import storage_key
+from .around import replace_forward
 from .kept_calls import RUN, Catches, KeptCall, Result, TicketOf
 
 _Functions = dict[tuple[str, int], KeptCall]
@@ -190,7 +191,7 @@ class KeptResults:
             if self:
                 replay = stack.enter_context(_Replay(self._functions, self._modules, catcher))
                 for module in {module for module, _ in self._modules}:
-                    stack.callback(_put_in_place_of_forward(module, replay))
+                    stack.callback(replace_forward(module, partial(replay.module, module, module.forward)))
             yield
 
 
@@ -230,17 +231,3 @@ class _Replay(TorchFunctionMode):
             if call is not None and (result := call.again((args, named), self._catcher)) is not RUN:
                 return result
         return func(*args, **named)
-
-
-def _put_in_place_of_forward(module: nn.Module, replay: _Replay) -> Callable[[], None]:
-    """Let a module hand out its results; return what takes that off again."""
-    own = vars(module).get("forward")
-    vars(module)["forward"] = partial(replay.module, module, module.forward)
-
-    def put_back() -> None:
-        if own is None:
-            vars(module).pop("forward", None)
-        else:
-            vars(module)["forward"] = own
-
-    return put_back

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..plan.outline import FSDP2_METHOD
+from ..plan.fsdp2 import FSDP2_METHOD, parameter_groups
 
 
 def gather_weights_again(model: nn.Module) -> Callable[[], None]:
@@ -33,9 +33,7 @@ def gather_weights_again(model: nn.Module) -> Callable[[], None]:
 def _resharding(module: Any) -> Callable[[], None]:
     """Let one module free its gathered weights after forward; return what restores its setting."""
     state: Any = module._get_fsdp_state()
-    groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [
-        group for group in (getattr(state, "_fsdp_param_group", None),) if group is not None
-    ]
+    groups = parameter_groups(module)
     automatic = getattr(state, "_auto_reshard_after_forward", False)
     undecided = automatic and state._is_root is None
     before = [group.post_forward_mesh_info for group in groups]

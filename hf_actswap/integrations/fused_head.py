@@ -23,9 +23,9 @@ from transformers.utils import ModelOutput
 from ..errors import Problem
 from ..parallel.cross_entropy import parallel_cross_entropy
 from ..parallel.patch_model import Patched
+from ..parallel.sequence_padding import IGNORED
 from .parallel_limits import ParallelTrainingError
 
-IGNORED = -100
 _FLAG = "fused_lm_head"
 _FIELDS = frozenset({"log_probs", "entropy", "is_top1"})
 
@@ -49,8 +49,7 @@ def take_fused_head(patched: Patched) -> None:
     Raises:
         ParallelTrainingError: it computes what is not computed here.
     """
-    model: Any = patched.model
-    root = model.get_base_model() if hasattr(model, "get_base_model") else model
+    root = patched.bare
     fused = getattr(root.forward, "__func__", None)
     if fused is None or _FLAG not in (getattr(fused, "__kwdefaults__", None) or {}):
         return

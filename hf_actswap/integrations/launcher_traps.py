@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 
 from ..errors import Problem
-from ..parallel.mesh import MeshError, launch_command
+from ..parallel.mesh import MeshError, launch_command, started_processes
 
 
 def refuse_lonely_processes(num_processes: int, environment: Mapping[str, str] | None = None) -> None:
@@ -22,8 +22,7 @@ def refuse_lonely_processes(num_processes: int, environment: Mapping[str, str] |
     Raises:
         MeshError: ``WORLD_SIZE`` is above 1 and ``num_processes`` is 1; with the command to start with.
     """
-    text = (os.environ if environment is None else environment).get("WORLD_SIZE", "")
-    started = int(text) if text.isdecimal() else 1
+    started = started_processes(os.environ if environment is None else environment)
     if started > 1 and num_processes == 1:
         raise MeshError(
             [

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..parallel.collectives import gathered
 from ..parallel.data_sharding import sharded_as, whole_over_data
 from ..parallel.full_state import partitions_of
 from ..parallel.patch_model import Patched
-from ..parallel.weights import Partition
+from ..parallel.weights import Partition, whole_of_ranks
 
 Names = list[list[str]]
 """Names of the parameters of each group, in the optimizer's order."""
@@ -144,7 +143,7 @@ def _whole(
         return value.cpu().clone()
     if value.shape != shape:
         raise ValueError(f"{what}: expected the parameter's shape {list(shape)}, found {list(value.shape)}")
-    return partition.whole(list(gathered(value.unsqueeze(0), 0, group))).cpu().clone()
+    return whole_of_ranks(value, partition, group).cpu().clone()
 
 
 def _part(value: Any, what: str, shape: torch.Size, partition: Partition | None, rank: int) -> Any:

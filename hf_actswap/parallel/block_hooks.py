@@ -11,7 +11,7 @@ from torch import nn
 
 from ..plan.gradient_checkpointing import is_checkpointed
 from .column_input import column_input
-from .communication import all_reduce, reduce_scatter
+from .communication import sum_of_shares
 from .random_streams import rank_stream
 from .sequence_region import SEQUENCE_DIM, SequenceRegion
 
@@ -85,10 +85,8 @@ class ReduceHook:
 
     def __call__(self, module: nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         region = self._region
-        if region.is_active:
-            total = reduce_scatter(output, SEQUENCE_DIM, region.group, None, region.reduce_dtype)
-        else:
-            total = all_reduce(output, region.group, region.reduce_dtype)
+        dim = SEQUENCE_DIM if region.is_active else None
+        total = sum_of_shares(output, region.group, dim, region.reduce_dtype)
         bias: torch.Tensor | None = getattr(getattr(module, "base_layer", None), "bias", None)
         return total if bias is None else total + bias.to(total.dtype)
 

@@ -73,6 +73,28 @@ def all_reduce(
     return result
 
 
+def sum_of_shares(
+    share: torch.Tensor,
+    group: dist.ProcessGroup,
+    sequence_dim: int | None,
+    reduce_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Sum over all ranks, in ``reduce_dtype`` if given: what ends a row-parallel block.
+
+    Args:
+        share: this rank's, of the whole sequence.
+        group: tensor-parallel group.
+        sequence_dim: under sequence parallelism: keep the own part along it; ``None``: keep all of it.
+        reduce_dtype: see `reduce_scatter`.
+
+    Raises:
+        ValueError: the sequence does not divide by the group size.
+    """
+    if sequence_dim is None:
+        return all_reduce(share, group, reduce_dtype)
+    return reduce_scatter(share, sequence_dim, group, None, reduce_dtype)
+
+
 def _dispatched(function: Any, tensor: torch.Tensor, *settings: Any) -> torch.Tensor:
     result: torch.Tensor = handle_torch_function(function, (tensor,), tensor, *settings)
     return result

@@ -8,8 +8,7 @@ tagged gradients are summed over the tensor axis shard by shard.
 What FSDP2 changes is the parameters themselves. Of each there are two now: the shard, which optimizers see,
 and the gathered one, which the layer sees while it runs. Neither has the attributes of the parameter before.
 A gathered one exists from its first gather on, and takes the shard's place in its module; so, inside of a
-forward, the shards of the outermost module are to be found in FSDP2's private state only. It is read in one
-place here: that of PyTorch 2.13; earlier versions have one group of parameters for each module.
+forward, the shards of the outermost module are to be found in FSDP2's private state only (`plan.fsdp2`).
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..errors import Problem
+from ..plan.fsdp2 import parameter_groups
 from .mesh import MeshError
 
 
@@ -123,8 +123,4 @@ def refuse_tensor_axis(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 def _held_by(module: Any) -> list[Any]:
     """FSDP2's own objects of a module's parameters."""
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:
-        groups = [state._fsdp_param_group]
-    return [held for group in groups if group is not None for held in group.fsdp_params]
+    return [held for group in parameter_groups(module) for held in group.fsdp_params]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from .communication import all_reduce, reduce_scatter
+from .communication import sum_of_shares
 from .mappings import gather_from_tensor_model_parallel_region
 from .sharded_module import ShardedModule
 from .weights import InitMethod, Partition, initial_part, like_parameter
@@ -144,9 +144,9 @@ class ParallelEmbedding(ShardedModule):
             found = found.transpose(0, 1).contiguous()
         if not self.collect_output or group.size() == 1:
             return found
-        if self.sequence_parallel_enabled:
-            return reduce_scatter(found, self.sequence_dimension, group)
-        return all_reduce(found, group)
+        return sum_of_shares(
+            found, group, self.sequence_dimension if self.sequence_parallel_enabled else None
+        )
 
     def _own_rows(self, ids: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         if group.size() == 1:

@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from .collectives import gathered
 from .data_sharding import sharded_as, whole_over_data
 from .sequence_region import SequenceRegion
 from .sharded_module import ShardedModule
-from .weights import Partition
+from .weights import Partition, whole_of_ranks
 
 
 class FullLoadHook:
@@ -70,7 +69,7 @@ def gather_full_state(
             continue
         found, partition = whole_over_data(tensor.detach()), partitions.get(name)
         if partition is not None:
-            found = partition.whole(list(gathered(found.unsqueeze(0), 0, group)))
+            found = whole_of_ranks(found, partition, group)
         if keeps:
             full[name] = found.cpu().clone()
     return full

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -12,7 +11,14 @@ from torch import nn
 from .column_input import InputSettings, column_input, linear
 from .mappings import gather_from_tensor_model_parallel_region
 from .sharded_module import ShardedModule
-from .weights import InitMethod, Partition, initial_part, with_summed_gradient
+from .weights import (
+    InitMethod,
+    Partition,
+    initial_part,
+    kaiming_weight,
+    uniform_bias,
+    with_summed_gradient,
+)
 
 
 class GQAQKVColumnParallelLinear(ShardedModule):
@@ -70,11 +76,10 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         self.settings = (sequence_parallel_enabled, sequence_dimension or 0, reduce_dtype)
         self.query = Partition.of(0, query_size, group.size())
         self.kv = Partition.of(0, kv_size, group.size(), replicas=kv_size_multiplier)
-        bound = 1 / math.sqrt(input_size)
-        fill_weight = init_method or (lambda tensor: nn.init.kaiming_uniform_(tensor, a=math.sqrt(5)))
+        fill_weight = init_method or kaiming_weight
         kinds: dict[str, tuple[tuple[int, ...], InitMethod]] = {"weight": ((input_size,), fill_weight)}
         if bias:
-            kinds["bias"] = (), lambda tensor: tensor.uniform_(-bound, bound)
+            kinds["bias"] = (), uniform_bias(input_size)
         master: dict[str, torch.Tensor] = {}
         parts: dict[str, torch.Tensor] = {}
         for name, partition in (("q", self.query), ("k", self.kv), ("v", self.kv)):

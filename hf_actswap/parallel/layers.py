@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .column_input import InputSettings, column_input, linear
-from .communication import all_reduce, reduce_scatter
+from .communication import sum_of_shares
 from .mappings import gather_from_tensor_model_parallel_region, scatter_to_tensor_model_parallel_region
 from .parallel_linear import ParallelLinear
 from .weights import InitMethod, Partition, with_summed_gradient
@@ -229,12 +229,8 @@ class RowParallelLinear(ParallelLinear):
             input_ = scatter_to_tensor_model_parallel_region(input_, group)
         output = F.linear(input_, self.weight)
         if self.reduce_output and group.size() > 1:
-            output = self._summed(output, group)
+            dim = self.sequence_dimension if self.sequence_parallel_enabled else None
+            output = sum_of_shares(output, group, dim, self.reduce_dtype)
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias.to(output.dtype)
-
-    def _summed(self, share: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        if self.sequence_parallel_enabled:
-            return reduce_scatter(share, self.sequence_dimension, group, None, self.reduce_dtype)
-        return all_reduce(share, group, self.reduce_dtype)

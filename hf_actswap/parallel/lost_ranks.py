@@ -6,9 +6,9 @@ notice write that they are there into the key-value store of the process group, 
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch.distributed as dist
+
+from .rank_agreement import answering_ranks
 
 ANSWER_LIMIT_S = 5.0
 """How long a rank that lost another waits for the rest to notice too."""
@@ -59,8 +59,5 @@ def _silent(ranks: list[int]) -> list[int]:
     store, own = dist.distributed_c10d._get_default_store(), dist.get_rank()
     keys = {rank: f"hf_actswap/lost/{rank}" for rank in ranks}
     store.set(f"hf_actswap/lost/{own}", "here")
-    try:
-        store.wait(list(keys.values()), timedelta(seconds=ANSWER_LIMIT_S))
-    except RuntimeError:  # the time is up, or the store is gone: the next line tells
-        return [rank for rank, key in keys.items() if not store.check([key])]
-    return []
+    noticed = answering_ranks(store, keys, ANSWER_LIMIT_S)
+    return [rank for rank in ranks if rank not in noticed]

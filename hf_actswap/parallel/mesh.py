@@ -166,7 +166,7 @@ def launch_command(num_processes: int, on_cpu: bool | None = None) -> str:
 def _problem(size: int, environment: Mapping[str, str]) -> Problem | None:
     if size < 1:
         return Problem(_SIZE, "a whole number from 1 on", str(size), "1 switches tensor parallelism off.")
-    started = _started(environment)
+    started = started_processes(environment)
     is_initialized = dist.is_available() and dist.is_initialized()
     world_size = dist.get_world_size() if is_initialized else 1
     if started > 1 and world_size == 1:
@@ -204,8 +204,8 @@ def _problem(size: int, environment: Mapping[str, str]) -> Problem | None:
     return None
 
 
-def _started(environment: Mapping[str, str]) -> int:
-    """How many processes the launcher says that it started; 1 if it says nothing (or nothing readable)."""
+def started_processes(environment: Mapping[str, str]) -> int:
+    """Return how many processes the launcher says that it started; 1 if it says nothing readable."""
     text = environment.get("WORLD_SIZE", "")
     return int(text) if text.isdecimal() else 1
 

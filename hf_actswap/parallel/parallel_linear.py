@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Self
 
 import torch
@@ -10,7 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 from .sharded_module import ShardedModule
-from .weights import InitMethod, Partition, initial_part, like_parameter
+from .weights import (
+    InitMethod,
+    Partition,
+    initial_part,
+    kaiming_weight,
+    like_parameter,
+    uniform_bias,
+)
 
 PADDING_REFUSED = (
     "pad=True is for inference in NxD and refused here; choose a size that tensor_parallel_size divides, or, "
@@ -56,22 +62,15 @@ class ParallelLinear(ShardedModule):
     ) -> None:
         """Draw weight, then bias, as ``nn.Linear`` of the full sizes would."""
         rank, shape = self.tensor_model_parallel_group.rank(), (self.output_size, self.input_size)
-        weight, full = initial_part(shape, partition, rank, init_method or _kaiming, dtype, device)
+        weight, full = initial_part(shape, partition, rank, init_method or kaiming_weight, dtype, device)
         self.divide("weight", partition)
         self.weight = nn.Parameter(weight)
         if keep_master_weight:
             self.master_weight = full
         self.bias = None
         if bias:
-            bound = 1 / math.sqrt(self.input_size) if self.input_size else 0.0
-            drawn, _ = initial_part(
-                (self.output_size,),
-                bias_partition,
-                rank,
-                lambda tensor: tensor.uniform_(-bound, bound),
-                dtype,
-                device,
-            )
+            fill_bias = uniform_bias(self.input_size)
+            drawn, _ = initial_part((self.output_size,), bias_partition, rank, fill_bias, dtype, device)
             if bias_partition is not None:
                 self.divide("bias", bias_partition)
             self.bias = nn.Parameter(drawn)
@@ -92,8 +91,3 @@ class ParallelLinear(ShardedModule):
             f"ranks={self.partitions['weight'].ranks}, "
             f"sequence_parallel_enabled={self.sequence_parallel_enabled}"
         )
-
-
-def _kaiming(tensor: torch.Tensor) -> torch.Tensor:
-    """As ``nn.Linear`` initialises its weight."""
-    return nn.init.kaiming_uniform_(tensor, a=math.sqrt(5))

@@ -32,7 +32,9 @@ class ParameterTags:
     def add(self, module: nn.Module, name: str, **tags: Any) -> None:
         """Put attributes on the parameter ``name`` of ``module``, now and whenever `put` is called."""
         self._tags.append((module, name, tags))
-        self.put()
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            vars(parameter).update(tags)
 
     def add_summed(self, module: nn.Module) -> None:
         """Tag all parameters of ``module`` and in it: each rank computes a part of their gradients."""

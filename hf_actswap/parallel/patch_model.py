@@ -51,9 +51,7 @@ class PatchError(ActSwapError):
 
 
 class Patched:
-    """A model that the ranks of a group hold together.
-
-    It cannot be taken off: what the other ranks hold is gone. Build the model anew from `full_state_dict`.
+    """A model that the ranks of a group hold together; to undo it, build it anew from `full_state_dict`.
 
     Args:
         model: after patching, adapters included.
@@ -66,6 +64,11 @@ class Patched:
 
     def __init__(self, model: nn.Module, region: SequenceRegion, tags: ParameterTags) -> None:
         self.model, self._region, self._tags = model, region, tags
+
+    @property
+    def bare(self) -> Any:
+        """The model inside PEFT's wrappers."""
+        return _bare(self.model)
 
     @property
     def region(self) -> SequenceRegion:
@@ -131,7 +134,7 @@ class Patched:
         Raises:
             MeshError: the mesh has more axes.
         """
-        shard_over_data(self.model, _decoder(_bare(self.model)).layers, mesh, **settings)
+        shard_over_data(self.model, _decoder(self.bare).layers, mesh, **settings)
         self._tags.put()
 
     def describe(self) -> str:
@@ -265,9 +268,7 @@ def _agree(model: nn.Module, config: ParallelConfig, group: dist.ProcessGroup, t
 
 
 def _moments(samples: list[torch.Tensor]) -> list[float]:
-    if not samples:
-        return []
-    values = torch.cat(samples)
+    values = torch.cat([torch.zeros(0, dtype=torch.float64), *samples])
     places = torch.arange(1, len(values) + 1, dtype=values.dtype)
     return [values.sum().item(), (values * places).sum().item()]
 

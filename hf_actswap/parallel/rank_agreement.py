@@ -31,6 +31,21 @@ class RankAgreementError(ActSwapError):
     subject = "agreement of the ranks"
 
 
+def answering_ranks(
+    store: dist.distributed_c10d.Store, keys: Mapping[int, str], timeout_s: float
+) -> list[int]:
+    """Wait for the ranks' keys in a store; return the ranks whose keys are there in time.
+
+    Raises:
+        RuntimeError: the store does not answer.
+    """
+    try:
+        store.wait(list(keys.values()), timedelta(seconds=timeout_s))
+        return list(keys)
+    except RuntimeError:  # the time is up, a FileStore has no class of its own for it; or the store is gone
+        return [rank for rank, key in keys.items() if store.check([key])]
+
+
 @dataclass(frozen=True)
 class _Turn:
     """One agreement: its keys in the store, the ranks, and for how long each round may take."""
@@ -46,11 +61,7 @@ class _Turn:
     def read(self, round_name: str) -> dict[int, str]:
         """What the ranks published; those that did not in time are not in it."""
         keys = {rank: self._key(round_name, rank) for rank in self.ranks}
-        try:
-            self.store.wait(list(keys.values()), timedelta(seconds=self.timeout_s))
-            present = list(self.ranks)
-        except RuntimeError:  # the time is up; a FileStore has no class of its own for it
-            present = [rank for rank, key in keys.items() if self.store.check([key])]
+        present = answering_ranks(self.store, keys, self.timeout_s)
         return {rank: self.store.get(keys[rank]).decode() for rank in present}
 
     def _key(self, round_name: str, rank: int) -> str:

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .collectives import gathered
 from .group import group_or_enclosing
-from .weights import Partition
+from .weights import Partition, whole_of_ranks
 
 
 class HeldGroup:
@@ -119,7 +118,7 @@ class ShardedModule(TaggedModule):
         partition = self.partitions.get(name)
         if partition is None or partition.ranks == 1:
             return tensor.clone()
-        return partition.whole(list(gathered(tensor.unsqueeze(0), 0, self.tensor_model_parallel_group)))
+        return whole_of_ranks(tensor, partition, self.tensor_model_parallel_group)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, partition in self.partitions.items():

@@ -6,6 +6,7 @@ is made or loaded, and puts the ranks' parts together again when a model is save
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .collectives import summed_over_replicas
+from .collectives import gathered, summed_over_replicas
 
 InitMethod = Callable[[torch.Tensor], object]
 """Fills a tensor in place, as the functions of ``torch.nn.init`` do."""
@@ -175,11 +176,27 @@ def initial_part(
     return part.to(device), full
 
 
+def kaiming_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Fill a weight as ``nn.Linear`` does."""
+    return nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+
+
+def uniform_bias(input_size: int) -> InitMethod:
+    """Return what fills a bias as an ``nn.Linear`` of so many input features does."""
+    bound = 1 / math.sqrt(input_size) if input_size else 0.0
+    return lambda bias: bias.uniform_(-bound, bound)
+
+
 def like_parameter(part: torch.Tensor, parameter: nn.Parameter) -> nn.Parameter:
     """Return ``part`` as a parameter that requires a gradient, and has the attributes, as ``parameter``."""
     made = nn.Parameter(part, requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     return made
+
+
+def whole_of_ranks(part: torch.Tensor, partition: Partition, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the full tensor of which each rank has its ``part``. Every rank of the group must call it."""
+    return partition.whole(list(gathered(part.unsqueeze(0), 0, group)))
 
 
 def with_summed_gradient(weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 from ..errors import PlanError, Problem
 from .compiled import is_compiled, named_op_modules, uncompiled
 from .families import ATTENTION_MODULES
+from .fsdp2 import FSDP2_METHOD
 from .gradient_checkpointing import is_checkpointed
 from .opnames import ATTENTION_CORE, is_communication
 from .record import LAYER_INPUT, Call, LayerRecord, OpKey, StaleRead, record_forward
@@ -20,9 +21,6 @@ logger = logging.getLogger(__name__)
 
 OUTPUT = "output"
 """Op path of the hidden state that a layer hands on."""
-
-FSDP2_METHOD = "set_reshard_after_forward"
-"""By which a module sharded by FSDP2 is known, without importing it."""
 
 OpKind = Literal["module", "activation", "function"]
 

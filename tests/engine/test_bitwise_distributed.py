@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from time import monotonic
 
 import pytest
 import torch
 
 from tests.engine.ddp_worker import STEPS, WORLD_SIZE, plans, train_on_rank
 from tests.engine.tiny_models import SWAP_CASES, assert_bitwise_equal
+from tests.processes import finish
 
 LIMIT_S = 200
 
@@ -19,12 +19,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what each rank wrote; all plans run in one launch."""
     folder = tmp_path_factory.mktemp("ddp")
     context = torch.multiprocessing.spawn(train_on_rank, (str(folder),), nprocs=WORLD_SIZE, join=False)
-    end = monotonic() + LIMIT_S
-    while not context.join(timeout=1):
-        if monotonic() > end:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"two processes did not finish in {LIMIT_S} s")
+    finish(context, LIMIT_S)
     return folder
 
 

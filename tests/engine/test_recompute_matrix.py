@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from tests.engine.tiny_models import (
     swap_rows,
 )
 from tests.plan.conftest import FAMILY_SIZES
+from tests.processes import finish
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NUM_LAYERS = 3
@@ -254,10 +254,5 @@ def _on_rank(rank: int, family: str, plan: Any) -> list[dict[str, torch.Tensor]]
 @pytest.mark.dist
 def test_two_processes(tmp_path: Path) -> None:
     context = torch.multiprocessing.spawn(train_on_rank, (str(tmp_path),), nprocs=WORLD_SIZE, join=False)
-    end = monotonic() + LIMIT_S
-    while not context.join(timeout=1):
-        if monotonic() > end:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"two processes did not finish in {LIMIT_S} s")
+    finish(context, LIMIT_S)
     assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD_SIZE)] == [[], []]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from time import monotonic
 
 import pytest
 import torch
 
 from tests.engine.fsdp2_worker import CASES_RUN, WORLD_SIZE, Case, Result, run_on_rank
 from tests.engine.tiny_models import assert_bitwise_equal
+from tests.processes import finish
 
 LIMIT_S = 120
 
@@ -21,12 +21,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what each rank wrote; all cases run in one launch."""
     folder = tmp_path_factory.mktemp("fsdp2")
     context = torch.multiprocessing.spawn(run_on_rank, (str(folder),), nprocs=WORLD_SIZE, join=False)
-    end = monotonic() + LIMIT_S
-    while not context.join(timeout=1):
-        if monotonic() > end:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"two processes did not finish in {LIMIT_S} s")
+    finish(context, LIMIT_S)
     return folder
 
 

@@ -9,11 +9,12 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.processes import finish
 
 Cases = Mapping[str, Callable[[Path], object]]
 """What each process runs, in order; it gets a folder that all processes of the launch share."""
@@ -31,12 +32,7 @@ def launch(cases: str, folder: Path, world_size: int, limit_s: float) -> Path:
     context = torch.multiprocessing.spawn(
         _run, (cases, str(folder), store, world_size), nprocs=world_size, join=False
     )
-    end = monotonic() + limit_s
-    while not context.join(timeout=1):
-        if monotonic() > end:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"{world_size} processes did not finish in {limit_s} s")
+    finish(context, limit_s)
     return folder
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_actswap.parallel import ColumnParallelLinear, LayerNorm, RowParallelLinear, SharedInput
 from hf_actswap.parallel.column_input import linear
-from tests.parallel.communication_worker import KINDS
+from tests.parallel.collective_calls import KINDS, wrapped
 from tests.parallel.sharded_math import assert_close, part, same, summed, zero_gradients
 
 HIDDEN, INNER, HEADS, LENGTH, BATCH, DIM = 32, 48, 4, 16, 2, 1
@@ -148,15 +148,8 @@ class Events(TorchDispatchMode):
 
     @contextmanager
     def noted(self) -> Iterator[Events]:
-        own = {name: getattr(dist, name) for name in [*KINDS, "all_to_all_single"] if hasattr(dist, name)}
-        for name, collective in own.items():
-            setattr(dist, name, self._noting(KINDS.get(name, name), collective))
-        try:
-            with self:
-                yield self
-        finally:
-            for name, collective in own.items():
-                setattr(dist, name, collective)
+        with wrapped(self._noting, [*KINDS, "all_to_all_single"]), self:
+            yield self
 
     def _noting(self, kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         events = self

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -32,18 +32,12 @@ from hf_actswap.parallel import (
     tensor_parallel_group,
 )
 from tests.engine.tiny_models import VOCABULARY, gradients, snapshot, tiny_llama
+from tests.parallel.collective_calls import noted
 from tests.parallel.parallel_llama import parallel_llama
 
 WORLD_SIZE = 2
 LENGTH = 16
 _LOOKS, _LOOK_S = 20, 0.01
-KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_single": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "all_reduce": "all_reduce",
-}
 
 
 @dataclass(frozen=True)
@@ -164,27 +158,15 @@ class HeldBytes(TorchDispatchMode):
         return min(totals)
 
 
-@contextmanager
-def counted(result: Result) -> Iterator[Callable[[str], None]]:
+def counted(result: Result) -> AbstractContextManager[Callable[[str], None]]:
     """Count the collectives; yields what sets the name of the present part of the step."""
-    part, own = ["forward"], {name: getattr(dist, name) for name in KINDS if hasattr(dist, name)}
 
-    def counting(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            result.calls[part[0], kind] += 1
-            result.moved_bytes[part[0], kind] += max(tensor.nbytes for tensor in tensors)
-            return collective(*args, **kwargs)
+    def note(part: str, kind: str, arguments: tuple[Any, ...]) -> None:
+        tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        result.calls[part, kind] += 1
+        result.moved_bytes[part, kind] += max(tensor.nbytes for tensor in tensors)
 
-        return call
-
-    for name, collective in own.items():
-        setattr(dist, name, counting(KINDS[name], collective))
-    try:
-        yield lambda name: part.__setitem__(0, name)
-    finally:
-        for name, collective in own.items():
-            setattr(dist, name, collective)
+    return noted(note)
 
 
 class _Warnings(logging.Handler):

@@ -27,6 +27,7 @@ from hf_actswap.parallel.gradients import (
     allreduce_sequence_parallel_gradients,
     forget_sums,
 )
+from tests.parallel.collective_calls import Collective, wrapped
 from tests.parallel.rank_processes import run_cases
 
 WORLD_SIZE = 4
@@ -85,17 +86,17 @@ def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
 @contextmanager
 def counted() -> Iterator[list[tuple[int, torch.dtype]]]:
     """The all-reduces inside: elements and dtype of each."""
-    calls, all_reduce = [], dist.all_reduce
+    calls: list[tuple[int, torch.dtype]] = []
 
-    def counting(tensor: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
-        calls.append((tensor.numel(), tensor.dtype))
-        return all_reduce(tensor, *arguments, **settings)
+    def counting(_: str, all_reduce: Collective) -> Collective:
+        def call(tensor: torch.Tensor, *arguments: Any, **settings: Any) -> Any:
+            calls.append((tensor.numel(), tensor.dtype))
+            return all_reduce(tensor, *arguments, **settings)
 
-    dist.all_reduce = counting
-    try:
+        return call
+
+    with wrapped(counting, ["all_reduce"]):
         yield calls
-    finally:
-        dist.all_reduce = all_reduce
 
 
 def accumulation(group: dist.ProcessGroup | None) -> dict[str, Any]:

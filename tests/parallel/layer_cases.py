@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -29,7 +29,7 @@ from hf_actswap.parallel import (
     scatter_to_tensor_model_parallel_region,
     tensor_parallel_group,
 )
-from tests.parallel.communication_worker import KINDS
+from tests.parallel.collective_calls import KINDS, Collective, wrapped
 from tests.parallel.sharded_math import alone, assert_close, from_all, part, same, summed
 
 HIDDEN, INNER, LENGTH, BATCH = 16, 24, 8, 3
@@ -316,23 +316,16 @@ def case_g5_reduced_in_float32(group: dist.ProcessGroup) -> None:
 def _noted_dtypes() -> Iterator[list[torch.dtype]]:
     """The dtypes in which is summed over the ranks."""
     dtypes: list[torch.dtype] = []
-    own = {name: getattr(dist, name) for name in KINDS if hasattr(dist, name)}
 
-    def noting(collective: Callable[..., object]) -> Callable[..., object]:
+    def noting(_: str, collective: Collective) -> Collective:
         def call(tensor: torch.Tensor, *args: object, **kwargs: object) -> object:
             dtypes.append(tensor.dtype)
             return collective(tensor, *args, **kwargs)
 
         return call
 
-    try:
-        for name, collective in own.items():
-            if KINDS[name] != "all_gather":
-                setattr(dist, name, noting(collective))
+    with wrapped(noting, [name for name, kind in KINDS.items() if kind != "all_gather"]):
         yield dtypes
-    finally:
-        for name, collective in own.items():
-            setattr(dist, name, collective)
 
 
 def case_reduce_dtype_is_obeyed(group: dist.ProcessGroup) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from hf_actswap.parallel.lazy_logits import LazyLogits
 from hf_actswap.parallel.patch_model import PatchError, patch_model
 from hf_actswap.parallel.rank_agreement import RankAgreementError
 from hf_actswap.plan.outline import outline as outline_of
+from tests.parallel.collective_calls import noted
 from tests.parallel.patch_worker import BATCH, Case, batches, compare, config, drifting, full_gradients, step
 from tests.parallel.patched_models import tiny_model
 from tests.parallel.rank_processes import run_cases
@@ -36,36 +37,16 @@ ADAPTED = {
     "qwen2": ["k_proj", "o_proj"],
 }
 
-KINDS = {
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_single": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "all_reduce": "all_reduce",
-}
-
 Group = dist.ProcessGroup | None
 
 
-@contextmanager
-def counted(calls: Counter[str]) -> Iterator[Callable[[str], None]]:
+def counted(calls: Counter[str]) -> AbstractContextManager[Callable[[str], None]]:
     """Count collectives as ``<part> <kind>``; yields what names the present part of the step."""
-    part, own = ["forward"], {name: getattr(dist, name) for name in KINDS if hasattr(dist, name)}
 
-    def counting(kind: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[f"{part[0]} {kind}"] += 1
-            return collective(*args, **kwargs)
+    def note(part: str, kind: str, _: tuple[Any, ...]) -> None:
+        calls[f"{part} {kind}"] += 1
 
-        return call
-
-    for name, collective in own.items():
-        setattr(dist, name, counting(KINDS[name], collective))
-    try:
-        yield lambda name: part.__setitem__(0, name)
-    finally:
-        for name, collective in own.items():
-            setattr(dist, name, collective)
+    return noted(note)
 
 
 def adapted(model: Any, kind: str, dropout: float = 0.0) -> Any:

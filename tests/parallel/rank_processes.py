@@ -8,12 +8,13 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from time import monotonic
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.processes import finish
 
 PACKAGE = "hf_actswap"
 Cases = Mapping[str, Callable[[dist.ProcessGroup | None], object]]
@@ -52,12 +53,7 @@ def launch(worker: Callable[[int, str], None], folder: Path, world_size: int, li
     """Run ``worker(rank, folder)`` on each process; fail when they take longer than the limit."""
     arguments = (worker.__module__, worker.__name__, str(folder))
     context = torch.multiprocessing.spawn(_start, arguments, nprocs=world_size, join=False)
-    end = monotonic() + limit_s
-    while not context.join(timeout=1):
-        if monotonic() > end:
-            for process in context.processes:
-                process.kill()
-            raise TimeoutError(f"{world_size} processes did not finish in {limit_s} s")
+    finish(context, limit_s)
     return folder
 
 

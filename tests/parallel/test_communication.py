@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from tests.engine.tiny_models import NUM_LAYERS, assert_bitwise_equal
 from tests.parallel.communication_worker import CASES, LENGTH, WORLD_SIZE, Result, run_on_rank
+from tests.processes import finish
 
 LIMIT_S = 150
 HIDDEN, SIZE_BYTES = 32, 4
@@ -27,12 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what each rank wrote; all cases run in one launch."""
     folder = tmp_path_factory.mktemp("communication")
     context = torch.multiprocessing.spawn(run_on_rank, (str(folder),), nprocs=WORLD_SIZE, join=False)
-    end = monotonic() + LIMIT_S
-    while not context.join(timeout=1):
-        if monotonic() > end:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"two processes did not finish in {LIMIT_S} s")
+    finish(context, LIMIT_S)
     return folder
 
 

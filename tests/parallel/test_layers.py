@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from time import monotonic
 
 import pytest
 import torch
 
 from tests.parallel.layers_worker import OK, cases, run_on_rank
+from tests.processes import finish
 
 LIMIT_S = 200
 
@@ -23,12 +23,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     context = torch.multiprocessing.spawn(
         run_on_rank, (world_size, str(folder)), nprocs=world_size, join=False
     )
-    end = monotonic() + LIMIT_S
-    while not context.join(timeout=1):
-        if monotonic() > end:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"{world_size} processes did not finish in {LIMIT_S} s")
+    finish(context, LIMIT_S)
     return folder
 
 

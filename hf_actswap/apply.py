@@ -6,23 +6,28 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from .config import ActSwapConfig, load_config
+from .config.schema import MemoryConfig
 from .engine import AppliedPlan, Transfer, install
-from .engine.host_budget import Progress
+from .engine.host_budget import HostMemory, Progress
+from .engine.swapped_storages import Keeper
 from .errors import PlanError, Problem
-from .parallel import Replicas, enclosing_group
+from .parallel import Replicas, enclosing_group, tensor_parallel_group
 from .parallel.gathered_inputs import keep_gathered_inputs
 from .plan import MemoryPlan, Outline, outline, resolve_plan
 from .plan.checkpointing_rules import problems_of_checkpointing
 from .plan.compiled import uncompiled
 from .plan.outline import unwrapped
 from .plan.overwritten import keep_what_is_overwritten
-from .report import PinningBar
+from .planner import Meter, Planner, start_planner
+from .report import PinningBar, PlannerBar
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +36,11 @@ def apply(
     model: nn.Module,
     config_or_plan: ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | os.PathLike[str] | None,
     *,
+    optimizer: torch.optim.Optimizer | None = None,
     transfer: Transfer | None = None,
     progress: Progress | None = None,
-) -> AppliedPlan:
+    meter: Meter | None = None,
+) -> AppliedPlan | Planner:
     """Put a configuration or a plan on a model.
 
     Works before or after ``accelerator.prepare``; the model keeps its class and its state-dict names, and
@@ -41,13 +48,19 @@ def apply(
     a key-value cache would hold what swap releases, and be written twice by recomputation. What a rule
     changed of a configuration is logged as warnings; a plan is applied without a word.
 
+    Where the configuration's ``memory.mode`` is ``smart_swap`` or ``adaptive``, a plan is looked for while
+    the model trains, and what is returned is the `Planner`: it has the same ``plan``, ``stats()`` and
+    ``remove()``, and changes the plan between steps. Then call this with the model on its device.
+
     Args:
         model: a causal language model, bare or wrapped (DDP, PEFT, ``torch.compile``).
         config_or_plan: a plan, or whatever `load_config` takes. With ``recompute_slice_activation``, call
             inside `hf_actswap.parallel.tensor_parallel_group`.
+        optimizer: of the model, which the planner needs: its step ends a training step.
         transfer: how bytes move; by default streams on an accelerator, blocking copies on the CPU.
         progress: called with (bytes, bytes in all) while host memory is made ready, equal at the end; by
             default a bar on rank 0.
+        meter: of device memory, for the planner; by default the device's.
 
     Raises:
         ConfigError: the configuration is malformed.
@@ -55,12 +68,86 @@ def apply(
     """
     shape = outline(model)
     if isinstance(config_or_plan, MemoryPlan):
-        plan = config_or_plan
-    else:
-        plan = resolve_plan(load_config(config_or_plan), shape)
-        for changed in (*plan.warnings, *plan.overrides):
-            logger.warning("%s", changed)
-    return apply_plan(model, plan, shape, transfer, progress)
+        return apply_plan(model, config_or_plan, shape, transfer, progress)
+    config = load_config(config_or_plan)
+    plan = resolve_plan(config, shape)
+    for changed in (*plan.warnings, *plan.overrides):
+        logger.warning("%s", changed)
+    if config.memory.mode == "off":
+        return apply_plan(model, plan, shape, transfer, progress)
+    if optimizer is None:
+        raise PlanError([_NO_OPTIMIZER])
+    return plan_while_training(
+        model,
+        plan,
+        shape,
+        config.memory,
+        optimizer=optimizer,
+        transfer=transfer,
+        progress=progress,
+        meter=meter,
+    )
+
+
+_NO_OPTIMIZER = Problem(
+    "memory.mode",
+    "the optimizer, whose step ends a training step",
+    "none",
+    "Pass it: hf_actswap.apply(model, config, optimizer=optimizer).",
+)
+
+
+def plan_while_training(
+    model: nn.Module,
+    fixed: MemoryPlan,
+    shape: Outline,
+    memory: MemoryConfig,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    counts_steps: bool = True,
+    transfer: Transfer | None = None,
+    progress: Progress | None = None,
+    meter: Meter | None = None,
+) -> Planner:
+    """Look for a plan while a model trains; see `apply`. All plans that are tried share one host memory.
+
+    Args:
+        model: on its device, as it is called.
+        fixed: the plan of what is written by hand.
+        shape: the model's outline.
+        memory: the ``memory`` section; its mode is not ``off``.
+        optimizer: of the model.
+        counts_steps: whether the optimizer's step ends a training step; else whoever trains calls
+            `Planner.step_ended`.
+        transfer, progress, meter: see `apply`.
+
+    Raises:
+        PlanError: something does not go with the planner, or the plan file is malformed.
+    """
+    host, group = HostMemory(fixed), enclosing_group()
+
+    def put(plan: MemoryPlan, keeper: Keeper | None) -> AppliedPlan:
+        with nullcontext() if group is None else tensor_parallel_group(group):
+            return apply_plan(model, plan, shape, transfer, progress, keeper, host)
+
+    planner = start_planner(
+        model,
+        shape,
+        fixed,
+        memory,
+        put,
+        host,
+        optimizer=optimizer,
+        counts_steps=counts_steps,
+        transfer=transfer,
+        meter=meter,
+    )
+    planner.on_remove(host.close)
+    if _is_rank_0():
+        bar = PlannerBar()
+        planner.progress = bar
+        planner.on_remove(bar.close)
+    return planner
 
 
 def apply_plan(
@@ -69,6 +156,8 @@ def apply_plan(
     shape: Outline,
     transfer: Transfer | None = None,
     progress: Progress | None = None,
+    keeper: Keeper | None = None,
+    host: HostMemory | None = None,
 ) -> AppliedPlan:
     """Put a plan on a model whose outline is at hand; see `apply`.
 
@@ -79,17 +168,20 @@ def apply_plan(
     plan = keep_what_is_overwritten(plan, shape)
     group = enclosing_group()
     replicas = None if group is None else Replicas(group)
-    applied = install(model, plan, shape, transfer, progress or _bar_on_rank_0(), replicas)
-    if plan.rows:
+    applied = install(model, plan, shape, transfer, progress or _bar_on_rank_0(), replicas, keeper, host)
+    if plan.rows or keeper is not None:
         for restore in (*_without_cache(unwrapped(model)), *_gathering_once(unwrapped(model), plan, shape)):
             applied.on_remove(restore)
     return applied
 
 
 def _bar_on_rank_0() -> Progress | None:
+    return PinningBar() if _is_rank_0() else None
+
+
+def _is_rank_0() -> bool:
     started = dist.is_available() and dist.is_initialized()
-    rank = dist.get_rank() if started else int(os.environ.get("RANK", "0"))
-    return PinningBar() if rank == 0 else None
+    return (dist.get_rank() if started else int(os.environ.get("RANK", "0"))) == 0
 
 
 def _refuse_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Outline) -> None:

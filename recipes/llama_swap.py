@@ -21,7 +21,9 @@ from typing import Any
 
 import torch.distributed as dist
 from recipe_arguments import parse_arguments
+from recipe_checkpoints import StateLast, faults_of, last_complete_checkpoint
 from recipe_options import DataArguments, ModelArguments, RecipeError
+from recipe_stop import Stop
 from recipe_texts import load_texts
 from recipe_tokens import TokenBlocks, load_tokenizer, perplexity, token_stream, unigram_entropy
 from transformers import (
@@ -31,11 +33,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
     default_data_collator,
     set_seed,
 )
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_actswap import ActSwapTrainer
 from hf_actswap.errors import ActSwapError
@@ -63,7 +65,8 @@ def refuse_lonely_processes(args: TrainingArguments) -> None:
 
 
 def checkpoint_to_resume(args: TrainingArguments) -> str | None:
-    """Resolve ``--resume_from_checkpoint``: a path, or ``last`` (``true``) for the newest in ``output_dir``.
+    """Resolve ``--resume_from_checkpoint``: a path, or ``last`` (``true``) for the newest in ``output_dir``
+    that was written to its end.
 
     Raises:
         RecipeError: the path does not exist.
@@ -72,16 +75,19 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
     if wish is None or str(wish).lower() in ("false", "none"):
         return None
     if str(wish).lower() in ("true", "last"):
-        last = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+        folder = Path(str(args.output_dir))
+        last = last_complete_checkpoint(folder) if folder.is_dir() else None
         if last is None:
             logger.warning(
-                "There is no checkpoint in %s yet: training starts from the beginning.", args.output_dir
+                "There is no whole checkpoint in %s yet: training starts from the beginning.", args.output_dir
             )
         return last
     if not Path(wish).is_dir():
         raise RecipeError(
             f"--resume_from_checkpoint: there is no folder {wish} (`last` finds the newest one)."
         )
+    for fault in faults_of(Path(wish)):
+        logger.warning("%s was not written to its end: %s.", wish, fault)
     return str(wish)
 
 
@@ -183,7 +189,7 @@ def train(trainer: Trainer, checkpoint: str | None) -> None:
     trainer.save_metrics("train", metrics)
 
 
-def run(argv: Sequence[str]) -> None:
+def run(argv: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> None:
     """Train and evaluate as ``argv`` says; the model, tokenizer and metrics are left in ``output_dir``.
 
     Raises:
@@ -214,6 +220,7 @@ def run(argv: Sequence[str]) -> None:
         eval_dataset=eval_blocks,
         processing_class=tokenizer,
         data_collator=default_data_collator,
+        callbacks=[StateLast(), *callbacks],
     )
     trainer.log_metrics("data", facts)
     trainer.save_metrics("data", facts)
@@ -225,9 +232,11 @@ def run(argv: Sequence[str]) -> None:
 
 def main() -> None:
     """Run with the command line; what the user can mend is told without a traceback."""
+    stop = Stop()
+    stop.listen()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
-        run(sys.argv[1:])
+        run(sys.argv[1:], [stop])
     except (RecipeError, ActSwapError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     # Only when the model and its data-parallel wrapper are gone: freed after the group, they may hang.

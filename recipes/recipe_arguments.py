@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
+from recipe_mode import with_mode
 from recipe_options import (
     DEFAULT_DATASET,
     DEFAULT_DATASET_CONFIG,
@@ -23,12 +24,14 @@ from recipe_options import (
     TRAINER_DEFAULTS,
     DataArguments,
     ModelArguments,
+    PlannerArguments,
     RecipeError,
 )
 from transformers import HfArgumentParser
 
 from hf_actswap import ActSwapTrainingArguments, ConfigError
 from hf_actswap.config.keys import FOREIGN_SECTIONS, OUR_SECTIONS, unknown_key_hint
+from hf_actswap.config.mindspeed_keys import MODE_FLAGS
 from hf_actswap.config.yaml_text import parse_yaml
 from hf_actswap.errors import Problem
 
@@ -39,9 +42,9 @@ DEFAULT_ACTSWAP = {"swap_config": {"swap": True}}
 
 
 def build_parser() -> HfArgumentParser:
-    """The parser of all three dataclasses, with the recipe's defaults (shown by ``--help``)."""
+    """The parser of all four dataclasses, with the recipe's defaults (shown by ``--help``)."""
     parser = HfArgumentParser(
-        (ModelArguments, DataArguments, ActSwapTrainingArguments),
+        (ModelArguments, DataArguments, ActSwapTrainingArguments, PlannerArguments),
         usage="llama_swap.py [CONFIG.yaml|CONFIG.json] [--argument value ...]",
         allow_abbrev=False,
     )
@@ -68,11 +71,15 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments,
     _refuse_unknown(unknown, parser)
 
     written = {**values, **_explicit([*tokens, *command_line], parser)}
-    written.setdefault("actswap", sections or deepcopy(DEFAULT_ACTSWAP))
+    flags = {flag: bool(written.pop(flag)) for flag in MODE_FLAGS if written.get(flag) is not None}
+    default = {} if any(flags.values()) else DEFAULT_ACTSWAP
+    written.setdefault("actswap", sections or deepcopy(default))
     if written["actswap"] == "none":
         written["actswap"] = None
     _settle_layer_count(written, sections)
-    return parser.parse_dict({**TRAINER_DEFAULTS, **derived_defaults(written), **written})
+    written["actswap"] = with_mode(written["actswap"], flags)
+    model, data, args, _ = parser.parse_dict({**TRAINER_DEFAULTS, **derived_defaults(written), **written})
+    return model, data, args
 
 
 def _explicit(tokens: Sequence[str], parser: HfArgumentParser) -> dict[str, Any]:

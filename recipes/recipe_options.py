@@ -110,3 +110,17 @@ class DataArguments:
     eval_before: bool | None = field(
         default=None, metadata={"help": "Evaluate before training too. Default: as --do_eval."}
     )
+
+
+@dataclass
+class PlannerArguments:
+    """MindSpeed's flags: they set ``memory.mode`` of the configuration."""
+
+    smart_swap: bool = field(
+        default=False,
+        metadata={"help": "Plan what is kept, swapped and recomputed (memory.mode: smart_swap)."},
+    )
+    adaptive_memory_optimization: bool = field(
+        default=False,
+        metadata={"help": "The same, with no fate written by hand (memory.mode: adaptive)."},
+    )

@@ -45,7 +45,8 @@ def test_the_python_runs_in_order_and_prints_what_it_says(
 
 
 def test_the_yaml_prints_the_shown_lines_and_table(repository: Path) -> None:
-    (text,) = blocks(repository, "yaml")
+    text, *others = blocks(repository, "yaml")
+    assert all(hf_actswap.load_config(other) for other in others)
     (shown,) = blocks(repository, "text")
     plan = hf_actswap.resolve_plan(hf_actswap.load_config(text), hf_actswap.outline(small_llama()))
     lines = [f"INFO - {line}" for line in plan.log_lines() if line.startswith("Set ")]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .loader import load_config
+from .loader import ActSwapConfig, load_config
 from .op_path import split_op_path
 from .schema import (
-    ActSwapConfig,
     LayerCounts,
     Layers,
     LayerSwapRule,

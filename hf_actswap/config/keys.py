@@ -7,6 +7,7 @@ from dataclasses import fields
 from types import MappingProxyType
 
 from ..errors import nearest
+from .mindspeed_keys import TRANSLATED
 from .schema import MemoryConfig, RecomputeConfig, SwapConfig
 
 SWAP_KEYS = tuple(field.name for field in fields(SwapConfig))
@@ -155,7 +156,7 @@ def unknown_key_hint(key: object, ours: Sequence[str], also: Sequence[str] = ())
         ("swap_config", SWAP_KEYS),
         ("recompute_config", RECOMPUTE_KEYS),
         ("parallel_config", PARALLEL_KEYS),
-        ("memory", MEMORY_KEYS),
+        ("memory", (*MEMORY_KEYS, *TRANSLATED)),
     ):
         if name in keys:
             return f"It is a key of `{section}`: write it below that line."

@@ -1,15 +1,18 @@
-"""`load_config`: a file, folder, text, mapping or Hub id to an `ActSwapConfig`, or every error at once."""
+"""`ActSwapConfig`, a whole document, and `load_config`, which reads one or names every error at once."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import ConfigError, Problem
-from .hub import CONFIG_FILE_NAME, download_config, split_hub_id
-from .keys import FOREIGN_SECTIONS, OUR_SECTIONS, meaningless, unknown_key_hint
+from . import dump, published
+from .hub import HubOptions, PushOptions
+from .keys import FOREIGN_SECTIONS, OUR_SECTIONS, meaningless
 from .memory_section import check_fates, read_memory
+from .mindspeed_keys import MODE_FLAGS
 from .parallel_section import (
     MODEL_CONFIG,
     PIPELINE_INTERLEAVE,
@@ -17,17 +20,132 @@ from .parallel_section import (
     lookup,
     read_parallel,
 )
+from .published import PlanSource
 from .reader import Findings, Path, read_int, show
 from .recompute_section import read_recompute
-from .schema import ActSwapConfig
+from .schema import MemoryConfig, ParallelConfig, RecomputeConfig, SwapConfig
+from .sources import EXPECTED_SOURCE, Document, from_name, from_path, from_string
 from .swap_section import read_swap, swap_is_unreadable
-from .yaml_text import MAX_TEXT_BYTES, parse_yaml, too_long
+from .yaml_text import parse_yaml
 
-_EXPECTED_SOURCE = (
-    f"a file, a folder that holds {CONFIG_FILE_NAME}, YAML or JSON text, or a Hub id (org/name)"
-)
-_TEXT_SOURCE = "text"
-_FILE_ENDINGS = (".yaml", ".yml", ".json")
+
+@dataclass(frozen=True)
+class ActSwapConfig:
+    """A whole document.
+
+    Attributes:
+        num_layers: ``model.model_config.num_layers`` where the document states it; checked against the model.
+        notes: one line for each section or key that was accepted and has no meaning here, saying what
+            becomes of it. Not part of equality, and not written by `to_yaml`.
+        source: the file, the Hub id with its commit (``org/name@commit``), or a short description, for
+            messages. Not part of equality.
+    """
+
+    swap_config: SwapConfig = SwapConfig()  # noqa: RUF009 - it is frozen
+    recompute_config: RecomputeConfig = RecomputeConfig()  # noqa: RUF009 - it is frozen
+    parallel_config: ParallelConfig = ParallelConfig()  # noqa: RUF009 - it is frozen
+    memory: MemoryConfig = MemoryConfig()  # noqa: RUF009 - it is frozen
+    num_layers: int | None = field(
+        default=None, metadata={dump.DOCUMENT_PATH: ("model", "model_config", "num_layers")}
+    )
+    notes: tuple[str, ...] = field(default=(), compare=False)
+    source: str = field(default="", compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The document that loads to this configuration: plain values, only those that are not default."""
+        return dump.to_dict(self)
+
+    def to_yaml(self) -> str:
+        """The same document as YAML text: ``load_config(config.to_yaml()) == config``."""
+        return dump.to_yaml(self)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_path: str | os.PathLike[str],
+        *,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        local_files_only: bool = False,
+    ) -> ActSwapConfig:
+        """Read a file, a folder that holds ``actswap_config.yaml``, or a repository of the Hub that does.
+
+        Args:
+            name_or_path: a path, which wins where it exists, or ``org/name`` or ``org/name@revision``.
+            revision: branch, tag or commit.
+            token, cache_dir, local_files_only: as in `huggingface_hub.hf_hub_download`.
+
+        Raises:
+            ConfigError: with every problem of the document, or why there is none.
+        """
+        options = HubOptions(token, cache_dir, local_files_only)
+        return _read_text(from_name(os.fsdecode(name_or_path), revision, options))
+
+    def save_pretrained(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        plan: PlanSource | None = None,
+        push_to_hub: bool = False,
+        repo_id: str | None = None,
+        **push: Any,
+    ) -> str | None:
+        """Write ``actswap_config.yaml``, and a plan as ``plan.json``, into a folder.
+
+        Args:
+            folder: made if there is none.
+            plan: a `MemoryPlan`, or the file that the planner wrote.
+            push_to_hub: publish them too.
+            repo_id: where to; ``None``: the folder's name, below one's own.
+            push: see `push_to_hub`.
+
+        Returns:
+            The address of the commit, if they are published.
+
+        Raises:
+            ConfigError: ``plan`` is no plan.
+            OSError: the folder cannot be written, or see `push_to_hub`.
+        """
+        published.save(folder, self.to_yaml(), plan)
+        if not push_to_hub:
+            return None
+        return self.push_to_hub(repo_id or os.path.basename(os.path.abspath(folder)), plan=plan, **push)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        plan: PlanSource | None = None,
+        base_model: str | None = None,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+    ) -> str:
+        """Publish as ``actswap_config.yaml`` of a model repository, in one commit with plan and card.
+
+        ``memory.plan_file`` is a path of this machine and is left out. The card (``README.md``) says what the
+        plan was measured on; a card that this library did not write stays as it is.
+
+        Args:
+            repo_id: ``org/name``; made if there is none.
+            plan: a `MemoryPlan`, or the file that the planner wrote, which says what it was measured on.
+            base_model: Hub id of the model, for the card.
+            commit_message, commit_description, private, token, revision, create_pr: as in transformers'
+                ``push_to_hub``.
+
+        Returns:
+            The address of the commit (a `huggingface_hub.CommitInfo`; its ``oid`` is the commit).
+
+        Raises:
+            ConfigError: ``plan`` is no plan.
+            OSError: no access or no network.
+        """
+        options = PushOptions(private, token, revision, create_pr, commit_message, commit_description)
+        return published.push(repo_id, _without_plan_file(self).to_yaml(), plan, base_model, options)
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | ActSwapConfig | None) -> ActSwapConfig:
@@ -53,78 +171,30 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | ActSwapConf
     if isinstance(source, Mapping):
         return _read_document(source, [], "mapping")
     if isinstance(source, str):
-        return _load_string(source)
+        return _read_text(from_string(source))
     if isinstance(source, os.PathLike):
-        path = os.fsdecode(source)
-        if os.path.exists(path):
-            return _load_path(path)
-        raise ConfigError([_no_such_source(path, "no such file or folder")])
-    raise ConfigError([Problem("source", _EXPECTED_SOURCE, show(source))])
+        return _read_text(from_path(os.fsdecode(source)))
+    raise ConfigError([Problem("source", EXPECTED_SOURCE, show(source))])
 
 
-def _load_string(text: str) -> ActSwapConfig:
-    # A line break first: no question to the file system with a whole document as the name.
-    if "\n" in text or not text.strip():
-        return _load_text(text, _TEXT_SOURCE)
-    if os.path.exists(text):
-        return _load_path(text)
-    if text.lstrip().startswith("{") or ": " in text or text.rstrip().endswith(":"):
-        return _load_text(text, _TEXT_SOURCE)
-    if text.lower().endswith(_FILE_ENDINGS):
-        raise ConfigError([_no_such_source(text, "no such file")])
-    hub_id = split_hub_id(text)
-    if hub_id is None:
-        raise ConfigError([_no_such_source(text, "no such file or folder, no YAML mapping and no Hub id")])
-    try:
-        path = download_config(*hub_id)
-    except OSError as error:
-        raise ConfigError(
-            [_no_such_source(text, f"no such file or folder, and from the Hub {error}")]
-        ) from error
-    return _load_file(path, text)
-
-
-def _no_such_source(text: str, tried: str) -> Problem:
-    name = f"'{text}'" if text.isprintable() else repr(text)
-    return Problem("source", _EXPECTED_SOURCE, f"{name}: {' '.join(tried.split()).rstrip('.')}")
-
-
-def _load_path(path: str) -> ActSwapConfig:
-    if not os.path.isdir(path):
-        return _load_file(path, path)
-    inside = os.path.join(path, CONFIG_FILE_NAME)
-    if not os.path.isfile(inside):
-        raise ConfigError([_no_such_source(path, f"a folder without {CONFIG_FILE_NAME}")])
-    return _load_file(inside, inside)
-
-
-def _load_file(path: str, source: str) -> ActSwapConfig:
-    if not os.path.isfile(path):
-        raise ConfigError([_no_such_source(path, "neither a file nor a folder")])
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_TEXT_BYTES + 1)
-        text = raw.decode("utf-8-sig")
-    except OSError as error:
-        raise ConfigError([_no_such_source(path, f"it cannot be read, {error.strerror}")]) from error
-    except UnicodeDecodeError as error:
-        if len(raw) > MAX_TEXT_BYTES:
-            raise ConfigError([too_long("more")], source) from error
-        raise ConfigError(
-            [Problem("document", "text in UTF-8", f"byte {error.start} that is not")], source
-        ) from error
-    if len(raw) > MAX_TEXT_BYTES:
-        raise ConfigError([too_long("more")], source)
-    return _load_text(text, source)
-
-
-def _load_text(text: str, source: str) -> ActSwapConfig:
-    document, duplicates = parse_yaml(text, source)
+def _read_text(found: Document) -> ActSwapConfig:
+    document, duplicates = parse_yaml(found.text, found.source)
     if document is None:
         document = {}
     if not isinstance(document, Mapping):
-        raise ConfigError([Problem("document", "a mapping of sections", show(document))], source)
-    return _read_document(document, duplicates, source)
+        raise ConfigError([Problem("document", "a mapping of sections", show(document))], found.source)
+    config = _read_document(document, duplicates, found.source)
+    if found.hub_file is None:
+        return config
+    # Anybody may have written it, and the planner writes to the path that it names.
+    notes = [f"{found.hub_file.repo_id} on the Hub is read at commit {found.hub_file.commit}."]
+    if config.memory.plan_file is not None:
+        notes.append("`memory.plan_file` is a path of the machine that published it; it is not used.")
+    return replace(_without_plan_file(config), notes=(*notes, *config.notes))
+
+
+def _without_plan_file(config: ActSwapConfig) -> ActSwapConfig:
+    return replace(config, memory=replace(config.memory, plan_file=None))
 
 
 def _read_document(
@@ -171,8 +241,9 @@ def _note_foreign_sections(findings: Findings) -> None:
             findings.note((key,), _interleave_note(findings))
         elif key in FOREIGN_SECTIONS:
             findings.note((key,), meaningless(key))
-        elif key not in OUR_SECTIONS:
-            hint = unknown_key_hint(key, (*OUR_SECTIONS, "model"), sorted(FOREIGN_SECTIONS))
+        elif key not in (*OUR_SECTIONS, *MODE_FLAGS):
+            also = (*sorted(FOREIGN_SECTIONS), *MODE_FLAGS)
+            hint = findings.key_hint(key, (*OUR_SECTIONS, "model"), also)
             path: Path = (key,) if isinstance(key, str | int) else ()
             found = "an unknown key" if path else f"the key {show(key)}"
             findings.problem(path, "a section of this library or of MindFormers", found, hint)

@@ -1,39 +1,48 @@
-"""Reading ``memory``: the planner's section."""
+"""Reading ``memory``: the planner's section, in our names or in MindSpeed's."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .keys import MEMORY_KEYS
+from .mindspeed_keys import MODE_FLAGS, SETTINGS
+from .mindspeed_settings import Setting, read_flags, read_settings, read_stable_step
 from .reader import (
     Findings,
     Path,
     read_bool,
     read_choice,
     read_int,
+    read_not_negative,
     read_positive,
     read_section,
     read_text,
+    where,
 )
-from .recompute_section import SELECTION_KEYS, selects_anything
+from .recompute_section import EXCLUDE_KEYS, SELECTION_KEYS, selects_anything
 from .schema import MemoryConfig, RecomputeConfig, SwapConfig
 
 _LEAST = {"warmup_steps": 1, "search_steps": 0, "num_attn_layers_per_stage": 1, "swap_bucket_size": None}
 _SIZES = ("budget_gib", "reduce_by_gib", "min_tensor_mib", "host_memory_gib")
+_MAY_BE_NULL = (*_SIZES, "margin_gib", "plan_file")
 _CHOICES = {"mode": ("off", "smart_swap", "adaptive"), "preference": ("performance", "memory_saving")}
 
 
 def read_memory(findings: Findings) -> MemoryConfig:
-    """Read ``memory``. ``null`` is accepted where it is the default: for sizes and ``plan_file``."""
-    section = read_section(findings, "memory", MEMORY_KEYS)
-    values: dict[str, Any] = {}
-    for key, value in section.items():
-        if key in MEMORY_KEYS and not (value is None and key in (*_SIZES, "plan_file")):
-            values[key] = _read_value(findings, ("memory", key), key, value)
-    if {"budget_gib", "reduce_by_gib"} <= values.keys():
-        later = max((("memory", "budget_gib"), ("memory", "reduce_by_gib")), key=findings.position)
-        findings.problem(later, "one of memory.budget_gib and memory.reduce_by_gib", "both", "Leave one out.")
-    return MemoryConfig(**{key: value for key, value in values.items() if value is not None})
+    """Read ``memory`` and MindSpeed's two flags. ``null`` is accepted where it is the default."""
+    section = read_section(findings, "memory", MEMORY_KEYS, (*SETTINGS, *MODE_FLAGS))
+    settings = [
+        Setting(key, ("memory", key), _read_value(findings, ("memory", key), key, value))
+        for key, value in section.items()
+        if key in MEMORY_KEYS and not (value is None and key in _MAY_BE_NULL)
+    ]
+    settings += read_flags(findings, section)
+    settings += read_settings(findings, section)
+    settings += read_stable_step(findings, section, _warmup(settings))
+    written = _each_once(findings, settings)
+    _check_budget(findings, written)
+    return MemoryConfig(**{key: one.value for key, one in written.items() if one.value is not None})
 
 
 def check_fates(
@@ -43,18 +52,61 @@ def check_fates(
     if memory.mode != "adaptive":
         return
     written = ["swap_config.swap"] if swap.swap else []
-    for key in ("recompute", *SELECTION_KEYS):
+    # To keep is a fate as well.
+    for key in ("recompute", *SELECTION_KEYS, *EXCLUDE_KEYS):
         value = getattr(recompute, key)
         # With swap on a list holds indices, and index 0 selects a layer as well as any other.
         if selects_anything(value) or (swap.swap and _names_layers(value)):
             written.append(f"recompute_config.{key}")
+    if recompute.compile_budget is not None:
+        written.append("recompute_config.compile_budget")
     for key in written:
         findings.problem(
-            ("memory", "mode"),
+            _mode_path(findings),
             f"no `{key}` beside adaptive, which chooses every fate itself",
             "both",
             "Use smart_swap, which keeps what is written by hand.",
         )
+
+
+def _warmup(settings: Sequence[Setting]) -> Setting:
+    default = Setting("warmup_steps", ("memory", "warmup_steps"), MemoryConfig.warmup_steps)
+    return next((one for one in settings if one.key == "warmup_steps"), default)
+
+
+def _each_once(findings: Findings, settings: Sequence[Setting]) -> dict[str, Setting]:
+    """Refuse what is written under two names, in the order of the document; the first counts."""
+    written: dict[str, Setting] = {}
+    for one in sorted(settings, key=lambda one: findings.position(one.path)):
+        first = written.setdefault(one.key, one)
+        if first is not one:
+            _refuse_both(findings, first, one)
+    return written
+
+
+def _check_budget(findings: Findings, written: Mapping[str, Setting]) -> None:
+    budget, reduction = written.get("budget_gib"), written.get("reduce_by_gib")
+    if budget and reduction:
+        _refuse_both(findings, budget, reduction)
+    margin, asked = written.get("margin_gib"), budget or reduction
+    if margin and asked:
+        ignored = f"beside {where(asked.path)} it is ignored"
+        findings.note(margin.path, f"`{where(margin.path)}` counts where no budget is written; {ignored}.")
+
+
+def _refuse_both(findings: Findings, one: Setting, other: Setting) -> None:
+    later = max((one.path, other.path), key=findings.position)
+    findings.problem(later, f"one of {where(one.path)} and {where(other.path)}", "both", "Leave one out.")
+
+
+def _mode_path(findings: Findings) -> Path:
+    """Where the mode is written."""
+    section = findings.document.get("memory")
+    if isinstance(section, Mapping):
+        for key in ("mode", *MODE_FLAGS):
+            if key in section and section[key] is not False:
+                return ("memory", key)
+    return next(((flag,) for flag in MODE_FLAGS if findings.document.get(flag)), ("memory", "mode"))
 
 
 def _names_layers(value: object) -> bool:
@@ -72,6 +124,8 @@ def _read_value(findings: Findings, path: Path, key: str, value: object) -> Any:
         return read_int(findings, path, value, minimum=_LEAST[key])
     if key in _SIZES:
         return read_positive(findings, path, value)
+    if key == "margin_gib":
+        return read_not_negative(findings, path, value)
     if key == "bind_numa":
         return read_bool(findings, path, value)
     return read_text(findings, path, value)

@@ -14,6 +14,12 @@ from .reader import show
 
 _REFERENCE_SEPARATOR = "\\."
 _QUANTIFIERS = frozenset("*+?{")
+_MAX_CHARACTERS = 1000
+
+# A configuration may be anybody's, and Python's matcher can take years over a few characters. What is left
+# below these limits ends in time on names as short as those of modules.
+_MAX_REPEATS, _MAX_GROUPS, _MAX_ALTERNATIVES = 6, 4, 32
+_ONE_CHARACTER = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
 def split_op_path(text: str) -> tuple[str, ...]:
@@ -51,12 +57,18 @@ def split_op_path(text: str) -> tuple[str, ...]:
 def op_path_fault(text: str) -> str:
     """Say what is wrong with an op path; the empty string if nothing is.
 
-    Every segment must be a regular expression that compiles and none may be empty.
+    Every segment must be a regular expression that compiles, none may be empty, and none may ask for more
+    work than a name is worth: a repeated group, flags, or more than a few repeats, groups and alternatives.
     """
+    if len(text) > _MAX_CHARACTERS:
+        return f"{show(text)}, which has {len(text)} characters (at most {_MAX_CHARACTERS})"
     segments = split_op_path(text)
     for segment in segments:
         if not segment:
             return f"{show(text)}, which has an empty level" if text else "an empty text"
+        costly = _costly(segment)
+        if costly:
+            return f"{show(text)}, which has {costly}"
         try:
             with warnings.catch_warnings():
                 # Python warns of classes that it may read differently one day; the verdict is about today.
@@ -65,6 +77,19 @@ def op_path_fault(text: str) -> str:
         except (re.error, OverflowError, RecursionError) as error:
             inside = f" in level {show(segment)}" if len(segments) > 1 else ""
             return f"{show(text)}, which is malformed{inside}: {' '.join(str(error).split())}"
+    return ""
+
+
+def _costly(segment: str) -> str:
+    """Say what in a level could take long to compile or to match; the empty string if nothing can."""
+    bare = _ONE_CHARACTER.sub("c", segment)
+    if re.search(r"\)[*+{]", bare):
+        return "a repeated group"
+    if re.search(r"\(\?[^:=!]", bare):
+        return "flags, a named group or a condition"
+    for signs, limit in (("*+?{", _MAX_REPEATS), ("(", _MAX_GROUPS), ("|", _MAX_ALTERNATIVES)):
+        if sum(bare.replace("(?", "(").count(sign) for sign in signs) > limit:
+            return f"more than {limit} {' '.join(signs)} in a level"
     return ""
 
 

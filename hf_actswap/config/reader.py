@@ -20,6 +20,7 @@ _SHOWN_CHARACTERS = 60
 _SHOWN_ITEMS = 8
 _SHOWN_DEPTH = 4
 _LARGEST_INT = 2**63 - 1
+_MAX_KEY_HINTS = 50
 
 EXPECTED_BOOL = "true or false"
 
@@ -36,10 +37,16 @@ class Findings:
         self._problems: list[tuple[Path, Problem]] = []
         self._notes: list[tuple[Path, str]] = []
         self._places: dict[int, dict[Any, int]] = {}
+        self._key_hints = 0
 
     def problem(self, path: Path, expected: str, found: str, hint: str = "") -> None:
         """Note a fault of the value at ``path``."""
         self._problems.append((path, Problem(where(path), expected, found, hint)))
+
+    def key_hint(self, key: object, ours: Sequence[str], also: Sequence[str] = ()) -> str:
+        """`unknown_key_hint` for the first keys; a search for near names among thousands takes seconds."""
+        self._key_hints += 1
+        return unknown_key_hint(key, ours, also) if self._key_hints <= _MAX_KEY_HINTS else ""
 
     def note(self, path: Path, line: str) -> None:
         """Note one line about a value that was accepted."""
@@ -151,7 +158,7 @@ def check_keys(
     """Note every key of ``mapping`` that is neither valid nor a known one without meaning."""
     for key in mapping:
         if key not in valid and key not in ignored:
-            hint = unknown_key_hint(key, valid, sorted(ignored))
+            hint = findings.key_hint(key, valid, sorted(ignored))
             if isinstance(key, str | int):
                 findings.problem((*path, key), f"a key of `{where(path)}`", "an unknown key", hint)
             else:
@@ -182,6 +189,16 @@ def read_positive(findings: Findings, path: Path, value: object) -> float | None
         if math.isfinite(number) and number > 0:
             return number
     findings.problem(path, "a number above 0", show(value))
+    return None
+
+
+def read_not_negative(findings: Findings, path: Path, value: object) -> float | None:
+    """Read a finite number, at least 0."""
+    if (is_int(value) or isinstance(value, float)) and isinstance(value, int | float):
+        number = float(value)
+        if math.isfinite(number) and number >= 0:
+            return abs(number)  # no minus before a zero
+    findings.problem(path, "a number, at least 0", show(value))
     return None
 
 

@@ -12,10 +12,8 @@ because only the plan knows the model. Two units matter:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from . import dump
+from dataclasses import dataclass
+from typing import Literal
 
 Prefetch = int | Literal["auto"]
 """Operators ahead, at least 1; or ``"auto"`` (also written ``Auto``)."""
@@ -111,16 +109,39 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """``memory``: the planner's section.
+    """``memory``: the planner's section. MindSpeed's names for the same are in parentheses.
 
-    ``swap_bucket_size`` is in bytes per stage (< 0 all, 0 none); ``min_tensor_mib`` is the size in MiB
-    under which a tensor is never swapped (``None``: the engine's default of 1 KiB); ``bind_numa`` keeps each
-    rank and its host memory beside its device where a machine has several NUMA nodes.
+    Args:
+        mode: ``smart_swap`` (``--smart-swap``): keep, swap or recompute, beside the fates written by hand;
+            ``adaptive`` (``--adaptive-memory-optimization``): all fates, none of them written by
+            hand; ``off`` (default): nothing is planned.
+        budget_gib: the most device memory of a step, in GiB per rank (``target_memory``, in bytes). Default
+            ``None``: all that the device has for the process, less ``margin_gib``.
+        reduce_by_gib: by how many GiB the peak shall be lower than without the planner (``reduction_memory``,
+            in bytes). Default ``None``; not beside ``budget_gib``.
+        margin_gib: GiB of the device that stay free where neither of the two is written
+            (``redundant_memory``, in bytes). Default ``None``: 3 % of the device.
+        preference: ``performance`` (default; ``BETTER_PERFORMANCE``): activations; ``memory_saving``
+            (``BETTER_MEMORY_SAVING``): the states of the optimizer are swapped too.
+        warmup_steps: optimizer steps in which the profile is recorded (``warmup_step``). Default 2.
+        search_steps: optimizer steps that try plans, at most (``stable_step - warmup_step``). Default 8.
+        num_attn_layers_per_stage: decoder layers of a stage. Default 1.
+        swap_bucket_size: bytes that are swapped in a stage, at most; below 0 all, 0 none. Default -1.
+        min_tensor_mib: size in MiB under which a tensor is never swapped (``tensor_size_filter``, in bytes).
+            Default ``None``: 1 KiB.
+        host_memory_gib: host memory of a rank in GiB, at most. Default ``None``: its share of what is free.
+        bind_numa: whether each rank and its host memory stay beside its device where a machine has several
+            NUMA nodes. Default true.
+        plan_file: written when the plan is stable, and read instead of searching by a run that it fits
+            (``save_policy``). Default ``None``.
+
+    ``min_tensor_mib``, ``host_memory_gib`` and ``bind_numa`` hold for what is written by hand as well.
     """
 
     mode: Literal["off", "smart_swap", "adaptive"] = "off"
     budget_gib: float | None = None
     reduce_by_gib: float | None = None
+    margin_gib: float | None = None
     preference: Literal["performance", "memory_saving"] = "performance"
     warmup_steps: int = 2
     search_steps: int = 8
@@ -130,33 +151,3 @@ class MemoryConfig:
     host_memory_gib: float | None = None
     bind_numa: bool = True
     plan_file: str | None = None
-
-
-@dataclass(frozen=True)
-class ActSwapConfig:
-    """A whole document.
-
-    Attributes:
-        num_layers: ``model.model_config.num_layers`` where the document states it; checked against the model.
-        notes: one line for each section or key that was accepted and has no meaning here, saying what
-            becomes of it. Not part of equality, and not written by `to_yaml`.
-        source: the file or a short description, for messages. Not part of equality.
-    """
-
-    swap_config: SwapConfig = SwapConfig()
-    recompute_config: RecomputeConfig = RecomputeConfig()
-    parallel_config: ParallelConfig = ParallelConfig()
-    memory: MemoryConfig = MemoryConfig()
-    num_layers: int | None = field(
-        default=None, metadata={dump.DOCUMENT_PATH: ("model", "model_config", "num_layers")}
-    )
-    notes: tuple[str, ...] = field(default=(), compare=False)
-    source: str = field(default="", compare=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The document that loads to this configuration: plain values, only those that are not default."""
-        return dump.to_dict(self)
-
-    def to_yaml(self) -> str:
-        """The same document as YAML text: ``load_config(config.to_yaml()) == config``."""
-        return dump.to_yaml(self)

@@ -11,9 +11,14 @@ import yaml
 from ..errors import ConfigError, Problem
 from .reader import Path, show, where
 
-MAX_TEXT_BYTES = 1024 * 1024
-MAX_NODES = 20_000
+MAX_TEXT_BYTES = 256 * 1024
+"""Ten times the longest that is published for MindFormers; what a person waits less than a second for."""
+
+MAX_NODES = 10_000
 """Scalars, lists and mappings of a document, each counted as often as aliases repeat it."""
+
+MAX_LEVELS = 100
+"""Lists and mappings in one another; PyYAML's time grows with their square."""
 
 _INT_TAG = "tag:yaml.org,2002:int"
 _STR_TAG = "tag:yaml.org,2002:str"
@@ -30,6 +35,10 @@ class _TooManyNodes(yaml.MarkedYAMLError):
     """The document repeats itself beyond all reason."""
 
 
+class _TooManyLevels(yaml.MarkedYAMLError):
+    """Lists and mappings stand in one another beyond all reason."""
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the numbers of YAML 1.2: ``1:30`` is no number and ``1e3`` is one."""
 
@@ -41,12 +50,26 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self._node_count = 0
+        self._level = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._node_count += 1
         if self._node_count > MAX_NODES:
             raise _TooManyNodes()
-        return super().compose_node(parent, index)
+        self._level += 1
+        if self._level > MAX_LEVELS:
+            raise _TooManyLevels()
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        return node
+
+    def scan_flow_scalar_non_spaces(self, double: bool, start_mark: yaml.Mark) -> list[str]:
+        try:
+            chunks: list[str] = super().scan_flow_scalar_non_spaces(double, start_mark)
+            return chunks
+        except (ValueError, OverflowError) as error:
+            context, problem = "while scanning a double-quoted scalar", "found a character beyond Unicode"
+            raise yaml.scanner.ScannerError(context, start_mark, problem, self.get_mark()) from error
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
@@ -84,7 +107,8 @@ def parse_yaml(text: str, source: str) -> tuple[object, list[tuple[Path, Problem
 
     Raises:
         ConfigError: if it is not one YAML document, holds a tag that is not safe, is longer than
-            `MAX_TEXT_BYTES`, or has more than `MAX_NODES` nodes with its aliases written out.
+            `MAX_TEXT_BYTES`, has more than `MAX_NODES` nodes with its aliases written out, or more than
+            `MAX_LEVELS` levels.
     """
     size_bytes = len(text.encode("utf-8", "surrogatepass"))
     if size_bytes > MAX_TEXT_BYTES:
@@ -101,8 +125,8 @@ def parse_yaml(text: str, source: str) -> tuple[object, list[tuple[Path, Problem
     except _TooManyNodes:
         problem = Problem("document", f"at most {MAX_NODES} values, aliases written out", "more")
         raise ConfigError([problem], source) from None
-    except RecursionError:
-        problem = Problem("document", "at most a few hundred levels of lists and mappings", "more")
+    except (_TooManyLevels, RecursionError):
+        problem = Problem("document", f"at most {MAX_LEVELS} levels of lists and mappings", "more")
         raise ConfigError([problem], source) from None
     except yaml.YAMLError as error:
         raise ConfigError([_syntax_problem(error, text)], source) from error

@@ -49,6 +49,9 @@ from .around import Undo, around, replace_forward
 _TAGS_VERSION = 1
 """Part of the key: another way to tag must not find graphs of the old one in a cache."""
 
+_GRAPHS_OF_EARLIER_PLANS = 48
+"""Whoever tries plans has tried fewer. All of them together run the code of `_traced_forward`."""
+
 
 @dataclass(frozen=True)
 class RegionRules:
@@ -168,10 +171,11 @@ class CompiledRegions:
     def _in_force(self, layer: nn.Module, rules: RegionRules) -> list[Undo]:
         """Set the compiler's knobs during each call of the region: only there it can be compiled.
 
-        Dynamo gives a code object up after a few recompilations; the graphs of a plan come on top of those.
+        Dynamo gives a code object up after a few recompilations, without a word: what runs then is not
+        compiled. The graphs of this plan, and of those that were on the model before it, come on top of them.
         """
         entered: list[ExitStack] = []
-        graphs = len(set(self._rules.values()))
+        graphs = len(set(self._rules.values())) + _GRAPHS_OF_EARLIER_PLANS
 
         def before(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> None:
             stack = ExitStack()

@@ -22,11 +22,13 @@ class Action:
             tensor-parallel rank keeps a part.
         windows: of a swap; ``None``: to be chosen by measurement (`auto_windows`).
         op_path: of the plan row that says so.
+        scope: of the producer.
     """
 
     kind: Kind = "keep"
     windows: Windows | None = None
     op_path: str = ""
+    scope: Scope | None = None
 
 
 KEEP = Action()
@@ -104,7 +106,7 @@ class FateTable:
         if row is None or row.fate == "keep":
             return KEEP
         if row.fate == "swap":
-            return Action("swap", row.windows, row.op_path)
+            return Action("swap", row.windows, row.op_path, scope)
         if row.fate == "slice":
             return Action("slice")
         return Action("recompute_inside" if self._is_module(scope, row.op_path) else "recompute_function")

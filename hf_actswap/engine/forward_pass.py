@@ -64,6 +64,7 @@ class ForwardPass:
     ) -> None:
         self._setting, self._routines = setting, routines
         self._fates = setting.fates
+        self._keep = setting.keeper or keep
         self.owners = Owners(outside, call)
         self.backward = Backward()
         self._hooks: list[int] = []
@@ -179,7 +180,7 @@ class ForwardPass:
                 if op - self._first_op == step:
                     return tensor, tensor._version
             elif step is not None:
-                offset_ops, dtype, own_output, windows, whole, refused = step
+                offset_ops, dtype, own_output, windows, whole, refused, asked = step
                 if op - self._first_op == offset_ops and tensor.dtype is dtype:
                     if refused is not None and tensor.nbytes == refused[1]:
                         self._refused[refused[0]] += refused[1]
@@ -188,9 +189,7 @@ class ForwardPass:
                         tensor = tensor.detach()
                     if windows is None:
                         return tensor, tensor._version
-                    if whole is None:
-                        return self._swapped.ticket_unless_refused(tensor, windows, op) or keep(tensor)
-                    return self._swapped.ticket_of_whole(tensor, whole, windows, op) or keep(tensor)
+                    return self._swapped.ticket_of_whole(tensor, whole, windows, op, asked) or keep(tensor)
             self._depart(self.scope)
         if self._observation is not None:
             self._observation.in_forward(op)
@@ -204,7 +203,7 @@ class ForwardPass:
         """Make the ticket of a tensor that a region reads: its producer's fate holds."""
         owner = self.owners.owner(tensor)
         tensor = tensor.detach()
-        return keep(tensor) if owner is None else self._ticket(tensor, owner, self._clock.now())
+        return self._keep(tensor) if owner is None else self._ticket(tensor, owner, self._clock.now())
 
     def end(self) -> None:
         """The model's forward ends: release what is left, and plan the backward."""
@@ -257,15 +256,16 @@ class ForwardPass:
         owner = None if key is None else self.owners.by_key(key)
         saved, tensor = tensor, tensor.detach()
         if owner is None:
-            ticket: Ticket = keep(tensor)
+            ticket: Ticket = self._keep(tensor)
         elif region is not None and _is_inside(owner):
             ticket = region.saved(tensor)
         else:
             ticket = self._ticket(tensor, owner, op)
         if self._watched is not None:
-            action = KEEP if owner is None else owner.chosen[0] if owner.chosen else owner.action
+            asked = KEEP if owner is None else owner.action
+            action = owner.chosen[0] if owner and owner.chosen else asked
             refusal = self._swapped.refusal(tensor) if action.kind == "swap" else None
-            self._watched.append(step_of(saved, action, ticket, op - self._first_op, refusal))
+            self._watched.append(step_of(saved, asked, action, ticket, op - self._first_op, refusal))
         return ticket
 
     def _action_of_unmet(self) -> Action:
@@ -279,12 +279,12 @@ class ForwardPass:
 
     def _ticket(self, tensor: torch.Tensor, owner: Owner, op: int) -> Ticket:
         if owner.region is not None:
-            return owner.region.output(owner.position, tensor) or keep(tensor)
+            return owner.region.output(owner.position, tensor) or self._keep(tensor)
         if owner.action.kind == "slice" and self._setting.slices is not None:
-            return self._setting.slices.ticket(tensor) or keep(tensor)
+            return self._setting.slices.ticket(tensor) or self._keep(tensor)
         if owner.action.kind == "swap":
-            return self._swap(tensor, owner, op) or keep(tensor)
-        return keep(tensor)
+            return self._swap(tensor, owner, op) or self._keep(tensor)
+        return self._keep(tensor)
 
     def _swap(self, tensor: torch.Tensor, owner: Owner, op: int) -> Ticket | None:
         if self._swapped.refuses(tensor):
@@ -293,7 +293,7 @@ class ForwardPass:
         windows = self._chosen(tensor, view, owner, op).windows
         if windows is None:
             return None
-        ticket = self._swapped.ticket(tensor, view, windows, op)
+        ticket = self._swapped.ticket(tensor, view, windows, op, owner.action)
         if ticket is not None and self.region is not None and ticket.group not in self.region.input_groups:
             self.region.input_groups.append(ticket.group)
         return ticket

@@ -28,7 +28,6 @@ from ..plan.compiled import called_modules, uncompiled
 from ..plan.opnames import OpStack
 from ..plan.outline import LayerOutline, Outline, unwrapped
 from .around import Undo, around, compiled_around
-from .auto_windows import AutoWindows
 from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
 from .checkpoint_inputs import checkpoint_of
 from .checkpoint_watch import CheckpointWatch
@@ -37,18 +36,16 @@ from .compiled_regions import CompiledRegions
 from .fates import FateTable
 from .foreseen import Foreseen
 from .forward_pass import ForwardPass, Place
-from .fused import Fuser
 from .host_budget import HostMemory, Progress
 from .naming_mode import NamingMode, end_region
-from .parameters import parameter_places
 from .recompute import Region
 from .recompute_choice import plan_that_pays
 from .routines import Routines
 from .slices import Replicas, Slices
 from .stats import Counters, SwapStats
-from .swapped_storages import Setting
-from .transfer import BlockingTransfer, Transfer
-from .transfer_streams import StreamTransfer
+from .swapped_storages import Keeper
+from .transfer import Transfer
+from .workplace import Workplace
 
 
 class Engine:
@@ -62,41 +59,60 @@ class Engine:
         transfer: Transfer | None,
         progress: Progress | None,
         replicas: Replicas | None = None,
+        keeper: Keeper | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.plan, self.outline = plan, outline
-        self._slices = None if replicas is None else Slices(replicas)
         self._root = unwrapped(model)
         called = compiled_around(model, outline)
         self._called = self._root if called is None else called  # a compiled wrapper has no truth value
-        self._transfer, self._progress = transfer, progress
-        self._memory, self._watch = HostMemory(plan), CheckpointWatch(self._root, plan, outline)
+        self._watch = CheckpointWatch(self._root, plan, outline)
         self._counters = Counters()
         self._fates = FateTable(plan, outline)
         self._regions = CompiledRegions(plan, outline)
+        slices = None if replicas is None else Slices(replicas)
+        self._place = Workplace(
+            self._root,
+            plan,
+            self._fates,
+            self._counters,
+            transfer,
+            progress,
+            slices,
+            keeper,
+            host,
+            self._overridden,
+        )
         self._inside: set[nn.Module] = set()
         self._outside: tuple[nn.Module, ...] = ()
-        self._setting: Setting | None = None
-        self._first_parameter: tuple[nn.Module, str] | None = None
         self._forward: ForwardPass | None = None
         self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
         self._routines = Routines(self._fates.scopes_without_recomputation, not self._fates.recomputes)
+        self._acts = bool(plan.rows) or keeper is not None
         self._named = self._fates.scopes_without_recomputation & self._fates.named_layers
         self._inside_hooks: list[Undo] | None = None
         self._mode: NamingMode | None = None
 
     def stats(self) -> SwapStats:
         """See `AppliedPlan.stats`."""
-        if self._setting is None:
-            return self._counters.snapshot(0, 0, 0)
-        pool = self._setting.pool
-        return self._counters.snapshot(pool.used_bytes, pool.peak_bytes, pool.held_bytes)
+        return self._place.stats()
+
+    @property
+    def place(self) -> Workplace:
+        """Where it works."""
+        return self._place
+
+    def keep_by(self, keeper: Keeper | None) -> None:
+        """See `AppliedPlan.keep_by`."""
+        self._place.keep_by(keeper)
+        self._acts = bool(self.plan.rows) or keeper is not None
 
     def attach(self) -> list[Callable[[], None]]:
         """Install the hooks; return what undoes them, in order of installation."""
-        undo: list[Callable[[], None]] = [self._close_pool, self._memory.unbind]
-        if not self.plan.rows:
+        undo: list[Callable[[], None]] = [self._place.close, self._place.unbind]
+        if not self._acts:
             return undo
-        self._memory.bind(self._device())
+        self._place.bind()
         if self.outline.compiled:
             return [*undo, *around(self._called, self._start_compiled, self._end_compiled), self._clean_up]
         undo += around(self._called, self._start_forward, self._end_forward)
@@ -148,66 +164,25 @@ class Engine:
         for step in reversed(undo or []):
             step()
 
-    def _device(self) -> torch.device:
-        """The first parameter's, which is looked for once: parameters change, their places do not."""
-        module, name = self._first_parameter or next(parameter_places(self._root), (self._root, ""))
-        self._first_parameter = module, name
-        return getattr(module._parameters.get(name), "device", torch.device("cpu"))
-
-    def _setting_on(self, device: torch.device) -> Setting:
-        """The device is asked at each forward: a plan may be applied before the model is moved."""
-        if self._setting is None or self._setting.device != device:
-            self._close_pool()
-            self._memory.bind(device)
-            default = BlockingTransfer if device.type == "cpu" else StreamTransfer
-            transfer = self._transfer or default(device)
-            pool = self._memory.pool(device, transfer.overlaps, self._progress)
-            auto = None
-            if any(row.fate == "swap" and row.windows is None for row in self.plan.rows):
-                auto = AutoWindows(transfer, pool, self._counters, self._pending_bytes, self._overridden)
-            self._setting = Setting(
-                self._fates,
-                pool,
-                transfer,
-                device,
-                self._counters,
-                self.plan.min_tensor_bytes,
-                auto,
-                self._slices,
-                Fuser().run_again if self.plan.fused_recompute else None,
-            )
-        return self._setting
-
-    def _pending_bytes(self) -> int:
-        """Gradients that the first backward will allocate."""
-        return sum(
-            parameter.numel() * parameter.element_size()
-            for parameter in self._root.parameters()
-            if parameter.requires_grad and parameter.grad is None
-        )
-
     def _overridden(self, overrides: Sequence[Override]) -> None:
         self.plan = replace(self.plan, overrides=(*self.plan.overrides, *overrides))
 
-    def _close_pool(self) -> None:
-        if self._setting is not None:
-            self._setting.pool.close()
-
     def _start_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._clean_up()
-        if not torch.is_grad_enabled():
+        if not (self._acts and torch.is_grad_enabled()):
             return
         self._watch.check()
-        if self._routines.knows(self._named):
+        routines = Routines(frozenset(), False) if self._place.evictable else self._routines
+        if routines.knows(self._named):
             self._leave_inside()
         else:
             self._follow_inside()
-        known, setting = self._setting, self._setting_on(self._device())
-        if setting is not known:
+        setting, new = self._place.made_ready()
+        if new:
             foreseen = Foreseen(self._root, self.outline, args, kwargs)
-            self._memory.make_ready(setting.pool, setting.transfer.overlaps, foreseen)
+            self._place.host.make_ready(setting.pool, setting.transfer.overlaps, self.plan, foreseen)
             self.plan = self._fates.follow(plan_that_pays(self.plan, foreseen))
-        forward = ForwardPass(setting, self._outside, self._routines, (args, kwargs))
+        forward = ForwardPass(self._place.watched(setting), self._outside, routines, (args, kwargs))
         self._forward = forward
         self._counters.forwards += 1
         self._saving = torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.backward.unpack)

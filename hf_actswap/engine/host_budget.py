@@ -33,44 +33,60 @@ _EXACT = 1
 
 
 class HostMemory:
-    """Makes the pool of one applied plan, says before the first step whether it suffices, and binds the rank.
+    """Makes the pool of applied plans, says before the first step whether it suffices, and binds the rank.
 
-    The machine's free memory is read when the plan is applied, before any rank has taken its part of it; a
-    rank may take its share less a margin, and no slab is allocated that would eat into the margin, whoever
-    else has grown meanwhile. What does not fit stays on the device and is counted.
+    It serves one plan, or several one after the other on the same model: the pool then stays, since
+    page-locking takes 0.76 s per GiB. The machine's free memory is read when this is made, before any rank
+    has taken its part of it; a rank may take its share less a margin, and no slab is allocated that would eat
+    into the margin, whoever else has grown meanwhile. What does not fit stays on the device and is counted.
 
     A plan that does not fit is a warning and not an error, also where nothing of it fits: the rest of the
     plan (recomputation) stands, and what stays on the device can only meet the device's own limit, which
     raises an exception.
 
     Args:
-        plan: says the user's cap, and whether the rank may be bound.
+        plan: says the user's cap, and whether the rank may be bound; that of all plans.
     """
 
     def __init__(self, plan: MemoryPlan) -> None:
         available = available_bytes()
-        self._plan, self._available, self._ranks = plan, available, ranks_on_this_machine()
+        self._cap_bytes, self._bind_numa = plan.host_memory_bytes, plan.bind_numa
+        self._available, self._ranks = available, ranks_on_this_machine()
         self._budget_bytes = budget_bytes(plan.host_memory_bytes, self._ranks, available)
         self._margin_bytes = margin_bytes(available) if available is not None else 0
         self._bound_to: torch.device | None = None
         self._unbind: Callable[[], None] | None = None
+        self._pool: HostPool | None = None
+        self._pool_of: tuple[torch.device, bool] | None = None
 
     def pool(self, device: torch.device, pinned: bool, progress: Progress | None) -> HostPool:
-        """Return an empty pool for swapping from ``device``."""
+        """Return the pool for swapping from ``device``, and close the one for another device."""
+        if self._pool is None or self._pool_of != (device, pinned):
+            self.close()
+            self._pool, self._pool_of = self._new_pool(device, pinned, progress), (device, pinned)
+        return self._pool
+
+    def close(self) -> None:
+        """Free the pool; blocks in use are freed when they are given back. Safe to call again."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+    def _new_pool(self, device: torch.device, pinned: bool, progress: Progress | None) -> HostPool:
         room = room_beyond(self._margin_bytes)
         if not pinned:
             return HostPool(PageableSlabs(), self._budget_bytes, _EXACT, progress, room)
-        node = node_of(device) if self._plan.bind_numa else None
+        node = node_of(device) if self._bind_numa else None
         cpus = frozenset[int]() if node is None else cpus_of(node)
         source: SlabSource = PinnedSlabs(device, cpus)
         return HostPool(source, self._budget_bytes, progress=progress, room=room)
 
-    def bind(self, device: torch.device) -> None:
+    def bind(self, device: torch.device, plan: MemoryPlan) -> None:
         """Keep the calling thread on the processors next to ``device``, if the plan swaps and allows it."""
-        if device == self._bound_to or not self._plan.bind_numa:
+        if device == self._bound_to or not self._bind_numa:
             return
         self.unbind()
-        if any(row.fate == "swap" for row in self._plan.rows):
+        if any(row.fate == "swap" for row in plan.rows):
             self._bound_to, self._unbind = device, bind_rank(device)
 
     def unbind(self) -> None:
@@ -79,7 +95,7 @@ class HostMemory:
         if undo is not None:
             undo()
 
-    def make_ready(self, pool: HostPool, pinned: bool, foreseen: Foreseen) -> None:
+    def make_ready(self, pool: HostPool, pinned: bool, plan: MemoryPlan, foreseen: Foreseen) -> None:
         """Say whether what the plan swaps in the forward that starts has room, and begin to allocate it.
 
         Only tensors that certainly move count: not those among which ``auto`` will choose, which chooses
@@ -91,12 +107,13 @@ class HostMemory:
             pool: from `pool`.
             pinned: whether copies overlap compute: else ``auto`` swaps everything, and nothing has to be
                 locked beforehand.
+            plan: that starts.
             foreseen: what the forward that starts will save.
         """
-        sizes_bytes = self._swapped(pinned, foreseen)
+        sizes_bytes = _swapped(plan, pinned, foreseen)
         if not sizes_bytes:
             return
-        found = forecast(sum(sizes_bytes), self._plan.host_memory_bytes, self._ranks, self._available)
+        found = forecast(sum(sizes_bytes), self._cap_bytes, self._ranks, self._available)
         if found.fits:
             logger.info("%s", found.message)
         else:
@@ -107,19 +124,18 @@ class HostMemory:
             aligned = sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes_bytes)
             pool.reserve(aligned)  # at most the budget
 
-    def _swapped(self, pinned: bool, foreseen: Foreseen) -> list[int]:
-        """Bytes of each copy; empty where there are none or they are not known."""
-        moving = {
-            row for row in self._plan.rows if row.fate == "swap" and (row.windows is not None or not pinned)
-        }
-        if not moving or torch.compiler.is_compiling():
-            return []
-        saved = foreseen.saved()
-        if saved is not None:
-            return [copy.size_bytes for copy in swapped_copies(saved, self._plan) if copy.row in moving]
-        if foreseen.compiled:
-            logger.info("No forecast of host memory: %s.", foreseen.why_not)
-        else:
-            why = foreseen.why_not
-            logger.info("No forecast of host memory: the model does not run on fake tensors (%s).", why)
+
+def _swapped(plan: MemoryPlan, pinned: bool, foreseen: Foreseen) -> list[int]:
+    """Bytes of each copy; empty where there are none or they are not known."""
+    moving = {row for row in plan.rows if row.fate == "swap" and (row.windows is not None or not pinned)}
+    if not moving or torch.compiler.is_compiling():
         return []
+    saved = foreseen.saved()
+    if saved is not None:
+        return [copy.size_bytes for copy in swapped_copies(saved, plan) if copy.row in moving]
+    if foreseen.compiled:
+        logger.info("No forecast of host memory: %s.", foreseen.why_not)
+    else:
+        why = foreseen.why_not
+        logger.info("No forecast of host memory: the model does not run on fake tensors (%s).", why)
+    return []

@@ -11,10 +11,12 @@ from ..plan.actions import MemoryPlan, PlanRow
 from ..plan.compiled_rules import problems_of_compiled
 from ..plan.outline import OUTPUT, Outline, unwrapped
 from .hooks import Engine
-from .host_budget import Progress
+from .host_budget import HostMemory, Progress
 from .slices import Replicas
 from .stats import SwapStats
+from .swapped_storages import Keeper
 from .transfer import Transfer
+from .watched_copies import CopyListener
 from .weight_gathering import gather_weights_again
 
 
@@ -38,6 +40,29 @@ class AppliedPlan:
     def stats(self) -> SwapStats:
         """Return the totals since the plan was applied; subtract an earlier one to get a step."""
         return self._engine.stats()
+
+    def keep_by(self, keeper: Keeper | None) -> None:
+        """Let ``keeper`` make the tickets of what stays on the device, from the next forward on.
+
+        Args:
+            keeper: ``None``: they stay for good, and routines are used. Another than ``None`` needs a plan
+                that has rows, or was installed with one.
+        """
+        self._engine.keep_by(keeper)
+
+    @property
+    def transfer(self) -> Transfer:
+        """What moves bytes."""
+        return self._engine.place.transfer()
+
+    @property
+    def evictable(self) -> bool:
+        """Whether a keeper makes the tickets of what stays (`keep_by`)."""
+        return self._engine.place.evictable
+
+    def listen(self, listener: CopyListener | None) -> None:
+        """Tell ``listener`` of the copies of the forwards that start from now on; ``None``: nobody."""
+        self._engine.place.listener = listener
 
     def on_remove(self, step: Callable[[], None]) -> None:
         """Let `remove` do one thing more."""
@@ -66,6 +91,8 @@ def install(
     transfer: Transfer | None = None,
     progress: Progress | None = None,
     replicas: Replicas | None = None,
+    keeper: Keeper | None = None,
+    host: HostMemory | None = None,
 ) -> AppliedPlan:
     """Put ``plan`` on ``model``.
 
@@ -76,13 +103,16 @@ def install(
         transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
         progress: called with (bytes, bytes in all) while host memory is made ready.
         replicas: the tensor-parallel ranks, which the fate ``slice`` needs.
+        keeper: makes the tickets of what stays on the device (`evictable.IdleTensors.keep`), under a plan
+            without rows too. Every op is then followed at every step. It is not asked about what whole-layer
+            recomputation saves again in backward, nor about what recomputed ops rebuild.
 
     Raises:
         PlanError: the plan does not belong to this model, or a plan is on it already.
     """
     root = unwrapped(model)
     _check(root, plan, outline, replicas)
-    engine = Engine(model, plan, outline, transfer, progress, replicas)
+    engine = Engine(model, plan, outline, transfer, progress, replicas, keeper, host)
     undo = engine.attach()
     if plan.gather_weights_again:
         undo.append(gather_weights_again(model))

@@ -31,6 +31,7 @@ from .replay import CallState
 from .stats import Counters
 from .tickets import StaleTensorError, SwapGroup, Ticket, restore
 from .views import View
+from .watched_copies import profiler_is_on, profiler_range
 
 
 class Region:
@@ -161,6 +162,13 @@ class Region:
             ) from error
 
     def _run_again(self, outputs: bool) -> None:
+        if not profiler_is_on():
+            self._run_again_unnamed(outputs)
+            return
+        with profiler_range("recompute", self.name.replace(".", " ", 1)):
+            self._run_again_unnamed(outputs)
+
+    def _run_again_unnamed(self, outputs: bool) -> None:
         if self._fuse is not None and not self.kept and self._fuse(self):
             return
         leaves = self._inputs()

@@ -48,6 +48,7 @@ class SavedStep(NamedTuple):
         windows: of its swap; ``None``: kept.
         whole: how it looks, if it is contiguous and all of its storage, and was swapped.
         refused: if it was to be swapped and had to stay: why, and its bytes.
+        asked: what the plan says of it, whatever became of it.
     """
 
     offset_ops: int
@@ -56,6 +57,7 @@ class SavedStep(NamedTuple):
     windows: Windows | None
     whole: View | None
     refused: tuple[str, int] | None
+    asked: Action
 
 
 Step = int | SavedStep
@@ -65,17 +67,22 @@ Routine = Sequence[Step]
 
 
 def step_of(
-    saved: torch.Tensor, action: Action, ticket: Ticket, offset_ops: int, refusal: str | None
+    saved: torch.Tensor,
+    asked: Action,
+    action: Action,
+    ticket: Ticket,
+    offset_ops: int,
+    refusal: str | None,
 ) -> Step:
     """Write down what was made of ``saved``, in its pack hook; ``refusal``: why it had to stay."""
     own_output = made_by_packing_node(saved)
     if action.kind != "swap":
-        return SavedStep(offset_ops, saved.dtype, True, None, None, None) if own_output else offset_ops
+        return SavedStep(offset_ops, saved.dtype, True, None, None, None, asked) if own_output else offset_ops
     refused = None if refusal is None else (refusal, saved.nbytes)
     whole = ticket.group.whole if isinstance(ticket, SwapGroup | SwapTicket) else None
     looks_whole = whole is not None and View.of(saved) == whole
     return SavedStep(
-        offset_ops, saved.dtype, own_output, action.windows, whole if looks_whole else None, refused
+        offset_ops, saved.dtype, own_output, action.windows, whole if looks_whole else None, refused, asked
     )
 
 

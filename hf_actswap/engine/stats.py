@@ -64,6 +64,18 @@ class SwapStats:
             **changes, **kept, refused={reason: count for reason, count in refused.items() if count}
         )
 
+    def __add__(self, later: SwapStats) -> SwapStats:
+        """Return the totals of two plans, one after the other; values that are not totals are ``later``'s."""
+        sums = {
+            item.name: getattr(self, item.name) + getattr(later, item.name)
+            for item in fields(self)
+            if item.name not in _NOT_TOTALS
+        }
+        kept = {name: getattr(later, name) for name in _NOT_TOTALS if name != "refused"}
+        refused = Counter(self.refused)
+        refused.update(later.refused)
+        return SwapStats(**sums, **kept, refused=dict(refused))
+
     def as_log(self, prefix: str = "actswap_") -> dict[str, float]:
         """Return the numbers that belong into a training log, under names for it."""
         numbers = {f"{prefix}{name}": getattr(self, name) for name in _LOGGED}

@@ -13,18 +13,22 @@ from ..plan.actions import Windows
 from .auto_windows import AutoWindows
 from .backward import Reference
 from .checkpoint_inputs import CheckpointInputs
-from .fates import FateTable
+from .fates import Action, FateTable
 from .host_pool import HostPool
 from .recompute import Region
 from .schedule import ReleaseQueue, Want
 from .slices import Slices
 from .stats import Counters
-from .tickets import SwapGroup, SwapTicket
+from .tickets import SwapGroup, SwapTicket, Ticket
 from .transfer import Transfer
 from .views import View, moved_range
+from .watched_copies import WatchedTransfer
 
 Swapped = SwapGroup | SwapTicket
 """The ticket of a tensor that moves."""
+
+Keeper = Callable[[torch.Tensor], Ticket]
+"""Makes the tickets of tensors that stay; by default `tickets.keep`."""
 
 NO_HOST_MEMORY = "host memory cap"
 """The cap (``host_memory_gib``) is reached, or the machine has no more."""
@@ -43,6 +47,7 @@ class Setting:
     auto: AutoWindows | None = None
     slices: Slices | None = None
     fuse: Callable[[Region], bool] | None = None
+    keeper: Keeper | None = None
 
 
 class SwappedStorages:
@@ -55,11 +60,14 @@ class SwappedStorages:
 
     def __init__(self, setting: Setting, inputs: CheckpointInputs) -> None:
         self._setting, self._inputs = setting, inputs
+        self._name = setting.transfer.name if isinstance(setting.transfer, WatchedTransfer) else None
         self._groups: dict[int, weakref.ref[SwapGroup]] = {}
         self._all_groups: list[weakref.ref[SwapGroup]] = []
         self.releases: ReleaseQueue[weakref.ref[SwapGroup]] = ReleaseQueue()
 
-    def ticket(self, tensor: torch.Tensor, view: View, windows: Windows, op: int) -> Swapped | None:
+    def ticket(
+        self, tensor: torch.Tensor, view: View, windows: Windows, op: int, asked: Action
+    ) -> Swapped | None:
         """Make the ticket of a detached tensor, and start the copy out of its storage if there is none yet.
 
         Args:
@@ -67,6 +75,7 @@ class SwappedStorages:
             view: of it.
             windows: of a copy that starts now.
             op: operator that saves it.
+            asked: what the plan says of it.
 
         Returns:
             ``None`` if there is no host memory; counted.
@@ -79,30 +88,39 @@ class SwappedStorages:
         size_bytes = tensor.nbytes
         moved = (0, storage_bytes) if group is not None else moved_range(view, size_bytes, storage_bytes)
         whole = size_bytes == moved[1] - moved[0] == storage_bytes and tensor.is_contiguous()
-        group = self._new_group(tensor, view, storage, whole, moved, windows, op)
+        group = self._new_group(tensor, view, storage, whole, moved, windows, op, asked)
         return None if group is None else self._saved(group, group, op)
 
-    def ticket_of_whole(self, tensor: torch.Tensor, view: View, windows: Windows, op: int) -> Swapped | None:
+    def ticket_of_whole(
+        self, tensor: torch.Tensor, view: View | None, windows: Windows, op: int, asked: Action
+    ) -> Swapped | None:
         """As `ticket_unless_refused`, of a tensor that was contiguous and all of its storage before.
 
         Args:
             tensor: detached, of the dtype that ``view`` has.
-            view: of the one before.
-            windows, op: see `ticket`.
+            view: of the one before; ``None``: it was not so.
+            windows, op, asked: see `ticket`.
         """
         storage = tensor.untyped_storage()
         size_bytes = storage.nbytes()
-        if tensor.shape != view.shape or tensor.nbytes != size_bytes or not tensor.is_contiguous():
-            return self.ticket_unless_refused(tensor, windows, op)
+        if (
+            view is None
+            or tensor.shape != view.shape
+            or tensor.nbytes != size_bytes
+            or not tensor.is_contiguous()
+        ):
+            return self.ticket_unless_refused(tensor, windows, op, asked)
         group = self._known(storage) if storage._cdata in self._groups else None
         if group is not None and tensor._version == group.version and group.whole is not None:
             return self._saved(SwapTicket(group, view), group, op)
-        group = self._new_group(tensor, view, storage, True, (0, size_bytes), windows, op)
+        group = self._new_group(tensor, view, storage, True, (0, size_bytes), windows, op, asked)
         return None if group is None else self._saved(group, group, op)
 
-    def ticket_unless_refused(self, tensor: torch.Tensor, windows: Windows, op: int) -> Swapped | None:
+    def ticket_unless_refused(
+        self, tensor: torch.Tensor, windows: Windows, op: int, asked: Action
+    ) -> Swapped | None:
         """As `ticket`, of any detached tensor; ``None`` also if it must stay."""
-        return None if self.refuses(tensor) else self.ticket(tensor, View.of(tensor), windows, op)
+        return None if self.refuses(tensor) else self.ticket(tensor, View.of(tensor), windows, op, asked)
 
     def release_due(self, op: int) -> None:
         """Release what is due at a hook at operator ``op``."""
@@ -143,12 +161,15 @@ class SwappedStorages:
         moved: tuple[int, int],
         windows: Windows,
         op: int,
+        asked: Action,
     ) -> SwapGroup | None:
         setting = self._setting
         host = setting.pool.take(moved[1] - moved[0])
         if host is None:
             setting.counters.refused[NO_HOST_MEMORY] += tensor.nbytes
             return None
+        if self._name is not None:
+            self._name((asked.scope, asked.op_path))
         try:
             group = SwapGroup(
                 tensor,
@@ -182,23 +203,31 @@ class SwappedStorages:
     def refusal(self, tensor: torch.Tensor) -> str | None:
         """Why it must stay; not counted."""
         setting = self._setting
-        kind = type(tensor)
-        if kind is not torch.Tensor and kind is not nn.Parameter:
-            return f"tensor subclass {kind.__name__}"
-        if (
-            tensor.layout is not torch.strided
-            or tensor.is_nested
-            or tensor.is_quantized
-            or tensor.is_conj()
-            or tensor.is_neg()
-        ):
-            return "not a plain strided tensor"
-        if tensor.device != setting.device:
-            return f"on {tensor.device.type}, not on the compute device"
+        reason = unmovable(tensor, setting.device)
+        if reason is not None:
+            return reason
         size_bytes = tensor.nbytes
         if size_bytes < setting.min_tensor_bytes and not self._moves(tensor):
             return "smaller than min_tensor_mib"
         return None if size_bytes else "empty"
+
+
+def unmovable(tensor: torch.Tensor, device: torch.device) -> str | None:
+    """Why a tensor cannot be copied off ``device`` byte by byte and come back, whatever its size."""
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind is not nn.Parameter:
+        return f"tensor subclass {kind.__name__}"
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        return "not a plain strided tensor"
+    if tensor.device != device:
+        return f"on {tensor.device.type}, not on the compute device"
+    return None
 
 
 def _release(references: Iterable[weakref.ref[SwapGroup]]) -> None:

@@ -33,6 +33,7 @@ could ask for it is gone; a wait that was enqueued on it refers to the recording
 from __future__ import annotations
 
 from collections import deque
+from typing import Literal
 
 import torch
 
@@ -155,6 +156,12 @@ class StreamTransfer:
         """See `Transfer`."""
         event = torch.Event(self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))
+        return _StreamStamp(event)
+
+    def copy_stamp(self, way: Literal["out", "in"]) -> Stamp:
+        """Mark the present place in the order of the copies out, or in."""
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(self._out if way == "out" else self._in)
         return _StreamStamp(event)
 
     def synchronize(self) -> None:

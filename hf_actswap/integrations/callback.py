@@ -6,19 +6,20 @@ import functools
 import logging
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from ..apply import apply_plan
+from ..apply import apply_plan, plan_while_training
 from ..config import ActSwapConfig, load_config
 from ..engine import AppliedPlan, SwapStats
 from ..errors import PlanError, Problem
 from ..parallel import tensor_parallel_group
 from ..plan import MemoryPlan, outline, resolve_plan
+from ..planner import Planner
 from ..report import plan_table
 from .calling_trainer import called_model, calling_trainer
 from .fused_head import take_fused_head
@@ -26,6 +27,7 @@ from .launcher_traps import refuse_lonely_processes
 from .logs import console_logging, worker_log
 from .parallel_limits import refusal
 from .parallel_training import ParallelTraining
+from .run_record import RunRecord
 from .trainer_setup import begin_for_trainer
 
 logger = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ class ActSwapCallback(TrainerCallback):
         args: `ActSwapTrainingArguments`, or a configuration in any form that `load_config` takes, or a plan.
 
     Attributes:
-        applied: the plan on the model, or ``None`` outside training.
+        applied: the plan on the model, or the planner that changes it, or ``None`` outside training.
         parallel: the model in parts, from the Trainer's construction on, or ``None``.
 
     Raises:
@@ -76,7 +78,8 @@ class ActSwapCallback(TrainerCallback):
         self._before = SwapStats()
         self._step = SwapStats()
         self._logged: MemoryPlan | None = None
-        self.applied: AppliedPlan | None = None
+        self._record: RunRecord | None = None
+        self.applied: AppliedPlan | Planner | None = None
         self.parallel: ParallelTraining | None = None
 
     @property
@@ -104,8 +107,11 @@ class ActSwapCallback(TrainerCallback):
                 self.parallel = begin_for_trainer(trainer, self._wish)
 
     def bind(self, trainer: Any) -> None:
-        """Remove the plan whenever ``trainer.train`` ends, and put the statistics into ``trainer.log``."""
-        train, log = trainer.train, trainer.log
+        """Remove the plan whenever ``trainer.train`` ends, and put the statistics into ``trainer.log``.
+
+        Beside the planner ``trainer.training_step`` has a second try where memory runs out.
+        """
+        train, log, step = trainer.train, trainer.log, trainer.training_step
 
         @functools.wraps(train)
         def train_and_remove(*args: Any, **kwargs: Any) -> Any:
@@ -120,9 +126,18 @@ class ActSwapCallback(TrainerCallback):
         def log_with_statistics(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
             if self.applied is not None and "loss" in logs:
                 logs = {**logs, **self._step.as_log()}
+                if self._record is not None:
+                    self._record.logged({"step": trainer.state.global_step, **logs})
             return log(logs, *args, **kwargs)
 
+        @functools.wraps(step)
+        def step_with_second_try(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(self.applied, Planner):
+                return self.applied.micro_batch(lambda: step(*args, **kwargs))
+            return step(*args, **kwargs)
+
         trainer.train, trainer.log = train_and_remove, log_with_statistics
+        trainer.training_step = step_with_second_try
 
     def on_train_begin(
         self,
@@ -145,7 +160,13 @@ class ActSwapCallback(TrainerCallback):
         with nullcontext() if parallel is None else tensor_parallel_group(parallel.patched.group):
             shape = outline(model)
             plan = wish if isinstance(wish, MemoryPlan) else resolve_plan(wish, shape)
-            self.applied = apply_plan(model, plan, shape)
+            if isinstance(wish, ActSwapConfig) and wish.memory.mode != "off":
+                with self._spoken(state):
+                    self.applied = plan_while_training(
+                        model, plan, shape, wish.memory, optimizer=kwargs.get("optimizer"), counts_steps=False
+                    )
+            else:
+                self.applied = apply_plan(model, plan, shape)
         if parallel is not None:
             parallel.expect_batch()
         self._before = self._step = SwapStats()
@@ -154,9 +175,17 @@ class ActSwapCallback(TrainerCallback):
         with worker_log(_worker_path(args)) as worker:
             _log_plan(worker, plan, notes)
         if state.is_world_process_zero:
+            self._record = _begin_record(args, model, self.applied, wish, kwargs.get("optimizer"))
             with console_logging(logger):
                 _log_plan(logger, plan, notes)
                 logger.info("%s", "\n" + plan_table(plan))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Watch the step, if it is one of those that are recorded."""
+        if self._record is not None:
+            self._record.step_starts()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -164,6 +193,8 @@ class ActSwapCallback(TrainerCallback):
         """Raise `UnsummedGradientError` if a subclass has clipped in a way of its own, without the sum."""
         if self.parallel is not None:
             self.parallel.check_summed()
+        if self._record is not None:
+            self._record.optimizer_starts()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -171,7 +202,12 @@ class ActSwapCallback(TrainerCallback):
         """Take the statistics of the optimizer step that ends; say what was decided in it."""
         if self.applied is None:
             return
+        if self._record is not None:
+            self._record.step_ends()
         now = self.applied.stats()
+        if isinstance(self.applied, Planner):
+            with self._spoken(state):
+                self.applied.step_ended()
         first = not self._before.forwards
         self._step, self._before = now - self._before, now
         if first and now.refused and state.is_world_process_zero:
@@ -186,15 +222,23 @@ class ActSwapCallback(TrainerCallback):
 
     def _log_decisions(self, plan: MemoryPlan, args: TrainingArguments, state: TrainerState) -> None:
         """Log what the engine has added to the plan since it was logged: the windows that ``auto`` chose."""
+        if isinstance(self.applied, Planner) and self.applied.phase != "stable":
+            return  # what is tried is not decided
         logged, self._logged = self._logged, plan
         if logged is None or plan is logged:
             return
         with worker_log(_worker_path(args), append=True) as worker:
-            for override in plan.overrides[len(logged.overrides) :]:
-                worker.info("%s", override)
+            for override in plan.overrides:
+                if override not in logged.overrides:
+                    worker.info("%s", override)
         if state.is_world_process_zero:
             with console_logging(logger):
                 logger.info("Decided in step %d:\n%s", state.global_step, plan_table(plan))
+
+    def _spoken(self, state: TrainerState) -> AbstractContextManager[Any]:
+        """Let rank 0 say on the console what the package logs."""
+        package = logging.getLogger("hf_actswap")
+        return console_logging(package) if state.is_world_process_zero else nullcontext()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -205,8 +249,18 @@ class ActSwapCallback(TrainerCallback):
     def remove(self) -> None:
         """Take the plan off the model. Safe to call again."""
         applied, self.applied = self.applied, None
+        record, self._record = self._record, None
+        if record is not None:
+            record.close()
         if applied is not None:
             applied.remove()
+
+
+def _begin_record(
+    args: TrainingArguments, model: nn.Module, applied: AppliedPlan | Planner, wish: Any, optimizer: Any
+) -> RunRecord:
+    config = wish if isinstance(wish, ActSwapConfig) else None
+    return RunRecord(args.output_dir or ".", model, applied, optimizer=optimizer, config=config)
 
 
 def _worker_path(args: TrainingArguments) -> str:

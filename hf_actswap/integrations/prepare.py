@@ -15,6 +15,7 @@ from ..config import ActSwapConfig, load_config
 from ..engine import AppliedPlan
 from ..errors import Problem
 from ..parallel import tensor_parallel_group
+from ..planner import Planner
 from .launcher_traps import refuse_lonely_processes
 from .optimizer_parameters import full_optimizer_state, own_optimizer_state
 from .parallel_limits import ParallelTrainingError
@@ -28,13 +29,13 @@ class Prepared:
     Attributes:
         model: to call: in autocast and DDP where these are on.
         optimizer: Accelerate's, or ``None`` if none was given.
-        applied: swap and recompute; `AppliedPlan.remove` takes them off.
+        applied: swap and recompute, or the planner that decides on them; ``remove()`` takes them off.
         parallel: the model in parts, or ``None``.
     """
 
     model: nn.Module
     optimizer: Any
-    applied: AppliedPlan
+    applied: AppliedPlan | Planner
     parallel: ParallelTraining | None
     _bare: Any
     _accelerator: Any
@@ -114,7 +115,11 @@ def prepare(
     if loaded.parallel_config.tensor_parallel_size == 1:
         if shard_over_data:
             raise ParallelTrainingError([_SHARDED_ALONE])
-        applied = apply(model, loaded)
+        if loaded.memory.mode != "off" and optimizer is not None:  # it looks at what really trains, and where
+            wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)
+            applied = apply(wrapped, loaded, optimizer=prepared_optimizer)
+            return Prepared(wrapped, prepared_optimizer, applied, None, model, accelerator)
+        applied = apply(model, loaded, optimizer=optimizer)
         if optimizer is None:
             return Prepared(accelerator.prepare(model), None, applied, None, model, accelerator)
         wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)  # FSDP2 wants both at once
@@ -123,7 +128,7 @@ def prepare(
     model = model.to(accelerator.device)
     parallel = begin_parallel_training(accelerator, model, loaded, optimizer)
     with tensor_parallel_group(parallel.patched.group):
-        applied = apply(model, loaded)
+        applied = apply(model, loaded, optimizer=optimizer)
     if shard_over_data:
         parallel.shard_over_data(optimizer)
     if optimizer is not None:

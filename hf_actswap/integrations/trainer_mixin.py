@@ -20,6 +20,7 @@ from .parallel_checkpoint import (
     whole_optimizer_state,
     write_layout,
 )
+from .parallel_evaluation import divides_by_all_tokens, loss_of_all, without_filling
 from .parallel_training import ParallelTraining
 from .replicated_batches import declared
 from .trainer_setup import wrap_model
@@ -89,14 +90,23 @@ class ActSwapTrainerMixin:
         with self._declared():
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
+    def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; over data ranks the loss is that of one process with their batches as one."""
+        mesh = None if self.parallel is None else self.parallel.mesh
+        if mesh is None or mesh.data_parallel_size == 1 or not divides_by_all_tokens(self):
+            return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        inputs = without_filling(inputs, self.accelerator, mesh)
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        return None if loss is None else loss_of_all(loss, mesh), logits, labels
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save whole weights in Hugging Face's format. Every rank must call it, as with the Trainer's own."""
         if self.parallel is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
-        if self._whole_weights is None:
-            # Not `only_rank`: with save_on_each_node several ranks write.
-            self._whole_weights = self.parallel.whole_weights(self.args.should_save)
+        # Also for the call within a call, by `push_to_hub`: what was gathered before is used up by then.
+        # Not `only_rank`: with save_on_each_node several ranks write.
+        self._whole_weights = self.parallel.whole_weights(self.args.should_save)
         try:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
         finally:
@@ -104,7 +114,7 @@ class ActSwapTrainerMixin:
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self.parallel is not None and state_dict is None and self.args.should_save:
-            state_dict = self._whole_weights
+            state_dict, self._whole_weights = self._whole_weights, None  # emptied by save_pretrained
         super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:

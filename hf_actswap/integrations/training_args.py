@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from transformers.training_args import TrainingArguments
 
 from ..config import ActSwapConfig, load_config
+from .hub_config import may_move, pin_together
 
 
 @dataclass
@@ -17,9 +18,12 @@ class ActSwapTrainingArguments(TrainingArguments):
     Args:
         actswap: the configuration: a mapping (inline YAML or JSON), a file, a folder with
             ``actswap_config.yaml``, or a Hub id ``org/name[@revision]``. ``None``: nothing is swapped.
+            Of a Hub id the field keeps the commit that it is, ``org/name@commit``, the same on all ranks:
+            rank 0 asks, and the arguments that a run saves say what it was.
 
     Raises:
-        ConfigError: the configuration is malformed; before anything of the Trainer is set up.
+        ConfigError: the configuration is malformed; before anything of the Trainer is set up. All ranks
+            raise it if rank 0 cannot have it from the Hub.
     """
 
     # The order dict-before-str matters: with str first, the command line refuses inline JSON.
@@ -31,8 +35,12 @@ class ActSwapTrainingArguments(TrainingArguments):
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "actswap"]
 
     def __post_init__(self) -> None:
-        load_config(self.actswap)  # before the process group and the devices are set up
+        asked = self.actswap
+        if not may_move(asked):
+            load_config(asked)  # before the process group and the devices are set up
         super().__post_init__()
+        if isinstance(asked, str) and may_move(asked):
+            self.actswap = pin_together(asked, self.process_index, self.world_size)
 
     def actswap_config(self) -> ActSwapConfig:
         """Return the configuration. Raises `ConfigError`."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config.schema import ActSwapConfig, LayerSwapRule
+from ..config import ActSwapConfig
+from ..config.schema import LayerSwapRule
 from ..errors import Problem
 from .actions import COMPILE_BUDGET, MemoryPlan, Override, PlanRow, folded
 from .families import EXPERTS_MODULE

@@ -19,7 +19,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as module_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PART_OF_THE_MODEL = frozenset({"transformers.utils.output_capturing", "transformers.modeling_utils"})
@@ -92,6 +92,8 @@ def fakes_only() -> Iterator[None]:
     if hasattr(functorch_config, _NO_ADDRESS):
         no_address = functorch_config.patch({_NO_ADDRESS: False})
     with ExitStack() as stack:
+        # Modes around us would come before the fake mode, and count or evict what has no memory.
+        stack.enter_context(_disable_current_modes())
         stack.enter_context(no_address)  # read when the mode is made
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config.schema import ActSwapConfig, LayerSwapRule, OpSwapRule, Prefetch
+from ..config import ActSwapConfig
+from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch
 from .layer_tables import format_formative
 
 ALL_SWAP_LOST = "All layers and ops that are enabled swap do not work! Because recompute = True."

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ..config.schema import ActSwapConfig, LayerSwapRule, OpSwapRule
+from ..config import ActSwapConfig
+from ..config.schema import LayerSwapRule, OpSwapRule
 from ..errors import PlanError, Problem
 from .actions import MemoryPlan, PlanRow
 from .comm_wishes import CommunicationPainter

@@ -98,6 +98,25 @@ class SwappedCopy:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class AskedSwap:
+    """The engine is asked for a ticket, and it is one on a host copy.
+
+    Args:
+        use: at which it is asked.
+        row: that says so.
+        copy: number of the copy among those of this storage.
+        size_bytes: of the copy.
+        is_new: whether the copy out starts here.
+    """
+
+    use: Use
+    row: PlanRow
+    copy: int
+    size_bytes: int
+    is_new: bool
+
+
 def swapped_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
     """Return the bytes that ``plan`` swaps in one forward, if host memory has room for all of them.
 
@@ -108,24 +127,43 @@ def swapped_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
 
 def swapped_copies(saved: SavedBytes, plan: MemoryPlan) -> Iterator[SwappedCopy]:
     """Yield the copies to the host of one forward under ``plan``, storage by storage."""
-    regions = _Regions(plan, saved.modules)
+    regions = Regions(plan, saved.modules)
     held = {index: use for index, use in held_results(saved, plan)}
     for index, storage in enumerate(saved.storages):
-        copied: tuple[int, int, int] | None = None
-        kept: OpCall | None = None
-        for use in storage.uses:
-            if use.kind == "returned":
-                kept = use.producer if regions.is_root(use.at) else kept
-            if use.producer == kept or not (held.get(index) is use or regions.asks(use)):
-                continue
-            row = _row(plan, use.producer)
-            if row is None or row.fate != "swap" or use.size_bytes < max(1, plan.min_tensor_bytes):
-                continue
-            if copied is not None and _covers(copied, use):
+        for ticket in swap_tickets(storage, plan, regions, held.get(index)):
+            if ticket.is_new:
+                yield SwappedCopy(ticket.row, ticket.size_bytes)
+
+
+def swap_tickets(
+    storage: SavedStorage, plan: MemoryPlan, regions: Regions, held: Use | None
+) -> Iterator[AskedSwap]:
+    """Yield the tickets of one storage that are on the host during the turn.
+
+    Args:
+        storage: with its uses.
+        plan, regions: of the forward.
+        held: the use at which a recomputed module holds it (`held_results`).
+    """
+    copied: tuple[int, int, int] | None = None
+    number, kept = -1, None
+    for use in storage.uses:
+        if use.kind == "returned":
+            kept = use.producer if regions.is_root(use.at) else kept
+        if not (held is use or regions.asks(use)) or use.producer == kept:
+            continue
+        row = regions.row(use.producer)
+        if row is None or row.fate != "swap":
+            continue
+        is_new = copied is None or not _covers(copied, use)
+        if is_new:
+            if use.size_bytes < max(1, plan.min_tensor_bytes):
                 continue
             start, stop = (0, storage.size_bytes) if copied is not None else _moved(use, storage.size_bytes)
             copied = start, stop, use.version
-            yield SwappedCopy(row, stop - start)
+            number += 1
+        if copied is not None:
+            yield AskedSwap(use, row, number, copied[1] - copied[0], is_new)
 
 
 def held_results(saved: SavedBytes, plan: MemoryPlan) -> Iterator[tuple[int, Use]]:
@@ -186,19 +224,37 @@ def _moved(use: Use, storage_bytes: int) -> tuple[int, int]:
     return (start, stop) if 2 * (stop - start) < storage_bytes else (0, storage_bytes)
 
 
-class _Regions:
-    """What a plan recomputes, as far as that decides which tensors are asked for."""
+class Regions:
+    """What a plan recomputes, as far as that decides which tensors are asked for.
+
+    Args:
+        plan: rows.
+        modules: for each layer, the paths of its modules (``""`` is the layer itself).
+    """
 
     def __init__(self, plan: MemoryPlan, modules: tuple[frozenset[str], ...]) -> None:
         self._plan, self._modules = plan, modules
+        self._rows: dict[OpCall, PlanRow | None] = {}
+        self._known: dict[tuple[Scope | None, str], list[str]] = {}
         self._roots: dict[Scope, list[str]] = {}
         for row in plan.rows:
             if row.fate == "recompute" and self._is_module(row.scope, row.op_path):
                 self._roots.setdefault(row.scope, []).append(row.op_path)
         inside = {row.scope for row in plan.rows if row.op_path not in ("", OUTPUT)}
-        self._checkpointed = {
+        self.checkpointed = frozenset(
             scope for scope, roots in self._roots.items() if "" in roots and scope not in inside
-        }
+        )
+        """Layers that are recomputed whole, with nothing inside decided otherwise."""
+
+    def row(self, call: OpCall) -> PlanRow | None:
+        """The row that decides what ``call`` produces."""
+        if call not in self._rows:
+            self._rows[call] = _row(self._plan, call)
+        return self._rows[call]
+
+    def root(self, scope: Scope | None, path: str) -> str | None:
+        """The outermost recomputed module that ``path`` is, or is inside."""
+        return min(self._around(scope, path), key=len, default=None)
 
     def is_root(self, call: OpCall) -> bool:
         """Whether a module is recomputed as one."""
@@ -207,16 +263,26 @@ class _Regions:
 
     def asks(self, use: Use) -> bool:
         """Whether the engine is asked for a ticket at this use."""
-        scope, path, ordinal = use.at
+        scope, path, _ = use.at
         if use.kind == "saved":
-            return scope not in self._checkpointed
+            return scope not in self.checkpointed
         if use.kind == "returned" or not isinstance(scope, int):
             return False
-        around = [root for root in self._roots.get(scope, ()) if is_below(path, root)]
+        around = self._around(scope, path)
         if use.kind == "module":
             return around == [path]
-        row = self._plan.row(scope, path, ordinal)
-        return not around and row is not None and row.fate in ("recompute", "re-gather")
+        if around:
+            return False
+        row = self.row(use.at)
+        return row is not None and row.fate in ("recompute", "re-gather")
+
+    def _around(self, scope: Scope | None, path: str) -> list[str]:
+        """The recomputed modules that ``path`` is, or is inside."""
+        found = self._known.get((scope, path))
+        if found is None:
+            roots = () if scope is None else self._roots.get(scope, ())
+            found = self._known[scope, path] = [root for root in roots if is_below(path, root)]
+        return found
 
     def _is_module(self, scope: Scope, path: str) -> bool:
         return isinstance(scope, int) and path in self._modules[scope]

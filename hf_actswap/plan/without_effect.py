@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..config.schema import ActSwapConfig
+from ..config import ActSwapConfig
 from .actions import Override
 from .outline import Outline
 
@@ -47,8 +47,6 @@ def wishes_without_effect(config: ActSwapConfig, outline: Outline) -> list[Overr
 def unbuilt_wishes(config: ActSwapConfig, outline: Outline) -> tuple[str, ...]:
     """Return what the configuration asks for that resolves and cannot be applied by this version."""
     wishes = []
-    if config.memory.mode != "off":
-        wishes.append(f"memory.mode: {config.memory.mode} (the planner)")
     size = config.parallel_config.tensor_parallel_size
     if size > 1 and not outline.communicates:
         wishes.append(f"parallel_config.tensor_parallel_size: {size} (tensor parallelism)")

@@ -1,8 +1,9 @@
-"""What people read: plans as tables, and a bar while memory is made ready."""
+"""What people read: plans as tables, bars while something takes its time, the report of a run."""
 
 from __future__ import annotations
 
 from .pinning_bar import PinningBar
 from .plan_table import plan_table
+from .planner_bar import PlannerBar
 
-__all__ = ["PinningBar", "plan_table"]
+__all__ = ["PinningBar", "PlannerBar", "plan_table"]

@@ -312,11 +312,17 @@ def test_tuples_and_bools_in_tables_per_stage(value: object, kept: object) -> No
         (True, {}, "smart_swap", True),
         (False, {"recompute": True}, "smart_swap", True),
         (False, {"recompute": [0, 0], "select_recompute": {"a": False}}, "adaptive", True),
-        (False, {"select_recompute_exclude": ["a"]}, "adaptive", True),
+        (False, {"select_recompute_exclude": {"a": False, "b": [0]}}, "adaptive", True),
+        (False, {"mp_comm_recompute": False, "fused": True}, "adaptive", True),
+        (True, {"compile_budget": 0.5, "select_recompute_exclude": {"a": [0]}}, "smart_swap", True),
         (True, {}, "adaptive", False),
         (False, {"recompute": [0, 1]}, "adaptive", False),
         (False, {"select_recompute": {"a": [[0, 1]]}}, "adaptive", False),
         (False, {"select_comm_recompute": ["a"]}, "adaptive", False),
+        (False, {"select_recompute_exclude": ["a"]}, "adaptive", False),
+        (False, {"select_comm_recompute_exclude": {"a": True}}, "adaptive", False),
+        (False, {"compile_budget": 1}, "adaptive", False),
+        (False, {"compile_budget": [0, 0.5]}, "adaptive", False),
     ],
 )
 def test_adaptive_wants_no_fates_written_by_hand(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hf_actswap.config import ActSwapConfig, MemoryConfig, SwapConfig, load_config
 from hf_actswap.config.keys import MEMORY_KEYS, OUR_SECTIONS, PARALLEL_KEYS, RECOMPUTE_KEYS, SWAP_KEYS
+from hf_actswap.config.mindspeed_keys import MODE_FLAGS, SETTINGS
 from hf_actswap.config.op_path import op_path_fault
 from hf_actswap.errors import ConfigError
 
@@ -111,6 +112,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
             {
                 "mode": st.sampled_from(["off", "smart_swap", False]),
                 "reduce_by_gib": SIZES,
+                "margin_gib": SIZES | st.just(0) | st.none(),
                 "preference": st.sampled_from(["performance", "memory_saving"]),
                 "warmup_steps": st.integers(1, 9),
                 "search_steps": st.integers(0, 9),
@@ -186,6 +188,7 @@ model:
 KEYS = st.sampled_from(
     [
         *(*OUR_SECTIONS, *SWAP_KEYS, *RECOMPUTE_KEYS, *PARALLEL_KEYS, *MEMORY_KEYS),
+        *(*MODE_FLAGS, *SETTINGS),
         *("op_name", "backward_prefetch", "layers", "context", "model", "model_config", "num_layers"),
         *("parallel", "pipeline_config", "pipeline_interleave", "<<"),
     ]

@@ -7,7 +7,6 @@ import json
 import pickle
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -16,7 +15,7 @@ import huggingface_hub
 import pytest
 
 from hf_actswap.config import ActSwapConfig, SwapConfig, load_config
-from hf_actswap.config.yaml_text import MAX_NODES, MAX_TEXT_BYTES
+from hf_actswap.config.yaml_text import MAX_LEVELS, MAX_NODES, MAX_TEXT_BYTES
 from hf_actswap.errors import ConfigError
 
 SWAP_ON = ActSwapConfig(swap_config=SwapConfig(swap=True))
@@ -31,11 +30,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., str]], None]:
-    return lambda download: monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refuse)
 
 
 def only_problem(source: object) -> str:
@@ -146,46 +141,11 @@ def test_sources_that_cannot_be(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("text", "repo", "revision"),
-    [
-        ("org/name", "org/name", None),
-        ("org/na-me_1.0@v1.2", "org/na-me_1.0", "v1.2"),
-        ("o/n@refs/pr/3", "o/n", "refs/pr/3"),
-    ],
-)
-def test_hub_ids(text: str, repo: str, revision: str | None, hub: Any, tmp_path: Path) -> None:
-    cached = tmp_path / "cached.yaml"
-    cached.write_text("swap_config: {swap: true}\n")
-    asked: list[tuple[Any, ...]] = []
-
-    def download(repo_id: str, filename: str, *, revision: str | None = None) -> str:
-        asked.append((repo_id, filename, revision))
-        return str(cached)
-
-    hub(download)
-    config = load_config(text)
-    assert asked == [(repo, "actswap_config.yaml", revision)]
-    assert config == SWAP_ON
-    assert config.source == text
-
-
-@pytest.mark.parametrize("error", [OSError("no network"), RuntimeError("401\nlog in"), ValueError()])
-def test_hub_failures_say_what_was_tried(error: Exception, hub: Any) -> None:
-    def download(*args: object, **kwargs: object) -> str:
-        raise error
-
-    hub(download)
-    reason = str(error).split("\n", maxsplit=1)[0] or "no reason given"
-    assert only_problem("org/name") == (
-        f"source: expected {EXPECTED}, found 'org/name': no such file or folder, "
-        f"and from the Hub {type(error).__name__}: {reason}."
-    )
-
-
 def test_an_offline_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "and from the Hub " in only_problem("org-that-is-nowhere/no-such-repository")
+    assert "HF_HUB_OFFLINE is set; no copy is in the cache" in only_problem(
+        "org-that-is-nowhere/no-such-repository"
+    )
 
 
 @pytest.mark.usefixtures("no_network")
@@ -217,7 +177,7 @@ def merge_bomb() -> str:
 
 
 MORE_NODES = f"document: expected at most {MAX_NODES} values, aliases written out, found more."
-MORE_LEVELS = "document: expected at most a few hundred levels of lists and mappings, found more."
+MORE_LEVELS = f"document: expected at most {MAX_LEVELS} levels of lists and mappings, found more."
 
 
 @pytest.mark.usefixtures("no_network")
@@ -229,14 +189,14 @@ MORE_LEVELS = "document: expected at most a few hundred levels of lists and mapp
         pytest.param(f"context: [{'1,' * MAX_NODES}]\n", MORE_NODES, id="items"),
         pytest.param("context: " + "[" * 100_000 + "\n", MORE_LEVELS, id="lists in lists"),
         pytest.param("context: " + "- " * 100_000 + "\n", None, id="entries in entries"),
-        pytest.param("context: " + "{a: " * 100_000 + "\n", MORE_LEVELS, id="mappings in mappings"),
+        pytest.param("context: " + "{a: " * 50_000 + "\n", MORE_LEVELS, id="mappings in mappings"),
         pytest.param("&a a: &a [*a, *a]\n", None, id="redefined anchor"),
     ],
 )
 def test_no_document_hangs(text: str, problem: str | None) -> None:
     start = time.monotonic()
     found = only_problem(text)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 5
     assert problem is None or found == problem
 
 

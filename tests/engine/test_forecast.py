@@ -254,7 +254,7 @@ def test_the_rank_is_left_alone(plan: MemoryPlan, bindings: Bindings) -> None:
 def test_a_model_that_moves_takes_the_rank_with_it(bindings: Bindings) -> None:
     memory = host_budget.HostMemory(plan_of(*CORES))
     for index in (0, 0, 1):
-        memory.bind(torch.device("cuda", index))
+        memory.bind(torch.device("cuda", index), plan_of(*CORES))
     assert bindings.asked == [torch.device("cuda", 0), torch.device("cuda", 1)]
     assert bindings.bound == 1
     memory.unbind()

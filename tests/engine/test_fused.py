@@ -43,7 +43,7 @@ def steps(model: nn.Module, count: int = 3) -> list[dict[str, torch.Tensor]]:
 
 
 def fuser_of(applied: AppliedPlan) -> object:
-    setting = applied._engine._setting
+    setting = applied._engine._place.setting
     assert setting is not None
     assert setting.fuse is not None
     return setting.fuse.__self__  # type: ignore[attr-defined]
@@ -79,7 +79,7 @@ def test_off_unless_asked_for() -> None:
     with apply(model, config(MODULES, fused=False)) as applied:
         for found, expected in zip(steps(model), bare, strict=True):
             assert_bitwise_equal(found, expected)
-        setting = applied._engine._setting
+        setting = applied._engine._place.setting
         assert setting is not None
         assert setting.fuse is None
 

@@ -205,6 +205,7 @@ def test_the_worker_runs_on_the_cpu() -> None:
     assert "right, without pressure" in gpu_stress_worker.pressure(CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_the_worker_shards_on_the_cpu() -> None:
     assert "right under FSDP2" in run_worker("fsdp2", "cpu")

@@ -19,6 +19,7 @@ from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.mesh import build_mesh
 from hf_actswap.parallel.patch_model import patch_model
+from tests.integrations.parallel_hub import published
 from tests.integrations.parallel_runs import (
     OrderedStockTrainer,
     OrderedTrainer,
@@ -229,6 +230,17 @@ def metrics(folder: Path, size: int, **more: Any) -> dict[str, Any]:
     return {"loss": found["eval_loss"], "shape": predicted.predictions.shape, "labels": predicted.label_ids}
 
 
+def evaluated(folder: Path, size: int, data_parallel_size: int = 1) -> dict[str, float]:
+    """The loss of an evaluation, by numbers of samples and of samples in all data ranks' batches."""
+    found = {}
+    for samples, at_once in ((9, 4), (9, 2), (7, 4), (3, 4), (12, 4)):
+        asked = {"per_device_eval_batch_size": at_once // data_parallel_size}
+        trainer = make(parallel(size), folder / "evaluated", **asked)
+        name = f"{samples} by {at_once}"
+        found[name] = trainer.evaluate(Rows(samples, seed=2))["eval_loss"]
+    return found
+
+
 def setting(name: str, *sizes: int) -> Callable[[Path], Run]:
     return lambda folder: trained(name, folder / "runs", *sizes)
 
@@ -280,6 +292,7 @@ TWO: dict[str, Callable[[Path], Any]] = {
     "own loop": lambda folder: own_loop(folder, 2),
     "own loop without clip": lambda folder: own_loop(folder, 2, clips=False),
     "metrics": lambda folder: metrics(folder, 2),
+    "published": lambda folder: published(folder, dist.get_rank()),
     "differing ranks": differing_ranks,
     "missing rank": missing_rank,
 }
@@ -293,6 +306,7 @@ FOUR: dict[str, Callable[[Path], Any]] = {
     "two by two streamed": lambda folder: streamed(folder, 2, 2),
     "two by two metrics": lambda folder: metrics(folder, 2, per_device_eval_batch_size=2),
     "two by two, saving": lambda folder: saving(folder, 2, "two by two"),
+    "two by two evaluated": lambda folder: evaluated(folder, 2, 2),
     "four": lambda folder: trained("plain", folder / "runs", 4),
     "resumed 2x2": lambda folder: saving(folder, 2, "two by two again", "two by two/checkpoint-2"),
     "resumed 2 to 4": lambda folder: saving(folder, 4, "four", "two/checkpoint-2"),

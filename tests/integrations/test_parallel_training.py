@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, Trainer
 
-from hf_actswap import ActSwapTrainer, ActSwapTrainerMixin
+from hf_actswap import ActSwapTrainer
 from tests.integrations import parallel_training_worker as worker
 from tests.integrations.parallel_processes import launch, result
-from tests.integrations.parallel_runs import STEPS, OrderedStockTrainer, Rows, Run, make
+from tests.integrations.parallel_runs import STEPS, Rows, Run
 
 WORKER = "tests.integrations.parallel_training_worker"
 CLOSE = {"rel": 1e-5}
 TRAINED = ["plain", "accumulation", "small norm", "no clip"]
+PUBLISHED = {
+    **{f"Training in progress, step {step}": f"checkpoint-{step}" for step in (2, 4)},
+    **{"Model save": "last", "Asked for": "last"},
+}
 NAMED = "hf_actswap.ActSwapTrainer in place of Trainer"
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(400)]
@@ -44,8 +48,8 @@ def four(two: Path) -> Path:
 
 
 @functools.cache
-def alone(name: str) -> Run:
-    return worker.trained(name, Path("runs"), 1)
+def alone(name: str, **more: Any) -> Run:
+    return worker.trained(name, Path("runs"), 1, **more)
 
 
 @pytest.fixture(autouse=True)
@@ -164,6 +168,25 @@ def test_the_optimizer_is_saved_whole(two: Path) -> None:
             torch.testing.assert_close(of_two["state"][index][key], value, rtol=2e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("message", PUBLISHED)
+def test_what_two_ranks_publish_is_loaded_by_one(message: str, two: Path) -> None:
+    found = logits(two / "published" / message)
+    torch.testing.assert_close(found, logits(two / "one" / PUBLISHED[message]), rtol=1e-3, atol=1e-4)
+
+
+def test_one_rank_publishes(two: Path) -> None:
+    found = result(two, "published")
+    steps = [f"Training in progress, step {step}" for step in (2, 4, 5)]
+    assert found["messages"] == [*steps, "Model save", "Asked for", "Asked for alone"]
+    assert_same(found["run"], alone("plain"), evaluates=False)
+    weights = load_file(two / "published" / "Asked for alone" / "model.safetensors")
+    assert weights.keys() == alone("plain").weights.keys() - {"lm_head.weight"}  # tied
+    for name, value in weights.items():
+        torch.testing.assert_close(value, found["run"].weights[name], rtol=0, atol=0)
+    other = result(two, "published", rank=1)
+    assert (other["messages"], other["requests"]) == ([], 0)
+
+
 def test_resuming_one_on_two(two: Path) -> None:
     assert_same(result(two, "resumed 1 to 2"), result(two, "one"))
 
@@ -237,15 +260,22 @@ def test_a_missing_rank_is_named(two: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
-def test_two_models_of_two_ranks_train_as_one(name: str, four: Path) -> None:
+def test_two_models_of_two_ranks_train_and_evaluate_as_one(name: str, four: Path) -> None:
     for rank in range(4):
-        assert_same(result(four, f"two by two {name}", rank), alone(name), evaluates=False)
+        assert_same(result(four, f"two by two {name}", rank), alone(name, per_device_eval_batch_size=6))
+
+
+@pytest.mark.slow
+def test_samples_that_fill_the_last_batch_do_not_count(four: Path) -> None:
+    expected = worker.evaluated(Path("evaluated"), 1)
+    for rank in range(4):
+        assert result(four, "two by two evaluated", rank) == pytest.approx(expected, **CLOSE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*TRAINED, "weight decay, one epoch"])
-def test_two_models_of_two_ranks_train_and_evaluate_as_two_plain_ones(name: str, four: Path) -> None:
-    assert_same(result(four, f"two by two {name}"), result(four, f"stock {name}"))
+def test_two_models_of_two_ranks_train_as_two_plain_ones(name: str, four: Path) -> None:
+    assert_same(result(four, f"two by two {name}"), result(four, f"stock {name}"), evaluates=False)
 
 
 @pytest.mark.slow
@@ -288,31 +318,3 @@ def test_adapters_on_four(four: Path) -> None:
 def test_refusals_on_four(name: str, said: str, four: Path) -> None:
     for rank in range(4):
         assert said in result(four, "refusals of four", rank)[name]
-
-
-# --- in this process ---------------------------------------------------------------------------------------
-
-
-def test_the_launcher_started_one_process(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="expected a process group, found none") as caught:
-        make({"parallel_config": {"tensor_parallel_size": 2}}, tmp_path)
-    assert "accelerate launch --multi_gpu --num_processes 2 " in str(caught.value)
-
-
-@pytest.mark.parametrize("kind", [OrderedStockTrainer, ActSwapTrainer])
-def test_the_launcher_started_independent_trainings(
-    kind: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = make(None, tmp_path, kind)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(Exception, match="2 independent trainings, each of which believes to be alone"):
-        trainer.callback_handler.on_init_end(trainer.args, trainer.state, trainer.control)
-
-
-def test_what_we_override_is_there() -> None:
-    """A release of transformers or Accelerate that renames one of these fails here first."""
-    for name in vars(ActSwapTrainerMixin):
-        if callable(getattr(ActSwapTrainerMixin, name)) and not name.startswith("__"):
-            assert hasattr(Trainer, name) or name == "_declared", name
-    assert hasattr(worker.Accelerator, "_prepare_device_mesh")
-    assert hasattr(torch.nn.parallel.DistributedDataParallel, "_get_active_ddp_module")

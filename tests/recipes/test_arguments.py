@@ -203,3 +203,80 @@ def test_help_shows_the_recipes_defaults(capsys: pytest.CaptureFixture[str]) -> 
     shown = " ".join(capsys.readouterr().out.split())
     assert "(default: output/llama_swap)" in shown
     assert "(default: Salesforce/wikitext)" in shown
+
+
+SMART, ADAPTIVE = {"memory": {"mode": "smart_swap"}}, {"memory": {"mode": "adaptive"}}
+BUDGET = {"memory": {"mode": "smart_swap", "budget_gib": 3}}
+
+
+@pytest.mark.parametrize(
+    ("file", "command_line", "expected"),
+    [
+        (None, ["--smart-swap"], SMART),
+        (None, ["--smart_swap"], SMART),
+        (None, ["--smart_swap", "true"], SMART),
+        (None, ["--adaptive-memory-optimization"], ADAPTIVE),
+        (None, ["--adaptive_memory_optimization"], ADAPTIVE),
+        (None, ["--smart_swap", "false"], {"swap_config": {"swap": True}}),
+        (None, ["--smart_swap", "false", "--adaptive_memory_optimization"], ADAPTIVE),
+        (None, ["--smart-swap", "--actswap", '{"memory": {"budget_gib": 3}}'], BUDGET),
+        (None, ["--smart_swap", "false", "--actswap", "none"], None),
+        ({"smart_swap": True}, [], SMART),
+        ({"smart_swap": True, "adaptive_memory_optimization": False}, [], SMART),
+        ({"smart_swap": True}, ["--smart_swap", "false"], {"swap_config": {"swap": True}}),
+        ({"memory": None}, ["--smart-swap"], SMART),
+        ({"memory": {"mode": "off"}}, ["--smart-swap"], SMART),
+        ({"memory": {"mode": "off"}}, ["--smart-swap", "false"], {"memory": {"mode": "off"}}),
+        ({"memory": {"mode": "adaptive"}}, ["--adaptive-memory-optimization"], ADAPTIVE),
+        ({"memory": {"mode": "adaptive"}}, ["--smart-swap", "false"], ADAPTIVE),
+        (CASE, ["--smart-swap"], CASE | SMART),
+        ({"actswap": CASE}, ["--smart-swap"], CASE | SMART),
+    ],
+)
+def test_the_planners_flags_set_the_mode(
+    file: dict[str, Any] | None, command_line: list[str], expected: Any, write: Any, here: list[str]
+) -> None:
+    source = [] if file is None else [write(file)]
+    assert parse_arguments([*source, *command_line, *here])[2].actswap == expected
+
+
+def test_a_flag_keeps_what_the_file_says_of_the_planner(write: Any, here: list[str]) -> None:
+    section = {"target_memory": 2**30, "policy_pref": "BETTER_MEMORY_SAVING"}
+    path = write({"memory": section, "seed": 1})
+    args = parse_arguments([path, "--smart-swap", *here])[2]
+    assert args.actswap == {"memory": section | {"mode": "smart_swap"}}
+    inner = write(CASE | {"memory": section}, "inner.yaml")
+    config = parse_arguments(["--actswap", inner, "--smart-swap", *here])[2].actswap_config()
+    assert (config.memory.mode, config.memory.budget_gib, config.num_layers) == ("smart_swap", 1.0, 4)
+    assert config.swap_config.swap is True
+
+
+@pytest.mark.parametrize(
+    ("file", "command_line", "message"),
+    [
+        (
+            {},
+            ["--smart-swap", "--adaptive-memory-optimization"],
+            "expected one planner, found --smart_swap and",
+        ),
+        (
+            {"smart_swap": True},
+            ["--adaptive-memory-optimization"],
+            "expected one planner, found --smart_swap and",
+        ),
+        (
+            ADAPTIVE,
+            ["--smart-swap"],
+            r"expected what the configuration says \(memory.mode: adaptive\), found",
+        ),
+        (SMART, ["--smart-swap", "false"], "found --smart_swap false. Leave one out"),
+        (SMART, ["--actswap", "none", "--smart-swap"], "--smart_swap: expected a configuration in which"),
+        (CASE, ["--adaptive-memory-optimization"], "expected no `swap_config.swap` beside adaptive"),
+        ({"smart-swap": True}, [], "Did you mean 'smart_swap'"),
+    ],
+)
+def test_the_planners_flags_and_a_file_that_disagrees(
+    file: dict[str, Any], command_line: list[str], message: str, write: Any, here: list[str]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_arguments([write(file), *command_line, *here])

@@ -12,7 +12,8 @@ import yaml
 from hf_actswap.config import load_config
 
 CASES = ["case1_default_swap", "case2_layer_swap", "case3_op_swap", "case4_swap_with_recompute"]
-FILES = [*CASES, "sample_cpu", "sequence_parallel", "wikitext_cpu"]
+PLANNED = {"smart_swap": "smart_swap", "adaptive_memory": "adaptive"}
+FILES = [*CASES, *PLANNED, "sample_cpu", "sequence_parallel", "wikitext_cpu"]
 
 
 def body(path: Path) -> str:
@@ -78,3 +79,14 @@ def test_the_parallel_one_needs_no_network_and_is_parallel(recipes: Path) -> Non
     assert (document["dataset"], document["use_cpu"]) == ("sample", True)
     config = load_config({"parallel_config": document["parallel_config"]}).parallel_config
     assert (config.tensor_parallel_size, config.sequence_parallel_enabled) == (2, True)
+
+
+@pytest.mark.parametrize(("name", "mode"), list(PLANNED.items()))
+def test_the_planned_ones_need_no_network_and_name_no_fates(name: str, mode: str, recipes: Path) -> None:
+    document = yaml.safe_load(body(recipes / f"{name}.yaml"))
+    assert (document["dataset"], document["use_cpu"]) == ("sample", True)
+    config = load_config({"memory": document["memory"]})
+    assert config.memory.mode == mode
+    assert config == load_config({"memory": vars(config.memory)})
+    assert document["max_steps"] > config.memory.warmup_steps + config.memory.search_steps
+    assert not {"swap_config", "recompute_config"} & set(document)

@@ -1,0 +1,190 @@
+"""``hf-actswap check``: all that is wrong with a configuration, and all that gives way, before a training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+
+from ..config import ActSwapConfig, load_config
+from ..errors import ActSwapError, Problem
+from ..plan import MemoryPlan, resolve_plan
+from ..plan.actions import folded
+from ..planner.profile import Prediction, Profile
+from . import options
+from .model_source import ModelError
+from .output import answer, heading, listed, problems_document, shown_problems
+from .planned import PLANNED, search, usual_steps
+from .step import StepShape, device_name, prediction_document, profile_of
+from .subject import Subject, subject, with_tp
+from .tables import fate_table, step_table
+from .wishes import Wish, wishes_of
+
+
+@dataclass
+class Checked:
+    """What was found, as far as it went. See `output.Answer`.
+
+    Args:
+        source: of the configuration, as the user named it.
+        strict: whether overrides and warnings count as problems.
+    """
+
+    source: str
+    strict: bool
+    problems: list[Problem] = field(default_factory=list)
+    notes: Sequence[str] = ()
+    model: Mapping[str, Any] | None = None
+    described: str = ""
+    plan: MemoryPlan | None = None
+    wishes: Sequence[Wish] = ()
+    step: StepShape | None = None
+    profile: Profile | None = None
+    predicted: Mapping[str, Prediction] = field(default_factory=dict)
+    not_known: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong, nor, where that is asked, has given way."""
+        changed = self.plan is not None and bool(self.plan.overrides or self.plan.warnings)
+        return not self.problems and not (self.strict and changed)
+
+    def document(self) -> Mapping[str, Any]:
+        """See `output.Answer`."""
+        plan = self.plan
+        rows = [] if plan is None else [asdict(row) for row in plan.rows]
+        return {
+            "source": self.source,
+            "problems": problems_document(self.problems),
+            "model": self.model,
+            "notes": list(self.notes),
+            "warnings": [] if plan is None else list(plan.warnings),
+            "overrides": [] if plan is None else [asdict(override) for override in plan.overrides],
+            "names": [_wish_document(wish) for wish in self.wishes],
+            "rows": rows,
+            "step": None if self.step is None else self.step.document(),
+            "predicted": {name: prediction_document(step) for name, step in self.predicted.items()},
+            "not_known": self.not_known,
+        }
+
+    def shown(self) -> Iterable[RenderableType]:
+        """See `output.Answer`."""
+        yield f"Configuration: {self.source}"
+        if self.described:
+            yield f"Model:         {self.described}"
+        if self.plan is not None:
+            yield from self._shown_plan(self.plan)
+        if self.predicted and self.step is not None:
+            yield heading(f"Predicted step: {self.step.described()}")
+            yield step_table(self.predicted)
+        if self.not_known:
+            yield heading("Not known")
+            yield from listed([self.not_known])
+        if self.notes:
+            yield heading("Read and without effect")
+            yield from listed(self.notes)
+        yield ""
+        if self.problems:
+            yield from shown_problems(self.problems, "")
+        elif self.ok:
+            yield "No problems."
+        else:
+            yield "No problems, but wishes gave way (--strict)."
+
+    def _shown_plan(self, plan: MemoryPlan) -> Iterable[RenderableType]:
+        yield heading("Plan")
+        yield fate_table(plan, self.profile)
+        if self.wishes:
+            yield heading("Names")
+            yield from listed(_meaning(wish) for wish in self.wishes)
+        if plan.warnings:
+            yield heading("Warnings")
+            yield from listed(plan.warnings)
+        if plan.overrides:
+            yield heading("What was asked and gave way")
+            yield from listed(map(str, plan.overrides))
+
+
+def check(
+    config: options.Config,
+    model: options.Model,
+    seq: options.Seq = None,
+    batch: options.Batch = 1,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
+    optimizer: options.Optimizer = "adamw",
+    tp: options.Tp = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 if a wish gave way or a warning was given.")
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Name every problem of a configuration for a model, and every wish that gives way."""
+
+    def ask() -> Checked:
+        found = Checked(config, strict)
+        if seq is not None:
+            found.step = StepShape(batch, seq, device_name(device), autocast, optimizer)
+        read: ActSwapConfig | None = None
+        try:
+            read = with_tp(load_config(config), tp)
+        except ActSwapError as error:
+            found.problems += error.problems
+        try:
+            with subject(model, dtype, read or ActSwapConfig()) as looked_at:
+                _look(found, looked_at, read)
+        except ActSwapError as error:
+            found.problems += error.problems
+        return found
+
+    answer("check", as_json, ask)
+
+
+def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | None) -> None:
+    """Fill in all that a model and a configuration say; a malformed configuration leaves the model."""
+    found.model, found.described = looked_at.document(), looked_at.described()
+    if not looked_at.shape.functions_known:
+        found.not_known = f"Ops inside modules cannot be named: {looked_at.shape.why_not}."
+    if config is None:
+        return
+    found.notes = config.notes
+    plan = resolve_plan(config, looked_at.shape)
+    found.plan, found.wishes = plan, wishes_of(config, looked_at.shape)
+    found.problems += [
+        Problem("plan", "what this version can carry out", wish, "Remove it from the configuration.")
+        for wish in plan.unbuilt
+    ]
+    if found.step is None:
+        return
+    try:
+        found.profile = profile_of(looked_at, found.step)
+    except ModelError as error:  # nothing that the user wrote: the configuration stands
+        found.not_known = f"Bytes and times: {error.problems[0].found.rstrip('.')}."
+        return
+    found.predicted = usual_steps(found.profile, plan)
+    if config.memory.mode != "off":
+        planned = search(looked_at, found.step, config.memory, found.profile, plan)
+        found.predicted = {**found.predicted, f"{PLANNED} ({config.memory.mode})": planned.prediction}
+
+
+def _meaning(wish: Wish) -> str:
+    if not wish.op_name:
+        return str(wish)
+    if not wish.targets:
+        return f"{wish}. It names nothing that these layers have."
+    by_layers: dict[tuple[int, ...], list[str]] = {}
+    for path, layers in wish.targets.items():
+        by_layers.setdefault(layers, []).append(path)
+    meant = "; ".join(
+        ", ".join(paths) + ("" if layers == wish.layers else f" (layers {folded(layers)})")
+        for layers, paths in by_layers.items()
+    )
+    return f"{wish}. It means {meant}."
+
+
+def _wish_document(wish: Wish) -> dict[str, Any]:
+    return {**asdict(wish), "targets": {path: list(layers) for path, layers in wish.targets.items()}}

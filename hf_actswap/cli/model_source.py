@@ -1,0 +1,93 @@
+"""A model of which only the shapes exist, from a Hub id, a folder or a ``config.json``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ..config.hub import HubOptions, fetch, split_hub_id
+from ..errors import ActSwapError, Problem
+from .options import DtypeName
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+_FILE = "config.json"
+_MAX_BYTES = 4 * 1024 * 1024
+_EXPECTED = f"a folder that holds {_FILE}, such a file, or a Hub id (org/name)"
+
+
+class ModelError(ActSwapError):
+    """No causal language model can be made of what the user named."""
+
+    subject = "model"
+
+
+def model_on_meta(name: str, dtype: DtypeName | None) -> nn.Module:
+    """Return the model in training mode, all of its tensors on ``meta``.
+
+    Args:
+        name: a path, which wins where it exists, or ``org/name`` or ``org/name@revision``.
+        dtype: of its weights; ``None``: what its configuration says, else fp32.
+
+    Raises:
+        ModelError: there is none, or it is no causal language model of transformers.
+    """
+    path = _config_path(name)
+    try:
+        config = AutoConfig.from_pretrained(path)
+        wanted = DTYPES[dtype] if dtype is not None else _dtype_of(config)
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=wanted)
+    # transformers raises whatever its reading of a file of anybody's meets: OSError, ValueError, KeyError ...
+    except Exception as error:
+        raise ModelError(
+            [Problem("model", "a causal language model of transformers", _why(name, error))]
+        ) from error
+    return model.train()
+
+
+def parameters_of(model: nn.Module) -> int:
+    """Return how many numbers its weights are; tied ones once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def dtype_name(model: nn.Module) -> str:
+    """Return the types of its weights, as the user writes them."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    found = {parameter.dtype for parameter in model.parameters()}
+    return ", ".join(sorted(names.get(dtype, str(dtype).removeprefix("torch.")) for dtype in found))
+
+
+def _dtype_of(config: Any) -> torch.dtype:
+    found = getattr(config, "dtype", None)
+    return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _config_path(name: str) -> str:
+    path = Path(name)
+    try:
+        exists = path.exists()
+    except (OSError, ValueError):
+        exists = False
+    if exists:
+        inside = path / _FILE if path.is_dir() else path
+        if not inside.is_file():
+            raise ModelError([Problem("model", _EXPECTED, f"'{name}': a folder without {_FILE}")])
+        return str(inside)
+    hub_id = split_hub_id(name)
+    if hub_id is None:
+        raise ModelError([Problem("model", _EXPECTED, f"'{name}': no such file or folder, and no Hub id")])
+    try:
+        return fetch(hub_id[0], _FILE, hub_id[1], HubOptions(), _MAX_BYTES).path
+    except OSError as error:
+        found = f"'{name}': no such file or folder, and from the Hub: {error}"
+        raise ModelError([Problem("model", _EXPECTED, found)]) from error
+
+
+def _why(name: str, error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"'{name}': {text[:300] or type(error).__name__}{'...' if len(text) > 300 else ''}"

@@ -1,0 +1,163 @@
+"""What a command writes: text for people, or one JSON document; and the exit code."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn, Protocol
+
+import typer
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from ..errors import ActSwapError, Problem
+
+Document = Mapping[str, Any]
+
+_STDOUT, _STDERR = 1, 2  # file descriptors
+_LAYER = re.compile(r"(\.(?:layers|h)\.)\d+")
+
+
+class Answer(Protocol):
+    """What a command found out."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether what the user wrote has no problem."""
+
+    def document(self) -> Document:
+        """Return it as JSON values."""
+
+    def shown(self) -> Iterable[RenderableType]:
+        """Yield it for people."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """There is no answer, because of these problems."""
+
+    problems: Sequence[Problem]
+    subject: str
+    ok: bool = False
+
+    def document(self) -> Document:
+        """See `Answer`."""
+        return {"problems": problems_document(self.problems)}
+
+    def shown(self) -> Iterable[RenderableType]:
+        """See `Answer`."""
+        yield from shown_problems(self.problems, self.subject)
+
+
+def write_line(text: str) -> None:
+    """Write one line to stdout as it is."""
+    _console().print(Text(text), soft_wrap=True)
+
+
+def answer(command: str, as_json: bool, ask: Callable[[], Answer]) -> NoReturn:
+    """Ask, write what was found, and end the command with its exit code.
+
+    Args:
+        command: its name.
+        as_json: whether one document is written, and not text.
+        ask: finds it out; problems that it raises are the answer.
+
+    Raises:
+        typer.Exit: always; with code 1 if something of what the user wrote is wrong.
+    """
+    try:
+        with _stdout_kept_clean():
+            found = ask()
+    except ActSwapError as error:
+        found = Refused(error.problems, error.subject)
+    if as_json:
+        document = {"command": command, "ok": found.ok, **found.document()}
+        write_line(json.dumps(document, indent=1))
+    else:
+        console = _console()
+        for part in found.shown():
+            console.print(part)
+    raise typer.Exit(0 if found.ok else 1)
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Show on a terminal that something takes its time."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+@contextmanager
+def _stdout_kept_clean() -> Iterator[None]:
+    """Send to stderr what libraries print meanwhile, compiled code (HiGHS) too."""
+    sys.stdout.flush()
+    with redirect_stdout(sys.stderr):
+        own = os.dup(_STDOUT)
+        os.dup2(_STDERR, _STDOUT)
+        try:
+            yield
+        finally:
+            if sys.platform != "win32":
+                ctypes.CDLL(None).fflush(None)  # C's buffer, which would be written after the answer
+            os.dup2(own, _STDOUT)
+            os.close(own)
+
+
+def _console() -> Console:
+    """Made for each use: who calls a command may exchange the streams of the process."""
+    return Console(highlight=False, markup=False)
+
+
+def problems_document(problems: Iterable[Problem]) -> list[dict[str, str]]:
+    """Return problems as JSON values."""
+    return [asdict(problem) for problem in problems]
+
+
+def shown_problems(problems: Sequence[Problem], subject: str) -> Iterable[RenderableType]:
+    """Yield problems for people, a paragraph each."""
+    count = f"{len(problems)} problem{'' if len(problems) == 1 else 's'}"
+    yield Text(f"{count} in the {subject}:" if subject else f"{count}:", style="bold red")
+    yield from listed(folded_by_layer(map(str, problems)))
+
+
+def folded_by_layer(lines: Iterable[str]) -> list[str]:
+    """Return each line once that is the same for several layers of the model, but for the layer's number."""
+    found: dict[str, list[str]] = {}
+    for line in lines:
+        found.setdefault(_LAYER.sub(r"\1*", line), []).append(line)
+    return [kind if len(same) > 1 else same[0] for kind, same in found.items()]
+
+
+def listed(lines: Iterable[str]) -> Iterable[RenderableType]:
+    """Yield lines as a list that wraps under its own text."""
+    for line in lines:
+        yield Bullet(line)
+
+
+def heading(text: str) -> RenderableType:
+    """Return a heading, an empty line before it."""
+    return Text(f"\n{text}", style="bold")
+
+
+class Bullet:
+    """A paragraph behind a dash, wrapped at words so that names stay whole where they can."""
+
+    def __init__(self, text: str, indent: str = "  ") -> None:
+        self._text, self._indent = text, indent
+
+    def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
+        width = max(options.max_width - len(self._indent) - 2, 20)
+        lines = Text(self._text).wrap(console, width)
+        for number, line in enumerate(lines):
+            line.rstrip()
+            yield Text(f"{self._indent}{'- ' if number == 0 else '  '}{line.plain}")

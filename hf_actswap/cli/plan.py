@@ -1,0 +1,221 @@
+"""``hf-actswap plan``: what the planner would do, on a machine without a GPU and without weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from ..config import load_config
+from ..errors import ActSwapError
+from . import options
+from .output import answer, folded_by_layer, heading, listed, problems_document
+from .planned import NOTHING, PLANNED, Planned, memory_in_force, planned
+from .step import StepShape, device_name, prediction_document
+from .subject import subject, with_tp
+from .tables import fate_table, size_text, step_table, summary_table
+
+_ALONE = "Times are computed from shapes and the device's rates; communication between ranks is not in them."
+
+
+@dataclass(frozen=True)
+class PlanAnswer:
+    """One plan. See `output.Answer`."""
+
+    found: Planned
+    saved_to: str | None
+    windows: bool = False
+    ok: bool = True
+
+    def document(self) -> Mapping[str, Any]:
+        """See `output.Answer`."""
+        found = self.found
+        return {
+            "model": found.subject.document(),
+            "step": found.step.document(),
+            "mode": found.memory.mode,
+            "budget_bytes": found.budget_bytes,
+            "predicted": {name: prediction_document(step) for name, step in found.steps.items()},
+            "saved_to": self.saved_to,
+            "plan": json.loads(found.plan.to_json()),
+        }
+
+    def shown(self) -> Iterable[RenderableType]:
+        """See `output.Answer`."""
+        found = self.found
+        yield f"Model:  {found.subject.described()}"
+        yield f"Step:   {found.step.described()}"
+        yield f"Budget: {size_text(found.budget_bytes)}, {found.memory.mode}"
+        yield heading("Plan")
+        if self.windows:
+            yield fate_table(found.plan, found.profile)
+        else:
+            yield summary_table(found.plan, found.profile)
+        yield heading("Predicted")
+        yield step_table(found.steps, found.budget_bytes)
+        if any(step.peak_bytes > found.budget_bytes for step in found.steps.values()):
+            yield "! above the budget."
+        yield _ALONE
+        if self.saved_to is not None:
+            yield f"Written to {self.saved_to}."
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Plans for several numbers of ranks; a plan, or why there is none. See `output.Answer`."""
+
+    by_tp: Mapping[int, Planned | ActSwapError]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a plan for any of them."""
+        return any(isinstance(found, Planned) for found in self.by_tp.values())
+
+    def document(self) -> Mapping[str, Any]:
+        """See `output.Answer`."""
+        return {"compare": [self._entry(tp, found) for tp, found in self.by_tp.items()]}
+
+    def shown(self) -> Iterable[RenderableType]:
+        """See `output.Answer`."""
+        known = [found for found in self.by_tp.values() if isinstance(found, Planned)]
+        if known:
+            yield f"Step:   {known[0].step.described()}"
+            yield f"Budget: {size_text(known[0].budget_bytes)} a rank, {known[0].memory.mode}"
+        yield ""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for name in ("tp", "Peak, nothing", "Peak", "Step", "Swapped", "Recomputed"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for tp, found in self.by_tp.items():
+            if isinstance(found, Planned):
+                step = found.prediction
+                table.add_row(
+                    str(tp),
+                    size_text(found.steps[NOTHING].peak_bytes),
+                    size_text(step.peak_bytes),
+                    f"{step.step_ms:,.1f} ms",
+                    size_text(step.swapped_bytes),
+                    size_text(step.recomputed_bytes),
+                )
+            else:
+                table.add_row(str(tp), "", "no plan", "", "", "")
+        yield table
+        for tp, found in self.by_tp.items():
+            if isinstance(found, ActSwapError):
+                yield heading(f"tp={tp}")
+                yield from listed(folded_by_layer(map(str, found.problems)))
+        yield f"\nOf one rank. {_ALONE}"
+
+    @staticmethod
+    def _entry(tp: int, found: Planned | ActSwapError) -> dict[str, Any]:
+        if isinstance(found, ActSwapError):
+            return {"tp": tp, "problems": problems_document(found.problems)}
+        return {"tp": tp, **PlanAnswer(found, None).document()}
+
+
+def plan(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A folder of a model, its config.json, or a Hub id.", show_default=False
+        ),
+    ],
+    config: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[CONFIG]",
+            help="Fates written by hand stay; its `memory` section holds.",
+            show_default=False,
+        ),
+    ] = None,
+    seq: Annotated[int, typer.Option("--seq", min=1, metavar="N", help="Tokens of a sequence.")] = 4096,
+    batch: options.Batch = 1,
+    device: options.Device = None,
+    budget_gib: Annotated[
+        float | None,
+        typer.Option(
+            "--budget-gib",
+            min=0.001,
+            metavar="X",
+            help="The most device memory of a step, per rank. Else the configuration's, else the device's "
+            "less 3 %.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
+    optimizer: options.Optimizer = "adamw",
+    tp: options.Tp = None,
+    windows: Annotated[
+        bool, typer.Option("--windows", help="A line for each op, with its prefetch and release.")
+    ] = False,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            "--compare", metavar="tp=1,2,4", help="Plan for several numbers of ranks.", show_default=False
+        ),
+    ] = None,
+    save: Annotated[
+        str | None,
+        typer.Option(
+            "--save", metavar="FILE", help="Write the plan; hf_actswap.apply takes it.", show_default=False
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Find what to keep, swap and recompute within a budget, and predict the step."""
+    sizes = _sizes(compare) if compare is not None else ()
+    if sizes and (save is not None or tp is not None):
+        raise typer.BadParameter("--compare goes with neither --save nor --tp")
+
+    def of(size: int | None) -> Planned:
+        wanted = with_tp(load_config(config), size)
+        step = StepShape(batch, seq, device_name(device), autocast, optimizer)
+        with subject(model, dtype, wanted) as found:
+            return planned(found, step, wanted, memory_in_force(wanted, budget_gib))
+
+    def ask() -> PlanAnswer | Compared:
+        if sizes:
+            return Compared({size: _or_why_not(of, size) for size in sizes})
+        found = of(tp)
+        if save is not None:
+            _write(save, found)
+        return PlanAnswer(found, save, windows)
+
+    answer("plan", as_json, ask)
+
+
+def _or_why_not(of: Any, size: int) -> Planned | ActSwapError:
+    try:
+        found: Planned = of(size)
+    except ActSwapError as error:
+        return error
+    return found
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    name, _, numbers = text.partition("=")
+    parts = numbers.split(",")
+    if name != "tp" or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise typer.BadParameter(f"{text!r} is not of the form tp=1,2,4", param_hint="--compare")
+    return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def _write(path: str, found: Planned) -> None:
+    document = json.loads(found.plan.to_json())
+    document["predicted"] = {
+        "model": found.subject.document(),
+        "step": found.step.document(),
+        "budget_bytes": found.budget_bytes,
+        **prediction_document(found.steps[PLANNED]),
+    }
+    try:
+        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="--save") from error

@@ -1,0 +1,104 @@
+"""``hf-actswap push``: publish a configuration, and a plan beside it, on the Hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+
+from ..config import load_config
+from ..errors import ActSwapError, Problem
+from ..plan import load_plan
+from . import options
+from .output import answer
+
+_EXPECTED = "a configuration; a plan stands beside one: push CONFIG REPO_ID --plan FILE"
+
+
+class PushError(ActSwapError):
+    """Nothing was published."""
+
+    subject = "publication"
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What was published. See `output.Answer`."""
+
+    repo_id: str
+    address: str
+    with_plan: bool
+    ok: bool = True
+
+    def document(self) -> Mapping[str, Any]:
+        """See `output.Answer`."""
+        return {"repo_id": self.repo_id, "commit": self.address, "with_plan": self.with_plan}
+
+    def shown(self) -> Iterable[RenderableType]:
+        """See `output.Answer`."""
+        yield f"Published: {self.address}"
+        yield f'Use it with ActSwapTrainingArguments(actswap="{self.repo_id}").'
+
+
+def push(
+    config: options.Config,
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="org/name; made if there is none.")],
+    plan: Annotated[
+        str | None,
+        typer.Option("--plan", metavar="FILE", help="A plan to publish beside it.", show_default=False),
+    ] = None,
+    base_model: Annotated[
+        str | None,
+        typer.Option(
+            "--base-model", metavar="ID", help="Hub id of its model, for the card.", show_default=False
+        ),
+    ] = None,
+    private: Annotated[bool, typer.Option("--private", help="If the repository is made.")] = False,
+    revision: Annotated[
+        str | None, typer.Option("--revision", metavar="BRANCH", help="To commit to.", show_default=False)
+    ] = None,
+    message: Annotated[
+        str | None, typer.Option("--message", metavar="TEXT", help="Of the commit.", show_default=False)
+    ] = None,
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
+    as_json: options.Json = False,
+) -> None:
+    """Publish a configuration, and a plan beside it, on the Hub. Nothing malformed is published."""
+
+    def ask() -> Pushed:
+        _refuse_plan(config)
+        read = load_config(config)
+        if plan is not None:
+            load_plan(plan)
+        try:
+            address = read.push_to_hub(
+                repo_id,
+                plan=plan,
+                base_model=base_model,
+                private=private or None,
+                revision=revision,
+                commit_message=message,
+                create_pr=create_pr,
+            )
+        except OSError as error:
+            found = " ".join(str(error).split())
+            raise PushError([Problem(repo_id, "a repository that takes it", found)]) from error
+        return Pushed(repo_id, str(address), plan is not None)
+
+    answer("push", as_json, ask)
+
+
+def _refuse_plan(name: str) -> None:
+    """A plan alone would be a repository that does nothing for whoever names it in the training arguments."""
+    path = Path(name)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else None
+    except (OSError, ValueError, RecursionError):
+        return
+    if isinstance(document, dict) and document.get("format") == "hf_actswap.plan":
+        raise PushError([Problem("CONFIG", _EXPECTED, f"'{name}', a plan")])

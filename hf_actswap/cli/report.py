@@ -1,0 +1,89 @@
+"""``hf-actswap report``: what a run has recorded, as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from ..report.run_facts import Compared
+from ..report.scales import ms_text, size_text
+from ..report.write_report import WrittenReport, write_report
+from . import options
+from .output import answer
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What was written. See `output.Answer`."""
+
+    report: WrittenReport
+    ok: bool = True
+
+    def document(self) -> Mapping[str, Any]:
+        """See `output.Answer`."""
+        report = self.report
+        pictures = [str(path) for path in report.pictures]
+        return {"page": str(report.page), "pictures": pictures, **report.facts.document()}
+
+    def shown(self) -> Iterable[RenderableType]:
+        """See `output.Answer`."""
+        facts = self.report.facts
+        table = Table.grid(padding=(0, 2))
+        table.add_row("steps", str(facts.steps))
+        if facts.step_ms is not None:
+            table.add_row("a step", ms_text(facts.step_ms))
+        if facts.peak_bytes is not None:
+            table.add_row("peak memory", size_text(facts.peak_bytes))
+        table.add_row("swapped a step", size_text(facts.offloaded_bytes))
+        table.add_row("waits a step", ms_text(facts.stall_ms))
+        yield table
+        if facts.compared:
+            yield ""
+            yield _compared_table(facts.compared)
+        yield ""
+        for path in (self.report.page, *self.report.pictures):
+            yield f"Written: {path}"
+
+
+def report(
+    run_dir: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="The output_dir of a training.", show_default=False)
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="The page; else RUN_DIR/actswap/report.html.",
+            show_default=False,
+        ),
+    ] = None,
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            "--png", metavar="DIR", help="Write the pictures as PNG too (matplotlib).", show_default=False
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show a run: memory by fate, timeline, bytes by layer and op, predicted against measured."""
+    answer("report", as_json, lambda: Reported(write_report(run_dir, out, png)))
+
+
+def _compared_table(compared: Iterable[Compared]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("")
+    for name in ("Predicted", "Measured", "Ratio"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for item in compared:
+        write = ms_text if item.unit == "ms" else size_text
+        values = ("" if value is None else write(value) for value in (item.predicted, item.measured))
+        table.add_row(item.name, *values, "" if item.ratio is None else f"{item.ratio:.2f}")
+    return table

@@ -1,0 +1,141 @@
+"""A step of a model on paper: what a batch needs, and what a plan makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import Problem
+from ..plan import MemoryPlan, PlanRow
+from ..plan.actions import Scope
+from ..planner.profile import Prediction, Profile
+from ..planner.record.devices import DEVICES, device_rates
+from ..planner.record.shapes import profile_from_shapes
+from .model_source import DTYPES, ModelError
+from .options import AutocastName, OptimizerName
+from .subject import Subject
+
+DEFAULT_DEVICE = "H200"
+
+_VALUES_PER_WEIGHT = {"adamw": 2, "sgd": 0, "none": 0}
+"""Optimizer states, of the weights' own type: what torch.optim keeps without any option."""
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a step is given.
+
+    Args:
+        sequences: of a micro-batch.
+        tokens: of a sequence.
+        device: one of `planner.devices`.
+        autocast: mixed precision, or ``None``.
+        optimizer: whose states are on the device.
+    """
+
+    sequences: int
+    tokens: int
+    device: str
+    autocast: AutocastName | None
+    optimizer: OptimizerName
+
+    def described(self) -> str:
+        """Return it in one line."""
+        precision = f", {self.autocast} autocast" if self.autocast else ""
+        states = f", {self.optimizer} states" if _VALUES_PER_WEIGHT[self.optimizer] else ""
+        return f"{self.sequences} x {self.tokens} tokens on {self.device}{precision}{states}"
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "batch": self.sequences,
+            "seq": self.tokens,
+            "device": self.device,
+            "autocast": self.autocast,
+            "optimizer": self.optimizer,
+        }
+
+
+def device_name(asked: str | None) -> str:
+    """Return the device to predict for: the one asked for, the one that is here, else `DEFAULT_DEVICE`.
+
+    Raises:
+        PlanError: nothing is known of the one asked for.
+    """
+    if asked is not None:
+        return device_rates(asked).name
+    if torch.cuda.is_available():
+        here = torch.cuda.get_device_name().lower()
+        found = next((rates.name for rates in DEVICES if rates.name.lower() in here), None)
+        if found is not None:
+            return found
+    return DEFAULT_DEVICE
+
+
+def profile_of(found: Subject, step: StepShape) -> Profile:
+    """Run the step on fake tensors.
+
+    Raises:
+        ModelError: the model does not run on fake tensors.
+    """
+    weight_bytes = sum(p.numel() * p.element_size() for p in found.model.parameters())
+    shape = (step.sequences, step.tokens)
+    # One tensor each: a model may move or cut its labels.
+    batch = {name: torch.empty(shape, dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
+    mixed = torch.autocast("cpu", DTYPES[step.autocast]) if step.autocast else nullcontext()
+    try:
+        with mixed:
+            return profile_from_shapes(
+                found.model,
+                found.shape,
+                batch,
+                step.device,
+                optimizer_state_bytes=_VALUES_PER_WEIGHT[step.optimizer] * weight_bytes,
+            )
+    except Exception as error:  # the model's own code runs: it may raise anything
+        text = " ".join(str(error).split())[:300] or "no reason"
+        raise ModelError(
+            [Problem("model", "a model that runs on fake tensors", f"{type(error).__name__}: {text}")]
+        ) from error
+
+
+def saved_by_row(profile: Profile, plan: MemoryPlan) -> Mapping[tuple[Scope, PlanRow | None], int]:
+    """Return the bytes that autograd saves without a plan, by scope and the row that decides on them."""
+    found: dict[tuple[Scope, PlanRow | None], int] = {}
+    for storage in profile.saved.storages:
+        first = next((use for use in storage.uses if use.kind == "saved"), None)
+        scope, path, ordinal = (None, "", None) if first is None else first.producer
+        if scope is None:
+            continue
+        key = scope, plan.row(scope, path, ordinal)
+        found[key] = found.get(key, 0) + storage.size_bytes
+    return found
+
+
+def saved_by_op(profile: Profile, scope: Scope, op_path: str) -> int:
+    """Return the bytes that autograd saves, without a plan, of what the ops at or below a path produce."""
+    by_op = profile.saved.by_op().items()
+    below = f"{op_path}." if op_path else ""
+    return sum(
+        size for (of, path), size in by_op if of == scope and (path == op_path or path.startswith(below))
+    )
+
+
+def recompute_everything(num_layers: int, family: str) -> MemoryPlan:
+    """Return the plan that gradient checkpointing of every layer is."""
+    return MemoryPlan(
+        tuple(PlanRow(layer, "", "recompute") for layer in range(num_layers)), num_layers, family
+    )
+
+
+def prediction_document(found: Prediction) -> dict[str, Any]:
+    """Return a prediction as JSON values, without its curve and its copies."""
+    names = (
+        *("peak_bytes", "step_ms", "recompute_ms", "forward_stall_ms", "backward_stall_ms"),
+        *("kept_bytes", "swapped_bytes", "recomputed_bytes", "host_bytes"),
+    )
+    return {name: getattr(found, name) for name in names}

@@ -1,0 +1,310 @@
+"""Kept tensors that can leave the device: nobody plans it, it happens when memory has run out.
+
+A plan says beforehand what is swapped. Before there is a plan, in the planner's first steps, everything is
+kept, and when the device is full whatever lies **idle** may go: saved for backward, and held by nobody but
+autograd. `IdleTensors.keep` is put in the place of `tickets.keep`, and `IdleTensors.evict` moves the storages
+that backward will read last to the host, synchronously::
+
+    on device --evict--> host only --read--> block on the device --last reader, or evict--> host only
+
+A storage is idle if nobody else holds it, and its use count says so: one for each of our tickets, and not one
+more. So nothing that is in use is ever touched: parameters, what the model's code still has in a variable,
+the inputs of the op that runs, and what a running backward node has read (a reader gets an alias, so it
+counts), until it is done. Nothing is known of a storage but this, and no memory is freed under anybody's
+hands: a reference is dropped, and the storage ends because it was the last.
+
+All tickets of one storage share its host copy, and what comes back is shared until each has been read once.
+The host copy stays: dropping the block again costs nothing, and so ``retain_graph`` and a second backward.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .blocks import HostBuffer
+from .host_pool import HostPool
+from .slabs import mapped
+from .swapped_storages import unmovable
+from .tickets import StaleTensorError, Ticket, keep
+from .views import View
+
+logger = logging.getLogger(__name__)
+
+_free_weak_ref = torch.UntypedStorage._free_weak_ref
+_use_count = torch._C._storage_Use_Count
+
+
+def _uses(storage: torch.UntypedStorage) -> int:
+    """How often a storage is held, among others by ``storage`` itself. Private to torch, read only here."""
+    return int(_use_count(storage._cdata))
+
+
+class IdleTensors:
+    """The evictable tensors that are alive, in order of packing: backward reads them from the end.
+
+    All methods may be called from any thread.
+
+    Args:
+        device: on which memory is short; tensors elsewhere stay where they are.
+        pool: where evicted storages go; what it refuses stays on the device. ``None``: pageable memory.
+        min_tensor_bytes: storages that are smaller stay.
+
+    Attributes:
+        evictions, evicted_bytes: copies to the host, in all.
+        reloads, reloaded_bytes: copies back, in all.
+        away_bytes: what backward is still to read and is not on the device now.
+    """
+
+    def __init__(
+        self, device: torch.device, pool: HostPool | None = None, min_tensor_bytes: int = 2**16
+    ) -> None:
+        one = torch.empty(1, device=device)
+        self.device, self.pool = one.device, pool  # "cuda" has become "cuda:0"
+        self._min_tensor_bytes = max(1, min_tensor_bytes)
+        self._known: dict[int, weakref.ref[EvictableStorage]] = {}
+        self._lock = threading.RLock()
+        self._uses_of_one = _uses(one.untyped_storage())
+        self.evictions = self.evicted_bytes = self.reloads = self.reloaded_bytes = self.away_bytes = 0
+
+    def keep(self, tensor: torch.Tensor) -> Ticket:
+        """Make the ticket of a tensor that stays as long as there is room.
+
+        Args:
+            tensor: detached, held by nobody else but through its storage.
+        """
+        if unmovable(tensor, self.device) is not None:
+            return keep(tensor)
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < self._min_tensor_bytes:
+            return keep(tensor)
+        with self._lock:
+            reference = self._known.pop(storage._cdata, None)
+            group = None if reference is None else reference()
+            if group is None:
+                group = EvictableStorage(self, storage)
+                reference = weakref.ref(group)
+            if reference is not None:
+                self._known[storage._cdata] = reference  # at the end: backward reads it sooner than the rest
+            return EvictableTicket(group, group.join(tensor))
+
+    def evict(self, wanted_bytes: int) -> int:
+        """Free at least ``wanted_bytes`` of device memory, if there is so much that is idle.
+
+        What has a host copy already goes first, then what backward reads last.
+
+        Returns:
+            Bytes of the storages that were freed.
+        """
+        freed_bytes = 0
+        with self._lock, _disable_current_modes():
+            alive = [
+                group for group in (found() for found in list(self._known.values())) if group is not None
+            ]
+            for group in alive:
+                if freed_bytes < wanted_bytes:
+                    freed_bytes += group.drop_reloaded()
+            for group in alive:
+                if freed_bytes < wanted_bytes:
+                    freed_bytes += group.evict()
+        return freed_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that `evict` could free now."""
+        with self._lock:
+            return sum(group.idle_bytes() for group in self._alive())
+
+    def _alive(self) -> list[EvictableStorage]:
+        found = [reference() for reference in list(self._known.values())]
+        return [group for group in found if group is not None]
+
+    def forget(self, key: int, group: EvictableStorage) -> None:
+        """A storage's last ticket is gone. Called by the garbage collector too: takes no lock."""
+        reference = self._known.get(key)
+        if reference is not None and reference() in (None, group):
+            self._known.pop(key, None)
+
+
+class EvictableStorage:
+    """One storage, and what its tickets show of it.
+
+    Args:
+        idle: who evicts it.
+        storage: on the device.
+    """
+
+    def __init__(self, idle: IdleTensors, storage: torch.UntypedStorage) -> None:
+        self._idle, self._device, self._size_bytes = idle, storage.device, storage.nbytes()
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._versions: dict[int, int] = {}
+        self._views: dict[int, View] = {}
+        self._stale: dict[int, int] = {}
+        self._host: HostBuffer | None = None
+        self._pool: HostPool | None = None
+        self._block: torch.Tensor | None = None
+        self._unread: set[int] = set()
+        self._away = False
+        self._key: Any = storage._weak_ref()  # keeps its address from being reused
+
+    def join(self, tensor: torch.Tensor) -> int:
+        """Another ticket shows ``tensor``; return the number by which it asks for it."""
+        number = len(self._versions)
+        self._tensors[number], self._versions[number] = tensor, tensor._version
+        return number
+
+    def leave(self, number: int) -> None:
+        """A ticket is gone. Called by the garbage collector too: takes no lock."""
+        self._tensors.pop(number, None)
+        self._views.pop(number, None)
+        self._unread.discard(number)
+        if not self._unread:
+            self._block = None
+
+    def read(self, number: int) -> torch.Tensor:
+        """Return what a ticket shows. Raises `StaleTensorError` if it changed since it was saved."""
+        tensor = self._tensors.get(number)
+        if tensor is None:
+            with self._idle._lock:
+                return self._read_reloaded(number)
+        if tensor._version != self._versions[number]:
+            raise StaleTensorError(tensor.shape, self._versions[number], tensor._version)
+        return tensor.detach()  # counts as a user of the storage until its reader is done
+
+    def idle_bytes(self) -> int:
+        """Bytes that `drop_reloaded` or `evict` would free now, host memory permitting."""
+        if self._block is not None:
+            return self._size_bytes if self._held_by(1, self._block) else 0
+        return self._size_bytes if self._is_idle() else 0
+
+    def drop_reloaded(self) -> int:
+        """Let go of the block that was read back, unless it is in use; return the bytes freed."""
+        block = self._block
+        if block is None or not self._held_by(1, block) or block._version != 0:
+            return 0
+        self._block = None
+        self._unread.clear()
+        self._goes_away(True)
+        return self._size_bytes
+
+    def evict(self) -> int:
+        """Move to the host, unless it is in use or there already; return the bytes freed."""
+        if not self._is_idle():
+            return 0
+        host = self._new_host()
+        if host is None:
+            return 0
+        self._copy_out(host)
+        for number, tensor in list(self._tensors.items()):
+            self._views[number] = View.of(tensor)
+            if tensor._version != self._versions[number]:
+                self._stale[number] = tensor._version
+        self._host = host
+        self._tensors = {}
+        self._goes_away(True)
+        self._idle.evictions += 1
+        self._idle.evicted_bytes += self._size_bytes
+        return self._size_bytes
+
+    def _read_reloaded(self, number: int) -> torch.Tensor:
+        view, stale = self._views[number], self._stale.get(number)
+        if stale is not None:
+            raise StaleTensorError(view.shape, self._versions[number], stale)
+        block = self._block
+        if block is None:
+            block = self._reload()
+        if block._version != 0:
+            raise StaleTensorError(view.shape, 0, block._version)
+        self._unread.discard(number)
+        if not self._unread:
+            self._block = None
+        return view.on(block, 0)
+
+    def _reload(self) -> torch.Tensor:
+        host = self._host
+        if host is None:
+            raise RuntimeError("an evicted tensor has no host copy")
+        # Ops like any other: a guard against out-of-memory sees them and makes room.
+        block = host.new_block(self._device)
+        with torch.no_grad():
+            for part, target in host.pairs(block):
+                target.data.copy_(part)  # not a version of its own: the data is what it was
+        self._block, self._unread = block, set(self._views)
+        self._goes_away(False)
+        self._idle.reloads += 1
+        self._idle.reloaded_bytes += self._size_bytes
+        return block
+
+    def _goes_away(self, away: bool) -> None:
+        if away != self._away:
+            self._away = away
+            self._idle.away_bytes += self._size_bytes if away else -self._size_bytes
+
+    def _is_idle(self) -> bool:
+        first = next(iter(self._tensors.values()), None)
+        return first is not None and self._held_by(len(self._tensors), first)
+
+    def _held_by(self, tensors: int, one: torch.Tensor) -> bool:
+        """Whether so many tensors hold the storage of ``one``, and nobody else."""
+        storage = one.untyped_storage()
+        uses = self._idle._uses_of_one + tensors - 1
+        return storage.nbytes() == self._size_bytes and _uses(storage) == uses
+
+    def _new_host(self) -> HostBuffer | None:
+        self._pool = self._idle.pool
+        if self._pool is not None:
+            host = self._pool.take(self._size_bytes)
+        else:
+            try:
+                host = HostBuffer(self._size_bytes, (mapped(self._size_bytes),), ())
+            except (OSError, MemoryError, RuntimeError) as error:
+                logger.warning("No more host memory (%s): nothing can be evicted.", error)
+                return None
+        if host is not None:
+            if host.last_use is not None:
+                host.last_use.synchronize()  # of a transfer that had it before
+            host.hold(torch.uint8, torch.Size([self._size_bytes]))
+        return host
+
+    def _copy_out(self, host: HostBuffer) -> None:
+        """Copy all of the storage. On its own, so that no variable holds the storage afterwards."""
+        first = next(iter(self._tensors.values()))
+        with torch.no_grad():
+            whole = torch.empty(0, dtype=torch.uint8, device=self._device)
+            whole.set_(first.untyped_storage(), 0, (self._size_bytes,), (1,))
+            for target, part in host.pairs(whole):
+                target.copy_(part)
+
+    def __del__(self) -> None:
+        # Reached when autograd has dropped the last ticket. The address is free only after this.
+        self._goes_away(False)
+        self._idle.forget(self._key, self)
+        _free_weak_ref(self._key)
+        if self._pool is not None and self._host is not None:
+            self._pool.give_back(self._host)
+
+
+class EvictableTicket:
+    """The ticket of a kept tensor that may have been evicted when backward asks for it.
+
+    Args:
+        storage: of the tensor.
+        number: by which the storage knows the tensor.
+    """
+
+    __slots__ = ("_number", "_storage")
+
+    def __init__(self, storage: EvictableStorage, number: int) -> None:
+        self._storage, self._number = storage, number
+
+    def restore(self) -> torch.Tensor:
+        """Return the tensor that was saved. Raises `StaleTensorError` if it changed."""
+        return self._storage.read(self._number)
+
+    def __del__(self) -> None:
+        self._storage.leave(self._number)

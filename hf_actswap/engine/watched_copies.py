@@ -1,0 +1,167 @@
+"""Copies under watch: named for a profiler that is on, and told to whoever records the step.
+
+A transfer around another, put in its place for one forward and the backward through it (`Workplace.watched`).
+Without profiler and record nothing of this runs.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch.autograd.profiler import record_function
+
+from ..plan.actions import Scope
+from .blocks import HostBuffer
+from .link import Link
+from .stats import PendingTime
+from .transfer import Copy, Stamp, Transfer
+
+Way = Literal["out", "in"]
+OpName = tuple[Scope | None, str]
+"""Scope and op path of the plan row that swaps; ``(None, "")`` where nobody said."""
+
+_NOBODY: OpName = (None, "")
+
+
+@dataclass(eq=False, slots=True)
+class WatchedCopy:
+    """One copy, as it was asked for.
+
+    Args:
+        way: out to the host, or in to the device.
+        name: of what moves.
+        size_bytes: that move.
+        asked: where compute was then.
+        done: the end, in the order of work of whoever copies.
+        inner: the copy itself.
+        first: the copy out, of a copy in.
+    """
+
+    way: Way
+    name: OpName
+    size_bytes: int
+    asked: Stamp
+    done: Stamp
+    inner: Copy
+    first: WatchedCopy | None
+    _listener: CopyListener | None
+    _clock: Transfer
+
+    def wait(self) -> PendingTime | None:
+        """See `Copy`."""
+        if self._listener is None:
+            return self.inner.wait()
+        start = self._clock.stamp()
+        waited = self.inner.wait()
+        if waited is not None:
+            self._listener.waited(self, start, waited)
+        return waited
+
+
+@runtime_checkable
+class StampsCopies(Protocol):
+    """A transfer whose copies have an order of work of their own (`StreamTransfer`)."""
+
+    def copy_stamp(self, way: Way) -> Stamp:
+        """Mark the present place in the order of the copies out, or in."""
+
+
+class CopyListener(Protocol):
+    """Is told of each copy."""
+
+    def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
+        """A copy was asked for; ``on_device`` is its source or its target."""
+
+    def waited(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> None:
+        """Compute waits for a copy, from ``start`` on."""
+
+
+class WatchedTransfer:
+    """See the module's text, and `Transfer` for the methods.
+
+    Args:
+        inner: that moves the bytes.
+        listener: is told; ``None``: nobody.
+        profiled: whether a profiler is on.
+    """
+
+    def __init__(self, inner: Transfer, listener: CopyListener | None, profiled: bool) -> None:
+        self._inner, self._listener, self._profiled = inner, listener, profiled
+        self.overlaps = inner.overlaps
+        self._next = _NOBODY
+
+    def name(self, name: OpName) -> None:
+        """What the next copy out moves."""
+        self._next = name
+
+    def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
+        """See `Transfer`."""
+        name, self._next = self._next, _NOBODY
+        asked = self._inner.stamp()
+        with self._range("offload", name):
+            inner = self._inner.offload(source, host)
+        return self._told("out", name, host, asked, inner, None, source)
+
+    def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
+        """See `Transfer`."""
+        first = after if isinstance(after, WatchedCopy) else None
+        name = _NOBODY if first is None else first.name
+        asked = self._inner.stamp()
+        with self._range("prefetch", name):
+            block, inner = self._inner.reload(host, after if first is None else first.inner)
+        return block, self._told("in", name, host, asked, inner, first, block)
+
+    def host_reader_done(self, host: HostBuffer) -> None:
+        """See `Transfer`."""
+        self._inner.host_reader_done(host)
+
+    def stamp(self) -> Stamp:
+        """See `Transfer`."""
+        return self._inner.stamp()
+
+    def synchronize(self) -> None:
+        """See `Transfer`."""
+        self._inner.synchronize()
+
+    def link(self) -> Link | None:
+        """See `Transfer`."""
+        return self._inner.link()
+
+    def free_bytes(self) -> int | None:
+        """See `Transfer`."""
+        return self._inner.free_bytes()
+
+    def _range(self, what: str, name: OpName) -> AbstractContextManager[object]:
+        if not self._profiled:
+            return nullcontext()
+        return profiler_range(what, " ".join(str(part) for part in name if part not in (None, "")))
+
+    def _told(
+        self,
+        way: Way,
+        name: OpName,
+        host: HostBuffer,
+        asked: Stamp,
+        inner: Copy,
+        first: WatchedCopy | None,
+        on_device: torch.Tensor,
+    ) -> WatchedCopy:
+        transfer = self._inner
+        done = transfer.copy_stamp(way) if isinstance(transfer, StampsCopies) else transfer.stamp()
+        copy = WatchedCopy(way, name, host.size_bytes, asked, done, inner, first, self._listener, transfer)
+        if self._listener is not None:
+            self._listener.copied(copy, on_device)
+        return copy
+
+
+def profiler_is_on() -> bool:
+    """Whether ``torch.profiler`` records at present: one attribute, no call into it."""
+    return torch.autograd.profiler._is_profiler_enabled
+
+
+def profiler_range(what: str, place: str) -> record_function:
+    """Return a range ``hf_actswap.<what> <layer> <op path>`` for the profiler's trace."""
+    return record_function(f"hf_actswap.{what} {place}".rstrip())

@@ -1,0 +1,153 @@
+"""Where one applied plan works: the model's device, the host memory beside it, and what moves bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..plan.actions import MemoryPlan, Override
+from .auto_windows import AutoWindows
+from .fates import FateTable
+from .fused import Fuser
+from .host_budget import HostMemory, Progress
+from .parameters import parameter_places
+from .slices import Slices
+from .stats import Counters, SwapStats
+from .swapped_storages import Keeper, Setting
+from .transfer import BlockingTransfer, Transfer
+from .transfer_streams import StreamTransfer
+from .watched_copies import CopyListener, WatchedTransfer, profiler_is_on
+
+
+class Workplace:
+    """See the module's text. What it makes is made when a forward first needs it, on the device of then.
+
+    Args:
+        root: the model inside its wrappers.
+        plan: that is applied.
+        fates: of the plan.
+        counters: of the plan.
+        transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
+        progress: called while host memory is made ready.
+        slices: of the tensor-parallel ranks.
+        keeper: makes the tickets of tensors that stay; ``None``: `tickets.keep`.
+        host: shared with other plans, which outlives this one; ``None``: one of its own.
+        overridden: called with what was decided by measurement.
+
+    Attributes:
+        host: the host memory.
+        setting: what the passes share; ``None`` before the first forward.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: MemoryPlan,
+        fates: FateTable,
+        counters: Counters,
+        transfer: Transfer | None,
+        progress: Progress | None,
+        slices: Slices | None,
+        keeper: Keeper | None,
+        host: HostMemory | None,
+        overridden: Callable[[Sequence[Override]], None],
+    ) -> None:
+        self._root, self._plan, self._fates, self._counters = root, plan, fates, counters
+        self._transfer, self._progress, self._slices, self._keeper = transfer, progress, slices, keeper
+        self._overridden = overridden
+        self._shares = host is not None
+        self.host = HostMemory(plan) if host is None else host
+        self.setting: Setting | None = None
+        self._first_parameter: tuple[nn.Module, str] | None = None
+        self.listener: CopyListener | None = None
+        """Is told of the copies of the forwards that start, and of those back in their backward."""
+
+    @property
+    def evictable(self) -> bool:
+        """Whether tensors that stay can be evicted at present."""
+        return self._keeper is not None
+
+    def keep_by(self, keeper: Keeper | None) -> None:
+        """Let ``keeper`` make the tickets of tensors that stay, from the next forward on."""
+        self._keeper = keeper
+        if self.setting is not None:
+            self.setting = replace(self.setting, keeper=keeper)
+
+    def bind(self) -> None:
+        """Keep the calling thread beside the device, if the plan swaps and allows it."""
+        self.host.bind(self.device(), self._plan)
+
+    def device(self) -> torch.device:
+        """The first parameter's, which is looked for once: parameters change, their places do not."""
+        module, name = self._first_parameter or next(parameter_places(self._root), (self._root, ""))
+        self._first_parameter = module, name
+        return getattr(module._parameters.get(name), "device", torch.device("cpu"))
+
+    def made_ready(self) -> tuple[Setting, bool]:
+        """Return what the passes share, and whether it is new: the model may have moved."""
+        device = self.device()
+        if self.setting is not None and self.setting.device == device:
+            return self.setting, False
+        self.close()
+        self.host.bind(device, self._plan)
+        self.setting = None
+        transfer = self.transfer()
+        pool = self.host.pool(device, transfer.overlaps, self._progress)
+        auto = None
+        if any(row.fate == "swap" and row.windows is None for row in self._plan.rows):
+            auto = AutoWindows(transfer, pool, self._counters, self._pending_bytes, self._overridden)
+        self.setting = Setting(
+            self._fates,
+            pool,
+            transfer,
+            device,
+            self._counters,
+            self._plan.min_tensor_bytes,
+            auto,
+            self._slices,
+            Fuser().run_again if self._plan.fused_recompute else None,
+            self._keeper,
+        )
+        return self.setting, True
+
+    def watched(self, setting: Setting) -> Setting:
+        """What a forward that starts works with: ``setting``, its copies watched where somebody looks."""
+        profiled = profiler_is_on()
+        if self.listener is None and not profiled:
+            return setting
+        return replace(setting, transfer=WatchedTransfer(setting.transfer, self.listener, profiled))
+
+    def transfer(self) -> Transfer:
+        """What moves bytes, or would on the device of now."""
+        if self.setting is not None:
+            return self.setting.transfer
+        device = self.device()
+        default = BlockingTransfer if device.type == "cpu" else StreamTransfer
+        return self._transfer or default(device)
+
+    def stats(self) -> SwapStats:
+        """What was counted, and the host memory of now."""
+        if self.setting is None:
+            return self._counters.snapshot(0, 0, 0)
+        pool = self.setting.pool
+        return self._counters.snapshot(pool.used_bytes, pool.peak_bytes, pool.held_bytes)
+
+    def close(self) -> None:
+        """Give the host memory back, unless others share it. Safe to call again."""
+        if not self._shares:
+            self.host.close()
+
+    def unbind(self) -> None:
+        """Let the thread run where it could before."""
+        self.host.unbind()
+
+    def _pending_bytes(self) -> int:
+        """Gradients that the first backward will allocate."""
+        return sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in self._root.parameters()
+            if parameter.requires_grad and parameter.grad is None
+        )

@@ -1,0 +1,237 @@
+"""A run's record in ``<output_dir>/actswap/``, which ``hf-actswap report`` shows; see `report.run_files`.
+
+What is written of an ordinary step is a line where the training logs anyway. Two steps are watched: once the
+plan is what it will be, the times of one and the memory of the next. In all others nothing runs but a
+comparison of numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from ..config import ActSwapConfig
+from ..engine import AppliedPlan, SwapStats
+from ..engine.step_watch import MemoryWatch, TimeWatch
+from ..plan import MemoryPlan
+from ..plan.outline import unwrapped
+from ..planner import CountingMeter, Planner
+from ..report.run_files import PLANNER, RUN, RunFiles
+from ..version import __version__
+
+logger = logging.getLogger(__name__)
+
+TIMED_STEP = 4
+"""Of a plan, from 1: the first ones load kernels and lock memory, and ``auto`` decides in the third."""
+
+
+class RunRecord:
+    """Of one training, on one rank. In a loop of one's own::
+
+        applied = hf_actswap.apply(model, config, optimizer=optimizer)
+        record = RunRecord("out", model, applied, optimizer=optimizer)
+        for step, batch in enumerate(batches):
+            record.step_starts()
+            ...  # forward, backward
+            record.optimizer_starts()
+            optimizer.step()
+            record.step_ends()
+            record.logged({"step": step, "loss": loss.item()})
+        record.close()
+
+    Args:
+        output_dir: where ``actswap/`` is made; files of an earlier run there are replaced.
+        model: in training.
+        applied: what is on it.
+        optimizer: of the model, whose states are counted where no allocator does (CPU).
+        config: that was read, for the report.
+    """
+
+    def __init__(
+        self,
+        output_dir: str | os.PathLike[str],
+        model: nn.Module,
+        applied: AppliedPlan | Planner,
+        *,
+        optimizer: Any = None,
+        config: ActSwapConfig | None = None,
+    ) -> None:
+        self._files = RunFiles(output_dir)
+        self._model, self._applied, self._optimizer = model, applied, optimizer
+        self._device = next((item.device for item in unwrapped(model).parameters()), torch.device("cpu"))
+        self._watch: TimeWatch | MemoryWatch | None = None
+        self._meter: CountingMeter | None = None
+        self._watched: AppliedPlan | None = None
+        self._steps = self._steps_since_line = 0
+        self._since = time.perf_counter()
+        self._before = SwapStats()
+        self._plan: MemoryPlan | None = None
+        self._settled = False
+        self._files.write(RUN, _about(model, applied, self._device, config))
+
+    def step_starts(self) -> None:
+        """Ahead of the first forward of a step."""
+        if self._steps > TIMED_STEP:
+            return
+        applied = self._applied.settled if isinstance(self._applied, Planner) else self._applied
+        if applied is None:
+            return
+        if applied is not self._watched:
+            self._watched, self._steps = applied, 0
+        self._steps += 1
+        if self._steps == TIMED_STEP:
+            self._watch = TimeWatch(self._model, applied)
+        elif self._steps == TIMED_STEP + 1 and not applied.evictable:
+            self._watch = self._memory_watch(applied)
+
+    def optimizer_starts(self) -> None:
+        """Backward is over. May be left out."""
+        if self._watch is not None:
+            self._watch.optimizer_starts()
+
+    def step_ends(self) -> None:
+        """After the optimizer's step, and before `Planner.step_ended`."""
+        self._steps_since_line += 1
+        watch, self._watch = self._watch, None
+        if isinstance(watch, TimeWatch):
+            self._files.write_measured(watch.timeline())
+        elif isinstance(watch, MemoryWatch):
+            measured = watch.memory()
+            self._stop_meter()
+            self._files.write_measured(measured)
+
+    def logged(self, line: Mapping[str, Any]) -> None:
+        """Write the line of a step that the training logs.
+
+        Args:
+            line: what it logs, with ``step``.
+        """
+        now, stats = time.perf_counter(), self._applied.stats()
+        steps = max(self._steps_since_line, 1)
+        planner = self._applied if isinstance(self._applied, Planner) else None
+        found = {
+            **line,
+            "phase": "" if planner is None else planner.phase,
+            "steps": self._steps_since_line,
+            "step_ms": (now - self._since) * 1e3 / steps,
+            **self._device_memory(),
+            "stats": asdict(stats - self._before),
+        }
+        self._since, self._before, self._steps_since_line = now, stats, 0
+        self._files.add_step(found)
+        self._write_decisions(planner)
+
+    def close(self) -> None:
+        """The training ends, or has failed. Safe to call again."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+        self._stop_meter()
+        self._write_decisions(self._applied if isinstance(self._applied, Planner) else None)
+
+    def _write_decisions(self, planner: Planner | None) -> None:
+        plan = self._applied.plan
+        if planner is not None:
+            if planner.phase != "stable":
+                self._settled = False
+                return
+            if not self._settled:
+                self._settled = True
+                self._write_planner(planner)
+        if plan is not self._plan:
+            self._plan = plan
+            self._files.write_plan(plan)
+
+    def _write_planner(self, planner: Planner) -> None:
+        task = planner.task
+        trials = [
+            {
+                "steps": [asdict(step) for step in trial.steps],
+                "predicted_peak_bytes": None if trial.prediction is None else trial.prediction.peak_bytes,
+                "predicted_step_ms": None if trial.prediction is None else trial.prediction.step_ms,
+                "chosen": trial.plan.rows == planner.plan.rows,
+            }
+            for trial in planner.trials
+        ]
+        budget = None if task is None else task.budget_bytes
+        self._files.write(PLANNER, {"budget_bytes": budget, "trials": trials})
+        if task is not None:
+            self._files.write_profile(task.profile)
+
+    def _memory_watch(self, applied: AppliedPlan) -> MemoryWatch:
+        """The allocator's own peak is left alone: it is what people look at after a training."""
+        device = self._device
+        if device.type != "cpu":
+            return MemoryWatch(self._model, applied, lambda: int(torch.accelerator.memory_allocated(device)))
+        meter = self._meter = CountingMeter()
+        meter.own(_tensors_of(self._model, self._optimizer))
+        meter.start()
+
+        def peak_bytes() -> int:
+            found = meter.peak_bytes()
+            meter.reset_peak()
+            return found
+
+        return MemoryWatch(self._model, applied, meter.allocated_bytes, peak_bytes)
+
+    def _stop_meter(self) -> None:
+        meter, self._meter = self._meter, None
+        if meter is not None:
+            meter.stop()
+
+    def _device_memory(self) -> dict[str, int]:
+        if self._device.type == "cpu":
+            return {}
+        return {
+            "allocated_bytes": int(torch.accelerator.memory_allocated(self._device)),
+            "peak_bytes": int(torch.accelerator.max_memory_allocated(self._device)),
+            "reserved_bytes": int(torch.accelerator.memory_reserved(self._device)),
+        }
+
+
+def _tensors_of(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+    root = unwrapped(model)
+    found = [item.detach() for item in (*root.parameters(), *root.buffers())]
+    found += [item.grad for item in root.parameters() if item.grad is not None]
+    states = getattr(optimizer, "state", {})
+    return found + [
+        value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)
+    ]
+
+
+def _about(
+    model: nn.Module, applied: AppliedPlan | Planner, device: torch.device, config: ActSwapConfig | None
+) -> dict[str, Any]:
+    root, shape = unwrapped(model), applied.outline
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    cuda = device.type == "cuda"
+    return {
+        "format": "hf_actswap.run",
+        "format_version": 1,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        "versions": {
+            "hf_actswap": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "python": platform.python_version(),
+        },
+        "device": torch.cuda.get_device_name(device) if cuda else device.type,
+        "device_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else None,
+        "world_size": torch.distributed.get_world_size() if distributed else 1,
+        "model": type(root).__name__,
+        "family": shape.family,
+        "layers": len(shape.layers),
+        "parameters": sum(item.numel() for item in root.parameters()),
+        "weight_bytes": sum(item.nbytes for item in root.parameters()),
+        "planner": applied.memory_mode if isinstance(applied, Planner) else "off",
+        "config": None if config is None else config.to_yaml(),
+    }

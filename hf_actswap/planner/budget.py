@@ -1,0 +1,90 @@
+"""What a plan must keep within, from what the user wrote and what the device has."""
+
+from __future__ import annotations
+
+from ..config.schema import MemoryConfig
+from ..errors import PlanError, Problem
+from .profile import Limits
+
+GIB = 2**30
+MARGIN_SHARE = 0.03
+"""Of the device's memory, what stays free where the user names no budget: for kernels' own needs, and for
+what an allocator cannot place although it is free."""
+
+
+class BudgetError(PlanError):
+    """No plan keeps within the budget."""
+
+    subject = "memory budget"
+
+
+def budget_bytes(memory: MemoryConfig, device_bytes: int, unplanned_peak_bytes: int) -> int:
+    """Return the most device memory that a step may use.
+
+    Args:
+        memory: ``budget_gib``, or ``reduce_by_gib``, or neither: all that the device has, less a margin.
+        device_bytes: what this process can use, the least of all ranks.
+        unplanned_peak_bytes: the peak of a step with what is written by hand, and nothing else.
+
+    Raises:
+        BudgetError: the reduction is larger than the peak, or the budget larger than the device.
+    """
+    if memory.budget_gib is not None:
+        wanted = round(memory.budget_gib * GIB)
+        if wanted > device_bytes:
+            raise BudgetError(
+                [
+                    Problem(
+                        "memory.budget_gib",
+                        f"at most {device_bytes / GIB:.6g}, which the device has for this process",
+                        f"{memory.budget_gib:g}",
+                        "Leave it out to use all of it, less a margin.",
+                    )
+                ]
+            )
+        return wanted
+    if memory.reduce_by_gib is not None:
+        left = unplanned_peak_bytes - round(memory.reduce_by_gib * GIB)
+        if left <= 0:
+            peak = f"less than the peak without a policy, {unplanned_peak_bytes / GIB:.6g}"
+            raise BudgetError([Problem("memory.reduce_by_gib", peak, f"{memory.reduce_by_gib:g}")])
+        return left
+    margin_gib = getattr(memory, "margin_gib", None)
+    margin = round(MARGIN_SHARE * device_bytes) if margin_gib is None else round(margin_gib * GIB)
+    return device_bytes - margin
+
+
+def limits_of(memory: MemoryConfig, device_bytes: int, engine_min_bytes: int) -> Limits:
+    """Return the limits of a search.
+
+    Args:
+        memory: what the user wrote.
+        device_bytes: the budget.
+        engine_min_bytes: under which the engine never swaps.
+    """
+    bucket = memory.swap_bucket_size
+    host = memory.host_memory_gib
+    return Limits(
+        device_bytes=device_bytes,
+        host_bytes=None if host is None else round(host * GIB),
+        min_tensor_bytes=engine_min_bytes
+        if memory.min_tensor_mib is None
+        else round(memory.min_tensor_mib * 2**20),
+        swap_bucket_bytes=None if bucket < 0 else bucket,
+        layers_per_stage=memory.num_attn_layers_per_stage,
+        frees_optimizer_states=memory.preference == "memory_saving",
+    )
+
+
+def impossible(memory: MemoryConfig, budget: int, least_bytes: int, unplanned_peak_bytes: int) -> BudgetError:
+    """Return the error that names what would be possible, in the unit in which the user asked."""
+    if memory.reduce_by_gib is not None:
+        most = max(unplanned_peak_bytes - least_bytes, 0) / GIB
+        expected = f"at most {most:.6g}, the largest reduction that any plan reaches"
+        return BudgetError([Problem("memory.reduce_by_gib", expected, f"{memory.reduce_by_gib:g}")])
+    found = f"{budget / GIB:.6g}" if memory.budget_gib is None else f"{memory.budget_gib:g}"
+    hint = "Shorter sequences, a smaller batch, or more ranks in the tensor-parallel group need less."
+    if memory.preference == "performance":
+        hint = "`preference: memory_saving` moves the optimizer's states away too. " + hint
+    expected = f"at least {least_bytes / GIB:.6g}, the least that any plan reaches"
+    return BudgetError([Problem("memory.budget_gib", expected, found, hint)])

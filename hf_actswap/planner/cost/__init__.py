@@ -1,0 +1,1 @@
+"""A step under a plan, on paper: its time and its memory."""

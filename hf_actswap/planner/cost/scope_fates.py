@@ -1,0 +1,306 @@
+"""A plan's fates scope by scope: regions and when they run, copies, and what stays.
+
+Nothing here depends on times, and on no rows but those of the scope and of the scopes with which it shares
+storages: so it is computed once for each such set of rows, however many plans have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ...plan.actions import Scope
+from .step_order import StepOrder
+from .storage_tickets import CopyOut, HeldTicket, RegionKey, TicketRules
+
+CopyId = tuple[int, int]
+"""Number of a storage, and of the copy among its copies."""
+
+_NEVER = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """One span that a region runs again.
+
+    Args:
+        span: its number.
+        ms: compute's time.
+        built_bytes: that are made here and handed out.
+        passing_bytes: on the device only while the region runs, temporaries included.
+    """
+
+    span: int
+    ms: float
+    built_bytes: int
+    passing_bytes: int
+
+
+@dataclass(eq=False, slots=True)
+class Built:
+    """A storage that a region makes again.
+
+    Args:
+        storage: its number.
+        size_bytes: of it.
+        tickets: how often it is read before it is dropped.
+    """
+
+    storage: int
+    size_bytes: int
+    tickets: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class RunAgain:
+    """A region.
+
+    Args:
+        key: of it.
+        first_span: where it begins in forward.
+        last_op: operator until which it may want what it is called with.
+        steps: what runs.
+        inputs: what it reads before it runs, in order: host copies and what other regions build.
+        built: by storage.
+        first_place, last_place: of backward: when it first must have run, and when nobody holds it any more.
+        ms, built_bytes: of all steps.
+        peak_bytes, peak_span: the most that is on the device for it while it runs, and in which span.
+    """
+
+    key: RegionKey
+    first_span: int
+    last_op: int = -1
+    steps: tuple[RunStep, ...] = ()
+    inputs: list[CopyId | tuple[RunAgain, Built]] = field(default_factory=list)
+    built: dict[int, Built] = field(default_factory=dict)
+    first_place: int = _NEVER
+    last_place: int = -1
+    ms: float = 0.0
+    built_bytes: int = 0
+    peak_bytes: int = 0
+    peak_span: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class StorageFate:
+    """What becomes of one storage.
+
+    Args:
+        storage: its number in the profile.
+        tickets: all of them, in order.
+        copies: to the host.
+        kept_place: place of backward until which its own tickets keep it; -1: none of them does.
+    """
+
+    storage: int
+    tickets: tuple[HeldTicket, ...]
+    copies: tuple[CopyOut, ...]
+    kept_place: int
+
+
+@dataclass(eq=False, slots=True)
+class ScopeFate:
+    """Of one scope.
+
+    Args:
+        checkpointed: the scope, if it is a layer that is recomputed whole.
+        storages: that it makes first.
+        kept: (birth, last place, bytes) of those that simply stay.
+        dropped: (birth, last span of forward, bytes) of those that are built again.
+        moved: those with copies, or that a region may hold.
+        dropped_bytes: of what is built again.
+        regions: in the order of forward.
+        reads: (place, region, what) by the nodes themselves.
+        holds: (storage, place) that regions keep, until that place.
+        swap_reads: (place, copy) by the nodes themselves.
+        wants: (copy, operator) of backward that needs it first.
+        swap_holds: (copy, place): until when a region would keep it if it were not swapped.
+    """
+
+    checkpointed: Scope | None = None
+    storages: list[StorageFate] = field(default_factory=list)
+    kept: list[tuple[int, int, int]] = field(default_factory=list)
+    dropped: list[tuple[int, int, int]] = field(default_factory=list)
+    moved: list[StorageFate] = field(default_factory=list)
+    dropped_bytes: int = 0
+    regions: list[RunAgain] = field(default_factory=list)
+    reads: list[tuple[int, RunAgain, Built]] = field(default_factory=list)
+    holds: list[tuple[int, int]] = field(default_factory=list)
+    swap_reads: list[tuple[int, CopyId]] = field(default_factory=list)
+    wants: list[tuple[CopyId, int]] = field(default_factory=list)
+    swap_holds: list[tuple[CopyId, int]] = field(default_factory=list)
+
+
+def scope_fate(order: StepOrder, rules: TicketRules, scope: Scope) -> ScopeFate:
+    """Return what a plan does in one scope.
+
+    Args:
+        order: of the profile.
+        rules: of a plan that has at least the rows of this scope and of those that share storages with it.
+        scope: one of the profile's.
+    """
+    fate = ScopeFate(scope if scope in rules.regions.checkpointed else None)
+    known = {number: rules.of_storage(number) for number in order.touching.get(scope, ())}
+    fate.regions = _regions(order, rules, scope, known, fate)
+    for number, (tickets, copies) in known.items():
+        storage = order.profile.saved.storages[number]
+        if storage.uses[0].producer[0] == scope:
+            _sort_in(order, fate, number, tickets, copies)
+    return fate
+
+
+def _sort_in(
+    order: StepOrder, fate: ScopeFate, number: int, tickets: list[HeldTicket], copies: list[CopyOut]
+) -> None:
+    life = order.lives[number]
+    direct = [ticket for ticket in tickets if ticket.holder is None]
+    kept = max((order.places.of_reader(item.span) for item in direct if item.kind == "keep"), default=-1)
+    found = StorageFate(number, tuple(tickets), tuple(copies), kept)
+    fate.storages.append(found)
+    for ticket in direct:
+        if ticket.kind == "swap":
+            copy = number, ticket.copy
+            fate.swap_reads.append((order.places.of_reader(ticket.span), copy))
+            inside = next(item.op for item in copies if item.number == ticket.copy)
+            pack = order.spans[ticket.span]
+            fate.wants.append((copy, max(inside, pack.first_op + max(pack.num_ops - 1, 0))))
+    is_held = any(ticket.holder is not None and ticket.kind != "built" for ticket in tickets)
+    if copies or is_held:
+        fate.moved.append(found)
+    elif kept >= 0:
+        fate.kept.append((life.birth, kept, life.size_bytes))
+    elif direct:
+        fate.dropped.append((life.birth, life.forward_end, life.size_bytes))
+    if direct and kept < 0 and not copies:
+        fate.dropped_bytes += life.size_bytes
+
+
+def _regions(
+    order: StepOrder,
+    rules: TicketRules,
+    scope: Scope,
+    known: Mapping[int, tuple[list[HeldTicket], list[CopyOut]]],
+    fate: ScopeFate,
+) -> list[RunAgain]:
+    """Draw up the regions of a scope; those that nobody needs are gone at once, as in the engine."""
+    found: dict[RegionKey, RunAgain] = {}
+    inputs: dict[RegionKey, list[tuple[int, int, HeldTicket]]] = {}
+    readers: dict[RegionKey, list[tuple[int, HeldTicket]]] = {}
+    for number, (tickets, _) in known.items():
+        for ticket in tickets:
+            if ticket.source is not None and rules.scope_of(ticket.source) == scope:
+                readers.setdefault(ticket.source, []).append((number, ticket))
+            if ticket.holder is not None and rules.scope_of(ticket.holder) == scope:
+                inputs.setdefault(ticket.holder, []).append((ticket.order, number, ticket))
+    for key in readers:
+        found[key] = RunAgain(key, _spans(order, key)[0])
+    needed: list[RunAgain] = []
+    for region in sorted(found.values(), key=lambda item: (-item.first_span, not isinstance(item.key, int))):
+        for number, ticket in readers[region.key]:
+            _read_by(order, fate, region, number, ticket, found)
+        if not region.built:
+            del found[region.key]
+            continue
+        needed.append(region)
+        _lay_out(order, rules, region, [ticket for _, ticket in readers[region.key]])
+        _hold(order, region, sorted(inputs.get(region.key, ()), key=lambda item: item[:2]), found, fate)
+    return needed[::-1]
+
+
+def _read_by(
+    order: StepOrder,
+    fate: ScopeFate,
+    region: RunAgain,
+    number: int,
+    ticket: HeldTicket,
+    found: Mapping[RegionKey, RunAgain],
+) -> None:
+    """Somebody needs what ``region`` builds: a node, or a region that comes later in forward."""
+    if ticket.holder is not None and ticket.holder not in found:
+        return
+    item = region.built.get(number)
+    if item is None:
+        item = region.built[number] = Built(number, order.lives[number].size_bytes)
+    item.tickets += 1
+    if ticket.holder is None:
+        place = order.places.of_reader(ticket.span)
+        fate.reads.append((place, region, item))
+        first, last = place, place
+    else:
+        reader = found[ticket.holder]
+        first, last = reader.first_place, reader.last_place
+    region.first_place = min(region.first_place, first)
+    region.last_place = max(region.last_place, last)
+
+
+def _hold(
+    order: StepOrder,
+    region: RunAgain,
+    inputs: Iterable[tuple[int, int, HeldTicket]],
+    found: Mapping[RegionKey, RunAgain],
+    fate: ScopeFate,
+) -> None:
+    for _, number, ticket in inputs:
+        if ticket.kind == "keep":
+            fate.holds.append((number, region.last_place))
+        elif ticket.kind == "swap":
+            copy = number, ticket.copy
+            region.inputs.append(copy)
+            fate.wants.append((copy, region.last_op))
+            fate.swap_holds.append((copy, region.last_place))
+        elif ticket.source is not None and ticket.source in found:
+            source = found[ticket.source]
+            item = source.built.setdefault(number, Built(number, order.lives[number].size_bytes))
+            region.inputs.append((source, item))
+
+
+def _spans(order: StepOrder, key: RegionKey) -> list[int]:
+    return [key] if isinstance(key, int) else order.inside(*key)
+
+
+def _lay_out(order: StepOrder, rules: TicketRules, region: RunAgain, tickets: list[HeldTicket]) -> None:
+    """What runs again, how long, and with how much memory."""
+    key, spans = region.key, _spans(order, region.key)
+    if isinstance(key, int):
+        region.last_op = order.spans[key].first_op + max(order.spans[key].num_ops - 1, 0)
+    else:
+        packs = [pack for pack in order.packs_between(spans[0], spans[-1])]
+        last = max(ticket.order for ticket in tickets if ticket.holder is None)
+        end = next(pack for pack in packs if pack.order == last)
+        region.last_op = max(pack.op for pack in packs)
+        if key[0] in rules.regions.checkpointed:
+            region.last_op = order.last_op(key[0])
+        # It stops as soon as the last tensor is there: before the op that saves it runs, unless it made it.
+        spans = [span for span in spans if span < end.span or (span == end.span and end.at_end)]
+        spans = [span for span in spans if rules.runs_again(key[0], key[1], span)]
+    region.steps = tuple(_steps(order, region, spans))
+    held = 0
+    for step in region.steps:
+        held += step.built_bytes
+        region.ms += step.ms
+        if held + step.passing_bytes >= region.peak_bytes:
+            region.peak_bytes, region.peak_span = held + step.passing_bytes, step.span
+    region.built_bytes = held
+
+
+def _steps(order: StepOrder, region: RunAgain, spans: list[int]) -> Iterable[RunStep]:
+    passing = dict.fromkeys(spans, 0)
+    built = dict.fromkeys(spans, 0)
+    born = [number for span in spans for number in order.born_in[span]]
+    for number in born:
+        life = order.lives[number]
+        if number in region.built:
+            built[life.made_in] += life.size_bytes
+        else:
+            for span in spans:
+                if life.birth <= span <= life.forward_end:
+                    passing[span] += life.size_bytes
+    temporary = {span: order.temporary_bytes[span] for span in spans}
+    for number, item in region.built.items():
+        life = order.lives[number]
+        if life.last_place < 0 and life.made_in in built:  # nobody saves it: it counts as temporary
+            built[life.made_in] += item.size_bytes
+            temporary[life.made_in] = max(temporary[life.made_in] - item.size_bytes, 0)
+    for span in spans:
+        ms, passing_bytes = order.spans[span].forward_ms, passing[span] + temporary[span]
+        yield RunStep(span, ms, built[span], passing_bytes)

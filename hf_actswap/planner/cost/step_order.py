@@ -1,0 +1,216 @@
+"""Where in a step the storages of a profile are made, read and let go: what does not depend on a plan.
+
+A step is counted in **moments**: each span of the forward is one, the turn is one, and each span that
+backward comes by is one, in the order of `Span.backward_place` (its number among those is its *place*).
+Within a moment nothing is told apart: what a span makes or reads is on the device from its start to its end.
+A storage is made in the span of its first use, and without a policy backward lets go of it after the last
+place that reads it (`lives`). Forward has done with it after the span of its last use; an argument of a
+module, at the module's end, for its caller holds it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from ...engine.profile import Timeline
+from ...plan.actions import Scope
+from ...plan.outline import is_below
+from ...plan.saved_bytes import Use
+from ..profile import Profile, Span
+from ..record.lives import span_of
+
+
+@dataclass(frozen=True, slots=True)
+class StorageLife:
+    """One storage of a profile.
+
+    Args:
+        size_bytes: of it.
+        birth: span of its first use.
+        made_in: span that makes it; -1: none of those that use it.
+        forward_end: last span of forward that has it in use.
+        spans: of each of its uses, in their order.
+        last_place: last place of backward that reads it without a policy; -1: nothing saves it, and it is
+            part of the base bytes.
+    """
+
+    size_bytes: int
+    birth: int
+    made_in: int
+    forward_end: int
+    spans: tuple[int, ...]
+    last_place: int
+
+
+class Places:
+    """The spans in the order of backward.
+
+    Args:
+        spans: in the order of forward.
+    """
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        reached = [number for number, span in enumerate(spans) if span.backward_place >= 0]
+        self.order = sorted(reached, key=lambda number: spans[number].backward_place)
+        self.of_span = [-1] * len(spans)
+        for place, number in enumerate(self.order):
+            self.of_span[number] = place
+        self.last = len(self.order) - 1
+
+    def of_reader(self, span: int) -> int:
+        """When backward reads what ``span`` saved; what it does not come by lasts until its end."""
+        place = self.of_span[span]
+        return self.last if place < 0 else place
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Autograd saves a tensor: the engine gets control.
+
+    Args:
+        order: of the use.
+        span: in which.
+        op: operator of the node.
+        at_end: whether the span itself makes what is saved, and so has run by then.
+    """
+
+    order: int
+    span: int
+    op: int
+    at_end: bool
+
+
+class StepOrder:
+    """A profile as the simulator reads it.
+
+    Args:
+        profile: of a step.
+    """
+
+    def __init__(self, profile: Profile) -> None:
+        self.profile, self.spans = profile, profile.spans
+        self.places = Places(profile.spans)
+        self.scope_spans: dict[Scope, list[int]] = {}
+        for number, span in enumerate(self.spans):
+            if span.call[0] is not None:
+                self.scope_spans.setdefault(span.call[0], []).append(number)
+        self.start_ms = list(accumulate((span.forward_ms for span in self.spans), initial=0.0))
+        self.lives = self._lives()
+        self.packs = self._packs()
+        self.ops_of_span: list[tuple[int, ...]] = [()] * len(self.spans)
+        """Operators at which each span packs, falling: backward's hooks in it."""
+        for pack in reversed(self.packs):
+            if pack.op not in self.ops_of_span[pack.span]:
+                self.ops_of_span[pack.span] += (pack.op,)
+        self._pack_spans = [pack.span for pack in self.packs]
+        self.born_in: list[list[int]] = [[] for _ in self.spans]
+        """Saved storages by the span that makes them."""
+        for number, life in enumerate(self.lives):
+            if life.last_place >= 0 and life.made_in >= 0:
+                self.born_in[life.made_in].append(number)
+        self.functions = self._functions()
+        self.temporary_bytes = self._temporary_bytes()
+        self.touching: dict[Scope, list[int]] = {}
+        self.scopes_of: list[tuple[Scope, ...]] = []
+        for number, storage in enumerate(profile.saved.storages):
+            met = {
+                scope for use in storage.uses for scope in (use.at[0], use.producer[0]) if scope is not None
+            }
+            self.scopes_of.append(tuple(sorted(met, key=str)))
+            for scope in met:
+                self.touching.setdefault(scope, []).append(number)
+
+    def use_op(self, use: Use, span: int) -> int:
+        """The operator at which the engine meets a use: of a call, the one before its first node."""
+        first = self.spans[span].first_op
+        return first + max(self.spans[span].num_ops - 1, 0) if use.kind == "saved" else max(first - 1, 0)
+
+    def inside(self, scope: Scope, path: str) -> list[int]:
+        """Spans at and below a path of a scope."""
+        return [
+            number for number in self.scope_spans.get(scope, ()) if is_below(self.spans[number].call[1], path)
+        ]
+
+    def packs_between(self, first: int, last: int) -> list[Pack]:
+        """Packs in spans from ``first`` to ``last``."""
+        return self.packs[bisect_left(self._pack_spans, first) : bisect_right(self._pack_spans, last)]
+
+    def last_op(self, scope: Scope) -> int:
+        """The last operator of a scope."""
+        span = self.spans[self.scope_spans[scope][-1]]
+        return span.first_op + max(span.num_ops - 1, 0)
+
+    def _lives(self) -> tuple[StorageLife, ...]:
+        last_orders = list(accumulate((span.last_order for span in self.spans), max))
+        ends: dict[tuple[Scope, str], int] = {}
+        found = []
+        for storage in self.profile.saved.storages:
+            at = tuple(span_of(last_orders, use.order) for use in storage.uses)
+            last, end = -1, max(at)
+            for use, span in zip(storage.uses, at, strict=True):
+                scope, path, _ = use.at
+                if use.kind == "saved":
+                    last = max(last, self.places.of_reader(span))
+                elif use.kind == "module" and scope is not None:
+                    if (scope, path) not in ends:
+                        ends[scope, path] = max(self.inside(scope, path), default=0)
+                    end = max(end, ends[scope, path])
+            made_in = min(at) if storage.uses[0].kind in ("returned", "saved") else -1
+            found.append(StorageLife(storage.size_bytes, min(at), made_in, end, at, last))
+        return tuple(found)
+
+    def _packs(self) -> list[Pack]:
+        found = []
+        for storage, life in zip(self.profile.saved.storages, self.lives, strict=True):
+            for use, span in zip(storage.uses, life.spans, strict=True):
+                if use.kind == "saved":
+                    found.append(Pack(use.order, span, self.use_op(use, span), life.made_in == span))
+        return sorted(found, key=lambda pack: pack.order)
+
+    def _functions(self) -> frozenset[int]:
+        """Spans that are calls of functions, and not what runs between them."""
+        return frozenset(
+            span
+            for storage, life in zip(self.profile.saved.storages, self.lives, strict=True)
+            for use, span in zip(storage.uses, life.spans, strict=True)
+            if use.at == self.spans[span].call
+            and (use.kind == "function" or (use.kind == "returned" and use.at[2] is not None))
+        )
+
+    def _temporary_bytes(self) -> list[int]:
+        """What each span needs while it runs forward, beyond what stays: what it needs when run again."""
+        stays = list(accumulate(reversed([span.forward_base_bytes for span in self.spans]), min))[::-1]
+        return [span.forward_base_bytes - least for span, least in zip(self.spans, stays, strict=True)]
+
+
+def timeline_of(profile: Profile) -> Timeline:
+    """Return when compute reaches each hook of the engine in a step without a policy.
+
+    Raises:
+        ValueError: autograd saves nothing in it.
+    """
+    order = StepOrder(profile)
+    forward = [(pack.op, order.start_ms[pack.span + pack.at_end]) for pack in order.packs]
+    now_ms, backward = order.start_ms[-1], []
+    for number in order.places.order:
+        backward += [(op, now_ms) for op in order.ops_of_span[number]]
+        now_ms += order.spans[number].backward_ms
+    return timeline(forward, order.start_ms[-1], backward)
+
+
+def timeline(
+    forward: Sequence[tuple[int, float]], turn_ms: float, backward: Sequence[tuple[int, float]]
+) -> Timeline:
+    """Return a timeline of hooks (operator, ms); operators that do not rise, or fall, are one moment."""
+    rising: list[tuple[int, float]] = []
+    for op, ms in forward:
+        if not rising or op > rising[-1][0]:
+            rising.append((op, max(ms, rising[-1][1] if rising else 0.0)))
+    falling: list[tuple[int, float]] = []
+    for op, ms in backward:
+        if not falling or op < falling[-1][0]:
+            falling.append((op, ms))
+    return Timeline((*rising, (rising[-1][0] if rising else 0, turn_ms)), tuple(falling))

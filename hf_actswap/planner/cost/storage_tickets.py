@@ -1,0 +1,207 @@
+"""What autograd keeps of each storage under a plan, and what regions hold: the engine's tickets on paper.
+
+Who is asked, and with which fate, is the engine's (`engine/forward_pass.py`, `engine/hooks.py`,
+`engine/naming_mode.py`) as `plan.saved_bytes` states it. Added here is *who reads a ticket*: the node that
+saved the tensor, or a region that needs it in order to run again; and *who rebuilds* what was dropped.
+
+A **region** is known by its key: (layer, module path) for a recomputed module or a layer recomputed whole,
+the number of the span for a recomputed function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ...plan.actions import MemoryPlan, Scope, Windows
+from ...plan.kept_inside import KeptInside
+from ...plan.opnames import UNREPEATABLE_FUNCTIONS, is_communication
+from ...plan.outline import is_below
+from ...plan.saved_bytes import AskedSwap, OpCall, Regions, Use, swap_tickets
+from .step_order import StepOrder
+
+RegionKey = tuple[Scope, str] | int
+
+
+class HeldTicket(NamedTuple):
+    """One ticket of a storage.
+
+    Args:
+        kind: the tensor stays, is on the host, or is built again.
+        order: of the use at which it was made.
+        span: of that use.
+        holder: region that has it as an input; ``None``: the nodes of ``span`` read it.
+        source: region that builds it.
+        copy: number of the host copy among those of the storage; -1: none.
+    """
+
+    kind: Literal["keep", "swap", "built"]
+    order: int
+    span: int
+    holder: RegionKey | None = None
+    source: RegionKey | None = None
+    copy: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOut:
+    """One copy of (a part of) a storage to the host.
+
+    Args:
+        number: among those of the storage.
+        call: who produced it.
+        size_bytes: that move.
+        order, span, op: of the use at which it starts.
+        at_end: whether the span has run by then.
+        windows: ``None``: chosen by measurement.
+    """
+
+    number: int
+    call: OpCall
+    size_bytes: int
+    order: int
+    span: int
+    op: int
+    at_end: bool
+    windows: Windows | None
+
+
+class TicketRules:
+    """Of one plan, for the storages of one profile.
+
+    Args:
+        order: of the profile.
+        plan: fates.
+        held: number of a storage -> the use at which a recomputed module holds it (`held_results`).
+    """
+
+    def __init__(self, order: StepOrder, plan: MemoryPlan, held: Mapping[int, Use]) -> None:
+        self._order, self._plan, self._held = order, plan, held
+        self.modules = order.profile.saved.modules
+        self.regions = Regions(plan, self.modules)
+        self.kept_inside = KeptInside(plan, self.modules)
+        self._functions: dict[int, bool] = {}
+        fates = {row.fate for row in plan.rows}
+        self._swaps, self._recomputes = "swap" in fates, bool(fates & {"recompute", "re-gather"})
+
+    def of_storage(self, number: int) -> tuple[list[HeldTicket], list[CopyOut]]:
+        """Return the tickets of a storage, and its copies out, in order."""
+        storage, life = self._order.profile.saved.storages[number], self._order.lives[number]
+        held = self._held.get(number)
+        asked = swap_tickets(storage, self._plan, self.regions, held) if self._swaps else ()
+        swaps = {item.use.order: item for item in asked}
+        tickets: list[HeldTicket] = []
+        copies: list[CopyOut] = []
+        kept: OpCall | None = None
+        made: tuple[OpCall, int] | None = None
+        for use, span in zip(storage.uses, life.spans, strict=True):
+            swap = swaps.get(use.order)
+            if swap is not None and swap.is_new:
+                copies.append(self._copy_out(swap, span, life.made_in))
+            if use.kind == "returned":
+                kept = use.producer if self.regions.is_root(use.at) else kept
+                if use.at[2] is not None and use.at == use.producer:
+                    made = (use.producer, span) if self.is_function_region(span) else None
+            if use.kind == "saved" and use.at[0] in self.regions.checkpointed:
+                tickets.append(self._in_checkpoint(use, span, life.made_in, copies))
+                continue
+            holder = self._holder(use, span, held) if self._recomputes and use.kind != "saved" else None
+            if holder is None and use.kind != "saved":
+                continue
+            if swap is not None:
+                tickets.append(HeldTicket("swap", use.order, span, holder, copy=swap.copy))
+                continue
+            source = None
+            if self._recomputes and use.producer != kept:
+                source = self._source(use, span, life.made_in, made)
+            kind: Literal["keep", "built"] = "keep" if source is None else "built"
+            tickets.append(HeldTicket(kind, use.order, span, holder, source))
+        return tickets, copies
+
+    def is_function_region(self, span: int) -> bool:
+        """Whether the call of a function is run again on its own."""
+        known = self._functions.get(span)
+        if known is None:
+            known = self._functions[span] = self._is_function_region(span)
+        return known
+
+    def scope_of(self, region: RegionKey) -> Scope | None:
+        """In which a region lies."""
+        return self._order.spans[region].call[0] if isinstance(region, int) else region[0]
+
+    def runs_again(self, scope: Scope, root: str, span: int) -> bool:
+        """Whether a span of a recomputed module runs when the module does; kept ops inside do not."""
+        path, ordinal = self._order.spans[span].call[1:]
+        if not self.kept_inside.anything(scope, root):
+            return True
+        while path and path != root:
+            if self.kept_inside.is_held(scope, path, ordinal) or self.kept_inside.is_whole(scope, path):
+                return False
+            path, ordinal = path.rpartition(".")[0], None
+        return True
+
+    def _is_function_region(self, span: int) -> bool:
+        scope, path, ordinal = self._order.spans[span].call
+        if (
+            span not in self._order.functions
+            or not isinstance(scope, int)
+            or scope in self.regions.checkpointed
+        ):
+            return False
+        row = self.regions.row((scope, path, ordinal))
+        if row is None or row.fate not in ("recompute", "re-gather") or row.op_path in self.modules[scope]:
+            return False
+        if path.rpartition(".")[2] in UNREPEATABLE_FUNCTIONS:
+            return False
+        return self.regions.root(scope, path) is None or is_communication(path)
+
+    def _copy_out(self, swap: AskedSwap, span: int, made_in: int) -> CopyOut:
+        use = swap.use
+        return CopyOut(
+            number=swap.copy,
+            call=use.producer,
+            size_bytes=swap.size_bytes,
+            order=use.order,
+            span=span,
+            op=self._order.use_op(use, span),
+            at_end=use.kind == "returned" or (use.kind == "saved" and made_in == span),
+            windows=swap.row.windows,
+        )
+
+    def _in_checkpoint(self, use: Use, span: int, made_in: int, copies: list[CopyOut]) -> HeldTicket:
+        """In a layer that is run again whole everything is built, but for what it was called with."""
+        scope = use.at[0]
+        if scope is None or (made_in >= 0 and self._order.spans[made_in].call[0] == scope):
+            return HeldTicket("built", use.order, span, source=(scope if scope is not None else 0, ""))
+        if copies:
+            return HeldTicket("swap", use.order, span, copy=copies[-1].number)
+        return HeldTicket("keep", use.order, span)
+
+    def _holder(self, use: Use, span: int, held: Use | None) -> RegionKey | None:
+        scope, path, _ = use.at
+        if use is held and scope is not None:
+            root = self.regions.root(scope, path)
+            return None if root is None else (scope, root)
+        if not isinstance(scope, int):
+            return None
+        if use.kind == "module":
+            return (scope, path) if self.regions.asks(use) else None
+        own_call = use.kind == "function" and use.at == self._order.spans[span].call
+        return span if own_call and self.is_function_region(span) else None
+
+    def _source(self, use: Use, span: int, made_in: int, made: tuple[OpCall, int] | None) -> RegionKey | None:
+        """The region that builds what is saved, or read, at this use."""
+        scope, path, _ = use.producer
+        row = self.regions.row(use.producer)
+        if row is None or scope is None or row.fate not in ("recompute", "re-gather"):
+            return None
+        if made is not None and made[0] == use.producer:
+            return made[1]
+        if use.kind != "saved":
+            return None
+        at = self._order.spans[span].call
+        root = self.regions.root(scope, path)
+        if root is not None:
+            return (scope, root) if at[0] == scope and is_below(at[1], root) else None
+        return span if made_in == span and self.is_function_region(span) else None

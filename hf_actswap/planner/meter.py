@@ -1,0 +1,233 @@
+"""How much device memory is in use: asked of the allocator, or counted.
+
+An accelerator's allocator knows. The CPU's does not say, and has no limit: there storages are counted from
+their first appearance to their end, and a limit raises what an accelerator raises. So all that the planner
+does about memory is the same code on the CPU, where tests watch it byte by byte; and a step on fake tensors
+is measured in the same way.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..engine.parameters import inner_tensors
+
+
+def runs_its_own_dispatch(types: Iterable[type]) -> bool:
+    """Whether a tensor subclass among ``types`` turns an op into others (DTensor, quantised weights).
+
+    A mode that returns ``NotImplemented`` for such an op sees those others. A fake tensor is none: it stands
+    for its storage itself.
+    """
+    disabled = torch._C._disabled_torch_dispatch_impl
+    return any(
+        kind.__torch_dispatch__ is not disabled and not issubclass(kind, FakeTensor)
+        for kind in types
+        if kind is not torch.Tensor and hasattr(kind, "__torch_dispatch__")
+    )
+
+
+class Meter(Protocol):
+    """Device memory of this process."""
+
+    def start(self) -> None:
+        """Begin to count; modes that are entered later run before."""
+
+    def stop(self) -> None:
+        """End, in the reverse order of `start`. Safe to call again."""
+
+    def limit_bytes(self) -> int:
+        """The most that this process can use."""
+
+    def allocated_bytes(self) -> int:
+        """In use now."""
+
+    def peak_bytes(self) -> int:
+        """The most in use since `reset_peak`."""
+
+    def reserved_peak_bytes(self) -> int:
+        """The most that the allocator held since `reset_peak`, fragments included."""
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+
+    def give_back(self) -> None:
+        """Let go of what is held and not in use: what an earlier plan needed is not the next one's peak."""
+
+
+class CountingMeter(TorchDispatchMode):
+    """Counts the storages that ops make, from their first appearance to their end.
+
+    What an op needs only while it runs is not seen. A view or an in-place op makes no storage, so what was
+    there before the meter and what never was a result (the host's copies) is not counted, unless it is `own`.
+
+    Args:
+        limit_bytes: an op whose results would exceed it raises ``torch.OutOfMemoryError``; ``None``: nothing
+            is refused, and `Meter.limit_bytes` says ``unlimited_bytes``.
+        unlimited_bytes: what the device is taken to have where nothing is refused.
+    """
+
+    supports_higher_order_operators = True
+    """A compiled backward that draws the random numbers of its forward again is one to this mode."""
+
+    def __init__(self, limit_bytes: int | None = None, unlimited_bytes: int = 2**63 - 1) -> None:
+        super().__init__()
+        self.limit, self._unlimited_bytes = limit_bytes, unlimited_bytes
+        self._sizes: dict[int, int] = {}
+        self._allocated_bytes = self._peak_bytes = 0
+        self._running = False
+        self.refusals = 0
+        """Ops that were refused."""
+
+    def start(self) -> None:
+        """See `Meter`."""
+        if not self._running:
+            self._running = True
+            self.__enter__()
+
+    def stop(self) -> None:
+        """See `Meter`."""
+        if self._running:
+            self._running = False
+            self.__exit__(None, None, None)
+
+    def own(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count what exists already: parameters, gradients, optimizer states."""
+        for tensor in tensors:
+            for part in inner_tensors(tensor):
+                if not runs_its_own_dispatch([type(part)]):
+                    self._count(part)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled regions stay compiled; what they allocate by themselves is not seen.
+
+        Were it false, a function that is called under the mode before it is compiled would never be compiled.
+        """
+        return True
+
+    def limit_bytes(self) -> int:
+        """See `Meter`."""
+        return self._unlimited_bytes if self.limit is None else self.limit
+
+    def allocated_bytes(self) -> int:
+        """See `Meter`."""
+        return self._allocated_bytes
+
+    def peak_bytes(self) -> int:
+        """See `Meter`."""
+        return self._peak_bytes
+
+    def reserved_peak_bytes(self) -> int:
+        """No allocator holds more than is in use."""
+        return self._peak_bytes
+
+    def reset_peak(self) -> None:
+        """See `Meter`."""
+        self._peak_bytes = self._allocated_bytes
+
+    def give_back(self) -> None:
+        """No allocator holds anything."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if types and runs_its_own_dispatch(types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        fresh = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        unknown = self._unknown(fresh)
+        if unknown:
+            given = _storages(tree_leaves((args, kwargs)))
+            unknown = {key: storage for key, storage in unknown.items() if key not in given}
+        wanted = sum(storage.nbytes() for storage in unknown.values())
+        if self.limit is not None and wanted and self._allocated_bytes + wanted > self.limit:
+            self.refusals += 1
+            used = f"{self._allocated_bytes:,} bytes are in use of {self.limit:,}"
+            raise torch.OutOfMemoryError(f"{func} asks for {wanted:,} bytes, and {used} (a counted limit).")
+        for storage in unknown.values():
+            self._count_storage(storage)
+        return result
+
+    def _unknown(self, tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+        return {key: item for key, item in _storages(tensors).items() if key not in self._sizes}
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        for storage in self._unknown([tensor]).values():
+            self._count_storage(storage)
+
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
+        key, size_bytes = storage._cdata, storage.nbytes()
+        if not size_bytes:
+            return
+        self._sizes[key] = size_bytes
+        self._allocated_bytes += size_bytes
+        self._peak_bytes = max(self._peak_bytes, self._allocated_bytes)
+        weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        self._allocated_bytes -= self._sizes.pop(key)
+
+
+def _storages(values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
+    tensors = [item for item in values if isinstance(item, torch.Tensor) and item.layout is torch.strided]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: storage for storage in storages}
+
+
+class AllocatorMeter:
+    """Asks the accelerator's allocator.
+
+    Args:
+        device: an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def start(self) -> None:
+        """The allocator always counts."""
+
+    def stop(self) -> None:
+        """The allocator always counts."""
+
+    def limit_bytes(self) -> int:
+        """See `Meter`: what is free, and what this process holds, within the fraction that it may use."""
+        free, total = torch.accelerator.get_memory_info(self._device)
+        limit_bytes = int(free) + int(torch.accelerator.memory_reserved(self._device))
+        if self._device.type == "cuda":
+            limit_bytes = min(
+                limit_bytes, int(total * torch.cuda.get_per_process_memory_fraction(self._device))
+            )
+        return limit_bytes
+
+    def allocated_bytes(self) -> int:
+        """See `Meter`."""
+        return int(torch.accelerator.memory_allocated(self._device))
+
+    def peak_bytes(self) -> int:
+        """See `Meter`."""
+        return int(torch.accelerator.max_memory_allocated(self._device))
+
+    def reserved_peak_bytes(self) -> int:
+        """See `Meter`."""
+        return int(torch.accelerator.max_memory_reserved(self._device))
+
+    def reset_peak(self) -> None:
+        """See `Meter`."""
+        torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def give_back(self) -> None:
+        """See `Meter`. Waits for the device."""
+        torch.accelerator.empty_cache()

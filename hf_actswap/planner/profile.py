@@ -1,0 +1,241 @@
+"""What the planner knows of one training step: plain data, times in ms, sizes in bytes of one rank.
+
+A profile is recorded in warm-up, or computed from shapes; who reads it cannot tell, but for `Profile.source`.
+It describes the step *without a policy*: everything is kept. A policy's time and memory are then predicted
+from it (`simulate`).
+
+Three numberings meet here:
+
+* **order**: `Use.order` of `plan.saved_bytes`, rising through the forward. A span covers the orders from
+  ``first_order`` to ``last_order``, so that every use belongs to one span.
+* **operators**: autograd nodes in order of creation, from 0 at the start of the forward; the unit of windows.
+* **backward place**: in which turn backward reached the span, from 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..engine.link import Link
+from ..plan.saved_bytes import OpCall, SavedBytes
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One call of an op in forward, with its nodes' part of backward; spans follow each other without gaps.
+
+    Args:
+        call: (scope, op path, ordinal) as plan rows name them; scope ``None``: outside all scopes. What runs
+            between functions (custom autograd functions, indexing) is a span of its module.
+        first_order, last_order: uses that belong to it, inclusive; ``last_order < first_order``: none.
+        first_op: operator of the first node that it creates, or would create.
+        num_ops: nodes that it creates.
+        forward_ms, backward_ms: compute's time in it.
+        forward_base_bytes, backward_base_bytes: the most device memory in use while it runs, less the
+            storages of `Profile.saved` that are alive then; weights, gradients and optimizer states included.
+        backward_place: turn in backward; -1 where backward does not come by.
+        communicates: whether it runs a collective.
+        random: whether it draws random numbers.
+    """
+
+    call: OpCall
+    first_order: int
+    last_order: int
+    first_op: int
+    num_ops: int
+    forward_ms: float
+    backward_ms: float
+    forward_base_bytes: int
+    backward_base_bytes: int
+    backward_place: int
+    communicates: bool = False
+    random: bool = False
+
+
+Way = tuple[float, tuple[str, ...], tuple[str, ...]]
+"""What a compiled layer is told: `FrontierPoint.way`."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """One way in which a compiled layer saves less than by itself, and what comes of it.
+
+    Ratios, because layers may differ in size. "All" is what a layer saves by itself, apart from its input and
+    what it hands on.
+
+    Args:
+        share: of its activation memory that the region may save (`COMPILE_BUDGET`); 1: there is no budget.
+        recomputed: op paths that the compiler is told to run again.
+        kept: op paths inside those that it is told to save.
+        saved: bytes that it saves, over all.
+        again: how much longer its backward lasts, over its forward.
+        passing: bytes on the device while it runs, beyond what is saved and what it takes by itself, over
+            all.
+        measured: whether a step has shown it; else it is a guess.
+    """
+
+    share: float = 1.0
+    recomputed: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    saved: float = 1.0
+    again: float = 0.0
+    passing: float = 0.0
+    measured: bool = False
+
+    @property
+    def way(self) -> Way:
+        """What the compiler is told: layers with equal ways share one graph."""
+        return self.share, self.recomputed, self.kept
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One micro-batch of one rank.
+
+    Args:
+        saved: what autograd saves, each storage with its uses.
+        spans: in the order of forward.
+        num_layers: decoder layers.
+        family: ``model_type``.
+        compiled_layers: layers that the compiler runs as one op; their inside is not seen.
+        link: of host and device; ``None``: copies do not overlap compute.
+        device: name of the device.
+        device_bytes: memory that a process can use on it at most.
+        outside_ms: of a step, what is neither forward nor backward (optimizer, gradient reduction).
+        outside_base_bytes: the most device memory in use there.
+        optimizer_state_bytes: part of every ``base_bytes``, which ``preference: memory_saving`` moves away.
+        reserved_bytes: what the allocator held beyond what was in use, at the peak (fragments).
+        signature: what a batch must agree in for this profile to be its own: a digest of keys and sizes.
+        batch_shape: of the input ids, for people.
+        source: ``measured`` in a step, or computed from ``shapes``.
+        frontier: what compiled layers may do beside what they do by themselves, and what steps have shown of
+            it. Shares of their memory are known without being listed (`compiled_shares`).
+    """
+
+    saved: SavedBytes
+    spans: tuple[Span, ...]
+    num_layers: int
+    family: str
+    compiled_layers: frozenset[int]
+    link: Link | None
+    device: str
+    device_bytes: int
+    outside_ms: float
+    outside_base_bytes: int
+    optimizer_state_bytes: int
+    reserved_bytes: int
+    signature: str
+    batch_shape: tuple[int, ...]
+    source: Literal["measured", "shapes"]
+    frontier: tuple[FrontierPoint, ...] = ()
+
+    @property
+    def compute_ms(self) -> float:
+        """Forward and backward without any policy."""
+        return sum(span.forward_ms + span.backward_ms for span in self.spans)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan must keep within.
+
+    Args:
+        device_bytes: the most device memory in use at any time of the step, on any rank.
+        host_bytes: the most host memory of one rank; ``None``: no cap.
+        min_tensor_bytes: smaller tensors are never swapped.
+        swap_bucket_bytes: the most that is swapped in each stage (``swap_bucket_size``); ``None``: no cap.
+        layers_per_stage: decoder layers of a stage (``num_attn_layers_per_stage``).
+        frees_optimizer_states: whether they are on the host during forward and backward (``memory_saving``).
+    """
+
+    device_bytes: int
+    host_bytes: int | None = None
+    min_tensor_bytes: int = 2**20
+    swap_bucket_bytes: int | None = None
+    layers_per_stage: int = 1
+    frees_optimizer_states: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CopyTimes:
+    """One swapped storage in a predicted step.
+
+    Args:
+        storage: its number in `Profile.saved`.
+        call: who produced it.
+        size_bytes: that move.
+        out_start_ms, out_end_ms: of the copy out.
+        release_ms: when its device memory is free.
+        in_start_ms, in_end_ms: of the copy back.
+        read_ms: when backward first reads it.
+    """
+
+    storage: int
+    call: OpCall
+    size_bytes: int
+    out_start_ms: float
+    out_end_ms: float
+    release_ms: float
+    in_start_ms: float
+    in_end_ms: float
+    read_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """Device memory from ``ms`` on, until the next point.
+
+    Args:
+        ms: since the step began.
+        base_bytes: weights, gradients, optimizer states, what ops use while they run.
+        kept_bytes: saved storages that are never released before backward reads them.
+        swapped_bytes: swapped ones while they are on the device.
+        rebuilt_bytes: what recomputation has rebuilt, and what it drops while forward still reads it.
+    """
+
+    ms: float
+    base_bytes: int
+    kept_bytes: int
+    swapped_bytes: int
+    rebuilt_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return self.base_bytes + self.kept_bytes + self.swapped_bytes + self.rebuilt_bytes
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step under a plan.
+
+    Args:
+        step_ms: forward, backward and what is outside.
+        compute_ms: forward and backward without a policy.
+        recompute_ms: run again.
+        forward_stall_ms, backward_stall_ms: compute waits for copies.
+        turn_ms: when forward ends.
+        peak_bytes: the most device memory in use.
+        peak_at: what ran then.
+        memory: the curve.
+        copies: of the swapped storages, in the order of the copies out.
+        kept_bytes, swapped_bytes, recomputed_bytes: of what autograd saves without a policy, by what becomes
+            of it; kept includes what recomputation holds in addition.
+        host_bytes: the most host memory in use.
+    """
+
+    step_ms: float
+    compute_ms: float
+    recompute_ms: float
+    forward_stall_ms: float
+    backward_stall_ms: float
+    turn_ms: float
+    peak_bytes: int
+    peak_at: OpCall
+    memory: tuple[MemoryPoint, ...]
+    copies: tuple[CopyTimes, ...]
+    kept_bytes: int
+    swapped_bytes: int
+    recomputed_bytes: int
+    host_bytes: int

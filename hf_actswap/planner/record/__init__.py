@@ -1,0 +1,1 @@
+"""What a step does: recorded as it runs, or computed from shapes."""

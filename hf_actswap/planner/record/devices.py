@@ -1,0 +1,88 @@
+"""What devices reach: rates for profiles that are computed from shapes.
+
+Achieved rates, not those of the data sheets. The H200's are fitted to measured steps (Llama-shaped layers,
+bf16, torch 2.11: 16 layers of 8,192 tokens 388 ms, 6 layers of 32,768 tokens 837 ms; copies of 54.9 GB/s out
+and 55.1 back, 49.8 each at once). The others stand in the H200's relation to their own data sheets, so that
+they are estimates: measure where you can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...engine.link import Link
+from ...errors import PlanError, Problem, nearest
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """One kind of device.
+
+    Args:
+        name: as the user writes it.
+        memory_bytes: what a process can use.
+        half_flop_per_ms: matrix products in bf16 and fp16.
+        full_flop_per_ms: matrix products in fp32 and what is wider.
+        attention_flop_per_ms: fused attention, in half precision, forward and backward.
+        bytes_per_ms: device memory, read and written by elementwise kernels.
+        launch_ms: least duration of a kernel.
+        link: to host memory; ``None``: copies do not overlap compute.
+    """
+
+    name: str
+    memory_bytes: int
+    half_flop_per_ms: float
+    full_flop_per_ms: float
+    attention_flop_per_ms: float
+    bytes_per_ms: float
+    launch_ms: float
+    link: Link | None
+
+
+def _link(gigabytes_per_second: float) -> Link:
+    """A link that loses a tenth of its rate where both directions are busy."""
+    alone = gigabytes_per_second * 1e6
+    return Link(alone, alone, 0.905 * alone, 0.905 * alone)
+
+
+def _accelerator(
+    name: str, gib: float, half: float, full: float, attention: float, terabytes: float, link: Link
+) -> DeviceRates:
+    """Rates in TFLOP/s and TB/s, which are 10^9 per ms."""
+    memory_bytes = int(gib * _GIB)
+    return DeviceRates(
+        name, memory_bytes, half * 1e9, full * 1e9, attention * 1e9, terabytes * 1e9, 0.003, link
+    )
+
+
+_H200_LINK = Link(54.9e6, 55.1e6, 49.8e6, 49.8e6)
+
+DEVICES: tuple[DeviceRates, ...] = (
+    _accelerator("H200", 139.0, 660, 50, 545, 3.2, _H200_LINK),
+    _accelerator("H100", 79.0, 640, 50, 530, 2.25, _link(55)),
+    _accelerator("A100-80", 79.0, 240, 18, 180, 1.35, _link(25)),
+    _accelerator("A100-40", 39.0, 240, 18, 180, 1.05, _link(25)),
+    _accelerator("B200", 178.0, 1450, 65, 950, 5.3, _link(55)),
+    _accelerator("L40S", 44.0, 210, 55, 160, 0.58, _link(25)),
+    _accelerator("RTX 4090", 23.5, 140, 60, 120, 0.68, _link(25)),
+    DeviceRates("cpu", 64 * _GIB, 0.5e9, 0.5e9, 0.3e9, 0.02e9, 0.002, None),
+)
+
+
+def device_rates(name: str) -> DeviceRates:
+    """Return the rates of a device by its name, whatever its case.
+
+    Raises:
+        PlanError: no such device; lists those that are known.
+    """
+    known = {rates.name.lower(): rates for rates in DEVICES}
+    found = known.get(name.strip().lower())
+    if found is None:
+        names = ", ".join(rates.name for rates in DEVICES)
+        problem = Problem(
+            "device", f"one of {names}", repr(name), nearest(name, [item.name for item in DEVICES])
+        )
+        raise PlanError([problem])
+    return found

@@ -1,0 +1,259 @@
+"""The spans of a step, row by row while it runs.
+
+A row ends where execution gets to another call *and* something has run since the last one: what only looks at
+a tensor in another way (views, casts to what it is already) makes no row of its own, and its nodes and uses
+belong to the row after it. So rows follow each other without gaps in time, in nodes and in uses. At each
+end there is one stamp and one look at the meter; none per aten op.
+
+Autograd runs the nodes of a graph in descending order of their numbers, so that backward visits each row
+once, in reverse. Nodes that no row made belong to the row where backward is: gradients that accumulate,
+layers that are run again, a forward that came after.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ...engine.autograd_state import next_node_number
+from ...engine.transfer import Stamp
+from ...plan.opnames import RANDOM_FUNCTIONS, is_communication
+from ...plan.saved_bytes import OpCall, SavedBytes
+from ..meter import Meter
+from ..profile import Span
+from .clock import Clock
+from .lives import lives, saved_on_device
+
+
+@dataclass(slots=True)
+class _Visit:
+    """Backward in a row; ``peak_bytes`` ``None``: nothing ran."""
+
+    turn: int
+    start: Stamp
+    end: Stamp
+    peak_bytes: int | None
+
+
+@dataclass(slots=True)
+class _Row:
+    call: OpCall
+    first_order: int
+    last_order: int
+    first_node: int
+    first_op: int
+    num_ops: int
+    start: Stamp
+    end: Stamp
+    peak_bytes: int
+    communicates: bool
+    random: bool
+    visits: list[_Visit] = field(default_factory=list)
+    place: int = -1
+
+
+class SpanLog:
+    """Writes rows. Of one forward and its backward.
+
+    Args:
+        meter: of device memory, or ``None``: it is not measured.
+        clock: of compute.
+        order: gives the number of the use that was written down last.
+        sees_ops: whether `ran` tells of every op. If not, a row ends wherever nodes were made.
+        nodes: operators that a call counts as, whatever it makes: compiled layers.
+        away_bytes: what would be on the device, were there room; added to what is.
+    """
+
+    def __init__(
+        self,
+        meter: Meter | None,
+        clock: Clock,
+        order: Callable[[], int],
+        sees_ops: bool,
+        nodes: Mapping[OpCall, int],
+        away_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._away_bytes = away_bytes
+        self._meter, self._clock, self._order, self._sees_ops = meter, clock, order, sees_ops
+        self._nodes = nodes
+        self._rows: list[_Row] = []
+        self._first_nodes: list[int] = []
+        self._call: OpCall = (None, "", None)
+        self._busy = self._communicates = self._random = False
+        self._first_node = self._first_op = self._turn = 0
+        self._since: Stamp | None = None
+        self._visited: _Row | None = None
+        self._turned = self._ended = False
+        self.turned = False
+        """Whether backward has begun."""
+        self.peak_bytes = 0
+        """The most in use, in forward and backward."""
+        self.outside_ms_of: tuple[Stamp, Stamp] | None = None
+        self.outside_peak_bytes = 0
+        self.on_turn: Callable[[], None] | None = None
+        """Called when backward begins, from the thread that runs it."""
+
+    def start(self) -> None:
+        """Forward starts."""
+        self._first_node = next_node_number()
+        self._busy = self._communicates = self._random = False
+        self._look()
+        self._since = self._clock.stamp()
+
+    def enters(self, call: OpCall) -> None:
+        """Execution has got to another call."""
+        if self._since is None or self._turned:
+            return
+        if self._is_busy():
+            self._close(next_node_number())
+        self._call = call
+
+    def ran(self, communicates: bool = False, random: bool = False) -> None:
+        """An op that does something has run."""
+        self._busy = True
+        row = self._visited
+        if row is None:
+            self._communicates |= communicates
+            self._random |= random
+        else:
+            row.communicates |= communicates
+            row.random |= random
+
+    def reached(self, node: int) -> None:
+        """Backward runs a node."""
+        if self._since is None or self._ended:
+            return
+        if not self._turned:
+            self._turn_around(node)
+        at = bisect_right(self._first_nodes, node) - 1
+        if at >= 0 and node < self._first_node and self._rows[at] is not self._visited:
+            self._leave_row()
+            self._visit(self._rows[at])
+
+    def end_backward(self) -> None:
+        """Backward has ended."""
+        if self._turned and not self._ended:
+            self._leave_row()
+            self._ended, self._visited, self._busy = True, None, False
+
+    def end(self) -> None:
+        """The step has ended, with backward or without."""
+        if self._since is None:
+            return
+        if not self._turned and not self._ended:
+            self._turned = self._ended = True
+            self._finish_forward(next_node_number())
+        self.end_backward()
+        since, self._since = self._since, self._clock.stamp()
+        self.outside_ms_of = since, self._since
+        self.outside_peak_bytes = self._look()
+        self._since = None
+
+    def spans(self, saved: SavedBytes) -> tuple[Span, ...]:
+        """Return the rows as spans. All stamps must have been passed."""
+        start_op = self._rows[0].first_op if self._rows else 0
+        places = [row.place for row in self._rows]
+        known = lives(saved, [row.last_order for row in self._rows])
+        forward, backward = saved_on_device(known, places)
+        below: dict[int, int] = {}  # by turn; a visit in which nothing ran is as the one before
+        peaks = sorted(
+            (visit.turn, number, visit.peak_bytes)
+            for number, row in enumerate(self._rows)
+            for visit in row.visits
+        )
+        base_bytes = 0
+        for _, number, peak_bytes in peaks:
+            if peak_bytes is not None:
+                base_bytes = max(0, peak_bytes - backward[number])
+            below[number] = max(below.get(number, 0), base_bytes)
+        return tuple(
+            Span(
+                call=row.call,
+                first_order=row.first_order,
+                last_order=row.last_order,
+                first_op=row.first_op - start_op,
+                num_ops=row.num_ops,
+                forward_ms=max(0.0, row.end.ms_since(row.start)),
+                backward_ms=sum(max(0.0, visit.end.ms_since(visit.start)) for visit in row.visits),
+                forward_base_bytes=max(0, row.peak_bytes - forward[number]),
+                backward_base_bytes=below.get(number, 0),
+                backward_place=row.place,
+                communicates=row.communicates,
+                random=row.random,
+            )
+            for number, row in enumerate(self._rows)
+        )
+
+    def _is_busy(self) -> bool:
+        return self._busy if self._sees_ops else next_node_number() != self._first_node
+
+    def _look(self) -> int:
+        """The most in use since the last look."""
+        if self._meter is None:
+            return 0
+        peak_bytes = self._meter.peak_bytes() + self._away_bytes()
+        self._meter.reset_peak()
+        return peak_bytes
+
+    def _close(self, end_node: int) -> None:
+        """Write the running row down; the next one starts here."""
+        assert self._since is not None
+        now, made = self._clock.stamp(), end_node - self._first_node
+        num_ops = (self._nodes.get(self._call) or made) if made else 0
+        name = self._call[1].rpartition(".")[2]
+        row = _Row(
+            call=self._call,
+            first_order=self._rows[-1].last_order + 1 if self._rows else 1,
+            last_order=self._order(),
+            first_node=self._first_node,
+            first_op=self._first_op,
+            num_ops=num_ops,
+            start=self._since,
+            end=now,
+            peak_bytes=self._look(),
+            communicates=self._communicates or is_communication(self._call[1]),
+            random=self._random or (not self._sees_ops and name in RANDOM_FUNCTIONS),
+        )
+        self._rows.append(row)
+        self._first_nodes.append(self._first_node)
+        self.peak_bytes = max(self.peak_bytes, row.peak_bytes)
+        self._first_node, self._first_op, self._since = end_node, self._first_op + num_ops, now
+        self._busy = self._communicates = self._random = False
+
+    def _finish_forward(self, end_node: int) -> None:
+        """Write the last row down, or give what is left, in which nothing ran, to the one before."""
+        end_node = max(end_node, self._first_node)
+        if not self._rows or self._busy or (not self._sees_ops and end_node > self._first_node):
+            self._close(end_node)
+            return
+        last = self._rows[-1]
+        last.num_ops += end_node - self._first_node
+        last.last_order = self._order()
+        self._first_node = end_node
+        self._since = self._clock.stamp()
+
+    def _turn_around(self, node: int) -> None:
+        """Backward begins, with the node that was built last: its thread does not know the counter."""
+        self._turned = self.turned = True
+        self._finish_forward(node + 1)
+        if self.on_turn is not None:
+            self.on_turn()
+        self._visit(self._rows[-1])
+
+    def _visit(self, row: _Row) -> None:
+        if row.place < 0:
+            row.place = self._turn
+        self._visited, self._busy = row, False
+        self._turn += 1
+
+    def _leave_row(self) -> None:
+        row, since = self._visited, self._since
+        if row is None or since is None:
+            return
+        now, peak_bytes = since, None
+        if self._busy or not self._sees_ops:
+            now, peak_bytes = self._clock.stamp(), self._look()
+            self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        row.visits.append(_Visit(self._turn - 1, since, now, peak_bytes))
+        self._since = now

@@ -1,0 +1,273 @@
+"""One training step under watch: what it saves, how long its ops take, how much memory they need.
+
+The model trains as ever: the same numbers, the same random numbers. What is there while the step runs, and
+gone after it: hooks on modules, saved-tensor hooks and a function mode in the model's forward, a dispatch
+mode around the step. The first forward is recorded, and the backward through it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ...engine.around import around, compiled_around
+from ...engine.autograd_state import (
+    function_mode_is_innermost,
+    pop_leaked_hooks,
+    running_node_number,
+)
+from ...engine.link import Link
+from ...engine.parameters import inner_tensors
+from ...engine.tickets import Ticket, keep, restore
+from ...plan.compiled import is_compiled
+from ...plan.outline import Outline, unwrapped
+from ...plan.saved_bytes import OpCall, SavedBytes
+from ...plan.use_recorder import UseRecorder
+from ..meter import Meter
+from ..profile import Profile
+from .clock import Clock
+from .record_ops import OpWatch
+from .record_spans import SpanLog
+
+logger = logging.getLogger(__name__)
+
+
+class StepRecorder:
+    """Records one forward and backward of a model without a plan.
+
+    Compiled layers are one span each; where there are any, aten ops are not watched, because a dispatch mode
+    would make the compiler stand aside.
+
+    Args:
+        model: as it trains, wrapped or not.
+        outline: of this model.
+        meter: of device memory; it runs already. ``None``: memory is not measured.
+        clock: of compute.
+        hold: makes what stands in the place of a saved tensor; `engine.tickets.restore` gets it back.
+        compiles: whether compiled modules run compiled (on fake tensors they do not).
+        device: where the model computes; ``None``: where its first parameter is.
+        forwards_before: forwards with gradients that go by before the one that is recorded (micro-batches).
+        away_bytes: what ``hold`` has moved off the device at present, and would be there without a shortage.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        outline: Outline,
+        meter: Meter | None,
+        clock: Clock,
+        hold: Callable[[torch.Tensor], Ticket] = keep,
+        compiles: bool = True,
+        device: torch.device | None = None,
+        forwards_before: int = 0,
+        away_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._root, self._outline, self._meter, self._clock = unwrapped(model), outline, meter, clock
+        self._hold, self._compiles, self._forwards_before = hold, compiles, forwards_before
+        called = compiled_around(model, outline) if compiles else None
+        self._called = self._root if called is None else called
+        self._whole = called is not None
+        opaque = compiles and any(is_compiled(module) for module in model.modules())
+        if device is None:
+            device = next((item.device for item in self._root.parameters()), torch.device("cpu"))
+        self._uses = UseRecorder(
+            outline, device, self._pack, self._unpack, self._enters, compiles, inner_tensors
+        )
+        self._log = SpanLog(
+            meter, clock, lambda: self._uses.order, not opaque, self._compiled_nodes(), away_bytes
+        )
+        self._log.on_turn = self._backward_begins
+        self._watch = None if opaque else OpWatch(self._log, clock)
+        self._undo: list[Callable[[], None]] = []
+        self._inside: ExitStack | None = None
+        self._saving: Any = None
+        self._started = self._seen = False
+        self._batch_shape: tuple[int, ...] = ()
+        self._saved: SavedBytes | None = None
+        self._reserved_bytes = 0
+
+    @property
+    def compiled_layers(self) -> frozenset[int]:
+        """Layers that run as one op."""
+        if not self._compiles:
+            return frozenset()
+        layers = self._outline.layers
+        return frozenset(layer.index for layer in layers if layer.compiled or self._whole)
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether it follows a forward at present."""
+        return self._inside is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether a forward was recorded, and a backward through it."""
+        return self._seen and self._log.turned
+
+    def start(self) -> None:
+        """Watch the next forward."""
+        if self._started:
+            return
+        self._started = True
+        self._undo = around(self._called, self._forward_starts, self._forward_ends)
+        if self._watch is not None:
+            self._watch.__enter__()
+
+    def stop(self) -> None:
+        """Leave nothing behind; also in mid-step, after an exception. Safe to call again."""
+        if not self._started:
+            return
+        self._started = False
+        self._leave_forward()
+        for step in reversed(self._undo):
+            step()
+        self._undo = []
+        if self._watch is not None:
+            if self._watch.is_innermost():
+                self._watch.__exit__(None, None, None)
+            else:
+                logger.warning("A dispatch mode that was entered in the recorded step has not been left.")
+        self._log.end()
+        if self._meter is not None:
+            self._reserved_bytes = max(0, self._meter.reserved_peak_bytes() - self._log.peak_bytes)
+        self._saved = self._uses.saved()
+        self._uses.forget()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def profile(
+        self,
+        *,
+        device: str,
+        device_bytes: int | None = None,
+        link: Link | None = None,
+        optimizer_state_bytes: int = 0,
+        outside_ms: float | None = None,
+        outside_base_bytes: int | None = None,
+        source: Literal["measured", "shapes"] = "measured",
+    ) -> Profile:
+        """Return what was recorded. Waits for the device.
+
+        Args:
+            device: its name.
+            device_bytes: what a process can use on it; ``None``: what the meter says.
+            link: as measured; ``None``: copies do not overlap compute.
+            optimizer_state_bytes: of this rank, on the device.
+            outside_ms: of a step outside forward and backward; ``None``: from the end of backward to `stop`.
+            outside_base_bytes: the most device memory in use there; ``None``: the same.
+            source: see `Profile`.
+
+        Raises:
+            RuntimeError: it still records, or there was no forward with gradients.
+        """
+        if self._started or self._saved is None or not self._seen:
+            raise RuntimeError("no step was recorded: call start, run forward and backward, call stop")
+        self._clock.synchronize()
+        between = self._log.outside_ms_of
+        measured_ms = between[1].ms_since(between[0]) if between is not None else 0.0
+        if device_bytes is None:
+            device_bytes = self._meter.limit_bytes() if self._meter is not None else 0
+        if outside_base_bytes is None:
+            outside_base_bytes = self._log.outside_peak_bytes
+        return Profile(
+            saved=self._saved,
+            spans=self._log.spans(self._saved),
+            num_layers=len(self._outline.layers),
+            family=self._outline.family,
+            compiled_layers=self.compiled_layers,
+            link=link,
+            device=device,
+            device_bytes=device_bytes,
+            outside_ms=max(0.0, measured_ms) if outside_ms is None else outside_ms,
+            outside_base_bytes=outside_base_bytes,
+            optimizer_state_bytes=optimizer_state_bytes,
+            reserved_bytes=self._reserved_bytes,
+            signature=signature(self._saved),
+            batch_shape=self._batch_shape,
+            source=source,
+        )
+
+    def _compiled_nodes(self) -> dict[OpCall, int]:
+        if self._whole:
+            return {(0, "", None): sum(layer.nodes for layer in self._outline.layers)}
+        layers = [layer for layer in self._outline.layers if layer.compiled and self._compiles]
+        return {(layer.index, "", None): layer.nodes for layer in layers}
+
+    def _forward_starts(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._seen or not torch.is_grad_enabled():
+            return
+        if self._forwards_before > 0:
+            self._forwards_before -= 1
+            return
+        self._seen = True
+        self._batch_shape = _shape_of(args, kwargs)
+        self._uses.own_weights(self._root.modules())
+        self._uses.own(tree_leaves((args, kwargs)), None)
+        self._inside = ExitStack()
+        self._log.start()
+        if self._whole:
+            self._inside.enter_context(self._uses.compiled_whole((args, kwargs)))
+        else:
+            self._inside.enter_context(self._uses.installed(self._root, around))
+        self._saving = self._uses.saving()
+        self._saving.__enter__()
+        if not self._whole:
+            self._uses.__enter__()
+
+    def _forward_ends(self, *_: Any) -> None:
+        self._leave_forward()
+
+    def _leave_forward(self) -> None:
+        inside, self._inside = self._inside, None
+        if inside is None:
+            return
+        if function_mode_is_innermost(self._uses):
+            self._uses.__exit__(None, None, None)
+        pop_leaked_hooks(self._saving.pack_hook)
+        self._saving = None
+        inside.close()
+
+    def _enters(self, call: OpCall) -> None:
+        self._log.enters(call)
+
+    def _pack(self, tensor: torch.Tensor) -> Ticket:
+        """Held detached: else a node's own output would keep it alive, and a view its base."""
+        return self._hold(tensor.detach())
+
+    def _unpack(self, ticket: Ticket) -> torch.Tensor:
+        node = running_node_number()
+        if node is not None and self._started:
+            self._log.reached(node)
+        return restore(ticket)
+
+    def _backward_begins(self) -> None:
+        # Only while a node runs; what comes after backward (clipping, the optimizer) is not charged to it.
+        torch.autograd.Variable._execution_engine.queue_callback(self._log.end_backward)
+
+
+def signature(saved: SavedBytes) -> str:
+    """Return a digest of what a step saves: the same for steps whose tensors agree, real or on fakes."""
+    digest = hashlib.sha256()
+    for storage in saved.storages:
+        digest.update(f"{storage.size_bytes};".encode())
+        for use in storage.uses:
+            digest.update(f"{use.kind},{use.at},{use.producer},{use.start_bytes},{use.size_bytes};".encode())
+    return digest.hexdigest()[:32]
+
+
+def _shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    ids = kwargs.get("input_ids")
+    tensors = [leaf for leaf in tree_leaves((ids, args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    return tuple(tensors[0].shape) if tensors else ()

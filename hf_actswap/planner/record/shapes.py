@@ -1,0 +1,115 @@
+"""A profile without a device: the step runs on fake tensors, and op times are computed from shapes.
+
+Forward and backward both run, so that what autograd saves, what ops need beside it and when it is let go of
+are met as in a real step; nothing is computed and no memory is touched. The fakes are the CPU's, whatever
+the device: fused attention saves the same there (its output and the softmax statistics).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+
+from ...plan.dry_run import fakes_only, hooks_off, one_sequence_each
+from ...plan.fake_batch import (
+    fake_batch,
+    fake_weights,
+    holds_several_sequences,
+    quietly,
+    without_idle_mask,
+)
+from ...plan.outline import Outline
+from ..meter import CountingMeter
+from ..profile import Profile
+from .devices import device_rates
+from .recorder import StepRecorder
+from .roofline import RooflineClock
+
+_CPU = torch.device("cpu")
+
+
+def profile_from_shapes(
+    model: nn.Module,
+    outline: Outline,
+    batch: Mapping[str, Any],
+    device_name: str,
+    *,
+    optimizer_state_bytes: int = 0,
+    gradients_exist: bool = False,
+) -> Profile:
+    """Return the profile of one micro-batch, of which nothing is computed.
+
+    No hook on the model runs, none of its tensors is touched, no random number is drawn; autocast is as it is
+    when this is called. Compiled modules run eagerly.
+
+    Args:
+        model: inside its wrappers, as the outline names it; may be on ``meta``. In training mode if it has
+            dropout.
+        outline: of this model.
+        batch: what the model is called with; with ``labels`` if there is to be a loss. Of tensors (also
+            fake ones, also on ``meta``) shape and type count.
+        device_name: of `devices.DEVICES`.
+        optimizer_state_bytes: on the device in every span; they say how long the optimizer takes, too.
+        gradients_exist: whether backward adds to gradients that are there already (gradient accumulation).
+
+    Raises:
+        PlanError: there is no such device.
+        Exception: whatever the model raises on fake tensors (data-dependent shapes, custom kernels).
+    """
+    rates = device_rates(device_name)
+    named = without_idle_mask(batch)
+    packed = nullcontext() if holds_several_sequences(named) else one_sequence_each()
+    meter = CountingMeter(unlimited_bytes=rates.memory_bytes)
+    with quietly(), hooks_off(model), packed, fakes_only():
+        state = {name: _on_cpu(tensor) for name, tensor in fake_weights(model, _CPU).items()}
+        call = fake_batch(named, _CPU)
+        trained = [tensor for tensor in state.values() if tensor.requires_grad]
+        if gradients_exist:
+            for tensor in trained:
+                tensor.grad = torch.empty_like(tensor)
+        resting = torch.empty(optimizer_state_bytes, dtype=torch.uint8)
+        meter.own([resting, *state.values(), *(tensor.grad for tensor in trained if tensor.grad is not None)])
+        meter.own(leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))
+        recorder = StepRecorder(model, outline, meter, RooflineClock(rates), compiles=False, device=_CPU)
+        meter.start()
+        try:
+            with recorder:
+                result = _result(
+                    functional_call(model, state, (), call)
+                )  # the rest is let go, as in training
+                if result is not None:
+                    result.backward(torch.empty_like(result))
+        finally:
+            meter.stop()
+    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in trained)
+    moved_bytes = 2 * optimizer_state_bytes + 3 * weight_bytes  # states and weights both ways, gradients once
+    return recorder.profile(
+        device=rates.name,
+        device_bytes=rates.memory_bytes,
+        link=rates.link,
+        optimizer_state_bytes=optimizer_state_bytes,
+        outside_ms=moved_bytes / rates.bytes_per_ms if optimizer_state_bytes else 0.0,
+        source="shapes",
+    )
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device == _CPU:
+        return tensor
+    moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_CPU)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    return moved
+
+
+def _result(output: Any) -> torch.Tensor | None:
+    """The loss, or the first result that has a gradient, where there is no loss."""
+    loss = getattr(output, "loss", None)
+    leaves = [loss] if isinstance(loss, torch.Tensor) else tree_leaves(output)
+    return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)

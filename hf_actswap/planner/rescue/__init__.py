@@ -1,0 +1,1 @@
+"""Surviving a device that runs out of memory."""

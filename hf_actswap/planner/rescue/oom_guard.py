@@ -1,0 +1,259 @@
+"""Survives out-of-memory op by op: make room by evicting what is idle, and run the op again.
+
+The planner's first steps keep everything, for they have to see it, and may not fit. `OomGuard` is a dispatch
+mode: it sees each op of the forward, of the backward (whose threads carry the modes of the thread that called
+it) and of the optimizer. What runs out of memory is run again once room has been made; so are the reloads of
+evicted tensors, which are ops too.
+
+Some ops cannot be run again, and room is made before them, as far as it is known what they need:
+
+* those that write into their arguments (in place, ``out=``, foreach, fused optimizers): half of it may have
+  been done. Most of them allocate nothing. Batch norm writes running statistics without saying so;
+* collectives: the other ranks have done their part;
+* everything while a graph of the accelerator is captured: memory cannot be copied away then.
+
+What is not an op is not seen. `op_hook` brackets an opaque extension op, `compiled_calls` the compiled
+regions, which run compiled under this mode too. (Were `OomGuard.ignore_compile_internals` false, the compiler
+would skip them, and a function that was skipped once runs eagerly *for ever after*: pytorch#190286.) What
+cannot be bracketed is ``storage.resize_`` (FSDP's unsharding), which asks the allocator directly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..meter import Meter, runs_its_own_dispatch
+from .op_traits import OpTraits, tensor_bytes, traits_of
+from .out_of_memory import Failure, attempt
+from .random_states import RandomStates
+
+logger = logging.getLogger(__name__)
+
+_LEAST_EVICTED_BYTES = 2**20
+"""Where the error does not say what was wanted; doubled until it is enough."""
+
+
+_Key = tuple[str, tuple[int, ...]]
+"""Name of an op, and the bytes of each of its inputs."""
+
+
+class Evicts(Protocol):
+    """Has something on the device that can go."""
+
+    device: torch.device
+
+    def evict(self, wanted_bytes: int) -> int:
+        """Free at least ``wanted_bytes``, if possible; return the bytes freed."""
+
+
+class OomGuard(TorchDispatchMode):
+    """See the module's text. Bitwise: an op that runs again sees the same numbers and draws the same ones.
+
+    Args:
+        meter: of the device; if it is a mode itself it must be started before the guard, and stopped after.
+        idle: what can be evicted.
+        device: on which memory is short; by default that of ``idle``.
+
+    Attributes:
+        caught: times that an op ran out of memory and was run again.
+        made_room: times that room was made before an op.
+        evicted_bytes: in all.
+        ops: for the log: by name, how often they ran out of memory, or had room made.
+        running: between `start` and `stop`.
+        least_budget_bytes: device memory that has turned out to be needed at least; 0: nothing is known.
+    """
+
+    supports_higher_order_operators = True
+    """A compiled backward that draws the random numbers of its forward again is one to this mode."""
+
+    def __init__(self, meter: Meter, idle: Evicts, device: torch.device | None = None) -> None:
+        super().__init__()
+        self._meter, self._idle, self._device = meter, idle, device or idle.device
+        self._random = RandomStates(self._device)
+        self._traits: dict[Any, OpTraits] = {}
+        self._room: dict[_Key, int] = {}
+        self.running = False
+        self._called: dict[int, tuple[_Key, int]] = {}
+        self.caught = self.made_room = self.evicted_bytes = self.least_budget_bytes = 0
+        self.ops: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled regions stay compiled."""
+        return True
+
+    def start(self) -> None:
+        """Guard what this thread does from now on, and the backwards that it calls."""
+        if not self.running:
+            self.running = True
+            self.__enter__()
+
+    def stop(self) -> None:
+        """End it, in the reverse order of `start`. Safe to call again."""
+        if self.running:
+            self.running = False
+            self.__exit__(None, None, None)
+
+    def op_begins(self, name: str, call: int, inputs: Sequence[torch.Tensor]) -> None:
+        """An opaque op starts (`op_hook`): make as much room as its last call turned out to need."""
+        key = name, tuple(tensor.nbytes for tensor in inputs)
+        self.make_room(name, self._room.get(key, 0))
+        self._called[call] = key, self._ever_bytes()
+
+    def op_ends(self, call: int, outputs: Sequence[torch.Tensor], failed: bool, wanted_bytes: int) -> None:
+        """It has ended, perhaps because it ran out of memory."""
+        if call not in self._called:  # the guard was not there when it began
+            return
+        key, before_bytes = self._called.pop(call)
+        used_bytes = max(self._ever_bytes() - before_bytes, tensor_bytes(outputs))
+        if failed:
+            used_bytes = max(used_bytes + wanted_bytes, 2 * self._room.get(key, 0), _LEAST_EVICTED_BYTES)
+        self._room[key] = used_bytes
+
+    def run_region(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        written: Sequence[torch.Tensor],
+    ) -> tuple[Any, int]:
+        """Run what is a function of its arguments as if it were an op, and again if it must be.
+
+        Args:
+            name: for the log; calls of the same name and argument sizes are taken to be alike.
+            function, args, kwargs: what to run.
+            written: what it might change; where it has, it is not run again.
+
+        Returns:
+            Its result, and the bytes that it allocated and did not free.
+        """
+        key = name, tuple(leaf.nbytes for leaf in written)
+        self.make_room(name, self._room.get(key, 0))
+        versions = [tensor._version for tensor in written]
+        states, before_bytes = self._random.saved(None), self._ever_bytes()
+
+        def run() -> tuple[Any, Failure | None]:
+            return attempt(function, args, kwargs)
+
+        result, failure = run()
+        if failure is not None:
+            if versions != [tensor._version for tensor in written]:
+                raise self._error(name, failure, "It cannot be run again: it has changed a buffer.")
+            result = self._again(run, name, failure, states)
+        self._room[key] = max(self._ever_bytes() - before_bytes, tensor_bytes(result))
+        return result, self._room[key]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if types and runs_its_own_dispatch(types):
+            return NotImplemented  # its inner ops come by one by one
+        kwargs = kwargs or {}
+        traits = self._traits.get(func)
+        if traits is None:
+            traits = self._traits[func] = traits_of(func)
+        if traits.bracket is not None:
+            return self._bracket(traits.bracket, func, args)
+        if traits.once:
+            return self._run_once(func, args, kwargs, traits)
+        states = self._random.saved(kwargs.get("generator")) if traits.random else None
+        result, failure = attempt(func, args, kwargs)
+        if failure is None:
+            return result
+        return self._again(lambda: attempt(func, args, kwargs), traits.name, failure, states)
+
+    def _again(
+        self,
+        run: Callable[[], tuple[Any, Failure | None]],
+        name: str,
+        failure: Failure | None,
+        states: Callable[[], None] | None,
+    ) -> Any:
+        """Evict and run until it succeeds or nothing is left. No handler is open: tracebacks hold tensors."""
+        asked_bytes, result = 0, None
+        while failure is not None:
+            wanted_bytes = failure.wanted_bytes or _LEAST_EVICTED_BYTES
+            asked_bytes = max(wanted_bytes, 2 * asked_bytes)
+            if self._random.capturing() or not self._evict(asked_bytes):
+                raise self._error(name, failure, "Nothing idle is left to evict.")
+            self._tidy(asked_bytes == wanted_bytes)
+            self.caught += 1
+            self._note(name, "caught out-of-memory in")
+            if states is not None:
+                states()
+            result, failure = run()
+        return result
+
+    def _run_once(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], traits: OpTraits) -> Any:
+        key = None
+        if self._room or traits.allocates:
+            key = traits.name, traits.sizes(args, kwargs)
+            self.make_room(traits.name, max(self._room.get(key, 0), traits.needs_bytes(args, kwargs)))
+        result, failure = attempt(func, args, kwargs)
+        if failure is None:
+            return result
+        key = key or (traits.name, traits.sizes(args, kwargs))
+        wanted_bytes = failure.wanted_bytes or _LEAST_EVICTED_BYTES
+        self._room[key] = max(wanted_bytes, 2 * self._room.get(key, 0))
+        why = f"It cannot be run again: {traits.why_once}; room will be made before its next call."
+        raise self._error(traits.name, failure, why)
+
+    def make_room(self, name: str, wanted_bytes: int) -> None:
+        """Evict what ``wanted_bytes`` miss now; ``name``: of what is about to run."""
+        if not wanted_bytes or self._random.capturing():
+            return
+        missing_bytes = self._meter.allocated_bytes() + wanted_bytes - self._meter.limit_bytes()
+        if missing_bytes > 0 and self._evict(missing_bytes):
+            self.made_room += 1
+            self._note(name, "made room before")
+
+    def _ever_bytes(self) -> int:
+        """In use if nothing had been evicted: grows by what an op allocates, whatever goes meanwhile."""
+        return self._meter.allocated_bytes() + self.evicted_bytes
+
+    def _evict(self, wanted_bytes: int) -> int:
+        freed_bytes = self._idle.evict(wanted_bytes)
+        self.evicted_bytes += freed_bytes
+        return freed_bytes
+
+    def _tidy(self, first: bool) -> None:
+        """Where the allocator holds much more than is in use, fragments are in the way."""
+        if first and self._device.type != "cpu":
+            reserved_bytes = torch.accelerator.memory_reserved(self._device)
+            if self._meter.allocated_bytes() < 0.8 * reserved_bytes:
+                torch.accelerator.empty_cache()
+
+    def _note(self, name: str, what: str) -> None:
+        self.ops[name] += 1
+        logger.debug("%s %s; %d bytes evicted so far", what, name, self.evicted_bytes)
+
+    def _error(self, name: str, failure: Failure, why: str) -> RuntimeError:
+        """The kind of error that it was, with what a person can do something about."""
+        used_bytes, limit_bytes = self._meter.allocated_bytes(), self._meter.limit_bytes()
+        least_bytes = used_bytes + (failure.wanted_bytes or 0)
+        self.least_budget_bytes = max(self.least_budget_bytes, least_bytes)
+        wanted = f"{failure.wanted_bytes:,} bytes" if failure.wanted_bytes else "more memory"
+        return failure.kind(
+            f"{name} wants {wanted}, {used_bytes:,} of {limit_bytes:,} bytes are in use, and "
+            f"{self.evicted_bytes:,} bytes have been evicted to the host so far. {why} "
+            f"At least {least_bytes:,} bytes of device memory are needed. ({failure.text})"
+        )
+
+    def _bracket(self, which: str, func: Any, args: tuple[Any, ...]) -> None:
+        """An `op_hook`'s mark: told to the modes below, too."""
+        if which == "begin":
+            self.op_begins(*args)
+        func(*args)
+        if which == "end":
+            self.op_ends(*args)

@@ -1,0 +1,60 @@
+"""What is known of an out-of-memory error once its handler has been left.
+
+An exception's traceback holds the frames that it came through, and they hold tensors (pytorch#18853): so
+nothing is evicted and nothing run again inside an ``except`` block, and of the exception only text is kept.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_WANTED = re.compile(r"(?:[Tt]ried to allocate|asks for) ([\d,]+(?:\.\d+)?) (bytes|[KMGT]iB)")
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_OF_LIBRARIES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+"""Memory that libraries ask of the driver themselves; raised as ``RuntimeError``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An op ran out of memory.
+
+    Args:
+        kind: class of the error.
+        text: its first line.
+        wanted_bytes: what it asked for; ``None``: the error does not say.
+    """
+
+    kind: type[RuntimeError]
+    text: str
+    wanted_bytes: int | None
+
+
+def attempt(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, Failure | None]:
+    """Call ``function``; return its result, or ``None`` and why memory ran out. Other errors are raised."""
+    try:
+        return function(*args, **kwargs), None
+    except RuntimeError as error:
+        failure = failure_of(error)
+        if failure is None:
+            raise
+    return None, failure
+
+
+def failure_of(error: BaseException) -> Failure | None:
+    """Return what an error says of memory that ran out; ``None``: it is another error."""
+    if not isinstance(error, RuntimeError):
+        return None
+    text = next(iter(str(error).splitlines()), "")
+    if not isinstance(error, torch.OutOfMemoryError) and not any(sign in text for sign in _OF_LIBRARIES):
+        return None
+    wanted = _WANTED.search(text)
+    if wanted is None:
+        return Failure(type(error), text, None)
+    return Failure(type(error), text, int(float(wanted[1].replace(",", "")) * _UNITS[wanted[2]]))

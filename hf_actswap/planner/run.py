@@ -1,0 +1,203 @@
+"""What the planner's phases share: the model in training, what is on it, and one step's measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.schema import MemoryConfig
+from ..engine.agreement import from_all_ranks
+from ..engine.around import Before, Undo, around, compiled_around
+from ..engine.evictable import IdleTensors
+from ..engine.install import AppliedPlan
+from ..engine.stats import SwapStats
+from ..engine.swapped_storages import Keeper
+from ..engine.transfer import Stamp, Transfer
+from ..plan.actions import MemoryPlan
+from ..plan.outline import Outline, unwrapped
+from .meter import Meter
+from .rescue.compiled_calls import guard_compiled
+from .rescue.oom_guard import OomGuard
+from .states.optimizer_states import OptimizerStates
+from .trials import Measured
+
+Put = Callable[[MemoryPlan, Keeper | None], AppliedPlan]
+"""Puts a plan on the model."""
+
+
+@dataclass
+class Run:
+    """One training under the planner.
+
+    Args:
+        model: as it is called, in its wrappers.
+        outline: of the model inside.
+        fixed: what the user wrote by hand: constraints.
+        memory: what the user wrote of the planner.
+        meter: of device memory.
+        transfer: marks time, measures the link.
+        guard: survives running out of memory while it is on.
+        idle: what the guard can evict.
+        put: puts a plan on the model.
+        device_name: for people.
+        optimizer: of the model, if it is known.
+        states: of the optimizer, where they are kept on the host between its steps.
+    """
+
+    model: nn.Module
+    outline: Outline
+    fixed: MemoryPlan
+    memory: MemoryConfig
+    meter: Meter
+    transfer: Transfer
+    guard: OomGuard
+    idle: IdleTensors
+    put: Put
+    device_name: str
+    optimizer: torch.optim.Optimizer | None = None
+    states: OptimizerStates | None = None
+    applied: AppliedPlan | None = None
+    guarded: bool = False
+    _watching: list[Callable[[], list[Undo]]] = field(default_factory=list)
+    _around: list[Undo] = field(default_factory=list)
+    _past: SwapStats = field(default_factory=SwapStats)
+    _start: Stamp | None = None
+    _stats: SwapStats = field(default_factory=SwapStats)
+    _evicted_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        """For log lines."""
+        return self.memory.mode
+
+    @property
+    def keeper(self) -> Keeper:
+        """Makes tickets that the guard can evict."""
+        return self.idle.keep
+
+    def stats(self) -> SwapStats:
+        """Totals over all plans so far."""
+        return self._past if self.applied is None else self._past + self.applied.stats()
+
+    def switch(self, plan: MemoryPlan | None, guarded: bool) -> None:
+        """Take off what is on, and put ``plan`` on (``None``: nothing is swapped or recomputed).
+
+        Args:
+            plan: of the model.
+            guarded: whether to survive running out of memory meanwhile, which costs host time.
+        """
+        self.take_off()
+        self.meter.give_back()
+        wanted = MemoryPlan((), len(self.outline.layers), self.outline.family) if plan is None else plan
+        self.applied = self.put(wanted, self.keeper)
+        self.put_around()
+        self.rescue(guarded)
+
+    @property
+    def called(self) -> nn.Module:
+        """Whose call is a forward: the model inside its wrappers, or what the compiler made of it."""
+        compiled = compiled_around(self.model, self.outline)
+        return unwrapped(self.model) if compiled is None else compiled  # which may have no truth value
+
+    def watch(self, before: Before, around_call: Callable[[nn.Module], list[Undo]]) -> None:
+        """Be there at each forward of the model, around everything else of ours.
+
+        Args:
+            before: called ahead of it.
+            around_call: puts something around the calls of a module; returns what undoes it.
+        """
+        self.take_around()
+        self._watching = [
+            lambda: around(self.called, before, _nothing),
+            lambda: around_call(self.called),
+        ]
+        self.put_around()
+
+    def rescue(self, on: bool) -> None:
+        """From the next forward on, survive running out of memory, or do no longer."""
+        self._guard(on)
+        if self.applied is not None:
+            self.applied.keep_by(self.keeper if on else None)
+
+    def take_off(self) -> None:
+        """Take the plan off, and keep what it counted."""
+        self.take_around()
+        applied, self.applied = self.applied, None
+        if applied is not None:
+            self._past += applied.stats()
+            applied.remove()
+
+    def put_around(self) -> None:
+        """Guard the calls of compiled modules and watch, from outside of all that is around them by now."""
+        self._around = guard_compiled(self.guard, list(self.model.modules()))
+        for put in self._watching:
+            self._around += put()
+
+    def take_around(self) -> None:
+        """Undo `put_around`, before what it is around is taken off. Safe to call again."""
+        undo, self._around = self._around, []
+        for step in reversed(undo):
+            step()
+
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's states that are on the device between its steps."""
+        if self.states is not None:
+            return self.states.device_bytes
+        if self.optimizer is None:
+            return 0
+        return sum(
+            value.nbytes
+            for parameter, state in self.optimizer.state.items()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.device == parameter.device
+        )
+
+    def step_starts(self) -> None:
+        """Begin to measure."""
+        self.meter.reset_peak()
+        self._stats, self._evicted_bytes = self.stats(), self.idle.evicted_bytes
+        self._start = self.transfer.stamp()
+
+    def measured(self) -> Measured:
+        """Return what the step that ends took, the worst of all ranks; every rank must call it."""
+        return Measured.worst(from_all_ranks(self.measured_here()))
+
+    def measured_here(self) -> Measured:
+        """Return what the step that ends took on this rank; waits for the device."""
+        if self._start is None:
+            raise RuntimeError("no step has started")
+        end = self.transfer.stamp()
+        self.transfer.synchronize()
+        return Measured(
+            step_ms=end.ms_since(self._start),
+            peak_bytes=self.meter.peak_bytes(),
+            reserved_peak_bytes=self.meter.reserved_peak_bytes(),
+            evicted_bytes=self.idle.evicted_bytes - self._evicted_bytes,
+            offloaded_bytes=(self.stats() - self._stats).offloaded_bytes,
+        )
+
+    def close(self) -> None:
+        """Take everything off the model."""
+        self._watching = []
+        self.take_off()
+        self._guard(False)
+        if self.states is not None:
+            self.states.remove()
+
+    def _guard(self, on: bool) -> None:
+        """Enter or leave the guard's mode, the meter's around it."""
+        if on and not self.guarded:
+            self.meter.start()
+            self.guard.start()
+        elif self.guarded and not on:
+            self.guard.stop()
+            self.meter.stop()
+        self.guarded = on
+
+
+def _nothing(_module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+    """Behind the forward there is nothing to do."""

@@ -1,0 +1,300 @@
+"""The search: keep, swap or recompute for each op of each layer, so that the step is shortest in the budget.
+
+1. The step is cut into segments, equal layers share one graph (`layer_graph`).
+2. For each kind of layer: the options that can be part of a best plan (`layer_options`).
+3. One option for each layer, by a mixed-integer program over the whole step (`layer_milp`).
+4. Windows for what is swapped (`planned_windows`); the rows (`planned_rows`).
+5. The simulator says what that really takes (`simulate`). Where its peak is above the budget, or far below,
+   the program gets a smaller or larger one, and 3 to 5 run again. What is best by the simulator wins.
+
+The same input gives the same plan on every rank: no clock and no chance takes part.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
+
+from ...errors import Problem
+from ...plan.actions import MemoryPlan
+from ...plan.outline import OUTPUT
+from ...plan.recompute_pays import keep_what_costs, recomputes_selectively
+from ..budget import BudgetError
+from ..cost.compiled_shares import offered_points, points_in
+from ..cost.simulate import Simulator
+from ..profile import Limits, Prediction, Profile, Way
+from .compiled_options import as_chosen
+from .layer_cuts import need_scipy
+from .layer_milp import Caps, Solution, solve
+from .layer_options import options_of
+from .layer_segments import effective_min_bytes, segments_of
+from .layer_sweep import Option, Pace
+from .planned_rows import Choice, plan_of
+from .planned_windows import windows_of
+
+SAFETY = 1.05
+"""Copies are taken to last this many times as long as measured."""
+
+_ROUNDS, _ROUNDS_OF_OTHERS, _LEAST_ROUNDS = 6, 3, 8
+_NEAR = 0.01
+"""A peak this near below the budget, as a share of what a plan can change, is good enough."""
+
+_HASTE = (0.95, 0.8)
+"""Between compiled layers hooks are a layer apart. A window that would just miss one costs a layer of memory
+for as long; cut short it costs a wait. Both are simulated."""
+
+_MOST_SHARES = 96
+"""Parts into which a layer's swap may be divided, over all layers: few layers are cut finer."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A plan and what it is predicted to do.
+
+    Args:
+        plan: rows written by hand, and found ones.
+        prediction: of it.
+        bound_ms: as the program sees it, no plan's step is shorter.
+        seconds: that the search took.
+    """
+
+    plan: MemoryPlan
+    prediction: Prediction
+    bound_ms: float
+    seconds: float = field(compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    plan: MemoryPlan
+    prediction: Prediction
+    solution: Solution | None
+
+
+def _peak_bytes(tried: _Tried) -> int:
+    return tried.prediction.peak_bytes
+
+
+def find_plan(
+    profile: Profile,
+    fixed: MemoryPlan,
+    limits: Limits,
+    safety: float = SAFETY,
+    rounds: int = _ROUNDS,
+    without: Collection[Way] = (),
+    insists: bool = True,
+) -> Found:
+    """Return the plan with the shortest predicted step that keeps within the limits.
+
+    Args:
+        profile: of the step without a policy.
+        fixed: what the user wrote; not decided again.
+        limits: budgets.
+        safety: copies are taken to last this many times as long as the link says.
+        rounds: programs that are solved at most, to come near the budget.
+        without: ways of compiled layers (`FrontierPoint.way`) that are left out.
+        insists: whether to look for the least that fits when nothing does.
+
+    Raises:
+        BudgetError: nothing fits; it names the least that does.
+        PlanError: scipy is missing.
+        ValueError: ``safety`` is below 1.
+    """
+    started = time.perf_counter()
+    search = Search(profile, fixed, limits, safety, without)
+    best = search.best(rounds, insists)
+    bound = best.solution.bound_ms if best.solution is not None else 0.0
+    bound_ms = profile.compute_ms + profile.outside_ms + bound
+    return Found(best.plan, search.with_curve(best.plan), bound_ms, time.perf_counter() - started)
+
+
+def least_peak_bytes(profile: Profile, fixed: MemoryPlan, limits: Limits) -> int:
+    """Return the least peak that the search reaches, whatever it costs.
+
+    Args:
+        profile, fixed: see `find_plan`.
+        limits: its ``device_bytes`` plays no part.
+
+    Raises:
+        PlanError: scipy is missing.
+    """
+    return Search(profile, fixed, limits, SAFETY).least().prediction.peak_bytes
+
+
+def candidates(profile: Profile, fixed: MemoryPlan, limits: Limits, count: int) -> list[Found]:
+    """Return up to ``count`` different plans that fit, the fastest by prediction first.
+
+    They differ in what they trust: slower links, a smaller budget, no swap at all. If the machine is not as
+    the profile says, another one than the first may be best on it.
+
+    Raises:
+        BudgetError: nothing fits.
+        PlanError: scipy is missing.
+    """
+    found = [find_plan(profile, fixed, limits)]
+    left_out = _ways_of_others(profile, found)
+    for other, safety in _variations(limits):
+        if len(found) >= count:
+            break
+        try:
+            more = find_plan(profile, fixed, other, safety, _ROUNDS_OF_OTHERS, next(left_out), insists=False)
+        except BudgetError:
+            continue
+        if all(more.plan.rows != known.plan.rows for known in found):
+            found.append(more)
+    first, *others = found
+    return [first, *sorted(others, key=lambda item: item.prediction.step_ms)]
+
+
+def _ways_of_others(profile: Profile, found: list[Found]) -> Iterator[Collection[Way]]:
+    """Yield what to leave out next: guessed ways of compiled layers that an earlier plan shows anyway."""
+    while True:
+        points = [point for item in found for _, point in points_in(profile, item.plan)]
+        yield {point.way for point in points if not point.measured}
+
+
+def _variations(limits: Limits) -> Iterator[tuple[Limits, float]]:
+    smaller = replace(limits, device_bytes=int(limits.device_bytes * 0.97))
+    yield limits, 1.25
+    yield smaller, 1.15
+    yield limits, 1.6
+    yield replace(smaller, swap_bucket_bytes=0), SAFETY
+    for number in range(2, 12):
+        yield replace(limits, device_bytes=int(limits.device_bytes * (1 - 0.02 * number))), 1 + 0.1 * number
+
+
+class Search:
+    """What one profile, one set of fixed rows and one set of limits have in common.
+
+    Args:
+        profile, fixed, limits, safety, without: see `find_plan`.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        fixed: MemoryPlan,
+        limits: Limits,
+        safety: float,
+        without: Collection[Way] = (),
+    ) -> None:
+        if safety < 1:
+            raise ValueError(f"safety is a factor of at least 1, not {safety}")
+        need_scipy()
+        link = profile.link if limits.swap_bucket_bytes != 0 and limits.host_bytes != 0 else None
+        self._profile, self._fixed, self._limits = profile, fixed, limits
+        self._pace = Pace.of(profile.link, safety)
+        hasty = [Pace.of(profile.link, factor) for factor in _HASTE] if profile.compiled_layers else []
+        self._paces = [self._pace, *hasty]
+        self._min_bytes = effective_min_bytes(fixed, limits)
+        self.segments = segments_of(replace(profile, link=link), fixed, limits)
+        self._simulator = Simulator(profile)
+        self._solved: dict[int | None, Solution | None] = {}
+        self._options: list[list[Option]] = []
+        self._simulations: list[_Tried] = []
+        self._points = tuple(point for point in offered_points(profile) if point.way not in without)
+
+    def best(self, rounds: int = _ROUNDS, insists: bool = True) -> _Tried:
+        """Return the fastest plan that fits; ``rounds``, ``insists``: see `find_plan`."""
+        limit = self._limits.device_bytes
+        unplanned = self._simulated(self._fixed, None)
+        if unplanned.prediction.peak_bytes <= limit:
+            return unplanned
+        fitting = list(self._approached(limit, unplanned, rounds))
+        if not fitting:
+            least = self.least() if insists else unplanned
+            if least.prediction.peak_bytes > limit:
+                raise self._impossible(least.prediction.peak_bytes)
+            fitting = [one for one in self._simulations if one.prediction.peak_bytes <= limit]
+        return min(fitting, key=lambda tried: (tried.prediction.step_ms, tried.prediction.peak_bytes))
+
+    def least(self) -> _Tried:
+        """Return the plan with the least peak: the program's own, then below that until nothing fits."""
+        unplanned = self._simulated(self._fixed, None)
+        tried = [unplanned]
+        solution = self._solution(None)
+        if solution is not None:
+            tried += self._realised(solution)
+        least = min(tried, key=_peak_bytes)
+        for _ in range(_LEAST_ROUNDS):
+            lower = list(self._approached(least.prediction.peak_bytes - 1, unplanned, _ROUNDS))
+            if not lower:
+                break
+            least = min(lower, key=_peak_bytes)
+        return least
+
+    def _approached(self, limit: int, unplanned: _Tried, rounds: int) -> Iterator[_Tried]:
+        """Yield what fits, of plans whose peaks come closer and closer to the limit."""
+        target, too_small = limit, 0
+        near = max(int((unplanned.prediction.peak_bytes - limit) * _NEAR), 1)
+        seen: set[int] = set()
+        for _ in range(rounds):
+            if target in seen:
+                return
+            seen.add(target)
+            solution = self._solution(target)
+            if solution is None:
+                too_small = max(too_small, target)
+                target = (target + limit) // 2 if target < limit else int(target * 1.05)
+                continue
+            tried, *others = self._realised(solution)
+            yield from (other for other in others if other.prediction.peak_bytes <= limit)
+            excess = tried.prediction.peak_bytes - limit
+            if excess <= 0:
+                yield tried
+                if -excess <= near or solution.cost_ms <= 1e-3:
+                    return
+            target = max(target - excess - (near // 2 if excess > 0 else 0), too_small + near)
+
+    def _solution(self, device_bytes: int | None) -> Solution | None:
+        if device_bytes not in self._solved:
+            limits = self._limits
+            caps = Caps(device_bytes, limits.host_bytes, limits.swap_bucket_bytes, limits.layers_per_stage)
+            self._solved[device_bytes] = solve(self.segments, self._ways(), self._pace, caps)
+        return self._solved[device_bytes]
+
+    def _ways(self) -> list[list[Option]]:
+        if not self._options:
+            known: dict[tuple[int, bool], list[Option]] = {}
+            shares = max(2, _MOST_SHARES // max(len(self.segments), 1))
+            for segment in self.segments:
+                points = self._points if self._is_free(segment.layer) else ()
+                key = id(segment.graph), bool(points)
+                if key not in known:
+                    known[key] = options_of(segment.graph, self._pace, shares, points)
+                self._options.append(known[key])
+        return self._options
+
+    def _is_free(self, layer: int) -> bool:
+        """Whether it is a compiled layer of which nothing is written by hand."""
+        rows = (row for row in self._fixed.rows if row.scope == layer and row.op_path != OUTPUT)
+        return layer in self._profile.compiled_layers and not any(rows)
+
+    def _realised(self, solution: Solution) -> list[_Tried]:
+        """Return the plan of a solution, then the same with windows that are cut short."""
+        segments = map(as_chosen, self.segments, solution.options)
+        choice = Choice(tuple(segments), solution.options)
+        return [self._with_windows(choice, solution, pace) for pace in self._paces]
+
+    def _with_windows(self, choice: Choice, solution: Solution, pace: Pace) -> _Tried:
+        windows = windows_of(choice, self._profile, pace)
+        plan = plan_of(choice, self._fixed, windows, self._min_bytes)
+        if recomputes_selectively(plan) and not self._profile.compiled_layers:
+            plan = replace(keep_what_costs(plan, self._profile.saved), overrides=plan.overrides)
+        return self._simulated(plan, solution)
+
+    def _simulated(self, plan: MemoryPlan, solution: Solution | None) -> _Tried:
+        moved = self._limits.frees_optimizer_states
+        prediction = self._simulator.predict(plan, optimizer_states_moved=moved, curve=False)
+        tried = _Tried(plan, prediction, solution)
+        self._simulations.append(tried)
+        return tried
+
+    def with_curve(self, plan: MemoryPlan) -> Prediction:
+        """Return the prediction of a plan, its memory over the step included."""
+        return self._simulator.predict(plan, optimizer_states_moved=self._limits.frees_optimizer_states)
+
+    def _impossible(self, least_bytes: int) -> BudgetError:
+        expected = f"at least {least_bytes:,} bytes, the least that any plan reaches"
+        return BudgetError([Problem("memory.budget_gib", expected, f"{self._limits.device_bytes:,} bytes")])

@@ -1,0 +1,320 @@
+"""One option for each layer: a mixed-integer linear program over the whole step.
+
+Rows, for the segments l = 0, 1, ... in the order of forward (times in ms, bytes in MiB):
+
+* K(l) bytes kept of what lies before l: K(l+1) = K(l) + kept.
+* B(l) backlog of the link when l starts: B(l+1) >= B(l) + out - forward, and at least what l's own last
+  copies leave. What is left at the end of forward is waited for.
+* N(l) lead of the link when backward comes to l: N(l) >= N(l-1) + in - backward - recomputation, and at least
+  what l's own first reads need. What is needed before backward begins is waited for.
+* Forward of l: K(l) + bytes in the backlog + the option's peak <= budget.
+* Backward of l: K(l) + bytes that are back already for the layers before + the option's peak <= budget.
+* Bytes on the host, and bytes swapped in each stage.
+
+The linear program without integers gives the bound; it also says which options are worth a variable, and in
+which ways compiled layers are compiled: each way costs the compiler 10 to 30 seconds, so that a plan has at
+most `MOST_WAYS` of them beside the one that is there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..profile import Way
+from .layer_cuts import need_scipy
+from .layer_graph import Segment
+from .layer_sweep import Option, Pace
+
+try:
+    from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+    from scipy.sparse import csr_array, vstack
+except ImportError:  # `need_scipy` says so
+    milp = None
+
+MIB = 2.0**20
+GAP, STEP_GAP = 0.01, 0.0005
+"""A solution is above the best by this share of its cost at most, or by this share of the step's compute."""
+
+_EXACT_COLUMNS = 250
+_COLUMNS, _COLUMNS_A_LAYER = 130, 8
+"""What is left where there are more: in all, but at least so many for each layer."""
+
+_NODES = 60
+
+MOST_WAYS = 2
+"""So many different points of the frontier in one plan (`Option.point`)."""
+_POINTS_GAP, _POINTS_NODES = 0.005, 1
+"""Of layers with such points: the frontier is not known better, and equal layers make many equal choices."""
+
+
+@dataclass(frozen=True)
+class Caps:
+    """Limits of a solution.
+
+    Args:
+        device_bytes: at any time of the step; ``None``: as little as possible, whatever it costs.
+        host_bytes: in all; ``None``: no cap.
+        stage_bytes: swapped in each stage of ``layers_per_stage`` layers; ``None``: no cap.
+        layers_per_stage: decoder layers of a stage.
+    """
+
+    device_bytes: int | None
+    host_bytes: int | None
+    stage_bytes: int | None
+    layers_per_stage: int
+
+
+@dataclass(frozen=True)
+class Solution:
+    """One option for each segment.
+
+    Args:
+        options: in the order of the segments.
+        cost_ms: recomputation and stalls, as the program counts them.
+        bound_ms: no solution costs less.
+        device_bytes: its largest memory, as the program counts it.
+        columns: variables of the integer program.
+    """
+
+    options: tuple[Option, ...]
+    cost_ms: float
+    bound_ms: float
+    device_bytes: float
+    columns: int
+
+
+def solve(
+    segments: Sequence[Segment], options: Sequence[Sequence[Option]], pace: Pace, caps: Caps
+) -> Solution | None:
+    """Return the cheapest choice within the caps, or ``None`` if there is none.
+
+    Args:
+        segments: in the order of forward.
+        options: of each segment.
+        pace: of copies.
+        caps: what to keep within.
+
+    Raises:
+        PlanError: scipy is missing.
+    """
+    need_scipy()
+    program = _Program(segments, options, pace, caps)
+    relaxed = program.relaxed()
+    if relaxed is None:
+        return None
+    bound, reduced, shares = relaxed
+    if sum(map(len, few := _of_few_ways(options, shares))) < program.columns:
+        program = _Program(segments, options := few, pace, caps)
+        if (relaxed := program.relaxed()) is None:
+            return None
+        reduced = relaxed[1]
+    if program.columns > _EXACT_COLUMNS:
+        program = program.with_columns(reduced)
+    chosen = program.solved(bound)
+    if chosen is None and program.columns < sum(len(ways) for ways in options):
+        program = _Program(segments, options, pace, caps)  # what was left out was needed
+        chosen = program.solved(bound)
+    if chosen is None:
+        return None
+    picked, cost, device_mib = chosen
+    return Solution(picked, cost, bound, device_mib * MIB, program.columns)
+
+
+def _of_few_ways(options: Sequence[Sequence[Option]], shares: np.ndarray) -> list[list[Option]]:
+    """Leave out what compiles layers in other ways than the `MOST_WAYS` that have the largest shares."""
+    weights: dict[Way, float] = {}
+    for option, share in zip(itertools.chain(*options), shares, strict=True):
+        if option.point is not None:
+            weights[option.point.way] = weights.get(option.point.way, 0.0) + float(share)
+    ways = sorted(weights, key=lambda way: -weights[way])[:MOST_WAYS]
+    return [[item for item in items if item.point is None or item.point.way in ways] for items in options]
+
+
+class _Program:
+    """The program's matrix; ``some``: other options were left out, so that no proof is worth its time."""
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        options: Sequence[Sequence[Option]],
+        pace: Pace,
+        caps: Caps,
+        some: bool = False,
+    ) -> None:
+        self._segments, self._options, self._pace, self._caps = segments, options, pace, caps
+        exact = sum(len(ways) for ways in options) <= _EXACT_COLUMNS and not some
+        self._step_gap, self._nodes = STEP_GAP, 10**6 if exact else _NODES
+        if any(option.point is not None for option in itertools.chain(*options)):
+            self._step_gap, self._nodes = _POINTS_GAP, _POINTS_NODES
+        count = len(segments)
+        self._starts = np.cumsum([0, *(len(ways) for ways in options)])
+        self._kept = self.columns = int(self._starts[-1])
+        self._backlog = self.columns + count + 1
+        self._lead = self._backlog + count + 1
+        self._device = self._lead + count + 1
+        self._width = self._device + 1
+        self._rows: list[dict[int, float]] = []
+        self._low: list[float] = []
+        self._high: list[float] = []
+        for place, segment in enumerate(segments):
+            self._flow(place, segment)
+            self._memory(place, segment)
+        self._shared_caps()
+
+    def relaxed(self) -> tuple[float, np.ndarray, np.ndarray] | None:
+        """Return a bound of the cost (0: it plays no part), each column's reduced cost, and its share."""
+        matrix, low, high = self._matrix()
+        equal = low == high
+        # One side of each inequality is infinite.
+        upper = np.isfinite(high) & ~equal
+        lower = np.isfinite(low) & ~equal
+        bounds = self._bounds()
+        found = linprog(
+            self._costs(),
+            A_ub=vstack([matrix[upper], -matrix[lower]], format="csr"),
+            b_ub=np.concatenate([high[upper], -low[lower]]),
+            A_eq=matrix[equal],
+            b_eq=low[equal],
+            bounds=np.column_stack([bounds.lb, bounds.ub]),
+            method="highs",
+        )
+        if found.status != 0:
+            return None
+        bound = 0.0 if self._caps.device_bytes is None else self._cost_ms(found.x)
+        return bound, np.asarray(found.lower.marginals[: self.columns]), found.x[: self.columns]
+
+    def with_columns(self, reduced: np.ndarray) -> _Program:
+        """Return the program with each segment's most promising options only."""
+        fewer = []
+        most = max(_COLUMNS_A_LAYER, _COLUMNS // len(self._options))
+        for place, ways in enumerate(self._options):
+            costs = reduced[self._starts[place] : self._starts[place + 1]]
+            order = np.argsort(costs, kind="stable")[:most]
+            fewer.append([ways[at] for at in sorted(order)])
+        return _Program(self._segments, fewer, self._pace, self._caps, some=True)
+
+    def solved(self, bound: float) -> tuple[tuple[Option, ...], float, float] | None:
+        """Return options, cost and memory; ``None``: there is no solution.
+
+        Args:
+            bound: no solution costs less.
+        """
+        compute_ms = sum(sum(item.graph.forward_ms) + sum(item.graph.backward_ms) for item in self._segments)
+        slack_ms = self._step_gap * compute_ms
+        gap = max(GAP, slack_ms / (bound + slack_ms)) if self._caps.device_bytes is not None else 5 * 1e-3
+        matrix, low, high = self._matrix()
+        integral = (np.arange(self._width) < self.columns).astype(float)
+        found = milp(
+            self._costs(),
+            integrality=integral,
+            bounds=self._bounds(),
+            constraints=LinearConstraint(matrix, low, high),
+            options={"mip_rel_gap": gap, "node_limit": self._nodes},
+        )
+        if found.x is None:
+            return None
+        picked = []
+        for place, ways in enumerate(self._options):
+            shares = found.x[self._starts[place] : self._starts[place + 1]]
+            picked.append(ways[int(np.argmax(shares))])
+        return tuple(picked), self._cost_ms(found.x), float(found.x[self._device])
+
+    def _flow(self, place: int, segment: Segment) -> None:
+        """A choice, and the recursions of K, B and N."""
+        graph = segment.graph
+        kept, backlog, lead = self._kept + place, self._backlog + place, self._lead + place
+        self._row(self._each(place, lambda option: 1.0), 1.0, 1.0)
+        keeps = self._each(place, lambda option: -option.kept_bytes / MIB)
+        self._row({kept + 1: 1.0, kept: -1.0, **keeps}, 0.0, 0.0)
+        out = self._each(place, lambda option: -option.out_ms)
+        self._row({backlog + 1: 1.0, backlog: -1.0, **out}, -sum(graph.forward_ms), np.inf)
+        self._row({backlog + 1: 1.0, **self._each(place, lambda option: -option.backlog_ms)}, 0.0, np.inf)
+        back = self._each(place, lambda option: option.extra_ms - option.in_ms)
+        backward_ms = sum(graph.backward_ms[turn] for turn in graph.turns)
+        self._row({lead + 1: 1.0, lead: -1.0, **back}, -backward_ms, np.inf)
+        self._row({lead + 1: 1.0, **self._each(place, lambda option: -option.lead_ms)}, 0.0, np.inf)
+
+    def _memory(self, place: int, segment: Segment) -> None:
+        """Both peaks."""
+        kept, out, back = self._kept + place, self._backlog + place, self._lead + place
+        base = segment.forward_base_bytes / MIB
+        peaks = self._each(place, lambda option: base + option.forward_peak_bytes / MIB)
+        row = {kept: 1.0, out: self._pace.out_bytes_per_ms / MIB, self._device: -1.0, **peaks}
+        self._row(row, -np.inf, 0.0)
+        if segment.graph.turns:
+            base = segment.backward_base_bytes / MIB
+            peaks = self._each(place, lambda option: base + option.backward_peak_bytes / MIB)
+            row = {kept: 1.0, back: self._pace.in_bytes_per_ms / MIB, self._device: -1.0, **peaks}
+            self._row(row, -np.inf, 0.0)
+
+    def _shared_caps(self) -> None:
+        caps = self._caps
+        if caps.host_bytes is not None:
+            row: dict[int, float] = {}
+            for place in range(len(self._segments)):
+                row.update(self._each(place, lambda option: option.swapped_bytes / MIB))
+            self._row(row, -np.inf, caps.host_bytes / MIB)
+        if caps.stage_bytes is None:
+            return
+        stages: dict[int, dict[int, float]] = {}
+        for place, segment in enumerate(self._segments):
+            own = self._each(place, lambda option: (option.swapped_bytes - option.swapped_input_bytes) / MIB)
+            input_ = self._each(place, lambda option: option.swapped_input_bytes / MIB)
+            for layer, row in ((segment.layer, own), (max(segment.layer - 1, 0), input_)):
+                stage = stages.setdefault(layer // caps.layers_per_stage, {})
+                for column, size in row.items():
+                    stage[column] = stage.get(column, 0.0) + size
+        for row in stages.values():
+            self._row(row, -np.inf, caps.stage_bytes / MIB)
+
+    def _each(self, place: int, value: Callable[[Option], float]) -> dict[int, float]:
+        start = int(self._starts[place])
+        return {
+            start + at: found for at, option in enumerate(self._options[place]) if (found := value(option))
+        }
+
+    def _row(self, row: dict[int, float], low: float, high: float) -> None:
+        if row:
+            self._rows.append(row)
+            self._low.append(low)
+            self._high.append(high)
+
+    def _matrix(self) -> tuple[csr_array, np.ndarray, np.ndarray]:
+        ends = np.cumsum([0, *(len(row) for row in self._rows)])
+        columns = np.fromiter((column for row in self._rows for column in row), dtype=np.int32)
+        values = np.fromiter((value for row in self._rows for value in row.values()), dtype=float)
+        matrix = csr_array((values, columns, ends), shape=(len(self._rows), self._width))
+        return matrix, np.array(self._low), np.array(self._high)
+
+    def _bounds(self) -> Bounds:
+        low, high = np.zeros(self._width), np.full(self._width, np.inf)
+        high[: self.columns] = 1.0
+        for first in (self._kept, self._backlog, self._lead):
+            high[first] = 0.0  # nothing before the first segment
+        if self._caps.device_bytes is not None:
+            high[self._device] = self._caps.device_bytes / MIB
+        return Bounds(low, high)
+
+    def _costs(self) -> np.ndarray:
+        costs = self._times()
+        if self._caps.device_bytes is None:
+            costs *= 1e-4
+            costs[self._device] = 1.0
+        return costs
+
+    def _times(self) -> np.ndarray:
+        times = np.zeros(self._width)
+        times[: self.columns] = [option.extra_ms for ways in self._options for option in ways]
+        times[[self._backlog + len(self._segments), self._lead + len(self._segments)]] = 1.0
+        # Among equals the one that moves less, and keeps less.
+        times[: self.columns] += [
+            1e-6 * (option.out_ms + option.in_ms) for ways in self._options for option in ways
+        ]
+        return times
+
+    def _cost_ms(self, values: np.ndarray) -> float:
+        return float(self._times() @ values)

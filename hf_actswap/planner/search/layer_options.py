@@ -1,0 +1,122 @@
+"""What one layer can do, and what each way costs: milliseconds, bytes kept, bytes that move, and its peaks.
+
+There are too many combinations of fates to list, but few of them can be best. With a price p for each byte
+held, the best set of calls to run again is a minimum cut: a call run again costs its time, and asks for its
+inputs; what is held costs its bytes. As p rises from 0, cuts change at a few prices only, and these cuts are
+all that a mixture over many layers needs (the lower hull of time against bytes). For each of them, several
+shares of what is held are swapped. A layer with few calls is enumerated instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from math import prod
+
+import numpy as np
+
+from ..profile import FrontierPoint
+from .compiled_options import at_point, with_point
+from .layer_cuts import best_runs
+from .layer_graph import KEEP, RECOMPUTE, SWAP, LayerGraph
+from .layer_sweep import Option, Pace, Sweep, evaluate
+
+_ENUMERATED = 700
+"""Layers with fewer combinations than this are enumerated."""
+
+_MOST_SHARES = 12
+
+
+def options_of(
+    graph: LayerGraph, pace: Pace, shares: int, points: Sequence[FrontierPoint] = ()
+) -> list[Option]:
+    """Return the ways that can be part of a best plan, in a fixed order.
+
+    Args:
+        graph: of the layer.
+        pace: of copies.
+        shares: how many parts of what is held may move; more than `_MOST_SHARES` are not tried.
+        points: what a compiled layer can do beside what it does by itself.
+    """
+    combinations = prod(len(call.fates) for call in graph.calls)
+    if combinations <= _ENUMERATED:
+        fates: Iterable[tuple[str, ...]] = itertools.product(*(call.fates for call in graph.calls))
+    else:
+        fates = _likely(graph, min(shares, _MOST_SHARES))
+    found = [evaluate(graph, way, pace) for way in dict.fromkeys(fates)]
+    if graph.whole:
+        before = [call.fates if call.from_before else KEEP for call in graph.calls]
+        found += [evaluate(graph, way, pace, whole=True) for way in itertools.product(*before)]
+    for point in points:
+        less = at_point(graph, point)
+        ways = itertools.product(*(call.fates for call in graph.calls))
+        found += [with_point(graph, evaluate(less, way, pace), point) for way in ways]
+    return _undominated(found)
+
+
+def _likely(graph: LayerGraph, shares: int) -> list[tuple[str, ...]]:
+    """Return the fates of each cut, with nothing, parts, or all of what it holds swapped."""
+    found: list[tuple[str, ...]] = []
+    for again in best_runs(graph):
+        base = tuple(
+            RECOMPUTE if number in again else call.fates[0] if len(call.fates) == 1 else KEEP
+            for number, call in enumerate(graph.calls)
+        )
+        held = _held_bytes(graph, base)
+        free = [call for call in held if SWAP in graph.calls[call].fates and len(graph.calls[call].fates) > 1]
+        found.append(base)
+        early = sorted(free, key=lambda call: (not graph.calls[call].from_before, graph.calls[call].place))
+        large = sorted(free, key=lambda call: -held[call])
+        for order in (early, large):
+            for share in range(1, shares + 1):
+                moved = set(_prefix(order, held, share / shares))
+                found.append(tuple(SWAP if number in moved else fate for number, fate in enumerate(base)))
+    return found
+
+
+def _held_bytes(graph: LayerGraph, fates: Sequence[str]) -> dict[int, int]:
+    """Bytes held of what each call makes, those that can move."""
+    sweep = Sweep(graph, fates, whole=False)
+    sweep.backward()
+    found: dict[int, int] = {}
+    for number, (maker, _) in sorted(sweep.held.items()):
+        if graph.storages[number].moves:
+            found[maker] = found.get(maker, 0) + graph.storages[number].size_bytes
+    return found
+
+
+def _prefix(order: Sequence[int], sizes: dict[int, int], share: float) -> Sequence[int]:
+    total, wanted = 0, share * sum(sizes[call] for call in order) - 0.5
+    for count, call in enumerate(order):
+        if total >= wanted:
+            return order[:count]
+        total += sizes[call]
+    return order
+
+
+def _undominated(options: list[Option]) -> list[Option]:
+    """Drop what another option beats in every respect."""
+    metrics = np.array(
+        [
+            (
+                option.extra_ms,
+                option.kept_bytes,
+                option.swapped_bytes - option.swapped_input_bytes,
+                option.swapped_input_bytes,
+                option.out_ms,
+                option.in_ms,
+                option.backlog_ms,
+                option.lead_ms,
+                option.forward_peak_bytes,
+                option.backward_peak_bytes,
+            )
+            for option in options
+        ]
+    )
+    kept: list[Option] = []
+    taken: list[np.ndarray] = []
+    for at in np.lexsort(metrics.T[::-1]):
+        if not taken or not (np.array(taken) <= metrics[at] + 1e-12).all(axis=1).any():
+            kept.append(options[at])
+            taken.append(metrics[at])
+    return kept

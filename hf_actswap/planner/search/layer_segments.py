@@ -1,0 +1,317 @@
+"""From a profile to the graphs of its segments.
+
+Who can rebuild what, and what that holds, is `plan.recompute_pays`' rule: what autograd saves of a call that
+runs again is dropped, and what that call reads is held in its place, unless it is rebuilt in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from ...plan.actions import MemoryPlan, PlanRow
+from ...plan.opnames import UNREPEATABLE_FUNCTIONS, is_communication
+from ...plan.outline import OUTPUT, is_below
+from ...plan.saved_bytes import OpCall, SavedStorage, Use
+from ..profile import Limits, Profile, Span
+from ..record.lives import span_of
+from .layer_graph import KEEP, RECOMPUTE, SWAP, GraphCall, GraphStorage, LayerGraph, Segment, grouped
+
+
+def segments_of(profile: Profile, fixed: MemoryPlan, limits: Limits) -> list[Segment]:
+    """Return the segments in the order of forward, equal graphs shared.
+
+    Args:
+        profile: of the step.
+        fixed: what is decided already.
+        limits: the size of the smallest tensor that moves, and whether optimizer states are away.
+    """
+    states = profile.optimizer_state_bytes if limits.frees_optimizer_states else 0
+    whose = list(_whose(profile))
+    uses = _UsesBySegment(profile, whose)
+    found = [
+        _Builder(
+            profile, fixed, limits, layer, [i for i, other in enumerate(whose) if other == layer], uses
+        ).segment(states)
+        for layer in sorted(set(whose))
+    ]
+    return grouped(found)
+
+
+def effective_min_bytes(fixed: MemoryPlan, limits: Limits) -> int:
+    """Return under which size nothing moves: the limits' word, unless rows written by hand have theirs."""
+    if any(row.fate == "swap" for row in fixed.rows):
+        return fixed.min_tensor_bytes
+    return max(fixed.min_tensor_bytes, limits.min_tensor_bytes)
+
+
+def _whose(profile: Profile) -> Iterator[int]:
+    """Yield the segment of each span: by name, and what has none belongs to what ran before it."""
+    current, last = -1, profile.num_layers
+    for span in profile.spans:
+        scope = span.call[0]
+        if isinstance(scope, int):
+            current = scope
+        elif current >= 0 and (scope is not None or current == last - 1):
+            current = last
+        yield current
+
+
+class _UsesBySegment:
+    """Finds the span and the segment of a use; knows which storages several segments read."""
+
+    def __init__(self, profile: Profile, whose: Sequence[int]) -> None:
+        self._last_orders = list(accumulate((span.last_order for span in profile.spans), max))
+        self._whose = whose
+        self.by_segment: dict[int, dict[int, list[tuple[int, Use]]]] = {}
+        self.shared: set[int] = set()
+        for number, storage in enumerate(profile.saved.storages):
+            self._sort(number, storage, profile.num_layers)
+
+    def _sort(self, number: int, storage: SavedStorage, num_layers: int) -> None:
+        readers: set[int] = set()
+        for use in storage.uses:
+            span = self.span(use)
+            segment = self._whose[span]
+            self.by_segment.setdefault(segment, {}).setdefault(number, []).append((span, use))
+            if use.kind == "saved" and not is_handed_on(use.producer):
+                home = use.producer[0]
+                readers.add(segment)
+                readers.add(home if isinstance(home, int) else segment)
+        if len(readers) > 1:
+            self.shared.add(number)
+
+    def span(self, use: Use) -> int:
+        """Number of the span of a use."""
+        return span_of(self._last_orders, use.order)
+
+
+def is_handed_on(producer: OpCall) -> bool:
+    """Whether it is the hidden state that one layer hands to the next, or the embedding to the first."""
+    return producer[1] == OUTPUT and producer[0] not in ("final_norm", "head")
+
+
+class _Builder:
+    """Builds one segment."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        fixed: MemoryPlan,
+        limits: Limits,
+        layer: int,
+        spans: list[int],
+        uses: _UsesBySegment,
+    ) -> None:
+        self._profile, self._fixed, self._limits, self._layer = profile, fixed, limits, layer
+        self._spans: list[Span] = [profile.spans[index] for index in spans]
+        self._local = {index: place for place, index in enumerate(spans)}
+        self._uses = uses
+        self._is_layer = 0 <= layer < profile.num_layers
+        self._modules = profile.saved.modules[layer] if self._is_layer else frozenset()
+        self._regions = [
+            row.op_path
+            for row in fixed.rows
+            if row.scope == layer and row.fate == "recompute" and row.op_path in self._modules
+        ]
+        self._min_bytes = effective_min_bytes(fixed, limits)
+        self._makers: dict[OpCall, int] = {}
+        self._calls: list[GraphCall] = []
+        self._by_call: dict[OpCall, list[int]] = {}
+        for place, span in enumerate(self._spans):
+            self._by_call.setdefault(span.call, []).append(place)
+        self._functions: set[OpCall] = set()
+        self._spoiled: set[OpCall] = set()
+        self._swappable: set[OpCall] = set()
+
+    def segment(self, states_bytes: int) -> Segment:
+        uses = self._uses.by_segment.get(self._layer, {})
+        self._look(uses)
+        storages: list[GraphStorage] = []
+        reads: dict[int, dict[tuple[int, int], None]] = {}
+        for number, found in uses.items():
+            storage = self._storage(number, found, len(storages), reads)
+            if storage is not None:
+                storages.append(storage)
+        forward = [max(span.forward_base_bytes - states_bytes, 0) for span in self._spans]
+        backward = [max(span.backward_base_bytes - states_bytes, 0) for span in self._spans]
+        turns = [place for place, span in enumerate(self._spans) if span.backward_place >= 0]
+        turns.sort(key=lambda place: self._spans[place].backward_place)
+        least_forward = min(forward, default=0)
+        least_backward = min((backward[place] for place in turns), default=0)
+        numbers, calls, kept, kept_reads = _useful(self._calls, storages, reads)
+        makers = list(self._makers)
+        graph = LayerGraph(
+            calls,
+            kept,
+            kept_reads,
+            tuple(span.forward_ms for span in self._spans),
+            tuple(span.backward_ms for span in self._spans),
+            tuple(turns),
+            tuple(size - least_forward for size in forward),
+            tuple(max(size - least_backward, 0) for size in backward),
+            self._can_be_whole(),
+        )
+        chosen = tuple(makers[number] for number in numbers)
+        return Segment(self._layer, graph, chosen, least_forward, least_backward)
+
+    def _can_be_whole(self) -> bool:
+        rows = [row for row in self._fixed.rows if row.scope == self._layer and row.op_path != OUTPUT]
+        free = self._is_layer and not rows and not any(span.communicates for span in self._spans)
+        compiled = self._layer in self._profile.compiled_layers and (self._layer, "", None) in self._by_call
+        return free and not compiled  # there it is a share of 0
+
+    def _look(self, uses: Mapping[int, list[tuple[int, Use]]]) -> None:
+        """See which calls are functions, which of them overwrite, and which make something that moves."""
+        for number, found in uses.items():
+            storage = self._profile.saved.storages[number]
+            written = len({use.version for use in storage.uses}) > 1
+            for _, use in found:
+                if use.kind in ("function", "returned") and use.at[2] is not None:
+                    self._functions.add(use.at)
+                if written or number in self._uses.shared:
+                    self._spoiled |= {use.at, use.producer} if written else {use.producer}
+            size_bytes = max((use.size_bytes for _, use in found if use.kind != "module"), default=0)
+            if size_bytes >= max(self._min_bytes, self._limits.min_tensor_bytes):
+                self._swappable |= {use.producer for _, use in found if number not in self._uses.shared}
+
+    def _storage(
+        self,
+        number: int,
+        found: list[tuple[int, Use]],
+        index: int,
+        reads: dict[int, dict[tuple[int, int], None]],
+    ) -> GraphStorage | None:
+        foreign = number in self._uses.shared and self._home(found[0][1].producer) != self._layer
+        if foreign:
+            return None  # it stays for its own layer's sake
+        places = [self._local[span] for span, _ in found]
+        saved: list[tuple[int, int]] = []
+        returned: OpCall | None = None
+        for place, (_, use) in zip(places, found, strict=True):
+            if use.kind == "returned":
+                returned = use.producer if use.at[1] in self._regions and use.at[2] is None else returned
+                continue
+            maker = self._maker(use.producer, use.producer == returned)
+            if use.kind == "saved":
+                saved.append((place, maker))
+            elif (reader := self._reader(use)) is not None and reader != maker:
+                reads.setdefault(reader, {})[index, maker] = None
+        if number in self._uses.shared:
+            saved.append((len(self._spans) - 1, self._maker(found[0][1].producer, True)))
+        storage = self._profile.saved.storages[number]
+        goes_on = any(self._uses.span(use) not in self._local for use in storage.uses[-1:])
+        moved = max((use.size_bytes for _, use in found), default=0)
+        return GraphStorage(
+            storage.size_bytes,
+            0 if self._home(found[0][1].producer) != self._layer else min(places),
+            len(self._spans) - 1 if goes_on else max(places),
+            tuple(dict.fromkeys(saved)),
+            moved >= self._min_bytes,
+            min((use.order for _, use in found if use.kind == "saved"), default=found[0][1].order),
+        )
+
+    def _home(self, producer: OpCall) -> int:
+        scope = producer[0]
+        if is_handed_on(producer):
+            return self._layer - 1
+        return scope if isinstance(scope, int) else self._layer
+
+    def _reader(self, use: Use) -> int | None:
+        """The call that holds its inputs when it is called here, if it is one that can run again."""
+        scope, path, ordinal = use.at
+        if scope != self._layer or not self._is_layer:
+            return None
+        around = [root for root in self._regions if is_below(path, root)]
+        if use.kind == "module":
+            return self._maker((scope, path, None), False) if around == [path] else None
+        return None if around or ordinal is None else self._maker(use.at, False)
+
+    def _maker(self, producer: OpCall, kept: bool) -> int:
+        scope, path, ordinal = producer
+        row = None if scope is None else self._fixed.row(scope, path, ordinal)
+        if (
+            row is not None
+            and row.fate == "recompute"
+            and row.op_path in self._modules
+            and scope == self._layer
+        ):
+            producer = (scope, path, None) if kept else (scope, row.op_path, None)
+        elif self._layer in self._profile.compiled_layers and scope == self._layer and path != OUTPUT:
+            producer = (scope, "", None)
+        at = self._makers.get(producer)
+        if at is None:
+            at = self._makers[producer] = len(self._calls)
+            places = self._by_call.get(producer, [-1])
+            before = is_handed_on(producer) and self._home(producer) != self._layer
+            fates = KEEP if kept and row is not None else self._fates(producer, row)
+            self._calls.append(GraphCall(before, producer[1], producer[2], fates, places[0]))
+        return at
+
+    def _fates(self, producer: OpCall, row: PlanRow | None) -> str:
+        scope, path, _ = producer
+        if row is not None:
+            if is_handed_on(producer) and row.fate != "swap":
+                return KEEP
+            return {"swap": SWAP, "recompute": RECOMPUTE, "re-gather": RECOMPUTE}.get(row.fate, KEEP)
+        before = is_handed_on(producer)
+        if scope is None or producer in self._spoiled or not (self._is_layer or before):
+            return KEEP
+        fates = KEEP
+        may_swap = self._profile.link is not None and self._layer < self._profile.num_layers
+        if may_swap and (producer in self._swappable or path == ""):
+            fates += SWAP
+        return fates + RECOMPUTE if self._runs_again(producer) and not before else fates
+
+    def _runs_again(self, producer: OpCall) -> bool:
+        _, path, ordinal = producer
+        spans = [self._spans[place] for place in self._by_call.get(producer, ())]
+        return (
+            ordinal is not None
+            and producer in self._functions
+            and path.rpartition(".")[2] not in UNREPEATABLE_FUNCTIONS
+            and not is_communication(path)
+            and bool(spans)
+            and not any(span.communicates for span in spans)
+        )
+
+
+def _useful(
+    calls: Sequence[GraphCall],
+    storages: Sequence[GraphStorage],
+    reads: Mapping[int, Mapping[tuple[int, int], None]],
+) -> tuple[
+    list[int], tuple[GraphCall, ...], tuple[GraphStorage, ...], tuple[tuple[tuple[int, int], ...], ...]
+]:
+    """Leave out calls of which nothing can be held, and what nothing can hold; number the rest anew."""
+    wanted = {
+        pair for number, storage in enumerate(storages) for pair in ((number, m) for _, m in storage.saved)
+    }
+    open_ = sorted(wanted)
+    while open_:
+        _, maker = open_.pop()
+        if RECOMPUTE in calls[maker].fates:
+            new = [pair for pair in reads.get(maker, ()) if pair not in wanted]
+            wanted.update(new)
+            open_ += new
+    numbers = sorted({maker for _, maker in wanted})
+    places = sorted({number for number, _ in wanted})
+    call_at = {number: at for at, number in enumerate(numbers)}
+    storage_at = {number: at for at, number in enumerate(places)}
+    in_order = sorted(places, key=lambda number: storages[number].rank)
+    kept_storages = tuple(
+        replace(
+            storages[number],
+            saved=tuple((place, call_at[maker]) for place, maker in storages[number].saved),
+            rank=in_order.index(number),
+        )
+        for number in places
+    )
+    kept_reads = tuple(
+        tuple(
+            (storage_at[n], call_at[m]) for n, m in reads.get(number, ()) if RECOMPUTE in calls[number].fates
+        )
+        for number in numbers
+    )
+    return numbers, tuple(calls[number] for number in numbers), kept_storages, kept_reads

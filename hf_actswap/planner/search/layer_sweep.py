@@ -1,0 +1,285 @@
+"""What one combination of fates costs a layer: a walk through its forward and its backward.
+
+Backward runs span by span; what a span's nodes read is held, or fetched back, or rebuilt when it is needed
+first, with all that this needs in turn. So the time that is run again, the bytes that stay, the moments at
+which copies can start and must have ended, and the most that is alive at once fall out of one walk.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...engine.link import Link
+from ..profile import FrontierPoint
+from .layer_graph import RECOMPUTE, SWAP, GraphStorage, LayerGraph
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How fast copies are taken to be, in bytes per ms; both 0: there is no link, and its time is not known.
+
+    Args:
+        out_bytes_per_ms, in_bytes_per_ms: each way.
+        latency_ms: of each copy.
+    """
+
+    out_bytes_per_ms: float
+    in_bytes_per_ms: float
+    latency_ms: float
+
+    @staticmethod
+    def of(link: Link | None, safety: float) -> Pace:
+        """Return the pace of a link whose copies last ``safety`` times as long as it says."""
+        if link is None:
+            return Pace(0.0, 0.0, 0.0)
+        return Pace(link.out_bytes_per_ms / safety, link.in_bytes_per_ms / safety, link.latency_ms * safety)
+
+    def out_ms(self, size_bytes: int) -> float:
+        """Duration of a copy out."""
+        return size_bytes / self.out_bytes_per_ms + self.latency_ms if self.out_bytes_per_ms else 0.0
+
+    def in_ms(self, size_bytes: int) -> float:
+        """Duration of a copy back."""
+        return size_bytes / self.in_bytes_per_ms + self.latency_ms if self.in_bytes_per_ms else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way for a layer.
+
+    Args:
+        fates: of the calls of its graph; of a layer recomputed whole, those of calls before it count.
+        whole: whether it is recomputed whole.
+        recompute_ms: run again.
+        kept_bytes: on the device from its forward to its backward.
+        swapped_bytes, swapped_input_bytes: that move, the latter of what was handed to the layer.
+        out_ms, in_ms: the link's time for them.
+        backlog_ms: the link's time that is left at least when the layer's forward ends.
+        lead_ms: the link's time that is needed at least before the layer's backward starts.
+        forward_peak_bytes, backward_peak_bytes: while it runs, beyond the segment's least base.
+        point: what a compiled layer is told; ``None``: nothing.
+        again_ms: by how much longer its backward lasts for that.
+    """
+
+    fates: tuple[str, ...]
+    whole: bool
+    recompute_ms: float
+    kept_bytes: int
+    swapped_bytes: int
+    swapped_input_bytes: int
+    out_ms: float
+    in_ms: float
+    backlog_ms: float
+    lead_ms: float
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    point: FrontierPoint | None = None
+    again_ms: float = 0.0
+
+    @property
+    def extra_ms(self) -> float:
+        """Run again, by whomever."""
+        return self.recompute_ms + self.again_ms
+
+
+def evaluate(graph: LayerGraph, fates: Sequence[str], pace: Pace, whole: bool = False) -> Option:
+    """Return what one combination of fates costs.
+
+    Args:
+        graph: of the layer.
+        fates: one for each call.
+        pace: of copies.
+        whole: whether the layer is recomputed whole: then only calls before it have a say.
+    """
+    sweep = Sweep(graph, fates, whole)
+    sweep.backward()
+    kept_bytes = swapped_bytes = input_bytes = 0
+    outs: list[tuple[float, int]] = []
+    ins: list[tuple[float, int]] = []
+    ready_ms = list(itertools.accumulate(graph.forward_ms, initial=0.0))
+    for number, (maker, first_read_ms) in sorted(sweep.held.items()):
+        storage = graph.storages[number]
+        if sweep.moves(number, maker):
+            swapped_bytes += storage.size_bytes
+            input_bytes += storage.size_bytes if graph.calls[maker].from_before else 0
+            outs.append((ready_ms[sweep.ready_after(number, maker)], storage.size_bytes))
+            ins.append((first_read_ms, storage.size_bytes))
+        else:
+            kept_bytes += storage.size_bytes
+    end_ms, backlog_ms, lead_ms, out_ms, in_ms = ready_ms[-1], 0.0, 0.0, 0.0, 0.0
+    for at_ms, size_bytes in sorted(outs, reverse=True):
+        out_ms += pace.out_ms(size_bytes)
+        backlog_ms = max(backlog_ms, out_ms - (end_ms - at_ms))
+    for at_ms, size_bytes in sorted(ins):
+        in_ms += pace.in_ms(size_bytes)
+        lead_ms = max(lead_ms, in_ms - at_ms)
+    return Option(
+        fates=tuple(fates),
+        whole=whole,
+        recompute_ms=sweep.recompute_ms,
+        kept_bytes=kept_bytes,
+        swapped_bytes=swapped_bytes,
+        swapped_input_bytes=input_bytes,
+        out_ms=out_ms,
+        in_ms=in_ms,
+        backlog_ms=backlog_ms,
+        lead_ms=lead_ms,
+        forward_peak_bytes=sweep.forward_peak(),
+        backward_peak_bytes=sweep.backward_peak_bytes,
+    )
+
+
+class Sweep:
+    """Walks through a layer's backward, and rebuilds what is needed when it is needed first.
+
+    Attributes:
+        held: storages that are held, each with the call that makes it and when it is read first, in ms since
+            the layer's backward began.
+        turn_ms: when the nodes of each span begin, the latter of what runs again before them.
+        recompute_ms: run again.
+        backward_peak_bytes: alive in backward, with the bases.
+    """
+
+    def __init__(self, graph: LayerGraph, fates: Sequence[str], whole: bool) -> None:
+        self._graph, self._fates, self._whole = graph, fates, whole
+        self.held: dict[int, tuple[int, float]] = {}
+        self.recompute_ms = 0.0
+        self.backward_peak_bytes = 0
+        self.turn_ms: list[float] = []
+        self._now_ms, self._turn = 0.0, 0
+        self._built: dict[int, int] = {}
+        self._alive: dict[int, tuple[int, int]] = {}
+        self._ran: set[int] = set()
+
+    def backward(self) -> None:
+        """All of it, in the order of the turns."""
+        graph = self._graph
+        wanted: dict[int, list[tuple[int, int]]] = {}
+        for number in sorted(range(len(graph.storages)), key=lambda at: graph.storages[at].rank):
+            for place, maker in graph.storages[number].saved:
+                wanted.setdefault(place, []).append((number, maker))
+        if self._whole:
+            self._rebuild_whole()
+        for turn, place in enumerate(graph.turns):
+            self._turn = turn
+            self.turn_ms.append(self._now_ms)
+            for number, maker in wanted.get(place, ()):
+                self._require(number, maker)
+            self._now_ms += graph.backward_ms[place]
+        for places in wanted.keys() - set(graph.turns):  # backward does not come by: held until the end
+            for number, maker in wanted[places]:
+                if not self._is_rebuilt(maker):
+                    self.held.setdefault(number, (maker, self._now_ms))
+                    self._alive[number] = (self._alive.get(number, (0, 0))[0], len(graph.turns))
+        self._count_peak()
+
+    def moves(self, number: int, maker: int) -> bool:
+        """Whether a held storage is swapped."""
+        return self._fates[maker] == SWAP and self._graph.storages[number].moves
+
+    def readers(self, number: int) -> list[tuple[int, bool]]:
+        """Spans in which a held storage is asked for, each with whether its nodes save it.
+
+        Else a call is meant that runs again with it, and asks before its first node. The first of all starts
+        the copy out, the last is the consumer for the engine.
+        """
+        graph, storage = self._graph, self._graph.storages[number]
+        if self._whole:
+            return [(0, True)]
+        found = [(place, True) for place, maker in storage.saved if not self._is_rebuilt(maker)]
+        for call, fate, reads in zip(graph.calls, self._fates, graph.reads, strict=True):
+            if fate == RECOMPUTE and call.place >= 0 and any(other == number for other, _ in reads):
+                found.append((call.place, False))
+        return sorted(found) or [(storage.born, True)]
+
+    def ready_after(self, number: int, maker: int) -> int:
+        """How many spans have run when its copy out can start: a call's own result is there at its end."""
+        place, saved = self.readers(number)[0]
+        return place + (saved and place == self._graph.calls[maker].place)
+
+    def forward_peak(self) -> int:
+        """The most that is alive in forward, with the bases."""
+        graph = self._graph
+        last = len(graph.forward_ms)
+        ends = [
+            last if number in self.held else storage.last_used + 1 if storage.saved else storage.born
+            for number, storage in enumerate(graph.storages)
+        ]
+        return _peak(graph.storages, ends, graph.forward_base_bytes)
+
+    def _is_rebuilt(self, maker: int) -> bool:
+        if self._whole:
+            return not self._graph.calls[maker].from_before
+        return self._fates[maker] == RECOMPUTE
+
+    def _require(self, number: int, maker: int) -> None:
+        start, _ = self._alive.get(number, (self._turn, 0))
+        if not self._is_rebuilt(maker):
+            self.held.setdefault(number, (maker, self._now_ms))
+            if not self.moves(number, maker):
+                start = 0
+        elif not self._whole:
+            self._run(maker)
+        self._alive[number] = (start, self._turn)
+
+    def _run(self, maker: int) -> None:
+        if maker in self._ran:
+            return
+        self._ran.add(maker)
+        for number, source in self._graph.reads[maker]:
+            self._require(number, source)
+        place = self._graph.calls[maker].place
+        if place >= 0:
+            self.recompute_ms += self._graph.forward_ms[place]
+            self._now_ms += self._graph.forward_ms[place]
+
+    def _rebuild_whole(self) -> None:
+        """As ``torch.utils.checkpoint`` does: up to the last call that saves something; it need not run."""
+        graph = self._graph
+        inside = [
+            (place, maker, number)
+            for number, storage in enumerate(graph.storages)
+            for place, maker in storage.saved
+            if not graph.calls[maker].from_before
+        ]
+        last = max((place for place, _, _ in inside), default=-1)
+        own = any(place == last and graph.calls[maker].place == last for place, maker, _ in inside)
+        self.recompute_ms = sum(graph.forward_ms[: last + own])
+        for number, storage in enumerate(graph.storages):
+            for maker in {maker for _, maker in storage.saved} | self._inputs_of(number):
+                if graph.calls[maker].from_before:
+                    self.held.setdefault(number, (maker, 0.0))
+                    self._alive[number] = (0, 0)
+        for number in {number for _, _, number in inside}:
+            self._alive[number] = (0, 0)
+        self._now_ms = self.recompute_ms
+
+    def _inputs_of(self, number: int) -> set[int]:
+        return {maker for reads in self._graph.reads for other, maker in reads if other == number}
+
+    def _count_peak(self) -> None:
+        graph = self._graph
+        changes = [0] * (len(graph.turns) + 2)
+        for number, (start, stop) in self._alive.items():
+            changes[start] += graph.storages[number].size_bytes
+            changes[min(stop, len(graph.turns)) + 1] -= graph.storages[number].size_bytes
+        alive = itertools.accumulate(changes)
+        peaks = [
+            size + graph.backward_base_bytes[place] for size, place in zip(alive, graph.turns, strict=False)
+        ]
+        self.backward_peak_bytes = max(peaks, default=0)
+        if self._whole:
+            ends = [len(graph.forward_ms) if storage.saved else storage.born for storage in graph.storages]
+            again = _peak(graph.storages, ends, graph.forward_base_bytes)
+            self.backward_peak_bytes = max(self.backward_peak_bytes, again)
+
+
+def _peak(storages: Sequence[GraphStorage], ends: Sequence[int], bases: Sequence[int]) -> int:
+    changes = [0] * (len(bases) + 2)
+    for storage, end in zip(storages, ends, strict=True):
+        changes[storage.born] += storage.size_bytes
+        changes[min(end, len(bases))] -= storage.size_bytes
+    alive = itertools.accumulate(changes)
+    return max((size + base for size, base in zip(alive, bases, strict=False)), default=0)

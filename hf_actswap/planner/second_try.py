@@ -1,0 +1,167 @@
+"""A second try for a step that runs out of memory in the stable stage, where no guard watches its ops.
+
+Two things can be run again as a whole, with the same random numbers and the guard on, because nothing of the
+first attempt is left when it has failed:
+
+* a **forward**: a function of its inputs, unless it has written into a buffer or an input;
+* a **micro-batch**, forward and backward, as long as its gradients are the first: they are dropped. Whoever
+  drives the training must pass it (`SecondTry.micro_batch`); a hook cannot run a backward again.
+
+Gradients that earlier micro-batches have left cannot be told from those of a backward that stopped halfway,
+and several ranks would have to go back together when one of them fails: there the error stays an error, and
+says so. What the training does at random must come from PyTorch's generators.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from ..engine.around import Undo
+from .rescue.out_of_memory import Failure, failure_of
+from .rescue.random_states import RandomStates
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+
+
+class SecondTry:
+    """See the module's text.
+
+    Args:
+        model: in training.
+        device: that it is on.
+        ready: whether an error is to be caught now: the stage is stable, and the guard off.
+        ran_out: switches the guard on; told of each error before its second try.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        ready: Callable[[], bool],
+        ran_out: Callable[[Failure], None],
+    ) -> None:
+        self._ready, self._ran_out = ready, ran_out
+        devices = {torch.device("cpu"), device}
+        self._random = [RandomStates(item) for item in devices]
+        self._model = model
+        self._known: tuple[list[nn.Parameter], list[torch.Tensor]] | None = None
+
+    def around(self, module: nn.Module) -> list[Undo]:
+        """Give the forwards of ``module`` a second try, hooks on it included."""
+        compiled = getattr(module, "_compiled_call_impl", None)
+        name = "_call_impl" if compiled is None else "_compiled_call_impl"
+        inner: Callable[..., Any] = getattr(module, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self.forward(inner, args, kwargs)
+
+        vars(module)[name] = call
+
+        def undo() -> None:
+            if compiled is None:
+                vars(module).pop(name, None)
+            elif vars(module).get(name) is call:  # else it was compiled anew meanwhile
+                vars(module)[name] = compiled
+
+        return [undo]
+
+    def forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model; it runs out of memory: call it again under the guard."""
+        if not torch.is_grad_enabled() or not self._ready():
+            return call(*args, **kwargs)
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        written = [*self._weights_and_buffers()[1], *inputs]
+
+        def why_not() -> str | None:
+            now = [tensor._version for tensor in written]
+            return None if now == before else "it has changed a buffer or an input"
+
+        before = [tensor._version for tensor in written]
+        return self._twice(lambda: call(*args, **kwargs), "forward", why_not, lambda: None)
+
+    def micro_batch(self, step: Callable[[], Value]) -> Value:
+        """Run forward and backward of a micro-batch; memory runs out: run them again under the guard.
+
+        Args:
+            step: both, and nothing that a second call of it would do twice.
+
+        Raises:
+            torch.OutOfMemoryError: there is no second try, and the text says why; or it failed too.
+        """
+        if not self._ready():
+            return step()
+        weights, buffers = self._weights_and_buffers()
+        first = all(weight.grad is None for weight in weights)
+        written = [*weights, *buffers]
+        before = [tensor._version for tensor in written]
+
+        def why_not() -> str | None:
+            if not first:
+                return "gradients of earlier micro-batches are there, with a part of this one's among them"
+            if before != [tensor._version for tensor in written]:
+                return "it has changed a buffer or a weight"
+            return None
+
+        def drop_gradients() -> None:
+            for weight in weights:
+                weight.grad = None
+
+        return self._twice(step, "a micro-batch", why_not, drop_gradients)
+
+    def _weights_and_buffers(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
+        """Walked once, and not before the first stable step: FSDP2 may take their places when it shards."""
+        if self._known is None:
+            weights = [weight for weight in self._model.parameters() if weight.requires_grad]
+            self._known = weights, list(self._model.buffers())
+        return self._known
+
+    def _twice(
+        self, run: Callable[[], Value], what: str, why_not: Callable[[], str | None], undo: Callable[[], None]
+    ) -> Value:
+        restore = [state for state in (item.saved(None) for item in self._random) if state is not None]
+        try:
+            return run()
+        except RuntimeError as error:
+            failure = failure_of(error)
+            if failure is None or not self._ready() or _is_explained(error):  # or a second try inside failed
+                raise
+            why = _several_ranks() or why_not()
+            if len(restore) < len(self._random):
+                why = "a graph of the accelerator is being captured"
+            if why is not None:
+                raise _explained(failure, what, why) from error
+        # The handler has been left: its traceback held tensors.
+        undo()
+        gc.collect()
+        logger.warning("%s ran out of memory (%s) and is run again under the guard", what, failure.text)
+        self._ran_out(failure)
+        for state in restore:
+            state()
+        return run()
+
+
+def _several_ranks() -> str | None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return "the other ranks have done their part"
+    return None
+
+
+def _is_explained(error: RuntimeError) -> bool:
+    return error.__cause__ is not None and failure_of(error.__cause__) is not None
+
+
+def _explained(failure: Failure, what: str, why: str) -> RuntimeError:
+    return failure.kind(
+        f"{what} ran out of memory in the planner's stable stage, and cannot be run again: {why}. "
+        f"A smaller `memory.budget_gib` leaves more room beside the plan. ({failure.text})"
+    )

@@ -1,0 +1,200 @@
+"""Begins a planned training: finds the device, looks for what does not go together, reads the plan file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..config.schema import MemoryConfig
+from ..engine.agreement import from_one_rank
+from ..engine.evictable import IdleTensors
+from ..engine.host_budget import HostMemory
+from ..engine.host_pool import HostPool
+from ..engine.transfer import BlockingTransfer, Transfer
+from ..engine.transfer_streams import StreamTransfer
+from ..errors import ActSwapError, PlanError, Problem
+from ..plan.actions import MemoryPlan
+from ..plan.outline import Outline, unwrapped
+from .budget import GIB
+from .meter import AllocatorMeter, CountingMeter, Meter
+from .phases import Planner
+from .plan_file import FilePlan, MadeFor, read_plan
+from .planning import is_rank_0
+from .refusals import problems_of_planner
+from .rescue.oom_guard import OomGuard
+from .run import Put, Run
+from .states.optimizer_states import OptimizerStates
+
+logger = logging.getLogger(__name__)
+
+
+def start_planner(
+    model: nn.Module,
+    outline: Outline,
+    fixed: MemoryPlan,
+    memory: MemoryConfig,
+    put: Put,
+    host: HostMemory,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    counts_steps: bool = True,
+    transfer: Transfer | None = None,
+    meter: Meter | None = None,
+) -> Planner:
+    """Begin to plan for a model in training; every rank must call it.
+
+    Args:
+        model: on its device, as it is called.
+        outline: of the model inside its wrappers.
+        fixed: the plan of what is written by hand; its rows are constraints.
+        memory: the ``memory`` section; its mode is not ``off``.
+        put: puts a plan on the model.
+        host: the host memory of all plans, which the optimizer's states share (``memory_saving``).
+        optimizer: of the model.
+        counts_steps: whether its step ends a training step; else call `Planner.step_ended`.
+        transfer: how bytes move; by default streams on an accelerator, blocking copies on the CPU.
+        meter: of device memory; by default the allocator's own, and on the CPU a count of storages, which
+            refuses what exceeds ``budget_gib`` as an accelerator would.
+
+    Raises:
+        PlanError: something is on or in use that does not go with the planner; the plan file is malformed;
+            ``memory_saving`` without an optimizer, or with one that cannot be served.
+    """
+    if memory.mode == "off":
+        raise ValueError("memory.mode is off: there is nothing to plan")
+    problems = problems_of_planner(model, outline, memory.mode)
+    if problems:
+        raise PlanError(problems)
+    device = next((p.device for p in unwrapped(model).parameters()), torch.device("cpu"))
+    if transfer is None:
+        transfer = BlockingTransfer(device) if device.type == "cpu" else StreamTransfer(device)
+    meter = meter or _meter_of(device, model, optimizer, memory)
+    pool = host.pool(device, transfer.overlaps, None)
+    idle = IdleTensors(device, pool if transfer.overlaps else None, fixed.min_tensor_bytes)
+    guard = OomGuard(meter, idle)
+    run = Run(model, outline, fixed, memory, meter, transfer, guard, idle, put, _name_of(device), optimizer)
+
+    if memory.preference == "memory_saving":
+        run.states = _states_on_host(model, outline, optimizer, transfer, pool, fixed.min_tensor_bytes)
+
+    def made_for(shape: tuple[int, ...]) -> MadeFor:
+        return _made_for(model, outline, fixed, memory, device, shape)
+
+    planner = Planner(run, made_for, _known_plan(memory, made_for(())))
+    if optimizer is not None and counts_steps:
+        inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wraps one
+        planner.on_remove(inner.register_step_post_hook(lambda *_: planner.step_ended()).remove)
+    return planner
+
+
+_NO_OPTIMIZER = Problem(
+    "memory.preference",
+    "the optimizer, whose states memory_saving moves",
+    "none",
+    "Pass it: hf_actswap.apply(model, config, optimizer=optimizer).",
+)
+
+
+def _states_on_host(
+    model: nn.Module,
+    outline: Outline,
+    optimizer: torch.optim.Optimizer | None,
+    transfer: Transfer,
+    pool: HostPool,
+    min_tensor_bytes: int,
+) -> OptimizerStates:
+    if optimizer is None:
+        raise PlanError([_NO_OPTIMIZER])
+    root = unwrapped(model)
+    layers = [root.get_submodule(layer.module_path) for layer in outline.layers]
+    states = OptimizerStates(
+        optimizer, transfer, pool, model=model, layers=layers, min_tensor_bytes=min_tensor_bytes
+    )
+    states.attach()
+    return states
+
+
+def _meter_of(
+    device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: MemoryConfig
+) -> Meter:
+    if device.type != "cpu":
+        return AllocatorMeter(device)
+    limit = None if memory.budget_gib is None else round(memory.budget_gib * GIB)
+    meter = CountingMeter(limit)
+    meter.own(_tensors_of(model, optimizer))
+    return meter
+
+
+def _tensors_of(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
+    for tensor in (*model.parameters(), *model.buffers()):
+        yield tensor.detach()
+        if tensor.grad is not None:
+            yield tensor.grad
+    for state in () if optimizer is None else optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _made_for(
+    model: nn.Module,
+    outline: Outline,
+    fixed: MemoryPlan,
+    memory: MemoryConfig,
+    device: torch.device,
+    shape: tuple[int, ...],
+) -> MadeFor:
+    parameters = list(unwrapped(model).parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    written = [
+        [row.scope, row.op_path, row.fate, asdict(row.windows) if row.windows else None] for row in fixed.rows
+    ]
+    wish = {**asdict(replace(memory, plan_file=None)), "written": written}
+    return MadeFor(
+        model=f"{outline.family}, {len(outline.layers)} layers, {count:,} parameters",
+        batch_shape=shape,
+        dtype=", ".join(sorted({str(parameter.dtype) for parameter in parameters})),
+        device=_name_of(device),
+        world_size=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        wish=json.dumps(wish, sort_keys=True, default=str),
+    )
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _known_plan(memory: MemoryConfig, here: MadeFor) -> FilePlan | None:
+    """Return the plan of the file, if there is one and it fits the run; the same on every rank."""
+    found: FilePlan | None = None
+    problem: ActSwapError | None = None
+    if memory.plan_file is None:
+        return None
+    if is_rank_0() and Path(memory.plan_file).exists():
+        try:
+            found = _fitting(read_plan(memory.plan_file), here, memory)
+        except ActSwapError as error:
+            problem = error
+    found, problem = from_one_rank((found, problem))
+    if problem is not None:
+        raise problem
+    return found
+
+
+def _fitting(found: FilePlan, here: MadeFor, memory: MemoryConfig) -> FilePlan | None:
+    differences = found.made_for.differences(here) if found.made_for is not None else ["nobody says for what"]
+    if not differences:
+        return found
+    logger.info(
+        "%s: %s was not made for this run (%s): planning anew, and it is overwritten",
+        memory.mode,
+        memory.plan_file,
+        "; ".join(differences),
+    )
+    return None

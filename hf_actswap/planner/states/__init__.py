@@ -1,0 +1,1 @@
+"""Optimizer states on the host between the optimizer's steps."""

@@ -1,0 +1,77 @@
+"""Which optimizers can be served, and how."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from ...engine.transfer import Transfer
+from ...errors import PlanError, Problem
+
+STREAMED: frozenset[type] = frozenset(
+    {
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.SGD,
+        torch.optim.Adagrad,
+        torch.optim.Adadelta,
+        torch.optim.Adafactor,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+    }
+)
+"""A step computes each parameter from its own gradient and states, and from its group's numbers."""
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer inside wrappers that hold it as ``optimizer`` (Accelerate's does)."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def is_streamed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it can step a part of its parameters at a time with the same bits as all."""
+    return type(optimizer) in STREAMED
+
+
+def refuse(optimizer: torch.optim.Optimizer, transfer: Transfer) -> None:
+    """Raise what an optimizer that cannot be served deserves.
+
+    Raises:
+        PlanError: with each reason.
+    """
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    problems = []
+
+    def problem(expected: str, found: str, hint: str) -> None:
+        problems.append(Problem("optimizer (preference: memory_saving)", expected, found, hint))
+
+    if not isinstance(optimizer, torch.optim.Optimizer) or not hasattr(
+        optimizer, "_optimizer_step_pre_hooks"
+    ):
+        problem("a torch.optim.Optimizer, whose step calls hooks", kind, "Use preference: performance.")
+        raise PlanError(problems)
+    if kind.startswith("bitsandbytes."):
+        hint = "Use a paged one of theirs (optim: paged_adamw_8bit), which does this itself."
+        problem("states that PyTorch's own operators address", kind, hint)
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        problem("an optimizer with states of its own", kind, "Use FSDP2, whose states are sharded too.")
+    groups = optimizer.param_groups
+    for flag in ("capturable", "differentiable"):
+        if any(group.get(flag) for group in groups):
+            why = (
+                "a captured step reads fixed addresses"
+                if flag == "capturable"
+                else "a graph holds the states"
+            )
+            problem(f"{flag}: false", f"{flag}: true", f"It cannot be served: {why}.")
+    devices = {parameter.device for group in groups for parameter in group["params"]}
+    if len(devices) > 1:
+        problem("parameters on one device", ", ".join(sorted(map(str, devices))), "")
+    elif transfer.overlaps and next(iter(devices)).type == "cpu":
+        problem("parameters on an accelerator", "on the cpu", "Their states are in host memory already.")
+    if problems:
+        raise PlanError(problems)

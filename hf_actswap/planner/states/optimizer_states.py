@@ -1,0 +1,313 @@
+"""Optimizer states on the host during forward and backward (``preference: memory_saving``).
+
+What a step costs without this is weights, gradients and states at once, and states beside activations all the
+time. Here states are in host memory from one step to the next, and pass through the device in the step,
+bucket by bucket. Time, for the storages of states in the order of the parameters:
+
+* **Step.** Buckets of parameters are stepped one after another by the optimizer's own code, each with its
+  states on the device, the next ones on their way in, the ones before on their way out. Not more than
+  ``resident_bytes`` of states are on the device at once (a single parameter's states always are).
+* **Forward.** What the step left on its way out is released layer by layer, all of it before the last layer.
+* **Backward.** As many bytes as may be resident come back little by little, as gradients appear: with the
+  activations falling by as much as the states grow, there is no new peak. In gradient accumulation this is
+  done in the last backward, by how many there were before the last step.
+
+So ``resident_bytes`` trades memory for time: with a tenth of all states (the default) most of the copies run
+in the step, both ways at once, as fast as the link is; with all of them the step waits for nothing that the
+link could carry during forward and backward. It may be set between any two steps.
+
+Stepping a part of the parameters at a time gives the same bits as stepping all, because these optimizers
+(`STREAMED`, their classes and no subclasses) compute each parameter from its own gradient and states. Any
+other optimizer gets all of its states back before the step.
+
+Whoever looks into ``optimizer.state`` finds a parameter's states on the device, where they stay until the
+next forward; ``state_dict()`` has copies in ordinary host memory of what is away. A state tensor kept from
+before the forward is NaN while its values are away.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...engine.around import around
+from ...engine.host_pool import HostPool
+from ...engine.stats import Counters, SwapStats
+from ...engine.transfer import Transfer
+from ...plan.compiled import is_compiled
+from .optimizer_kinds import inner_optimizer, is_streamed, refuse
+from .state_checkpoints import StateCheckpoints
+from .state_residence import StateResidence, of_optimizer
+from .state_returns import StateReturns
+from .streamed_step import Closure, StreamedStep, call_first, with_closure
+from .watched_states import WatchedStates
+
+logger = logging.getLogger(__name__)
+
+Undo = Callable[[], None]
+DEFAULT_SHARE = 10
+"""Of all states, one part in so many may be on the device."""
+
+
+class OptimizerStates:
+    """See the module's text.
+
+    Args:
+        optimizer: may be wrapped (Accelerate); it need not have states yet.
+        transfer: moves bytes; of the device that the parameters are on.
+        pool: of host memory; what has no room stays on the device, is counted and logged.
+        model: whose forwards count; what the training loop calls, as wrapped as it is there.
+        layers: its decoder layers in order. Without them what is still leaving is released when a forward
+            begins, which then waits for it.
+        resident_bytes: of states on the device at most, in the step and close to it; ``None``: a tenth.
+        min_tensor_bytes: smaller storages stay on the device.
+
+    Raises:
+        PlanError: the optimizer cannot be served; the problem says why.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        transfer: Transfer,
+        pool: HostPool,
+        *,
+        model: nn.Module,
+        layers: Sequence[nn.Module] = (),
+        resident_bytes: int | None = None,
+        min_tensor_bytes: int = 2**20,
+    ) -> None:
+        self._optimizer = inner_optimizer(optimizer)
+        refuse(self._optimizer, transfer)
+        self._model, self._layers = model, _outside_compiled(model, layers)
+        self.resident_bytes = resident_bytes
+        self._pool, self._transfer, self._counters = pool, transfer, Counters()
+        device = next(of_optimizer(self._optimizer)).device
+        self._device = device
+        self._residence = StateResidence(transfer, pool, self._counters, device, min_tensor_bytes)
+        self._step = StreamedStep(self._optimizer, self._residence)
+        self._checkpoints = StateCheckpoints(
+            self._optimizer, self._residence, transfer, min_tensor_bytes, self._loaded
+        )
+        self._undo: list[Undo] = []
+        self._pre_hook: Any = None
+        self._depth = 0
+        self._in_closure = False
+        self._pending_bytes = 0
+        self._returns = StateReturns(
+            self._residence, lambda: self._step.order(self._watch()), self._most_returning_bytes
+        )
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The one inside all wrappers."""
+        return self._optimizer
+
+    @property
+    def residence(self) -> StateResidence:
+        """Where each storage is."""
+        return self._residence
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the states that move, all of them; 0 before there are any."""
+        return self._residence.total_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Of the states that move, those that take up device memory now."""
+        return self._residence.device_bytes
+
+    @property
+    def most_resident_bytes(self) -> int:
+        """What `resident_bytes` comes to now."""
+        if self.resident_bytes is not None:
+            return max(1, self.resident_bytes)
+        known = self._residence.total_bytes
+        # Before the first step: as if there were to be two states of each parameter's size.
+        total = known or 2 * sum(item.nbytes for item in of_optimizer(self._optimizer))
+        return max(1, total // DEFAULT_SHARE)
+
+    def stats(self) -> SwapStats:
+        """Return totals of the states' copies; ``forwards`` are steps of the optimizer."""
+        held = self._residence.total_bytes
+        return self._counters.snapshot(held, self._pool.peak_bytes, self._pool.held_bytes)
+
+    def attach(self) -> None:
+        """Put everything on the optimizer and the model; states that exist begin to leave. Not twice."""
+        if self._undo:
+            return
+        optimizer = self._optimizer
+        self._watch()
+        self._pre_hook = optimizer.register_step_pre_hook(self._step_starts)
+        post_hook = optimizer.register_step_post_hook(self._step_ended)
+        _ordered(optimizer._optimizer_step_post_hooks).move_to_end(post_hook.id, last=False)
+        self._undo += [self._pre_hook.remove, post_hook.remove, *self._checkpoints.attach()]
+        self._undo += around(self._model, self._forward_starts, _nothing)
+        for index, layer in enumerate(self._layers):
+            self._undo += around(layer, self._layer_starts(index), _nothing)
+        for parameter in of_optimizer(optimizer):
+            if parameter.requires_grad:
+                handle = parameter.register_post_accumulate_grad_hook(self._returns.gradient_ready)
+                self._undo.append(handle.remove)
+        self.take_stock()
+        self.send_all()
+
+    def remove(self) -> None:
+        """Bring every state to the device, and take everything off. Safe to call again."""
+        if not self._undo:
+            return
+        self._step.show()
+        for storage in self._residence.all():
+            self._residence.bring(storage)
+        undo, self._undo = self._undo, []
+        for step in undo:
+            step()
+        self._residence.forget_all()
+        self._optimizer.state = self._watch().plain()
+
+    def take_stock(self) -> None:
+        """Look at all states; see `StateResidence.refresh`."""
+        states = self._watch()
+        keys = [key for key, _ in states.unwatched_items()]
+        gone = [key for key in self._residence.known() if key not in states]
+        self._residence.refresh((*gone, *keys), states)
+
+    def send_all(self) -> None:
+        """Let what is on the device begin to leave."""
+        for storage in self._residence.all():
+            self._residence.turn_back(storage)
+            self._residence.leave(storage)
+        self._pending_bytes = self._residence.leaving_bytes
+
+    def _loaded(self, loads: list[Callable[[], Hashable]]) -> None:
+        """After ``load_state_dict``; see `StateCheckpoints`."""
+        states = self._watch()
+        for load in loads:
+            key = load()
+            self._residence.refresh([key], states)
+            for storage in self._residence.of(key):
+                self._residence.leave(storage)
+            self._residence.release(self.most_resident_bytes)
+        self.take_stock()
+        self.send_all()
+
+    def _watch(self) -> WatchedStates:
+        """Whoever replaced ``optimizer.state`` meanwhile: it is watched again."""
+        if not isinstance(self._optimizer.state, WatchedStates):
+            self._states = WatchedStates(self._optimizer.state, self._looked)
+            self._optimizer.state = self._states
+        return self._states
+
+    def _looked(self, key: Hashable | None) -> None:
+        """Somebody looks at a parameter's states, or at all."""
+        if self._step.running:
+            return
+        if key is None and self._checkpoints.saving:
+            self._checkpoints.saving = False
+            return
+        for storage in self._residence.all() if key is None else self._residence.of(key):
+            self._residence.bring(storage)
+
+    def _step_starts(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._step.show()
+        self._checkpoints.reset()
+        if self._depth:  # of an optimizer that calls the step of its base class
+            self._depth += 1
+            return None
+        # Hooks of others that run behind ours must find all parameters.
+        last = next(reversed(optimizer._optimizer_step_pre_hooks)) == self._pre_hook.id
+        streams = last and is_streamed(optimizer)
+        new = with_closure(args, kwargs, call_first if streams else self._inside)
+        self._returns.step_starts()
+        states = self._watch()
+        if self._transfer.overlaps:
+            self._returns.stream = torch.accelerator.current_stream(self._device)
+        if streams:
+            self._step.run(states, self.most_resident_bytes)
+            self._depth = 1
+            return new
+        self._depth = 1
+        for storage in self._residence.all():
+            self._residence.start_return(storage)
+        for storage in self._residence.all():
+            self._residence.bring(storage)
+        return new
+
+    def _inside(self, closure: Closure) -> Closure:
+        """The forwards of a closure are part of the step."""
+
+        def inside() -> Any:
+            self._in_closure = True
+            try:
+                return closure()
+            finally:
+                self._in_closure = False
+
+        return inside
+
+    def _step_ended(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth = max(0, self._depth - 1)
+        if self._depth:
+            return
+        self._counters.forwards += 1
+        if self._step.hidden:
+            self._step.show()
+        else:
+            self.take_stock()
+        self.send_all()
+
+    def _forward_starts(self, *_: object) -> None:
+        if self._in_closure:
+            return
+        self._depth = 0  # it is not, if a step was broken off
+        self._step.show()
+        self._checkpoints.reset()
+        hooks = _ordered(self._optimizer._optimizer_step_pre_hooks)
+        if next(reversed(hooks)) != self._pre_hook.id:
+            hooks.move_to_end(self._pre_hook.id)
+        self._returns.forward_starts()
+        if self._residence.device_bytes:
+            self.send_all()
+            if not self._layers:
+                self._residence.release(0)
+
+    def _most_returning_bytes(self) -> int:
+        if self._depth:  # in a closure, with all states where the step wants them
+            return 0
+        return self.most_resident_bytes if is_streamed(self._optimizer) else self.state_bytes
+
+    def _layer_starts(self, index: int) -> Callable[..., None]:
+        left = 1 - (index + 1) / len(self._layers)
+
+        def starts(*_: object) -> None:
+            if self._pending_bytes and not self._depth:
+                self._residence.release(int(self._pending_bytes * left))
+                if not left:
+                    self._pending_bytes = 0
+
+        return starts
+
+
+def _ordered(hooks: dict[int, Any]) -> OrderedDict[int, Any]:
+    """What PyTorch keeps its hooks in, whatever it says of them."""
+    assert isinstance(hooks, OrderedDict)
+    return hooks
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _outside_compiled(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """A hook inside compiled code would be compiled with it."""
+    compiled = [module for module in model.modules() if is_compiled(module)]
+    inside = {id(inner) for module in compiled for inner in module.modules() if inner is not module}
+    return [layer for layer in layers if id(layer) not in inside]

@@ -1,0 +1,281 @@
+"""The report as one HTML file: styles and pictures inside, nothing fetched, no scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from ..plan import MemoryPlan
+from ..plan.actions import COMPILE_BUDGET, SCOPES, PlanRow, Scope, folded
+from .drawing import Drawing, colour_rules
+from .run_facts import Compared, RunFacts
+from .run_files import RecordedRun
+from .scales import ms_text, size_text
+
+WIDE_PX, NARROW_PX = 1000.0, 344.0
+"""Widths in which each picture is drawn; the window decides which one is shown."""
+
+Draw = Callable[[float], Drawing]
+
+_STYLE = """
+*{box-sizing:border-box}
+body{margin:0;background:var(--c-surface);color:var(--c-ink);
+ font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif}
+main{max-width:1032px;margin:0 auto;padding:24px 16px 64px}
+h1{font-size:24px;line-height:1.25;margin:0 0 4px}
+h2{font-size:18px;margin:40px 0 4px}
+p{margin:4px 0 12px;max-width:75ch}
+.muted,figcaption,dt,th{color:var(--c-muted)}
+figure{margin:12px 0 0}
+figcaption{font-size:13px;margin-bottom:6px;max-width:90ch}
+svg{display:block;height:auto;max-width:100%;font-family:inherit}
+.narrow{display:none}
+dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px;margin:20px 0 0}
+dl div{border:1px solid var(--c-grid);border-radius:8px;padding:10px 12px}
+dt{font-size:13px}
+dd{margin:0;font-size:20px;font-weight:600}
+dd small{display:block;font-size:12px;font-weight:400;color:var(--c-muted)}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;font-size:14px;min-width:100%}
+th,td{text-align:left;padding:5px 14px 5px 0;border-bottom:1px solid var(--c-grid);vertical-align:top}
+th{font-weight:500;white-space:nowrap}
+td.n,th.n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}
+tr.chosen td{font-weight:600}
+.line{white-space:nowrap}
+.fate{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px}
+pre{overflow-x:auto;border:1px solid var(--c-grid);border-radius:8px;padding:10px 12px;font-size:13px}
+details{margin-top:8px}
+summary{cursor:pointer}
+@media (max-width:720px){.wide{display:none}.narrow{display:block}h1{font-size:20px}dd{font-size:17px}}
+"""
+_FATE_COLOURS = {"keep": "keep", "swap": "swap", "recompute": "recompute"}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A section with a picture.
+
+    Args:
+        heading: above it.
+        caption: what is to be seen.
+        draw: makes it in a width.
+    """
+
+    heading: str
+    caption: str
+    draw: Draw
+
+
+def page(run: RecordedRun, facts: RunFacts, pictures: Sequence[Picture]) -> str:
+    """Return the page."""
+    about = run.about
+    title = f"{about.get('model', 'model')}: swap and recompute"
+    body = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="muted">{escape(_subtitle(about))}</p>',
+        _tiles(facts),
+        *(_figure(picture) for picture in pictures),
+    ]
+    if facts.compared:
+        body += ["<h2>Predicted and measured</h2>", _compared_table(facts.compared)]
+    if facts.trials:
+        body += ["<h2>What the planner tried</h2>", _trials_table(facts)]
+    if run.plan is not None:
+        body += ["<h2>Plan</h2>", _plan_table(run.plan), _overrides(run.plan)]
+    if facts.refused:
+        body += ["<h2>Planned to be swapped, and stayed</h2>", _refused_table(facts.refused)]
+    body += ["<h2>Run</h2>", _about_table(about)]
+    if about.get("config"):
+        body.append(
+            f"<details><summary>Configuration</summary><pre>{escape(about['config'])}</pre></details>"
+        )
+    return _HTML.format(
+        title=escape(title), style=colour_rules() + _STYLE, body="\n".join(item for item in body if item)
+    )
+
+
+_HTML = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width,initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none';style-src 'unsafe-inline'">
+<title>{title}</title>
+<style>
+{style}</style>
+</head>
+<body>
+<main>
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def _subtitle(about: Mapping[str, Any]) -> str:
+    parameters = float(about.get("parameters", 0))
+    scaled = f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"
+    ranks = int(about.get("world_size", 1))
+    parts = [
+        f"{about.get('layers', '?')} {about.get('family', '')} layers".replace("  ", " "),
+        f"{scaled} parameters{' on this rank' if ranks > 1 else ''}",
+        str(about.get("device", "")),
+        f"{ranks} rank{'' if ranks == 1 else 's'}, this is rank 0",
+        str(about.get("started", "")),
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _tiles(facts: RunFacts) -> str:
+    tiles = [
+        ("Step", "" if facts.step_ms is None else ms_text(facts.step_ms), "median of the last stage"),
+        (
+            "Peak memory",
+            "" if facts.peak_bytes is None else size_text(facts.peak_bytes),
+            "in use on the device",
+        ),
+        ("Swapped", size_text(facts.offloaded_bytes), "out and back in each step"),
+        ("Waits for copies", ms_text(facts.stall_ms), _share(facts.stall_ms, facts.step_ms)),
+        ("Host memory", size_text(facts.host_bytes), "in use at the most"),
+    ]
+    cells = (
+        f"<div><dt>{name}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
+        for name, value, note in tiles
+        if value
+    )
+    return f"<dl>{''.join(cells)}</dl>"
+
+
+def _share(part_ms: float, step_ms: float | None) -> str:
+    return "of a step" if not step_ms else f"{part_ms / step_ms:.1%} of a step"
+
+
+def _figure(picture: Picture) -> str:
+    wide, narrow = picture.draw(WIDE_PX).svg("wide"), picture.draw(NARROW_PX).svg("narrow")
+    caption = f"<figcaption>{escape(picture.caption)}</figcaption>"
+    return f"<h2>{escape(picture.heading)}</h2>\n<figure>{caption}{wide}{narrow}</figure>"
+
+
+def _table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], numbers: int) -> str:
+    """``rows``: (class, cells as HTML); the last ``numbers`` columns are numbers."""
+    first = len(head) - numbers
+
+    def cells(tag: str, texts: Sequence[str]) -> str:
+        return "".join(
+            f"<{tag}{' class=n' if at >= first else ''}>{text}</{tag}>" for at, text in enumerate(texts)
+        )
+
+    lines = [f"<tr{f' class={kind}' if kind else ''}>{cells('td', texts)}</tr>" for kind, texts in rows]
+    return (
+        f'<div class="scroll"><table><thead><tr>{cells("th", head)}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )
+
+
+def _compared_table(compared: Sequence[Compared]) -> str:
+    def text(value: float | None, unit: str) -> str:
+        if value is None:
+            return "not measured"
+        return ms_text(value) if unit == "ms" else size_text(value)
+
+    rows = [
+        (
+            "",
+            (
+                escape(item.name.capitalize()),
+                text(item.predicted, item.unit),
+                text(item.measured, item.unit),
+                "" if item.ratio is None else f"{item.ratio:.2f}",
+            ),
+        )
+        for item in compared
+        if item.predicted or item.measured
+    ]
+    return _table(("A step", "Predicted", "Measured", "Measured / predicted"), rows, 3)
+
+
+def _trials_table(facts: RunFacts) -> str:
+    budget = facts.budget_bytes
+    rows = []
+    for number, trial in enumerate(facts.trials, 1):
+        steps = trial["steps"]
+        peak = max((step["reserved_peak_bytes"] for step in steps), default=0)
+        evicted = max((step["evicted_bytes"] for step in steps), default=0)
+        fits = budget is None or (peak <= budget and not evicted)
+        verdict = "chosen" if trial["chosen"] else "fits" if fits else "does not fit"
+        predicted = trial["predicted_peak_bytes"], trial["predicted_step_ms"]
+        cells = (
+            str(number),
+            verdict,
+            "" if predicted[0] is None else size_text(predicted[0]),
+            size_text(peak),
+            "" if predicted[1] is None else ms_text(predicted[1]),
+            ms_text(min(step["step_ms"] for step in steps)) if steps else "",
+            size_text(evicted),
+        )
+        rows.append(("chosen" if trial["chosen"] else "", cells))
+    head = ("Trial", "", "Peak, predicted", "held", "Step, predicted", "measured", "Evicted")
+    line = "" if budget is None else f'<p class="muted">Budget: {size_text(budget)}.</p>'
+    return line + _table(head, rows, 5)
+
+
+def _plan_table(plan: MemoryPlan) -> str:
+    groups: dict[tuple[PlanRow, ...], list[Scope]] = {}
+    for scope in (*range(plan.num_layers), *SCOPES):
+        own = tuple(
+            PlanRow(0, row.op_path, row.fate, row.ordinal, row.windows, row.parameters)
+            for row in plan.rows
+            if row.scope == scope
+        )
+        groups.setdefault(own, []).append(scope)
+    rows: list[tuple[str, Sequence[str]]] = []
+    for own, scopes in groups.items():
+        layers = folded(tuple(scope for scope in scopes if isinstance(scope, int)))
+        names = [scope for scope in scopes if isinstance(scope, str)] if own else []
+        label = ", ".join(filter(None, [layers, *names]))
+        for row in (own or (PlanRow(0, "", "keep"),)) if label else ():
+            rows.append(("", (escape(label), *_plan_cells(row))))
+            label = ""
+    return _table(("Layers", "Op", "Fate", "Prefetch, ops", "Release, ops"), rows, 2)
+
+
+def _plan_cells(row: PlanRow) -> tuple[str, str, str, str]:
+    name = escape(row.op_path or "everything") + ("" if row.ordinal is None else f" (call {row.ordinal})")
+    budget = row.parameters.get(COMPILE_BUDGET)
+    swatch = f'<span class="fate" style="background:var(--c-{_FATE_COLOURS.get(row.fate, "base")})"></span>'
+    share = "" if budget is None else f", compile budget {budget:g}"
+    fate = f'<span class="line">{swatch}{row.fate}</span>{share}'
+    auto = "auto" if row.fate == "swap" else ""
+    windows = row.windows
+    prefetch, release = (auto, auto) if windows is None else (windows.prefetch_ops, windows.release_ops)
+    return name, fate, str(prefetch), str(release)
+
+
+def _overrides(plan: MemoryPlan) -> str:
+    if not plan.overrides:
+        return ""
+    items = "".join(f"<li>{escape(str(item))}</li>" for item in plan.overrides)
+    summary = "<summary>What was asked and gave way, and what was decided</summary>"
+    return f"<details>{summary}<ul>{items}</ul></details>"
+
+
+def _refused_table(refused: Mapping[str, float]) -> str:
+    rows = [("", (escape(reason), size_text(size))) for reason, size in refused.items()]
+    return _table(("Why", "In a step"), rows, 1)
+
+
+def _about_table(about: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
+    device_bytes = about.get("device_bytes")
+    device = str(about.get("device", "")) + (f", {size_text(device_bytes)}" if device_bytes else "")
+    facts = {
+        "Device": device,
+        "Weights": size_text(about.get("weight_bytes", 0)),
+        "Planner": str(about.get("planner", "off")),
+        "Started": str(about.get("started", "")),
+        "Versions": versions,
+    }
+    return _table(("", ""), [("", (escape(name), escape(text))) for name, text in facts.items()], 0)

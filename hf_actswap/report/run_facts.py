@@ -1,0 +1,133 @@
+"""A recorded run in numbers: what the report says in tables, and ``--json`` in full."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from ..planner.cost.simulate import predict
+from ..planner.profile import Prediction
+from .run_files import RecordedRun
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One quantity of a step.
+
+    Args:
+        name: for people.
+        unit: ``ms`` or ``bytes``.
+        predicted, measured: ``None``: not known.
+    """
+
+    name: str
+    unit: str
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted."""
+        if self.predicted is None or self.measured is None or not self.predicted:
+            return None
+        return self.measured / self.predicted
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """See the module's text.
+
+    Args:
+        steps: that were logged last.
+        step_ms: median of the logged ones in the last stage; ``None``: none was logged.
+        peak_bytes: of device memory in use, measured; ``None``: not measured.
+        offloaded_bytes: of a step.
+        stall_ms: of a step.
+        host_bytes: most host memory in use.
+        refused: what was to be swapped and stayed: reason -> bytes of a step.
+        compared: predicted beside measured; empty without a planner.
+        trials: of the planner.
+        budget_bytes: of the planner.
+    """
+
+    steps: int
+    step_ms: float | None
+    peak_bytes: int | None
+    offloaded_bytes: int
+    stall_ms: float
+    host_bytes: int
+    refused: Mapping[str, float]
+    compared: Sequence[Compared]
+    trials: Sequence[Mapping[str, Any]]
+    budget_bytes: int | None
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {**asdict(self), "compared": [{**asdict(item), "ratio": item.ratio} for item in self.compared]}
+
+
+def prediction_of(run: RecordedRun) -> Prediction | None:
+    """Return the step that was predicted for the plan that was on; ``None``: the planner recorded none."""
+    if run.profile is None or run.plan is None:
+        return None
+    return predict(run.profile, run.plan)
+
+
+def run_facts(run: RecordedRun, prediction: Prediction | None) -> RunFacts:
+    """Put the numbers of a run together."""
+    phase = run.steps[-1].get("phase", "") if run.steps else ""
+    last = [line for line in run.steps if line.get("phase", "") == phase]
+    settled = last[1:] or last  # a stage begins with what it has to prepare
+    times = [float(line["step_ms"]) for line in settled]
+    of_step = [_of_step(line) for line in settled]
+    stats = of_step[-1] if of_step else {}
+    planner = run.planner or {}
+    peaks = [int(line["peak_bytes"]) for line in run.steps if "peak_bytes" in line]
+    if run.memory is not None and run.memory.samples:
+        peaks = peaks or [max(sample.total_bytes for sample in run.memory.samples)]
+    peak_bytes = max(peaks, default=None) if not planner else peaks[-1] if peaks else None
+    step_ms = median(times) if times else None
+    stall_ms = median([item["stall_ms"] for item in of_step]) if of_step else 0.0
+    facts = RunFacts(
+        steps=int(run.steps[-1]["step"]) if run.steps else 0,
+        step_ms=step_ms,
+        peak_bytes=peak_bytes,
+        offloaded_bytes=int(stats.get("offloaded_bytes", 0)),
+        stall_ms=stall_ms,
+        host_bytes=max((int(line["stats"]["host_peak_bytes"]) for line in run.steps), default=0),
+        refused=stats.get("refused", {}),
+        compared=(),
+        trials=planner.get("trials", ()),
+        budget_bytes=planner.get("budget_bytes"),
+    )
+    if prediction is None:
+        return facts
+    return RunFacts(**{**facts.__dict__, "compared": tuple(_compared(facts, prediction))})
+
+
+def _of_step(line: Mapping[str, Any]) -> dict[str, Any]:
+    """The totals since the line before, of one step."""
+    count = max(int(line.get("steps", 1)), 1)
+    stats = line["stats"]
+    return {
+        "offloaded_bytes": stats["offloaded_bytes"] / count,
+        "stall_ms": stats["stall_ms"] / count,
+        "refused": {reason: size / count for reason, size in stats["refused"].items()},
+    }
+
+
+def _compared(facts: RunFacts, prediction: Prediction) -> list[Compared]:
+    chosen = next((trial["steps"] for trial in facts.trials if trial["chosen"] and trial["steps"]), None)
+    peak = facts.peak_bytes if facts.peak_bytes is not None else chosen[-1]["peak_bytes"] if chosen else None
+    stall_ms = prediction.forward_stall_ms + prediction.backward_stall_ms
+    return [
+        Compared("step", "ms", prediction.step_ms, facts.step_ms),
+        Compared("peak memory", "bytes", prediction.peak_bytes, peak),
+        Compared("swapped", "bytes", prediction.swapped_bytes, facts.offloaded_bytes),
+        Compared("waits for copies", "ms", stall_ms, facts.stall_ms),
+        Compared("host memory", "bytes", prediction.host_bytes, facts.host_bytes),
+        Compared("run again", "ms", prediction.recompute_ms, None),
+        Compared("kept", "bytes", prediction.kept_bytes, None),
+    ]

@@ -1,0 +1,151 @@
+"""``check`` says what loading, resolving and the engine itself would say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_actswap import apply, load_config, outline, resolve_plan
+
+from .conftest import Run
+
+Write = Callable[[str], Path]
+
+GOOD = """
+swap_config:
+  swap: true
+  op_swap:
+    - {op_name: attention, backward_prefetch: 20, layers: true}
+    - {op_name: feed_forward, backward_prefetch: 15, layers: [1, 2]}
+recompute_config:
+  select_recompute: {feed_forward: [0, 2]}
+"""
+
+
+def test_every_problem_of_the_document_and_of_the_model_name(run: Run, write: Write) -> None:
+    config = write("swap_config: {swap: perhaps}\nrecompute_config: {select_recompte: true}\n")
+    ended = run("check", config, "--model", "no/such/folder", "--json")
+    assert ended.code == 1
+    assert [problem["where"] for problem in ended.document["problems"]] == [
+        "swap_config.swap",
+        "recompute_config.select_recompte",
+        "model",
+    ]
+    assert ended.document["problems"][1]["hint"] == "Did you mean 'select_recompute'?"
+
+
+def test_every_problem_of_the_plan(run: Run, write: Write, tiny: Path) -> None:
+    config = write(GOOD.replace("attention", "atention").replace("[1, 2]", "[1, 9]"))
+    ended = run("check", config, "-m", tiny)
+    assert ended.code == 1
+    assert "2 problems:" in ended.out
+    assert "found 9" in ended.out
+    assert "Did you\n    mean 'attention'?" in ended.out or "Did you mean 'attention'?" in ended.out
+
+
+def test_the_plan_is_that_of_resolve_plan(run: Run, write: Write, tiny: Path) -> None:
+    config = write(GOOD)
+    ended = run("check", config, "--model", tiny / "config.json", "--json")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny))
+    plan = resolve_plan(load_config(config), outline(model))
+    found = ended.document
+    assert ended.code == 0
+    assert [(row["scope"], row["op_path"], row["fate"]) for row in found["rows"]] == [
+        (row.scope, row.op_path, row.fate) for row in plan.rows
+    ]
+    assert [item["reason"] for item in found["overrides"]] == [item.reason for item in plan.overrides] != []
+    assert {wish["op_name"]: wish["targets"] for wish in found["names"] if wish["asked"] == "swap"} == {
+        "attention": {"self_attn": [0, 1, 2, 3]},
+        "feed_forward": {"mlp": [1, 2]},
+    }
+
+
+def test_bytes_are_those_that_the_engine_moves(run: Run, write: Write, tiny: Path) -> None:
+    """On a real step of the same shape, on the CPU."""
+    config = write(GOOD)
+    ended = run("check", config, "-m", tiny, "--seq", "24", "--batch", "2", "--dtype", "fp32", "--json")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny), dtype=torch.float32).train()
+    ids = torch.ones(2, 24, dtype=torch.long)
+    with apply(model, str(config)) as applied:
+        model(input_ids=ids, labels=ids).loss.backward()
+        moved_bytes = applied.stats().offloaded_bytes
+    predicted = ended.document["predicted"]
+    assert predicted["as written"]["swapped_bytes"] == moved_bytes > 0
+    assert predicted["nothing"]["swapped_bytes"] == 0
+    peaks = {name: step["peak_bytes"] for name, step in predicted.items()}
+    assert peaks["recompute all"] < peaks["as written"] < peaks["nothing"]
+
+
+def test_strict_counts_what_gave_way(run: Run, write: Write, tiny: Path) -> None:
+    config = write(GOOD)
+    assert run("check", config, "-m", tiny).code == 0
+    strict = run("check", config, "-m", tiny, "--strict", "--json")
+    assert (strict.code, strict.document["ok"], strict.document["problems"]) == (1, False, [])
+    config = write("swap_config: {swap: true}\n")
+    assert run("check", config, "-m", tiny, "--strict").code == 0
+
+
+def test_text_fits_into_80_columns(run: Run, write: Write, tiny: Path) -> None:
+    ended = run("check", write(GOOD), "-m", tiny, "--seq", "32")
+    assert ended.code == 0
+    assert max(map(len, ended.out.splitlines())) <= 80
+    assert "\x1b" not in ended.out
+    for part in ("Plan", "Names", "What was asked and gave way", "Predicted step", "No problems."):
+        assert part in ended.out
+
+
+def test_a_model_in_parts(run: Run, write: Write, tiny: Path) -> None:
+    """A rank of two swaps half of what one alone does, and communication has names."""
+    config = write(
+        "swap_config: {swap: true, op_swap: [{op_name: attention.flash_attention, "
+        "backward_prefetch: 5, layers: true}]}\nparallel_config: {sequence_parallel_enabled: true}\n"
+    )
+    of = {
+        tp: run("check", config, "-m", tiny, "--seq", "32", "--tp", tp, "--json").document
+        for tp in ("1", "2")
+    }
+    assert [of[tp]["ok"] for tp in of] == [True, True]
+    swapped = {tp: found["predicted"]["as written"]["swapped_bytes"] for tp, found in of.items()}
+    assert swapped["1"] == 2 * swapped["2"] > 0
+    assert of["1"]["overrides"] != of["2"]["overrides"]  # sequence parallelism has an effect
+    refused = run("check", config, "-m", tiny, "--tp", "3", "--json")
+    assert refused.code == 1
+    assert any("num_attention_heads" in problem["expected"] for problem in refused.document["problems"])
+
+
+def test_no_group_is_left_behind(run: Run, write: Write, tiny: Path) -> None:
+    config = write("{}")
+    for _ in range(2):
+        assert run("check", config, "-m", tiny, "--tp", "2").code == 0
+    assert not torch.distributed.is_initialized()
+
+
+def test_models_that_are_none(run: Run, write: Write, tiny: Path, tmp_path: Path) -> None:
+    config = write("{}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bert.json").write_text('{"model_type": "t5"}')
+    (tmp_path / "broken.json").write_text("{")
+    for name in ("empty", "bert.json", "broken.json"):
+        ended = run("check", config, "-m", tmp_path / name, "--json")
+        assert ended.code == 1
+        assert [problem["where"] for problem in ended.document["problems"]] == ["model"]
+        assert "\n" not in ended.document["problems"][0]["found"]
+    offline = run("check", config, "-m", "org/name", "--json").document["problems"]
+    assert len(offline) == 1
+    assert "HF_HUB_OFFLINE" in offline[0]["found"]
+
+
+def test_an_unknown_device_is_named(run: Run, write: Write, tiny: Path) -> None:
+    ended = run("check", write("{}"), "-m", tiny, "--seq", "8", "--device", "H300", "--json")
+    assert ended.code == 1
+    assert "H200" in ended.document["problems"][0]["hint"] + ended.document["problems"][0]["expected"]
+
+
+def test_wrong_usage_is_2(run: Run, tiny: Path) -> None:
+    assert run("check").code == 2
+    assert run("check", "x.yaml", "-m", tiny, "--seq", "0").code == 2
+    assert run("nonsense").code == 2

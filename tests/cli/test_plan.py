@@ -1,0 +1,99 @@
+"""``plan`` keeps within the budget, keeps what is written by hand, and writes plans that apply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_actswap import apply
+from hf_actswap.plan import load_plan
+
+from .conftest import Run
+
+pytest.importorskip("scipy")
+
+Write = Callable[[str], Path]
+
+STEP = ("--seq", "512", "--batch", "8", "--optimizer", "none")
+GIB = 2**30
+
+
+@pytest.fixture
+def peaks(run: Run, tiny: Path) -> tuple[float, float]:
+    """GiB of a step without a plan, and with every layer recomputed."""
+    found = run("plan", tiny, *STEP, "--budget-gib", "8", "--json").document
+    predicted = found["predicted"]
+    assert found["plan"]["rows"] == []  # all fits: nothing is done
+    return predicted["nothing"]["peak_bytes"] / GIB, predicted["recompute all"]["peak_bytes"] / GIB
+
+
+def test_within_the_budget(run: Run, tiny: Path, peaks: tuple[float, float]) -> None:
+    most, least = peaks
+    budget = (most + least) / 2
+    ended = run("plan", tiny, *STEP, "--budget-gib", f"{budget:.6f}", "--json")
+    assert ended.code == 0
+    found = ended.document
+    assert found["budget_bytes"] == pytest.approx(budget * GIB, rel=1e-3)
+    assert found["predicted"]["planned"]["peak_bytes"] <= found["budget_bytes"]
+    assert found["plan"]["rows"]
+    assert found["mode"] == "smart_swap"
+
+
+def test_what_nothing_fits_into(run: Run, tiny: Path) -> None:
+    ended = run("plan", tiny, *STEP, "--budget-gib", "0.001", "--json")
+    assert ended.code == 1
+    (problem,) = ended.document["problems"]
+    assert (problem["where"], problem["found"]) == ("memory.budget_gib", "0.001")
+    assert problem["expected"].startswith("at least ")
+
+
+def test_what_is_written_stays(run: Run, write: Write, tiny: Path, peaks: tuple[float, float]) -> None:
+    config = write(
+        "swap_config: {swap: true, op_swap: [{op_name: attention, backward_prefetch: 7, layers: [1]}]}\n"
+        f"memory: {{mode: smart_swap, budget_gib: {sum(peaks) / 2:.6f}}}\n"
+    )
+    found = run("plan", tiny, config, *STEP, "--json").document
+    rows = [row for row in found["plan"]["rows"] if row["scope"] == 1 and row["op_path"] == "self_attn"]
+    assert [(row["fate"], row["windows"]["prefetch_ops"]) for row in rows] == [("swap", 7)]
+    assert "as written" in found["predicted"]
+    checked = run("check", config, "-m", tiny, *STEP, "--json").document
+    assert checked["predicted"]["planned (smart_swap)"] == found["predicted"]["planned"]
+
+
+def test_a_saved_plan_applies(run: Run, tiny: Path, tmp_path: Path, peaks: tuple[float, float]) -> None:
+    path = tmp_path / "plan.json"
+    ended = run("plan", tiny, *STEP, "--budget-gib", f"{sum(peaks) / 2:.6f}", "--save", path)
+    assert ended.code == 0
+    assert "Written to" in ended.out
+    plan = load_plan(path)
+    assert plan.rows
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny)).train()
+    ids = torch.ones(1, 16, dtype=torch.long)
+    with apply(model, plan):
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert run("plan", tiny, *STEP, "--budget-gib", "8", "--save", tmp_path / "no" / "plan.json").code == 2
+
+
+def test_compare(run: Run, tiny: Path) -> None:
+    ended = run("plan", tiny, *STEP, "--budget-gib", "8", "--compare", "tp=1,2,3", "--json")
+    assert ended.code == 0
+    one, two, three = ended.document["compare"]
+    assert [item["tp"] for item in (one, two, three)] == [1, 2, 3]
+    assert two["predicted"]["nothing"]["peak_bytes"] < one["predicted"]["nothing"]["peak_bytes"]
+    assert three["problems"]
+    text = run("plan", tiny, *STEP, "--budget-gib", "8", "--compare", "tp=1,3")
+    assert "no plan" in text.out
+    assert max(map(len, text.out.splitlines())) <= 80
+    for wrong in ("tp", "tp=", "tp=0", "pp=2", "tp=1,x"):
+        assert run("plan", tiny, "--compare", wrong).code == 2
+
+
+def test_text_fits_into_80_columns(run: Run, tiny: Path, peaks: tuple[float, float]) -> None:
+    for more in ((), ("--windows",)):
+        text = run("plan", tiny, *STEP, "--budget-gib", f"{sum(peaks) / 2:.6f}", *more).out
+        assert max(map(len, text.splitlines())) <= 80
+        assert "everything else" in text

@@ -1,0 +1,40 @@
+"""In one process, for a model of several ranks: launcher traps, and which Trainer's methods are ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import Trainer
+
+from hf_actswap import ActSwapTrainer, ActSwapTrainerMixin
+from tests.integrations.parallel_runs import OrderedStockTrainer, make
+
+
+def test_the_launcher_started_one_process(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="expected a process group, found none") as caught:
+        make({"parallel_config": {"tensor_parallel_size": 2}}, tmp_path)
+    assert "accelerate launch --multi_gpu --num_processes 2 " in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [OrderedStockTrainer, ActSwapTrainer])
+def test_the_launcher_started_independent_trainings(
+    kind: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(None, tmp_path, kind)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Exception, match="2 independent trainings, each of which believes to be alone"):
+        trainer.callback_handler.on_init_end(trainer.args, trainer.state, trainer.control)
+
+
+def test_what_we_override_is_there() -> None:
+    """A release of transformers or Accelerate that renames one of these fails here first."""
+    for name in vars(ActSwapTrainerMixin):
+        if callable(getattr(ActSwapTrainerMixin, name)) and not name.startswith("__"):
+            assert hasattr(Trainer, name) or name == "_declared", name
+    assert hasattr(Accelerator, "_prepare_device_mesh")
+    assert hasattr(torch.nn.parallel.DistributedDataParallel, "_get_active_ddp_module")

@@ -1,0 +1,112 @@
+"""Steps of tiny models under watch, and the clock and the meter that the tests read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from hf_actswap import outline
+from hf_actswap.planner.meter import CountingMeter
+from hf_actswap.planner.profile import Profile
+from hf_actswap.planner.record.recorder import StepRecorder
+from tests.engine.tiny_models import VOCABULARY, batch, tiny_llama, tiny_neox
+
+
+def tiny_qwen3() -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    return Qwen3ForCausalLM(config).train()
+
+
+def tied_llama() -> nn.Module:
+    return tiny_llama(tie_word_embeddings=True, num_hidden_layers=2)
+
+
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    "llama": tiny_llama,
+    "neox": tiny_neox,
+    "qwen3": tiny_qwen3,
+    "tied": tied_llama,
+}
+
+
+@dataclass(frozen=True)
+class Tick:
+    count: int
+
+    def ms_since(self, earlier: Tick) -> float:
+        return self.count - earlier.count
+
+
+class TickClock:
+    """Every op takes one ms."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def stamp(self) -> Tick:
+        return Tick(self.count)
+
+    def ran(self, *_: Any) -> None:
+        self.count += 1
+
+    def synchronize(self) -> None:
+        pass
+
+
+def call_of(**more: Any) -> dict[str, Any]:
+    ids = batch(0)
+    return {"input_ids": ids, "labels": ids.clone(), "use_cache": False, **more}
+
+
+def counting_meter(model: nn.Module, call: Mapping[str, Any]) -> CountingMeter:
+    meter = CountingMeter()
+    meter.own([*model.parameters(), *model.buffers()])
+    meter.own(value for value in call.values() if isinstance(value, torch.Tensor))
+    return meter
+
+
+def step(model: nn.Module, call: Mapping[str, Any]) -> None:
+    torch.manual_seed(7)
+    model(**call).loss.backward()
+
+
+def recorded(model: nn.Module, **settings: Any) -> tuple[Profile, CountingMeter]:
+    """Record one step; return the profile and a meter that counted the same step, from outside."""
+    call = call_of()
+    outside, inside = counting_meter(model, call), counting_meter(model, call)
+    outside.start()
+    inside.start()
+    try:
+        with StepRecorder(model, outline(model), inside, TickClock(), **settings) as recorder:
+            step(model, call)
+    finally:
+        inside.stop()
+        outside.stop()
+    return recorder.profile(device="cpu"), outside
+
+
+def assert_spans_partition(profile: Profile) -> None:
+    """Fail unless spans follow each other without gaps, in uses and in operators, and own every use once."""
+    orders = sorted(use.order for storage in profile.saved.storages for use in storage.uses)
+    covered = [order for span in profile.spans for order in range(span.first_order, span.last_order + 1)]
+    assert covered == orders == list(range(1, len(orders) + 1))
+    ops = [0, *accumulate(span.num_ops for span in profile.spans)]
+    assert [span.first_op for span in profile.spans] == ops[:-1]
+    places = [span.backward_place for span in profile.spans if span.backward_place >= 0]
+    assert places == sorted(places, reverse=True), "backward does not run in reverse"
+    assert len(set(places)) == len(places)

@@ -1,0 +1,232 @@
+"""The planner where an allocator counts: what its looks cost, the budget held, the first step survived.
+
+Small beside `benchmarks/planner.py`, which measures the same on real shapes. The profile that is recorded
+here is kept beside the benchmarks' results, so that machines without an accelerator can plan from it.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_actswap import apply, outline
+from hf_actswap.engine import StreamTransfer
+from hf_actswap.planner import AllocatorMeter, BudgetError
+from hf_actswap.planner.cost.simulate import predict
+from hf_actswap.planner.record.clock import DeviceClock
+from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
+from hf_actswap.planner.record.recorder import StepRecorder
+from tests.planner.simulated_device import Trained
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+DEVICE = torch.device("cuda", 0)
+GIB = 2**30
+LAYERS, TOKENS, WIDTH = 8, 8192, 2048
+MOST_RECORDING = 2.0
+"""A recorded step may take so many times as long as one that is not."""
+STEPS = 13
+
+
+def llama(compiled: bool = False) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=WIDTH,
+        intermediate_size=WIDTH * 11 // 4,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=WIDTH // 128,
+        num_key_value_heads=WIDTH // 128,
+        max_position_embeddings=TOKENS,
+        use_cache=False,
+        dtype=torch.bfloat16,
+    )
+    with DEVICE:
+        model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    if compiled:
+        for layer in model.model.layers:
+            layer.compile()
+    return model
+
+
+def clean() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+@pytest.fixture(autouse=True)
+def _clean_device() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    fills, torch.utils.deterministic.fill_uninitialized_memory = (
+        torch.utils.deterministic.fill_uninitialized_memory,
+        False,
+    )
+    clean()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = fills
+    torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+    torch._dynamo.reset()
+    clean()
+
+
+def one_step(model: Any, number: int = 0) -> float:
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(1024, (1, TOKENS), generator=generator).to(DEVICE)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return float(loss.item())
+
+
+def train(memory: dict[str, Any] | None, steps: int = STEPS, compiled: bool = False) -> Trained:
+    """Train with AdamW; peaks are what the allocator held in the whole step."""
+    model = llama(compiled)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    trained = Trained()
+    planner: Any = None if memory is None else apply(model, {"memory": memory}, optimizer=optimizer)
+    try:
+        for number in range(steps):
+            torch.cuda.reset_peak_memory_stats()
+            trained.phases.append("" if planner is None else planner.phase)
+            trained.losses.append(one_step(model, number))
+            peak = torch.cuda.max_memory_reserved(DEVICE)
+            optimizer.step()
+            optimizer.zero_grad()
+            trained.peaks.append(max(peak, torch.cuda.max_memory_reserved(DEVICE)))
+    finally:
+        if planner is not None:
+            trained.planner, trained.plan_rows = planner, planner.plan.rows
+            planner.remove()
+        del model, optimizer
+        clean()
+    return trained
+
+
+@pytest.fixture(scope="module")
+def unplanned() -> Trained:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return train(None)
+
+
+def timed_ms(run: Callable[[], Any], times: int = 3) -> float:
+    """The fastest."""
+    found = []
+    for _ in range(times):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        found.append((time.perf_counter() - start) * 1e3)
+    return min(found)
+
+
+def test_recording_costs_little_and_the_profile_is_kept(
+    repository: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """With the allocator asked at each span, and without; each figure is in the report (``--junit-xml``)."""
+    model, transfer, meter = llama(), StreamTransfer(DEVICE), AllocatorMeter(DEVICE)
+    for _ in range(2):
+        one_step(model)
+    recorders: list[StepRecorder] = []
+
+    def recorded(asked: AllocatorMeter | None) -> None:
+        recorders.append(StepRecorder(model, outline(model), asked, DeviceClock(transfer)))
+        with recorders[-1]:
+            one_step(model)
+
+    plain = timed_ms(lambda: one_step(model))
+    times_only, both = timed_ms(lambda: recorded(None)), timed_ms(lambda: recorded(meter))
+    look = timed_ms(lambda: [(meter.peak_bytes(), meter.reset_peak()) for _ in range(100)]) * 10
+    for name, value in (("plain_ms", plain), ("times_ms", times_only), ("both_ms", both), ("look_us", look)):
+        record_property(name, value)
+    profile = recorders[-1].profile(
+        device=torch.cuda.get_device_name(DEVICE),
+        device_bytes=meter.limit_bytes(),
+        link=transfer.link(),
+    )
+    name = torch.cuda.get_device_name(DEVICE).lower().replace(" ", "-")
+    path = repository / "benchmarks" / "results" / f"profile_{name}_{datetime.now():%Y%m%d}.json"
+    path.write_text(profile_to_json(profile), encoding="utf-8")
+    assert profile_from_json(path.read_text(encoding="utf-8")) == profile
+    json.loads(path.read_text(encoding="utf-8"))
+    assert profile.compute_ms == pytest.approx(plain, rel=0.25)
+    assert times_only <= MOST_RECORDING * plain, (plain, times_only, both, look)
+
+
+def test_the_empty_plan_is_predicted_as_it_was_measured() -> None:
+    model, transfer = llama(), StreamTransfer(DEVICE)
+    for _ in range(2):
+        one_step(model)
+    torch.cuda.reset_peak_memory_stats()
+    one_step(model)
+    peak = torch.cuda.max_memory_allocated(DEVICE)
+    recorder = StepRecorder(model, outline(model), AllocatorMeter(DEVICE), DeviceClock(transfer))
+    with recorder:
+        one_step(model)
+    found = recorder.profile(device="CUDA")
+    with apply(model, {}) as applied:
+        nothing = applied.plan
+    assert predict(found, nothing).peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+@pytest.mark.parametrize(("mode", "share"), [("adaptive", 0.5), ("smart_swap", 0.7)])
+def test_the_budget_holds_and_no_number_changes(mode: str, share: float, unplanned: Trained) -> None:
+    """Of the peak: budgets below the optimizer's states and the weights would need memory_saving."""
+    budget = int(share * unplanned.peak_bytes)
+    found = train({"mode": mode, "budget_gib": budget / GIB})
+    assert found.phases[10] == "stable"
+    assert found.losses == unplanned.losses
+    assert max(found.stable_peaks()[1:]) <= budget
+    assert found.planner is not None
+    assert max(found.planner.planning_s) < 5
+    fitting = [trial for trial in found.planner.trials if trial.fits(budget)]
+    assert fitting  # what earlier plans needed is given back: else no trial could fit
+    for trial in fitting:
+        assert trial.prediction is not None
+        assert trial.prediction.peak_bytes == pytest.approx(trial.steps[-1].peak_bytes, rel=0.05)
+
+
+def test_a_reduction_is_reached_or_the_largest_is_named(unplanned: Trained) -> None:
+    wanted = 0.3 * unplanned.peak_bytes
+    found = train({"mode": "smart_swap", "reduce_by_gib": wanted / GIB})
+    fall = unplanned.peak_bytes - max(found.stable_peaks()[1:])
+    assert fall == pytest.approx(wanted, rel=0.05)
+    with pytest.raises(BudgetError, match="the largest reduction"):
+        train({"mode": "smart_swap", "reduce_by_gib": 0.95 * unplanned.peak_bytes / GIB}, steps=4)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.6])
+def test_the_first_step_is_survived(share: float, unplanned: Trained) -> None:
+    limit = int(share * unplanned.peak_bytes)
+    _, total = torch.cuda.mem_get_info(DEVICE)
+    torch.cuda.set_per_process_memory_fraction(limit / total, DEVICE)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(None, steps=2)
+    clean()
+    found = train({"mode": "adaptive"})
+    assert found.losses == unplanned.losses
+    assert found.phases[-1] == "stable"
+    assert max(found.peaks) <= limit
+
+
+def test_compiled_layers_are_planned_and_survived() -> None:
+    plain = train(None, compiled=True)
+    limit = int(0.8 * plain.peak_bytes)
+    _, total = torch.cuda.mem_get_info(DEVICE)
+    torch.cuda.set_per_process_memory_fraction(limit / total, DEVICE)
+    found = train({"mode": "adaptive"}, compiled=True)
+    assert found.phases[-1] == "stable"
+    assert found.losses == pytest.approx(plain.losses, rel=1e-3)  # other kernels round differently
+    assert max(found.peaks) <= limit

@@ -1,0 +1,156 @@
+"""Warm-up, search and stable of real trainings, on a device whose memory is counted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from hf_actswap import MemoryPlan, PlanError, apply
+from hf_actswap.planner import BudgetError
+from tests.engine.tiny_models import tiny_llama
+from tests.planner.simulated_device import Trained, train
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def unplanned() -> Trained:
+    return train(tiny_llama)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    yield
+    assert not _get_current_dispatch_mode_stack()
+
+
+@pytest.mark.parametrize(("mode", "share"), [("adaptive", 0.8), ("smart_swap", 0.6)])
+def test_three_phases_hold_the_budget_and_change_no_number(
+    mode: str, share: float, unplanned: Trained
+) -> None:
+    budget = int(unplanned.peak_bytes * share)
+    found = train(tiny_llama, {"mode": mode, "budget_gib": budget / GIB, "search_steps": 8})
+    assert found.phases[:3] == ["warm-up", "warm-up", "search"]
+    assert "stable" in found.phases[:11]  # after at most 10 steps
+    assert found.losses == unplanned.losses
+    assert all(torch.equal(found.weights[name], weight) for name, weight in unplanned.weights.items())
+    assert found.stable_peaks()
+    assert max(found.stable_peaks()) <= budget
+    assert found.plan_rows
+
+
+def test_the_prediction_is_the_measurement(unplanned: Trained) -> None:
+    found = train(tiny_llama, {"mode": "adaptive", "budget_gib": 0.7 * unplanned.peak_bytes / GIB})
+    assert found.planner is not None
+    for trial in found.planner.trials:
+        assert trial.prediction is not None
+        assert trial.prediction.peak_bytes == pytest.approx(trial.reserved_peak_bytes, rel=0.01)
+
+
+def test_a_run_that_does_not_fit_survives_from_the_first_step(unplanned: Trained) -> None:
+    limit = int(0.5 * unplanned.peak_bytes)
+    with pytest.raises(torch.OutOfMemoryError):
+        train(tiny_llama, limit_bytes=limit)
+    found = train(tiny_llama, {"mode": "adaptive"}, limit_bytes=limit)
+    assert found.losses == unplanned.losses
+    assert max(found.peaks) <= limit
+    assert found.phases[-1] == "stable"
+
+
+def test_what_cannot_fit_says_what_would(unplanned: Trained) -> None:
+    limit = int(0.28 * unplanned.peak_bytes)
+    with pytest.raises((BudgetError, torch.OutOfMemoryError), match=r"at least|At least") as caught:
+        train(tiny_llama, {"mode": "adaptive"}, limit_bytes=limit)
+    assert str(caught.value)
+
+
+def test_a_reduction_is_reached_or_the_largest_is_named(unplanned: Trained) -> None:
+    wanted = 0.4 * unplanned.peak_bytes
+    found = train(tiny_llama, {"mode": "smart_swap", "reduce_by_gib": wanted / GIB})
+    assert max(found.stable_peaks()) <= 1.001 * (unplanned.peak_bytes - wanted)
+    with pytest.raises(BudgetError, match=r"reduce_by_gib: expected at most 0\.00\d+, the largest") as caught:
+        train(tiny_llama, {"mode": "smart_swap", "reduce_by_gib": 0.8 * unplanned.peak_bytes / GIB})
+    most = float(str(caught.value).split("at most ")[1].split(",")[0])
+    again = train(tiny_llama, {"mode": "smart_swap", "reduce_by_gib": most * 0.999})
+    assert again.phases[-1] == "stable"
+
+
+def test_memory_enough_means_nothing_is_done(unplanned: Trained) -> None:
+    found = train(tiny_llama, {"mode": "adaptive", "budget_gib": 2 * unplanned.peak_bytes / GIB})
+    assert found.plan_rows == ()
+    assert found.phases[4] == "stable"  # one trial, nothing faster can be
+    assert found.losses == unplanned.losses
+
+
+def test_fates_written_by_hand_stay(unplanned: Trained) -> None:
+    written = {"recompute_config": {"select_recompute": {"feed_forward": [2]}}}
+    found = train(
+        tiny_llama, {"mode": "smart_swap", "budget_gib": 0.7 * unplanned.peak_bytes / GIB}, **written
+    )
+    assert found.losses == unplanned.losses
+    recomputed = {(row.scope, row.op_path) for row in found.plan_rows if row.fate == "recompute"}
+    alone = apply(tiny_llama(), written)
+    rows = {(row.scope, row.op_path, row.fate) for row in alone.plan.rows}
+    alone.remove()
+    assert rows <= {(row.scope, row.op_path, row.fate) for row in found.plan_rows}
+    assert recomputed
+
+
+def test_micro_batches(unplanned: Trained) -> None:
+    plain = train(tiny_llama, micro_batches=3, steps=9)
+    budget = int(0.7 * plain.peak_bytes)
+    found = train(tiny_llama, {"mode": "adaptive", "budget_gib": budget / GIB}, micro_batches=3, steps=13)
+    assert found.losses[: len(plain.losses)] == plain.losses
+    assert max(found.stable_peaks()) <= budget
+
+
+def test_the_plan_file_spares_the_search(unplanned: Trained, tmp_path: Path) -> None:
+    path = tmp_path / "plans" / "plan.json"
+    memory = {"mode": "adaptive", "budget_gib": 0.6 * unplanned.peak_bytes / GIB, "plan_file": str(path)}
+    first = train(tiny_llama, memory)
+    document = json.loads(path.read_text())
+    assert MemoryPlan.from_json(path.read_text()).rows == first.plan_rows
+    assert document["measured"]["predicted_peak_bytes"] > 0
+    second = train(tiny_llama, memory, steps=4)
+    assert second.phases == ["stable"] * 4
+    assert second.plan_rows == first.plan_rows
+    assert second.losses == unplanned.losses[:4]
+    other = train(tiny_llama, {**memory, "mode": "smart_swap"}, steps=3)
+    assert other.phases[0] == "warm-up"  # not made for that wish
+
+
+def test_a_malformed_plan_file_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"format": "hf_actswap.plan", "format_version": 1, "num_layers": 2, "made_for": 3}')
+    with pytest.raises(PlanError, match="made_for"):
+        train(tiny_llama, {"mode": "adaptive", "plan_file": str(path)}, steps=1)
+
+
+def test_longer_batches_are_survived_and_planned_for(unplanned: Trained) -> None:
+    def shape(step: int) -> tuple[int, int]:
+        return (4, 64) if step < 12 else (4, 128)
+
+    plain = train(tiny_llama, shape=shape, steps=24)
+    limit = int(0.6 * plain.peak_bytes)
+    found = train(tiny_llama, {"mode": "adaptive"}, shape=shape, steps=24, limit_bytes=limit)
+    assert found.losses == plain.losses
+    assert [found.phases[step] for step in (11, 13, -1)] == ["stable", "warm-up", "stable"]
+    assert max(found.peaks) <= limit
+
+
+def test_it_needs_the_optimizer() -> None:
+    with pytest.raises(PlanError, match="optimizer=optimizer"):
+        apply(tiny_llama(), {"memory": {"mode": "adaptive"}})
+
+
+def test_removed_in_the_middle_of_each_phase(unplanned: Trained) -> None:
+    memory: dict[str, Any] = {"mode": "adaptive", "budget_gib": 0.7 * unplanned.peak_bytes / GIB}
+    for steps in (1, 2, 3):
+        found = train(tiny_llama, memory, steps=steps)
+        assert found.losses == unplanned.losses[:steps]

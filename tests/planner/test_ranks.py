@@ -1,0 +1,172 @@
+"""Several ranks, one plan: devices and batches that differ, wrappers, parallel layers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parallel.rank_processes import result
+from tests.planner.ranks_worker import QUICK_CHECK_STEPS, Run, run_four, run_two, run_two_more
+from tests.processes import finish
+
+LIMIT_S = 240
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what each of two ranks wrote; all cases run in one launch."""
+    return launch(run_two, tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def two_more(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launch(run_two_more, tmp_path_factory.mktemp("two_more"), 2)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launch(run_four, tmp_path_factory.mktemp("four"), 4)
+
+
+def launch(worker: Callable[[int, str], None], folder: Path, ranks: int) -> Path:
+    """Run ``worker(rank, folder)`` on each rank."""
+    context = torch.multiprocessing.spawn(worker, (str(folder),), nprocs=ranks, join=False)
+    finish(context, LIMIT_S)
+    return folder
+
+
+def of_ranks(folder: Path, case: str, ranks: int = 2) -> list[Mapping[str, Run]]:
+    return [result(folder, case, rank) for rank in range(ranks)]
+
+
+def rows(run: Run, step: int = -1) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(run.plans[step])["rows"]
+    return found
+
+
+def assert_one_plan(found: list[Mapping[str, Run]], name: str = "planned") -> None:
+    """All ranks are in the same phase with the same plan in each step, and the losses are untouched."""
+    first = found[0][name]
+    for runs in found:
+        run = runs[name]
+        assert run.problem is None
+        assert run.phases == first.phases
+        assert run.plans == first.plans
+        assert run.losses == runs["plain"].losses[: len(run.losses)]
+        assert run.left_over == []
+    assert first.phases[-1] == "stable"
+    assert rows(first)
+
+
+def stable_peaks(run: Run) -> list[int]:
+    return [peak for peak, phase in zip(run.peaks, run.phases, strict=True) if phase == "stable"]
+
+
+def check_devices(found: list[Mapping[str, Run]]) -> None:
+    assert_one_plan(found)
+    assert found[0]["planned"].evicted_bytes > 0
+    assert all(runs["planned"].evicted_bytes == 0 for runs in found[1:])
+    least = int(0.6 * max(runs["plain"].peak_bytes for runs in found))
+    assert all(max(stable_peaks(runs["planned"])) <= least for runs in found)
+
+
+def check_lengths(found: list[Mapping[str, Run]]) -> None:
+    assert_one_plan(found)
+    budget = 0.7 * max(runs["plain"].peak_bytes for runs in found)
+    assert all(max(stable_peaks(runs["planned"])) <= budget for runs in found)
+    assert max(stable_peaks(found[-1]["planned"])) > max(stable_peaks(found[0]["planned"]))
+
+
+def check_impossible(found: list[Mapping[str, Run]]) -> None:
+    problems = {runs["planned"].problem for runs in found}
+    assert len(problems) == 1
+    assert "memory.budget_gib: expected at least" in str(problems.pop())
+    for runs in found:
+        assert len(runs["planned"].losses) == len(found[0]["planned"].losses)
+        assert runs["planned"].left_over == []
+        assert len(runs["after"].losses) == 2
+
+
+def test_the_smallest_device_is_the_budget_of_all(two: Path) -> None:
+    check_devices(of_ranks(two, "devices"))
+
+
+@pytest.mark.slow
+def test_the_longest_batch_is_planned_for_on_all(two_more: Path) -> None:
+    check_lengths(of_ranks(two_more, "lengths"))
+
+
+def test_no_plan_is_the_same_error_on_all(two: Path) -> None:
+    check_impossible(of_ranks(two, "impossible"))
+
+
+@pytest.mark.slow
+def test_four_ranks(four: Path) -> None:
+    check_devices(of_ranks(four, "devices", 4))
+    check_lengths(of_ranks(four, "lengths", 4))
+    check_impossible(of_ranks(four, "impossible", 4))
+
+
+@pytest.mark.slow
+def test_the_plan_file_of_rank_0_serves_all(two_more: Path) -> None:
+    found = of_ranks(two_more, "plan_file")
+    assert_one_plan(found, "first")
+    assert_one_plan(found, "again")
+    assert (two_more / "plan.json").exists()
+    assert not (two_more / "elsewhere").exists()
+    for runs in found:
+        assert runs["again"].phases == ["stable"] * 3
+        assert rows(runs["again"], 0) == rows(runs["first"])
+        assert runs["other"].phases[:2] == ["warm-up", "warm-up"]  # another budget
+
+
+@pytest.mark.slow
+def test_states_of_the_optimizer_are_away_on_all(two_more: Path) -> None:
+    assert_one_plan(of_ranks(two_more, "states"))
+
+
+@pytest.mark.slow
+def test_sharded_weights(two_more: Path) -> None:
+    found = of_ranks(two_more, "fsdp2")
+    assert_one_plan(found)
+    limit = int(0.75 * max(runs["plain"].peak_bytes for runs in found))
+    for runs in found:
+        assert max(runs["planned"].peaks) <= limit < runs["plain"].peak_bytes * 0.76
+        assert runs["planned"].evicted_bytes > 0
+
+
+def test_what_communicates_is_not_recomputed(two: Path) -> None:
+    check_communication(of_ranks(two, "tensor_parallel"))
+
+
+@pytest.mark.slow
+def test_what_communicates_is_not_recomputed_with_sequence_parallelism(two_more: Path) -> None:
+    check_communication(of_ranks(two_more, "sequence_parallel"))
+
+
+def check_communication(found: list[Mapping[str, Run]]) -> None:
+    assert_one_plan(found)
+    for runs in found:
+        assert runs["planned"].collectives == runs["plain"].collectives
+    assert found[0]["planned"].collectives == found[1]["planned"].collectives
+    assert sum(found[0]["plain"].collectives[0].values()) > 0
+
+
+@pytest.mark.slow
+def test_a_batch_that_grows_on_one_rank(two_more: Path) -> None:
+    found = of_ranks(two_more, "grows")
+    assert_one_plan(found)
+    phases = found[0]["planned"].phases
+    first = phases.index("stable")
+    looks = [step for step in range(10, 18) if (step - first) % QUICK_CHECK_STEPS == 0]
+    assert phases[9] == "stable"
+    assert phases.index("warm-up", first) == looks[0]
+    limit = int(0.75 * max(runs["plain"].peak_bytes for runs in found))
+    assert max(found[1]["planned"].peaks) <= limit

@@ -1,0 +1,431 @@
+"""What a watched step says of itself, and that it is the step that it would have been."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from hf_actswap import outline
+from hf_actswap.engine.autograd_state import running_node_number
+from hf_actswap.engine.tickets import Ticket, keep
+from hf_actswap.engine.transfer import BlockingTransfer
+from hf_actswap.plan.save_recorder import record_saved
+from hf_actswap.planner.meter import CountingMeter
+from hf_actswap.planner.profile import Profile
+from hf_actswap.planner.record.clock import DeviceClock
+from hf_actswap.planner.record.lives import measured_peak_bytes
+from hf_actswap.planner.record.record_ops import computes
+from hf_actswap.planner.record.recorder import StepRecorder, signature
+from tests.engine.tiny_models import assert_bitwise_equal, gradients, snapshot, tiny_llama, tiny_neox
+from tests.planner.recorded_steps import (
+    MODELS,
+    TickClock,
+    assert_spans_partition,
+    call_of,
+    counting_meter,
+    recorded,
+    step,
+)
+
+
+def surroundings(model: nn.Module) -> dict[str, Any]:
+    return {**snapshot(model), "dispatch": len(_get_current_dispatch_mode_stack())}
+
+
+def watched(model: nn.Module, **settings: Any) -> StepRecorder:
+    return StepRecorder(model, outline(model), None, TickClock(), **settings)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_step_is_the_step_that_it_would_have_been(family: str) -> None:
+    model = MODELS[family]()
+    step(model, call_of())
+    expected, random = gradients(model), torch.get_rng_state()
+    model.zero_grad()
+    before = surroundings(model)
+    recorded(model)
+    assert_bitwise_equal(gradients(model), expected)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert surroundings(model) == before
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_saved_tensors_are_those_foreseen_on_fakes(family: str) -> None:
+    model = MODELS[family]()
+    profile, _ = recorded(model)
+    foreseen = record_saved(model, outline(model), (), call_of())
+    assert profile.saved == foreseen
+    assert profile.signature == signature(foreseen)
+    assert profile.saved.by_op()
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_spans_partition_the_step(family: str) -> None:
+    profile, _ = recorded(MODELS[family]())
+    assert_spans_partition(profile)
+    assert profile.batch_shape == (2, 16)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_base_and_saved_bytes_add_up_to_the_peak(family: str) -> None:
+    profile, outside = recorded(MODELS[family]())
+    assert measured_peak_bytes(profile) == outside.peak_bytes()
+
+
+def test_base_bytes_hold_nothing_that_is_saved() -> None:
+    """Else they would grow from layer to layer in forward, and in backward by more than the gradients."""
+    model = tiny_llama()
+    profile, _ = recorded(model)
+    gradient_bytes = sum(weight.nbytes for weight in model.get_submodule("model.layers.1").parameters())
+    spans = {span.call: span for span in profile.spans}
+    earlier = [span for call, span in spans.items() if call[0] == 1]
+    later = [spans[(2, *span.call[1:])] for span in earlier]
+    assert [span.forward_base_bytes for span in earlier] == [span.forward_base_bytes for span in later]
+    assert {
+        before.backward_base_bytes - after.backward_base_bytes
+        for before, after in zip(earlier, later, strict=True)
+        if before.backward_place >= 0
+    } == {gradient_bytes}
+
+
+class HeldMeter(CountingMeter):
+    """Counts what autograd holds, and nothing else."""
+
+    def __init__(self, weights: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._weights = {weight.untyped_storage()._cdata for weight in weights}
+
+    def hold(self, tensor: torch.Tensor) -> Ticket:
+        if tensor.untyped_storage()._cdata not in self._weights:
+            self.own([tensor])
+        return keep(tensor)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_saved_storages_live_as_long_as_the_rule_says(family: str) -> None:
+    """Then what is left of what is held is the same wherever backward is: the rotations that layers share."""
+    model = MODELS[family]()
+    meter = HeldMeter(model.parameters())
+    with StepRecorder(model, outline(model), meter, TickClock(), meter.hold) as recorder:
+        step(model, call_of())
+    profile = recorder.profile(device="cpu")
+    left = {
+        span.backward_base_bytes
+        for span in profile.spans
+        if isinstance(span.call[0], int) and span.call[0] > 0 and span.backward_place >= 0
+    }
+    assert len(left) == 1
+    assert 0 < left.pop() < 5000
+
+
+class Counted(TorchDispatchMode):
+    """Counts the ops that do something, in forward and in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.backward = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if computes(func):
+            backward = running_node_number() is not None
+            self.backward += backward
+            self.forward += not backward
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "neox"])
+def test_every_op_is_charged_to_one_span(family: str) -> None:
+    model, call = MODELS[family](), call_of()
+    with Counted() as counted:
+        step(model, call)
+    model.zero_grad()
+    profile, _ = recorded(model)
+    # The gradient of the loss is made between forward and backward, in no node.
+    assert sum(span.forward_ms for span in profile.spans) == counted.forward
+    assert sum(span.backward_ms for span in profile.spans) == counted.backward
+    assert profile.compute_ms > 0
+
+
+def test_backward_time_goes_to_the_op_whose_nodes_run() -> None:
+    profile, _ = recorded(tiny_llama())
+    times = {span.call: span for span in profile.spans}
+    linear, silu = times[1, "mlp.up_proj.linear", 0], times[1, "mlp.act_fn.silu", 0]
+    assert linear.backward_ms == 2 * linear.forward_ms == 2  # two matrix products for one
+    assert silu.backward_ms == silu.forward_ms == 1
+    assert times[1, "add", 0].backward_place == -1, "autograd hands a sum's gradient on as it is"
+    assert silu.backward_place < times[0, "mlp.act_fn.silu", 0].backward_place
+
+
+def test_random_ops_are_known() -> None:
+    drawing = {span.call[1] for span in recorded(tiny_neox())[0].spans if span.random}
+    assert drawing == {
+        "",  # between embedding and layers
+        "attention.flash_attention",
+        "post_attention_dropout.dropout",
+        "post_mlp_dropout.dropout",
+    }
+    assert not any(span.random for span in recorded(tiny_llama())[0].spans)
+
+
+def test_real_time() -> None:
+    model = tiny_llama()
+    clock = DeviceClock(BlockingTransfer(torch.device("cpu")))
+    with StepRecorder(model, outline(model), None, clock) as recorder:
+        step(model, call_of())
+        _ = [torch.randn(64, 64) @ torch.randn(64, 64) for _ in range(20)]
+    profile = recorder.profile(device="cpu", device_bytes=1)
+    assert all(span.forward_ms > 0 for span in profile.spans if isinstance(span.call[0], int))
+    assert profile.outside_ms > 0
+    without = recorder.profile(device="cpu", device_bytes=1, outside_ms=3.0)
+    assert without.outside_ms == 3.0
+
+
+def test_work_after_backward_is_not_charged_to_it() -> None:
+    model = tiny_llama()
+    recorder = watched(model)
+    with recorder:
+        step(model, call_of())
+        for _ in range(1000):
+            torch.ones(1).add(1)
+    profile = recorder.profile(device="cpu")
+    assert profile.outside_ms >= 1000
+    assert profile.compute_ms < 1000
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_an_exception_in_mid_step_leaves_nothing_behind(error: type[BaseException]) -> None:
+    model = tiny_llama()
+    before = surroundings(model)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    recorder = watched(model)
+    recorder.start()
+    hook = model.get_submodule("model.layers.2.mlp").register_forward_hook(fail)
+    with pytest.raises(error):
+        step(model, call_of())
+    hook.remove()
+    recorder.stop()
+    recorder.stop()
+    assert surroundings(model) == before
+    profile = recorder.profile(device="cpu")
+    assert profile.spans[-1].backward_place == -1
+
+
+def test_an_exception_in_backward_leaves_nothing_behind() -> None:
+    model = tiny_llama()
+    before = surroundings(model)
+
+    def fail(_gradient: torch.Tensor) -> None:
+        raise ValueError
+
+    hook = model.get_parameter("model.layers.1.mlp.up_proj.weight").register_hook(fail)
+    recorder = watched(model)
+    with recorder, pytest.raises(ValueError):  # noqa: PT011
+        step(model, call_of())
+    hook.remove()
+    model.zero_grad()
+    assert surroundings(model) == before
+    first = [span for span in recorder.profile(device="cpu").spans if span.call[0] == 0]
+    assert {span.backward_place for span in first} == {-1}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_inside_the_model(reentrant: bool) -> None:
+    model = tiny_llama()
+    step(model, call_of())
+    expected = gradients(model)
+    model.zero_grad()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    profile, outside = recorded(model)
+    assert_bitwise_equal(gradients(model), expected)
+    assert_spans_partition(profile)
+    assert measured_peak_bytes(profile) >= outside.peak_bytes()
+    if not reentrant:
+        assert profile.saved == record_saved(model, outline(model), (), call_of())
+
+
+def test_frozen_weights_and_a_frozen_beginning() -> None:
+    model = tiny_llama()
+    for name, parameter in model.named_parameters():
+        if "layers.0." in name or "embed" in name or "q_proj" in name:
+            parameter.requires_grad_(False)
+    profile, outside = recorded(model)
+    assert profile.saved == record_saved(model, outline(model), (), call_of())
+    assert_spans_partition(profile)
+    assert measured_peak_bytes(profile) == outside.peak_bytes()
+    assert {span.num_ops for span in profile.spans if span.call[0] == 0} == {0}
+
+
+def test_a_forward_without_backward() -> None:
+    model = tiny_llama()
+    recorder = watched(model)
+    with recorder:
+        model(**call_of())
+    profile = recorder.profile(device="cpu")
+    assert_spans_partition(profile)
+    assert {span.backward_place for span in profile.spans} == {-1}
+    assert {span.backward_ms for span in profile.spans} == {0}
+
+
+def test_only_a_forward_with_gradients_counts_and_only_the_first() -> None:
+    model = tiny_llama()
+    alone, _ = recorded(model)
+    recorder = watched(model)
+    with recorder:
+        with torch.no_grad():
+            model(**call_of())
+        losses = [model(**call_of()).loss for _ in range(2)]
+        sum(losses).backward()
+    profile = recorder.profile(device="cpu")
+    assert profile.saved == alone.saved
+    assert_spans_partition(profile)
+    layers = [span for span in profile.spans if isinstance(span.call[0], int)]
+    expected = [span for span in alone.spans if isinstance(span.call[0], int)]
+    assert [span.call for span in layers] == [span.call for span in expected]
+    assert [span.forward_ms for span in layers] == [span.forward_ms for span in expected]
+
+
+def test_a_graph_that_never_runs_backward_is_freed() -> None:
+    model, call = tiny_llama(), call_of()
+    shape, meter = outline(model), counting_meter(model, call)
+    meter.start()
+    gc.disable()  # a cycle would wait for it
+    try:
+        before = meter.allocated_bytes()
+        with StepRecorder(model, shape, meter, TickClock()) as recorder:
+            loss = model(**call).loss
+        del loss
+        left = meter.allocated_bytes() - before
+    finally:
+        gc.enable()
+        meter.stop()
+    assert recorder.profile(device="cpu").saved.by_op()
+    assert left < 1000, "nothing but what the model keeps for itself"
+
+
+def test_nothing_recorded_is_an_error() -> None:
+    recorder = watched(tiny_llama())
+    with recorder:
+        pass
+    with pytest.raises(RuntimeError, match="no step was recorded"):
+        recorder.profile(device="cpu")
+
+
+def test_saved_tensors_are_held_as_told() -> None:
+    held: list[int] = []
+
+    def hold(tensor: torch.Tensor) -> Ticket:
+        held.append(tensor.nbytes)
+        return keep(tensor)
+
+    model = tiny_llama()
+    step(model, call_of())
+    expected = gradients(model)
+    model.zero_grad()
+    profile, _ = recorded(model, hold=hold)
+    assert_bitwise_equal(gradients(model), expected)
+    uses = [use for storage in profile.saved.storages for use in storage.uses if use.kind == "saved"]
+    assert len(held) > len(uses) > 0, "weights are saved too, and are no uses"
+
+
+class Doubled(torch.autograd.Function):
+    """A custom function whose inside is not seen, as that of an extension."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            ctx.save_for_backward(tensor.clone())
+            return tensor * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: torch.Tensor) -> torch.Tensor:
+        _ = ctx.saved_tensors
+        return gradient[0] * 2
+
+
+def test_a_custom_function_is_a_span_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    mlp: Any = model.get_submodule("model.layers.1.mlp")
+    plain = mlp.forward
+    monkeypatch.setattr(mlp, "forward", lambda hidden: Doubled.apply(plain(hidden)), raising=True)
+    profile, outside = recorded(model)
+    found = [span for span in profile.spans if span.call == (1, "mlp", 0)]
+    assert [(span.forward_ms, span.num_ops, span.backward_ms) for span in found] == [(2, 1, 1)]
+    assert (1, "mlp") in profile.saved.by_op()
+    assert measured_peak_bytes(profile) == outside.peak_bytes()
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
+    yield
+    distributed.destroy_process_group()
+
+
+def test_collectives_are_known(process_group: None) -> None:
+    model = tiny_llama()
+
+    def reduce(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        distributed.all_reduce(output.detach())
+
+    hook = model.get_submodule("model.layers.1.mlp.down_proj").register_forward_hook(reduce)
+    profile, _ = recorded(model)
+    hook.remove()
+    talking = {span.call[:2] for span in profile.spans if span.communicates}
+    assert talking == {(1, "mlp.down_proj.all_reduce")}
+
+
+def compiled_llama() -> Any:
+    model = tiny_llama(num_hidden_layers=2)
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    return model
+
+
+def test_compiled_layers_are_one_span_each() -> None:
+    model = compiled_llama()
+    step(model, call_of())
+    expected, before = gradients(model), surroundings(model)
+    model.zero_grad()
+    recorder = watched(model)
+    with recorder:
+        step(model, call_of())
+    assert_bitwise_equal(gradients(model), expected)
+    assert surroundings(model) == before
+    profile: Profile = recorder.profile(device="cpu")
+    assert profile.compiled_layers == {0, 1}
+    assert_spans_partition(profile)
+    layers = [span for span in profile.spans if isinstance(span.call[0], int)]
+    assert [span.call for span in layers] == [(0, "", None), (1, "", None)]
+    assert [span.num_ops for span in layers] == [layer.nodes for layer in outline(model).layers]
+    assert layers[0].backward_place > layers[1].backward_place >= 0
+    assert {producer for producer, _ in profile.saved.by_op()} >= {0, 1}
+
+
+def test_a_model_that_is_compiled_whole_is_one_span() -> None:
+    model = tiny_llama(num_hidden_layers=2)
+    model.compile(backend="aot_eager")
+    step(model, call_of())
+    expected, before = gradients(model), surroundings(model)
+    model.zero_grad()
+    recorder = watched(model)
+    with recorder:
+        step(model, call_of())
+    assert_bitwise_equal(gradients(model), expected)
+    assert surroundings(model) == before
+    profile = recorder.profile(device="cpu")
+    assert profile.compiled_layers == {0, 1}
+    assert_spans_partition(profile)
+    (span,) = (span for span in profile.spans if span.call[0] == 0)
+    assert span.num_ops == sum(layer.nodes for layer in outline(model).layers)
+    assert profile.saved.storages

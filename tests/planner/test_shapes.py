@@ -1,0 +1,160 @@
+"""Profiles that are computed from shapes, held against recorded steps and against measured ones."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import flop_registry
+from transformers import LlamaConfig, LlamaModel
+
+from hf_actswap import PlanError, outline
+from hf_actswap.planner.profile import Profile
+from hf_actswap.planner.record.devices import DEVICES, device_rates
+from hf_actswap.planner.record.lives import measured_peak_bytes
+from hf_actswap.planner.record.roofline import RooflineClock, attention_flops
+from hf_actswap.planner.record.shapes import profile_from_shapes
+from tests.engine.tiny_models import snapshot, tiny_llama
+from tests.planner.recorded_steps import MODELS, assert_spans_partition, call_of, recorded
+
+GIB = 2**30
+
+
+def on_paper(model: nn.Module, device: str = "H200", **settings: Any) -> Profile:
+    return profile_from_shapes(model, outline(model), call_of(), device, **settings)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_bytes_are_those_of_a_measured_step(family: str) -> None:
+    model = MODELS[family]()
+    measured, _ = recorded(model)
+    model.zero_grad()
+    foreseen = on_paper(model)
+    assert_spans_partition(foreseen)
+    assert (foreseen.saved, foreseen.signature) == (measured.saved, measured.signature)
+    assert measured_peak_bytes(foreseen) == measured_peak_bytes(measured)
+
+    def bytes_of(profile: Profile) -> list[Any]:
+        return [
+            (span.call, span.num_ops, span.forward_base_bytes, span.backward_base_bytes, span.backward_place)
+            for span in profile.spans
+        ]
+
+    assert bytes_of(foreseen) == bytes_of(measured)
+    assert [span.random for span in foreseen.spans] == [span.random for span in measured.spans]
+
+
+def test_nothing_is_touched() -> None:
+    model = MODELS["neox"]()
+    before, random = snapshot(model), torch.get_rng_state()
+    values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    on_paper(model)
+    assert snapshot(model) == before
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_and_a_batch_on_meta() -> None:
+    real = tiny_llama()
+    with torch.device("meta"):
+        model = type(real)(real.config).train()
+    call = {key: item.to("meta") if torch.is_tensor(item) else item for key, item in call_of().items()}
+    start = time.perf_counter()
+    profile = profile_from_shapes(model, outline(model), call, "H200")
+    assert time.perf_counter() - start < 10
+    assert all(tensor.is_meta for tensor in model.state_dict().values())
+    assert profile == on_paper(real)
+
+
+def test_optimizer_states_and_gradients_lie_below_everything() -> None:
+    model = tiny_llama()
+    plain, full = on_paper(model), on_paper(model, optimizer_state_bytes=1000, gradients_exist=True)
+    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert full.optimizer_state_bytes == 1000
+    assert full.outside_ms > plain.outside_ms == 0
+    more = [
+        after.forward_base_bytes - before.forward_base_bytes
+        for before, after in zip(plain.spans, full.spans, strict=True)
+    ]
+    assert set(more) == {1000 + gradient_bytes}
+
+
+YARDSTICK = [(16, 8192, 388, 23.6), (6, 32768, 837, 37.4)]
+"""Layers, tokens, and what one H200 took: ms and GiB of activations; decoder stack, bf16, sdpa, eager."""
+
+
+@pytest.mark.parametrize(("layers", "tokens", "step_ms", "activations_gib"), YARDSTICK)
+def test_the_yardstick(layers: int, tokens: int, step_ms: float, activations_gib: float) -> None:
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=4096,
+        intermediate_size=11008,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        max_position_embeddings=tokens,
+        attn_implementation="sdpa",
+    )
+    with torch.device("meta"):
+        model = LlamaModel(config).to(torch.bfloat16).train()
+        hidden = torch.empty(1, tokens, 4096, dtype=torch.bfloat16, requires_grad=True)
+    call = {"inputs_embeds": hidden, "use_cache": False}
+    profile = profile_from_shapes(model, outline(model), call, "H200", gradients_exist=True)
+    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert profile.compute_ms == pytest.approx(step_ms, rel=0.05)
+    activations = (measured_peak_bytes(profile) - 2 * weight_bytes) / GIB
+    assert activations == pytest.approx(activations_gib, rel=0.03)
+    backward_ms = sum(span.backward_ms for span in profile.spans)
+    assert 1.8 < backward_ms / (profile.compute_ms - backward_ms) < 2.6
+
+
+def test_devices_by_name() -> None:
+    assert device_rates(" rtx 4090 ").name == "RTX 4090"
+    with pytest.raises(PlanError, match=r"device: expected one of H200, H100, A100-80.*found 'H20'"):
+        device_rates("H20")
+    with pytest.raises(PlanError, match="Did you mean 'H200'"):
+        device_rates("H20")
+
+
+def test_no_device_takes_no_time() -> None:
+    model = MODELS["tied"]()
+    for rates in DEVICES:
+        profile = on_paper(model, rates.name)
+        assert profile.compute_ms > 0
+        assert (profile.device, profile.device_bytes) == (rates.name, rates.memory_bytes)
+        assert (profile.link is None) == (rates.name == "cpu")
+
+
+def test_attention_is_counted_as_the_counter_of_torch_does() -> None:
+    query, key = torch.empty(2, 4, 16, 8), torch.empty(2, 4, 24, 8)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    shapes = (query.shape, key.shape, key.shape)
+    expected = flop_registry[flash](query, key, key, out_val=None)
+    assert attention_flops(flash.default, (query, key, key), {}) == expected, shapes
+    assert attention_flops(flash.default, (query, key, key, 0.0, True), {}) == expected // 2
+    back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    assert attention_flops(back, (query, query, key, key, query, query, 0.0, False), {}) == expected * 5 // 2
+    assert attention_flops(torch.ops.aten.mm.default, (query, key), {}) is None
+
+
+def test_the_slower_of_arithmetic_and_memory() -> None:
+    rates = device_rates("H200")
+    clock = RooflineClock(rates)
+
+    def ms(func: Any, *args: torch.Tensor) -> float:
+        start = clock.stamp()
+        clock.ran(func, args, {}, func(*args))
+        return clock.stamp().ms_since(start)
+
+    with torch.device("meta"):
+        large = torch.empty(8192, 8192, dtype=torch.bfloat16)
+        thin = torch.empty(8192, 1, dtype=torch.bfloat16)
+    mm, add = torch.ops.aten.mm.default, torch.ops.aten.add.Tensor
+    assert ms(mm, large, large) == pytest.approx(2 * 8192**3 / rates.half_flop_per_ms)
+    assert ms(mm, thin, thin.t()) == pytest.approx((large.nbytes + 2 * thin.nbytes) / rates.bytes_per_ms)
+    assert ms(add, large, large) == pytest.approx(3 * large.nbytes / rates.bytes_per_ms)
+    assert ms(add, large, thin.expand_as(large)) < ms(add, large, large)
+    assert ms(add, thin, thin) == pytest.approx(rates.launch_ms)

@@ -1,0 +1,72 @@
+# %% [markdown]
+"""Train with the Hugging Face Trainer; activations are swapped and recomputed as `trainer.yaml` says.
+
+    python examples/trainer.py
+
+Needs no GPU and no network: the model is a tiny Llama of random weights, the text stands below. With a model
+of your own, only the two lines that name `hf_actswap` classes differ from any other script.
+"""
+
+# %%
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, default_data_collator, set_seed
+
+from hf_actswap import ActSwapCallback, ActSwapTrainingArguments
+
+CONFIG = str(Path(__file__).with_name("trainer.yaml"))
+
+# %% [markdown]
+# The model and the data. In place of this: `AutoModelForCausalLM.from_pretrained(...)` and a data set.
+
+# %%
+TEXT = """Backward needs what forward computed, in the opposite order. What is needed last can wait in host
+memory, and come back while the layers after it are busy. What is cheap to compute need not be kept at all.
+"""
+BLOCK = 64
+
+set_seed(0)
+model = LlamaForCausalLM(
+    LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=4)
+)
+stream = torch.tensor(list((TEXT * 16).encode()))  # one token a byte
+blocks = stream[: len(stream) // BLOCK * BLOCK].view(-1, BLOCK)
+data = [{"input_ids": block, "labels": block} for block in blocks]
+
+# %% [markdown]
+# The training. The callback puts the plan on the model when training begins, prints it, and takes it off when
+# training ends. Losses and gradients are bitwise those of the same training without it.
+
+# %%
+args = ActSwapTrainingArguments(
+    output_dir=tempfile.mkdtemp(),
+    actswap=CONFIG,
+    max_steps=20,
+    per_device_train_batch_size=4,
+    learning_rate=3e-3,
+    logging_steps=5,
+    save_strategy="no",
+    report_to="none",
+)
+trainer = Trainer(
+    model=model,
+    args=args,
+    train_dataset=data,
+    data_collator=default_data_collator,
+    callbacks=[ActSwapCallback(args)],
+)
+trainer.train()
+
+# %% [markdown]
+# What was moved stands in the Trainer's log, and so in TensorBoard and every other tracker.
+
+# %%
+for entry in trainer.state.log_history:
+    if "loss" in entry:
+        print(
+            f"step {entry['step']:2}: loss {entry['loss']:.3f}, swapped out "
+            f"{entry['actswap_offloaded_bytes']:,} bytes and back {entry['actswap_prefetched_bytes']:,}, "
+            f"recomputed {entry['actswap_recomputes']} regions"
+        )

@@ -32,6 +32,7 @@ from benchmarks.frontier_longest import longest_results
 from benchmarks.frontier_machine import accelerator_name, commit, hardware, versions
 from benchmarks.frontier_measure import Reference, empty_result, measure_row
 from benchmarks.frontier_minutes import Job, Minutes, jobs_of
+from benchmarks.frontier_planned import options_of
 from benchmarks.frontier_result import Result, fill_ratios, write_results
 from benchmarks.frontier_rows import EAGER, ROWS, Row
 from benchmarks.frontier_stack import TrainingStep, training_step
@@ -94,8 +95,7 @@ def main(argv: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> int:
     if arguments.longest is not None:
         _search_longest(run, workloads, chosen, arguments.longest)
     else:
-        with_eager = [EAGER, *(row for row in chosen if row.name != EAGER.name)]
-        _measure_all(run, workloads, with_eager)
+        _measure_all(run, workloads, _with_bases(chosen, rows))
     if run.path:
         sys.stderr.write(f"written: {run.path}\n")
         if arguments.longest is None:
@@ -127,7 +127,7 @@ def _measure_all(run: Run, workloads: Sequence[Workload], rows: Sequence[Row]) -
         step = training_step(workload, run.device)
         results, eager, reference = [], None, Reference()
         for job in [job for job in jobs if job.workload is workload]:
-            result = _measure_job(run, step, job, jobs[jobs.index(job) :], reference)
+            result = _measure_job(run, step, job, jobs[jobs.index(job) :], reference, results)
             eager = result if job.row is EAGER else eager
             if job.row is EAGER:
                 run.minutes.eager_took(workload, result.ms)
@@ -139,14 +139,29 @@ def _measure_all(run: Run, workloads: Sequence[Workload], rows: Sequence[Row]) -
         print_table(workload, results)
 
 
+def _with_bases(chosen: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
+    """Eager first, then what was chosen with the rows that budgets are taken from, in the table's order."""
+    names = {row.name for row in chosen}
+    names |= {base for row in chosen if row.budget is not None for base in row.budget.needs}
+    return [EAGER, *(row for row in rows if row.name in names and row.name != EAGER.name)]
+
+
 def _measure_job(
-    run: Run, step: TrainingStep, job: Job, ahead: Sequence[Job], reference: Reference
+    run: Run,
+    step: TrainingStep,
+    job: Job,
+    ahead: Sequence[Job],
+    reference: Reference,
+    results: Sequence[Result],
 ) -> Result:
-    reason = run.minutes.why_not(job, ahead)
+    reason, config = run.minutes.why_not(job, ahead), None
     if job.row.compiles and not run.compiling:
         reason = "compiling is slow on the CPU; ask for it with --compile"
+    if not reason and job.row.budget is not None:
+        config = options_of(job.row.budget, job.row.compiles, results)
+        reason = config if isinstance(config, str) else ""
     if not reason:
-        return measure_row(step, job.row, reference)
+        return measure_row(step, job.row, reference, config)
     result = empty_result(job.row, step.workload)
     result.status, result.reason = "skipped", reason
     return result

@@ -16,18 +16,21 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch._dynamo.callback import CallbackArgs, callback_handler
 
 from benchmarks.frontier_fingerprint import Fingerprint, differing, fingerprints, useless
 from benchmarks.frontier_memory import CopyMeter, StorageMeter, give_back_cached_memory, pinned_bytes
+from benchmarks.frontier_planned import Planned
 from benchmarks.frontier_result import Result
 from benchmarks.frontier_rows import Row
 from benchmarks.frontier_stack import TrainingStep
 from benchmarks.frontier_workloads import Workload
 from hf_actswap import AppliedPlan
 from hf_actswap.engine import SwapStats
+from hf_actswap.planner import BudgetError
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +68,18 @@ def empty_result(row: Row, workload: Workload) -> Result:
     )
 
 
-def measure_row(step: TrainingStep, row: Row, reference: Reference) -> Result:
+def measure_row(step: TrainingStep, row: Row, reference: Reference, config: Any = None) -> Result:
     """Measure one row; what goes wrong becomes its status, so that the others are still measured.
 
     Args:
         step: left as it was.
         row: put on it.
         reference: filled by the first row that compiles nothing, compared with by the others.
+        config: of the row, where it depends on what was measured; ``None``: as the row says.
     """
     result = empty_result(row, step.workload)
+    if config is not None:
+        result.config = config
     result.reason = row.obstacle(step)
     if result.reason:
         result.status = "skipped"
@@ -83,6 +89,8 @@ def measure_row(step: TrainingStep, row: Row, reference: Reference) -> Result:
     result.resting_bytes = _resting_bytes(step)
     try:
         with row.setup(step, result.config) as applied:
+            if isinstance(applied, Planned):
+                applied.fill(result)
             _fill_times(result, step, applied)
             _fill_host_bytes(result, step, applied, pinned_before)
             _fill_cpu_bytes(result, step)
@@ -108,7 +116,9 @@ def _note_failure(result: Result, error: Exception) -> None:
     """Say what happened. Nothing of the exception is kept: its frames hold the memory of the step."""
     text = str(error).strip()
     # Page-locked memory that runs out is reported as a plain RuntimeError.
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
+    if isinstance(error, BudgetError):
+        result.status, result.reason = "out of memory", " ".join(text.split())
+    elif isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
         result.status, result.reason = "out of memory", text.splitlines()[0]
     else:
         logger.exception("row %s failed", result.method)
@@ -121,22 +131,31 @@ def _resting_bytes(step: TrainingStep) -> int:
     return torch.accelerator.memory_allocated(step.device)
 
 
-def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | None) -> None:
-    """Warm-up and timed steps; the peaks and the engine's counters are of the timed ones."""
+def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | Planned | None) -> None:
+    """Warm-up and timed steps; the peaks and the engine's counters are of the timed ones.
+
+    The peaks are read after each step: the planner resets them at the start of the next.
+    """
     with _compile_time() as compile_ms:
         result.step_ms = [_timed_step_ms(step)]
         result.first_step_ms = result.step_ms[0]
         result.first_step_compile_ms = sum(compile_ms)
-    result.step_ms += [_timed_step_ms(step) for _ in range(step.workload.warmup_steps - 1)]
+    if isinstance(applied, Planned):
+        result.warmup_steps = min(result.warmup_steps, 2)  # it has trained already
+    result.step_ms += [_timed_step_ms(step) for _ in range(result.warmup_steps - 1)]
     before = applied.stats() if applied else None
     if step.device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(step.device)
-    timed = [_timed_step_ms(step) for _ in range(step.workload.steps)]
+    timed, peaks = [], []
+    for _ in range(step.workload.steps):
+        timed.append(_timed_step_ms(step))
+        if step.device.type != "cpu":
+            accelerator, device = torch.accelerator, step.device
+            peaks.append((accelerator.max_memory_allocated(device), accelerator.max_memory_reserved(device)))
     result.step_ms += timed
     result.ms = statistics.median(timed)
-    if step.device.type != "cpu" and result.resting_bytes is not None:
-        result.peak_allocated_bytes = torch.accelerator.max_memory_allocated(step.device)
-        result.peak_reserved_bytes = torch.accelerator.max_memory_reserved(step.device)
+    if peaks and result.resting_bytes is not None:
+        result.peak_allocated_bytes, result.peak_reserved_bytes = map(max, zip(*peaks, strict=True))
         result.activation_bytes = result.peak_allocated_bytes - result.resting_bytes
     if applied and before:
         _fill_swap_numbers(result, applied.stats() - before, step.workload.steps)
@@ -191,7 +210,7 @@ def _fill_swap_numbers(result: Result, total: SwapStats, steps: int) -> None:
 
 
 def _fill_host_bytes(
-    result: Result, step: TrainingStep, applied: AppliedPlan | None, pinned_before: int | None
+    result: Result, step: TrainingStep, applied: AppliedPlan | Planned | None, pinned_before: int | None
 ) -> None:
     if applied:
         result.host_bytes = applied.stats().host_pool_bytes

@@ -19,12 +19,13 @@ from torch._functorch import config as functorch_config
 
 import hf_actswap
 from benchmarks.frontier_machine import available_host_bytes
+from benchmarks.frontier_planned import Planned, actswap_plan
 from benchmarks.frontier_stack import TrainingStep
 from benchmarks.frontier_workloads import layer_saved_bytes, layer_weight_bytes
 from hf_actswap import AppliedPlan
 from hf_actswap.config.keys import RECOMPUTE_KEYS
 
-Setup = Callable[[TrainingStep, Any], AbstractContextManager[AppliedPlan | None]]
+Setup = Callable[[TrainingStep, Any], AbstractContextManager[AppliedPlan | Planned | None]]
 """Takes the step and the row's configuration; gives the applied plan where there is one."""
 
 Obstacle = Callable[[TrainingStep], str]
@@ -113,14 +114,15 @@ def _hook_tables(module: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def compiled(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[AppliedPlan | None]:
+def compiled(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[AppliedPlan | Planned | None]:
     """Compile each layer by itself.
 
     Args:
         step: its layers share one graph, so that one compilation serves them all.
         options: ``memory_budget``: the partitioner's activation memory budget, 0 to 1; ``checkpointing``:
             transformers' checkpointing, inside the compiled layers; ``actswap``: a configuration of
-            hf_actswap, applied to the compiled layers; ``backend``: ``torch.compile``'s.
+            hf_actswap, applied to the compiled layers; ``planned``: what `actswap_plan` takes, instead;
+            ``backend``: ``torch.compile``'s.
     """
     options = options or {}
     layers = step.decoder_layers
@@ -133,8 +135,10 @@ def compiled(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[
             stack.enter_context(hf_checkpointing(step, None))
         for layer in layers:
             layer.compile(backend=options.get("backend", "inductor"))
-        applied = None
-        if options.get("actswap"):
+        applied: AppliedPlan | Planned | None = None
+        if options.get("planned"):
+            applied = stack.enter_context(actswap_plan(step, options["planned"]))
+        elif options.get("actswap"):
             applied = stack.enter_context(hf_actswap.apply(step.model, options["actswap"]))
         yield applied
 

@@ -14,6 +14,10 @@ COMPILE_S = 25.0
 COMPILE_AGAIN_S = 6.0
 """Traced again, the kernels found in the cache."""
 PIN_S_PER_GIB = 0.8
+PLANNING_S = 10.0
+"""The planner's searches on paper, one for each plan that it tries."""
+PLANNING_STEPS = 10
+"""Warm-up and search."""
 BUILD_S = 5.0
 """The model on the device, and its gradients."""
 
@@ -44,9 +48,13 @@ class Job:
         """Seconds that it takes, where a step is ``slowness`` times as long as expected."""
         workload, row = self.workload, self.row
         steps = workload.warmup_steps + workload.steps + 2  # one compares gradients, at half speed
+        if row.budget is not None:
+            steps += PLANNING_STEPS
         seconds = steps * workload.expected_ms / 1e3 * row.relative_time * slowness
         if row.compiles:
             seconds += COMPILE_S if self.opens_group else COMPILE_AGAIN_S
+        if row.budget is not None:
+            seconds += PLANNING_S
         if row.name == EAGER.name:
             seconds += BUILD_S
         saved_gib = workload.layers * layer_saved_bytes(workload) / 2**30

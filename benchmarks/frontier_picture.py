@@ -1,4 +1,4 @@
-"""The frontier as a picture: time against activation memory, a panel per workload, ours in red.
+"""The frontier as a picture: time against activation memory, a panel per workload, ours in colour.
 
     python benchmarks/frontier_picture.py RESULTS.json      draws RESULTS.png beside it
 
@@ -29,7 +29,9 @@ from benchmarks.frontier_result import by_workload
 Row = Mapping[str, Any]
 
 OURS = "actswap"
+PLANNER = "actswap_plan"
 _OUR_COLOUR = "#c8102e"
+_PLANNER_COLOUR = "#1857a4"
 _PEER_COLOUR = "#5a6570"
 _GRID_COLOUR = "#e3e6e8"
 _PANEL_INCHES = (9.0, 6.5)
@@ -77,11 +79,11 @@ def _draw_panel(axes: Axes, panel: Sequence[Row], points: Sequence[Row]) -> None
         return
     size, unit = _unit(points)
     axes.set_xlabel(f"activation memory at the peak, {unit} (left and low is better){note}", fontsize=9)
-    for ours in (False, True):
-        group = [row for row in points if row["method"].startswith(OURS) is ours]
-        colour = _OUR_COLOUR if ours else _PEER_COLOUR
-        best = _frontier(group)
-        axes.plot(*_coordinates(best, size), color=colour, alpha=0.35, linewidth=1.2, zorder=2)
+    for colour, group in _groups(points):
+        ours, best = colour != _PEER_COLOUR, _frontier(group)
+        planned = colour == _PLANNER_COLOUR
+        style = {"alpha": 0.8, "linewidth": 1.8} if planned else {"alpha": 0.35, "linewidth": 1.2}
+        axes.plot(*_coordinates(best, size), color=colour, zorder=2, **style)
         for row in group:
             axes.plot(
                 *_coordinates([row], size),
@@ -95,12 +97,29 @@ def _draw_panel(axes: Axes, panel: Sequence[Row], points: Sequence[Row]) -> None
     _scale(axes, points, size)
 
 
+def _colour(row: Row) -> str:
+    if row["method"].startswith(PLANNER):
+        return _PLANNER_COLOUR
+    return _OUR_COLOUR if row["method"].startswith(OURS) else _PEER_COLOUR
+
+
+def _groups(points: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Whose best are joined by a line: others, ours by hand, the planner's with eager and compiled layers."""
+    by_colour = [
+        (colour, [row for row in points if _colour(row) == colour])
+        for colour in (_PEER_COLOUR, _OUR_COLOUR, _PLANNER_COLOUR)
+    ]
+    planned = by_colour.pop()[1]
+    curves = [[row for row in planned if row["compiled"] is compiled] for compiled in (False, True)]
+    return [*by_colour, *((_PLANNER_COLOUR, curve) for curve in curves)]
+
+
 def _title(row: Row) -> str:
     form = "whole model" if row["head"] else "decoder stack"
     return (
         f"{row['model']}, {row['layers']} layers, {row['seq']:,} tokens, batch {row['batch']}, {form} "
         f"({row['device']}, torch {row['torch']}, commit {(row['commit'] or 'unknown')[:10]})\n"
-        "filled: hf_actswap; hollow: others; square: compiled layers; lines: the best of each"
+        "filled: hf_actswap, blue: its planner; hollow: others; square: compiled layers; lines: best of each"
     )
 
 
@@ -162,7 +181,7 @@ def _place(
 ) -> Bbox:
     """Put one label at the nearest free place around its point; return its box."""
     ours = row["method"].startswith(OURS)
-    colour = _OUR_COLOUR if ours else _PEER_COLOUR
+    colour = _colour(row)
     point = (row["activation_bytes"] / size, row["ms"])
     words: dict[str, Any] = {"fontsize": 8, "fontweight": "bold" if ours else "normal", "color": colour}
     probe = axes.text(0, 0, row["method"], transform=None, verticalalignment="center", **words)

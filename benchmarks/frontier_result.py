@@ -43,6 +43,12 @@ class Result:
         must_be_exact: output and gradients must equal eager's bit for bit.
         exact, differing: whether they do, ``None``: not judged; and where not.
         ratios: against eager in the same run.
+        budget_bytes: of the planner: the most that a step may use.
+        predicted_peak_bytes, predicted_ms: of its plan, on paper: all device memory in use, and the step.
+        steps_to_stable: of the planner: steps until it was stable; ``planner_step_ms``: each of them;
+            ``None``: it was not, when the steps were timed.
+        planning_s: the longest of its searches on paper.
+        trials: plans that it tried on the machine.
         longest: of a search for the longest sequence: ``seq`` is the longest that was run.
         environment: hardware, link, allocator settings, versions.
     """
@@ -88,6 +94,13 @@ class Result:
     exact: bool | None = None
     differing: list[str] = field(default_factory=list)
     ratios: dict[str, float] = field(default_factory=dict)
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    predicted_ms: float | None = None
+    steps_to_stable: int | None = None
+    planner_step_ms: list[float] = field(default_factory=list)
+    planning_s: float | None = None
+    trials: int | None = None
     longest: bool = False
     environment: Mapping[str, Any] = field(default_factory=dict)
 

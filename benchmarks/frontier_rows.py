@@ -36,6 +36,7 @@ from benchmarks.frontier_methods import (
     trl_offloading,
     without_key,
 )
+from benchmarks.frontier_planned import Budget, actswap_plan
 from benchmarks.frontier_stack import TrainingStep
 
 _JUDGED = ("7b-8k", "7b-32k")
@@ -58,6 +59,7 @@ class Row:
         rank: 1 to 3; what is left out first when minutes are short is 3.
         relative_time: of a step, against eager, to plan the minutes with.
         pinned_share: bytes of pinned memory against the bytes that eager saves, for the same.
+        budget: of the planner; its configuration is filled in when what the budget needs has been measured.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Row:
     rank: int = 1
     relative_time: float = 1.0
     pinned_share: float = 0.0
+    budget: Budget | None = None
 
     @property
     def compiles(self) -> bool:
@@ -246,4 +249,41 @@ _COMPILED = (
     ),
 )
 
-ROWS: tuple[Row, ...] = (EAGER, *_PEERS, *_OURS, *_COMPILED)
+BUDGETS = {
+    "offload": Budget(peak_of="hf-checkpointing-offload"),
+    "checkpointing": Budget(peak_of="hf-checkpointing"),
+    "20": Budget(share=0.2),
+    "35": Budget(share=0.35),
+    "half": Budget(share=0.5),
+    "65": Budget(share=0.65),
+    "80": Budget(share=0.8),
+}
+"""Of the planner, the smallest first; figures are percent of eager's activation peak."""
+
+REDUCED = "actswap_plan_reduce"
+_PLANNED: dict[str, Any] = {"rank": 3, "relative_time": 1.1, "pinned_share": 0.3}
+
+PLANNER_ROWS: tuple[Row, ...] = (
+    *(
+        Row(f"actswap_plan_{name}", actswap_plan, budget=budget, must_be_exact=True, **_PLANNED)
+        for name, budget in BUDGETS.items()
+    ),
+    Row(REDUCED, actswap_plan, budget=Budget(reduce_share=0.3), must_be_exact=True, **_PLANNED),
+    *(
+        _compiled_row(f"actswap_plan_compiled_{name}", "1.0", {}, budget=budget, **_PLANNED)
+        for name, budget in BUDGETS.items()
+    ),
+)
+
+_BY_GROUP = sorted(
+    (*_COMPILED, *(row for row in PLANNER_ROWS if row.compiles)),
+    key=lambda row: [other.compile_group for other in _COMPILED].index(row.compile_group),
+)
+
+ROWS: tuple[Row, ...] = (
+    EAGER,
+    *_PEERS,
+    *_OURS,
+    *(row for row in PLANNER_ROWS if not row.compiles),
+    *_BY_GROUP,
+)

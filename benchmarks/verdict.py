@@ -1,6 +1,6 @@
-"""Whether recorded results show what the engine claims on a GPU, of swap and of recomputation.
+"""Whether recorded results show what is claimed on a GPU: of swap, of recomputation, of the planner.
 
-    python benchmarks/verdict.py benchmarks/results/frontier_nvidia-h200_20260101.json
+    python benchmarks/verdict.py benchmarks/results/{frontier,planner}_nvidia-h200_20260101.json
     python benchmarks/verdict.py                        the newest of results/
 
 The claims are about one H200, Llama-2-7B shapes, decoder stack, 16 layers of 8,192 tokens and 6 of 32,768.
@@ -12,13 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+
+# Run as a script from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.console import Console
 from rich.table import Table
+
+from benchmarks.verdict_finding import Finding, Row, Rows, missing, of_shape, ratio, worst_of
+from benchmarks.verdict_planner import judge_planner
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHAPES = {"8k": ("Llama-2-7B", 16, 8192, 1, False), "32k": ("Llama-2-7B", 6, 32768, 1, False)}
@@ -42,72 +46,28 @@ _COMPILED_MIXES = ("actswap-compiled-mix", "actswap-compiled-lean-mix")
 """Mixes by hand in compiled layers; the best of them is judged."""
 _WIDTH_WITHOUT_TERMINAL = 140
 
-Row = Mapping[str, Any]
-Rows = Mapping[str, Row]
-"""The rows of one workload, by method."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One claim and what came of it.
-
-    Args:
-        claim: in words; its number, workload and method.
-        measured: the number, ``None`` where there is none.
-        bound: what it is held against.
-        sense: on which side of the bound it must be.
-        remark: why there is no number, or which row it is of.
-    """
-
-    claim: str
-    measured: float | None
-    bound: float
-    sense: Literal["at most", "at least", "below"]
-    remark: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """``pass``, ``FAIL`` or ``not measured``."""
-        if self.measured is None:
-            return "not measured"
-        holds = {
-            "at most": self.measured <= self.bound,
-            "at least": self.measured >= self.bound,
-            "below": self.measured < self.bound,
-        }
-        return "pass" if holds[self.sense] else "FAIL"
-
 
 def judge(rows: Sequence[Row]) -> list[Finding]:
     """Return all findings, claims 1 to 7 in order, on both workloads."""
     findings: list[Finding] = []
     for claim in (_compiled, _eager, _steady, _everything, _elementwise, _mix, _compiled_mix):
         for name, shape in SHAPES.items():
-            findings += claim(name, _of_shape(rows, shape))
+            findings += claim(name, of_shape(rows, shape))
     return findings
-
-
-def _of_shape(rows: Sequence[Row], shape: tuple[Any, ...]) -> Rows:
-    keys = ("model", "layers", "seq", "batch", "head")
-    return {
-        row["method"]: row
-        for row in rows
-        if tuple(row[key] for key in keys) == shape and row["device"] != "cpu" and not row.get("longest")
-    }
 
 
 def _compiled(name: str, rows: Rows) -> Iterator[Finding]:
     """Claim 1: compiled layers with ``auto`` against compiled layers alone."""
     ours, base = "actswap-compiled-auto", "compiled"
-    remark = _missing(rows, ours, base)
+    remark = missing(rows, ours, base)
     yield Finding(
         f"1 {name}: {ours}, time over {base}",
-        _ratio(rows, ours, base, "ms"),
+        ratio(rows, ours, base, "ms"),
         COMPILED_TIME,
         "at most",
         remark,
     )
-    memory = _ratio(rows, ours, base, "activation_bytes")
+    memory = ratio(rows, ours, base, "activation_bytes")
     fall = None if memory is None else 1 - memory
     yield Finding(f"1 {name}: {ours}, fall of the peak", fall, COMPILED_FALL[name], "at least", remark)
 
@@ -116,8 +76,8 @@ def _eager(name: str, rows: Rows) -> Iterator[Finding]:
     """Claim 2: eager layers; the peak falls by what is swapped (the kept tail is not among it)."""
     base = "eager"
     for ours in ("actswap-default-auto", "actswap-case3-auto"):
-        remark = _missing(rows, ours, base)
-        time_ratio = _ratio(rows, ours, base, "ms")
+        remark = missing(rows, ours, base)
+        time_ratio = ratio(rows, ours, base, "ms")
         yield Finding(f"2 {name}: {ours}, time over {base}", time_ratio, EAGER_TIME, "at most", remark)
         share = None
         if not remark and rows[ours]["swapped_bytes"] is not None:
@@ -137,7 +97,7 @@ def _steady(name: str, rows: Rows) -> Iterator[Finding]:
         ("spread of steps 3 and later", _spread, STEP_SPREAD),
         ("first step over median, compilation deducted", _first_step, FIRST_STEP_OVER_MEDIAN),
     ):
-        worst, method = _worst(ours, number)
+        worst, method = worst_of(ours, number)
         remark = method if worst is not None else "no such row"
         yield Finding(f"3 {name}: {what}, worst of ours", worst, bound, "at most", remark)
 
@@ -145,11 +105,11 @@ def _steady(name: str, rows: Rows) -> Iterator[Finding]:
 def _everything(name: str, rows: Rows) -> Iterator[Finding]:
     """Claim 4: swap everything against TRL's offloading."""
     ours, base = "actswap-everything-20", "trl-offloading"
-    remark = _missing(rows, ours, base)
+    remark = missing(rows, ours, base)
     yield Finding(
-        f"4 {name}: {ours}, time over {base}", _ratio(rows, ours, base, "ms"), 1.0, "at most", remark
+        f"4 {name}: {ours}, time over {base}", ratio(rows, ours, base, "ms"), 1.0, "at most", remark
     )
-    memory = _ratio(rows, ours, base, "activation_bytes")
+    memory = ratio(rows, ours, base, "activation_bytes")
     yield Finding(f"4 {name}: {ours}, peak over {base}", memory, 1.0, "below", remark)
 
 
@@ -158,10 +118,10 @@ def _elementwise(name: str, rows: Rows) -> Iterator[Finding]:
     if name != "8k":
         return
     ours, base = "actswap-elementwise-fused", "eager"
-    remark = _missing(rows, ours, base)
-    memory = _ratio(rows, ours, base, "activation_bytes")
+    remark = missing(rows, ours, base)
+    memory = ratio(rows, ours, base, "activation_bytes")
     yield Finding(f"5 {name}: {ours}, peak over {base}", memory, ELEMENTWISE_PEAK, "at most", remark)
-    time_ratio = _ratio(rows, ours, base, "ms")
+    time_ratio = ratio(rows, ours, base, "ms")
     yield Finding(f"5 {name}: {ours}, time over {base}", time_ratio, ELEMENTWISE_TIME, "at most", remark)
 
 
@@ -188,32 +148,11 @@ def _against_checkpointing(
 ) -> Iterator[Finding]:
     """At Hugging Face checkpointing's peak or lower, and so much faster."""
     base = _CHECKPOINTING
-    remark = _missing(rows, ours, base) or (ours if called else "")
-    memory = _ratio(rows, ours, base, "activation_bytes")
+    remark = missing(rows, ours, base) or (ours if called else "")
+    memory = ratio(rows, ours, base, "activation_bytes")
     yield Finding(f"{claim}: {called or ours}, peak over {base}", memory, 1.0, "at most", remark)
-    faster = _ratio(rows, base, ours, "ms")
+    faster = ratio(rows, base, ours, "ms")
     yield Finding(f"{claim}: {called or ours}, speed over {base}", faster, speed, "at least", remark)
-
-
-def _missing(rows: Rows, *methods: str) -> str:
-    """Why a claim about these methods cannot be judged, ``""`` if it can."""
-    missing = [f"no row {method}" for method in methods if method not in rows]
-    unmeasured = [
-        f"{method}: {rows[method].get('status')}"
-        for method in methods
-        if method in rows and rows[method]["ms"] is None
-    ]
-    return "; ".join(missing + unmeasured)
-
-
-def _ratio(rows: Rows, one: str, base: str, key: str) -> float | None:
-    values = [rows[method][key] if method in rows else None for method in (one, base)]
-    return values[0] / values[1] if None not in values and values[1] else None
-
-
-def _worst(rows: Sequence[Row], number: Callable[[Row], float | None]) -> tuple[float | None, str]:
-    found = [(value, row["method"]) for row in rows if (value := number(row)) is not None]
-    return max(found) if found else (None, "")
 
 
 def _reserved(row: Row) -> float | None:
@@ -250,23 +189,30 @@ def print_findings(findings: Sequence[Finding], console: Console | None = None) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the findings of a results file; return 1 if something measured fails."""
+    """Print the findings of results files; return 1 if something measured fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("results", type=Path, nargs="?", help="JSON of frontier.py (default: the newest)")
-    path = parser.parse_args(argv).results or _newest()
-    if path is None or not path.is_file():
-        parser.error(f"no such file: {path or 'results/frontier_*.json'}")
-    rows = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(rows, list):
-        parser.error(f"{path.name} is not a list of rows, as frontier.py writes it")
-    findings = judge(rows)
+    parser.add_argument(
+        "results", type=Path, nargs="*", help="JSON of frontier.py and of planner.py (default: the newest)"
+    )
+    found = parser.parse_args(argv).results
+    paths = found or [path for path in (newest("frontier"), newest("planner")) if path is not None]
+    if not paths:
+        parser.error("no such file: results/frontier_*.json")
+    files = []
+    for path in paths:
+        if not path.is_file():
+            parser.error(f"no such file: {path}")
+        files.append(json.loads(path.read_text(encoding="utf-8")))
+        if not isinstance(files[-1], list):
+            parser.error(f"{path.name} is not a list of rows, as frontier.py writes it")
+    findings = [*judge(files[0]), *judge_planner(files, SHAPES)]
     print_findings(findings, None)
     return 1 if any(finding.verdict == "FAIL" for finding in findings) else 0
 
 
-def _newest() -> Path | None:
-    """The file written last whose name ends in a date."""
-    found = RESULTS.glob("frontier_*_" + "[0-9]" * 8 + ".json")
+def newest(what: str) -> Path | None:
+    """Return the file of ``frontier.py`` or ``planner.py`` written last whose name ends in a date."""
+    found = RESULTS.glob(f"{what}_*_" + "[0-9]" * 8 + ".json")
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 

@@ -317,6 +317,7 @@ def test_bfloat16(tmp_path: Path) -> None:
     assert rows["actswap-mixed"]["recomputes"] > 0
 
 
+@pytest.mark.slow
 def test_longest_doubles_the_length_up_to_the_limit(tmp_path: Path) -> None:
     chosen = ("--longest", str(4 * TOKENS), "--rows", "eager", "actswap-everything-20")
     status, rows = run(tmp_path / "out.json", *chosen)

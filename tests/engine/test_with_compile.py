@@ -48,7 +48,8 @@ LAYERS: dict[str, Callable[[nn.Module], nn.Module]] = {"in place": in_place, "wr
 WHOLE: dict[str, Callable[[nn.Module], nn.Module]] = {"whole": whole, "whole in place": whole_in_place}
 CASES = [
     *((way, text) for way in LAYERS for text in (LAYER_SWAP, DEFAULT, SOME_LAYERS, RECOMPUTE)),
-    *((way, text) for way in WHOLE for text in (LAYER_SWAP, DEFAULT)),
+    *((way, LAYER_SWAP) for way in WHOLE),
+    *(pytest.param(way, DEFAULT, marks=pytest.mark.slow) for way in WHOLE),
 ]
 
 

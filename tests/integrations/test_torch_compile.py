@@ -64,8 +64,13 @@ def hooks_of(model: torch.nn.Module) -> dict[str, Any]:
     ("way", "case", "settings"),
     [
         (WHOLE, CASE_1, {"bf16": True}),
-        (WHOLE, AUTO, {"gradient_accumulation_steps": 2}),
-        (WHOLE, EVERY_LAYER, {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}),
+        pytest.param(WHOLE, AUTO, {"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            WHOLE,
+            EVERY_LAYER,
+            {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
+            marks=pytest.mark.slow,
+        ),
         (REGIONAL, CASE_1, {"bf16": True}),
         (REGIONAL, CASE_2, {"gradient_accumulation_steps": 2}),
         (REGIONAL, CASE_2, {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}),
@@ -139,7 +144,7 @@ def test_what_cannot_be_told_apart_stops_before_the_first_step(
     assert trainer.state.global_step == 0
 
 
-@pytest.mark.parametrize("way", [WHOLE, REGIONAL])
+@pytest.mark.parametrize("way", [pytest.param(WHOLE, marks=pytest.mark.slow), REGIONAL])
 def test_a_second_training_and_a_callback_added_later(compiling: Make, way: str) -> None:
     plain = compiling(way, None, callback=False)
     plain.train()
@@ -157,7 +162,7 @@ def test_a_second_training_and_a_callback_added_later(compiling: Make, way: str)
     assert counters["graph_break"] == {}
 
 
-@pytest.mark.parametrize("way", [WHOLE, REGIONAL])
+@pytest.mark.parametrize("way", [pytest.param(WHOLE, marks=pytest.mark.slow), REGIONAL])
 def test_everything_comes_off_after_an_exception(compiling: Make, way: str) -> None:
     class Fails(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -30,7 +30,9 @@ def nothing_is_left_behind() -> Iterator[None]:
     assert not _get_current_dispatch_mode_stack()
 
 
-@pytest.mark.parametrize(("mode", "share"), [("adaptive", 0.8), ("smart_swap", 0.6)])
+@pytest.mark.parametrize(
+    ("mode", "share"), [pytest.param("adaptive", 0.8, marks=pytest.mark.slow), ("smart_swap", 0.6)]
+)
 def test_three_phases_hold_the_budget_and_change_no_number(
     mode: str, share: float, unplanned: Trained
 ) -> None:

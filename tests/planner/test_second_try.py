@@ -146,6 +146,7 @@ def test_a_device_that_shrinks() -> None:
     assert found.phases[-1] == "search"
 
 
+@pytest.mark.slow
 def test_later_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = run(micro_batches=2)
     assert_survived(run(where="forward", micro_batches=2, bad_micro_batch=1), expected)

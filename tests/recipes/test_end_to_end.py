@@ -102,6 +102,7 @@ def test_swapping_changes_no_digit(case1: Path, repository: Path, tmp_path: Path
     assert not (tmp_path / "worker_0.log").exists()
 
 
+@pytest.mark.slow
 def test_layers_compiled_by_the_launcher_are_swapped(case1: Path, repository: Path, tmp_path: Path) -> None:
     case2 = str(repository / "recipes" / "case2_layer_swap.yaml")
     short = ["--max_steps", "2", "--do_eval", "false"]

@@ -88,7 +88,9 @@ def test_the_signal_that_the_launcher_passes_on_does_not_disturb_the_end(
         signal.raise_signal(INT)
 
 
-@pytest.mark.parametrize("number", [TERM, INT], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    "number", [TERM, pytest.param(INT, marks=pytest.mark.slow)], ids=lambda number: number.name
+)
 def test_one_process(number: signal.Signals, arguments: list[str], tmp_path: Path) -> None:
     dice = random.Random(int(number))
     for attempt in range(2):

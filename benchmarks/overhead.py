@@ -3,11 +3,15 @@
     OMP_NUM_THREADS=1 python benchmarks/overhead.py
     OMP_NUM_THREADS=1 python benchmarks/overhead.py --workload chain --rounds 20 --out mine.json
 
-Two workloads, both so small that nearly all of the time is the host's: a *chain* of cheap ops in decoder
-layers, where each op saves one tensor with a storage of its own, and a tiny *Llama*, where tensors are shared
-and many of them are parameters. Each case has a model of its own with its hooks on. A round runs one step of
-each case, in an order that changes; the numbers are medians over the rounds of the difference to the step
-without any hooks in the same round. The garbage collector is off within a step, as in `timeit`.
+The workloads are so small that nearly all of the time is the host's: a *chain* of cheap ops in decoder
+layers, where each op saves one tensor with a storage of its own, the same with three times as many ops, and a
+tiny *Llama*, where tensors are shared and many of them are parameters. What hooks on layers and the model
+take is divided among the tensors too. The two chains have the same layers, so what the *further* tensors of
+the long one take is pack and unpack alone.
+
+Each case has a model of its own with its hooks on. A round runs one step of each case, in an order that
+changes; the numbers are medians over the rounds of the difference to the step without any hooks in the same
+round. The garbage collector is off within a step, as in `timeit`.
 
 On the CPU copies are those of the recording transfer, which are complete when compute waits for them; in the
 case ``swap, bare copies`` they do nothing at all, which leaves what is the engine's. Compare numbers of one
@@ -66,6 +70,7 @@ _COLUMNS = (
     ("lowest", 8),
     ("ratio", 7),
     ("at 0.9", 8),
+    ("further", 9),
     ("bound", 7),
     ("no_grad", 9),
 )
@@ -84,7 +89,8 @@ class Row:
         us_lowest: of the fastest step against the fastest without hooks.
         ratio_to_identity: of ``us_lowest``.
         us_at_reference: ``ratio_to_identity`` times what identity hooks cost where the bounds were set.
-        bound_us: what that may be.
+        further_us: of a long chain, ``us_at_reference`` of those tensors that the chain has not.
+        bound_us: what pack and unpack may take together.
         no_grad_us: of one forward without gradients, in evaluation, per op that would save a tensor.
         passes_in_no_grad: forwards that the engine followed, and copies it made, in such a forward.
     """
@@ -100,6 +106,7 @@ class Row:
     us_lowest: float = 0.0
     ratio_to_identity: float | None = None
     us_at_reference: float | None = None
+    further_us: float | None = None
     bound_us: float | None = None
     no_grad_us: float = 0.0
     passes_in_no_grad: int = 0
@@ -236,6 +243,20 @@ def _row(workload: str, subject: Subject, bare: Subject, saved: int) -> Row:
     return row
 
 
+def compare_chains(rows: Sequence[Row]) -> None:
+    """Fill in ``further_us``, if both chains are among ``rows``."""
+    short = {row.case: row for row in rows if row.workload == "chain"}
+    further = {
+        row.case: row.us_lowest * row.saved_tensors
+        - short[row.case].us_lowest * short[row.case].saved_tensors
+        for row in rows
+        if row.workload == "long chain" and row.case in short
+    }
+    for row in rows:
+        if row.workload == "long chain" and further.get(IDENTITY, 0.0) > 0:
+            row.further_us = further[row.case] / further[IDENTITY] * REFERENCE_IDENTITY_US
+
+
 def _measured(times_s: list[float]) -> list[float]:
     return times_s[WARMUP_ROUNDS:]
 
@@ -268,6 +289,7 @@ def _line(row: Row) -> str:
         row.us_lowest,
         row.ratio_to_identity,
         row.us_at_reference,
+        row.further_us,
         row.bound_us,
         row.no_grad_us,
     )
@@ -288,6 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     torch.set_num_threads(1)
     rows = [row for name in options.workload for row in measure(name, options.rounds, device)]
+    compare_chains(rows)
     origin = {"versions": versions(), "hardware": hardware(device), "load": os.getloadavg()[0]}
     for row in rows:
         row.device, row.commit, row.environment = device.type, commit(REPOSITORY)["id"], origin

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -67,8 +68,12 @@ CASES = (
 
 
 class _Half(nn.Module):
+    def __init__(self, ops: int) -> None:
+        super().__init__()
+        self.ops = ops
+
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        for _ in range(OPS_PER_MODULE):
+        for _ in range(self.ops):
             hidden = hidden.sin()  # saves its input, and nothing else
         return hidden
 
@@ -76,9 +81,9 @@ class _Half(nn.Module):
 class _ChainLayer(nn.Module):
     """A decoder layer by its names: two modules of cheap ops."""
 
-    def __init__(self) -> None:
+    def __init__(self, ops: int) -> None:
         super().__init__()
-        self.self_attn, self.mlp = _Half(), _Half()
+        self.self_attn, self.mlp = _Half(ops), _Half(ops)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.mlp(self.self_attn(hidden))
@@ -86,12 +91,12 @@ class _ChainLayer(nn.Module):
 
 
 class Chain(nn.Module):
-    """Layers of cheap ops on a tensor of shape (8, 8)."""
+    """Layers of cheap ops, ``ops`` in each of their modules, on a tensor of shape (8, 8)."""
 
-    def __init__(self) -> None:
+    def __init__(self, ops: int = OPS_PER_MODULE) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(8, 8))
-        self.layers = nn.ModuleList(_ChainLayer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(_ChainLayer(ops) for _ in range(LAYERS))
 
     def forward(self) -> torch.Tensor:
         hidden = self.weight + 0
@@ -122,7 +127,11 @@ class TinyLlama(nn.Module):
         return loss
 
 
-WORKLOADS: dict[str, Callable[[], nn.Module]] = {"chain": Chain, "llama": TinyLlama}
+WORKLOADS: dict[str, Callable[[], nn.Module]] = {
+    "chain": Chain,
+    "long chain": partial(Chain, 3 * OPS_PER_MODULE),
+    "llama": TinyLlama,
+}
 
 
 class _Never:

@@ -23,9 +23,8 @@ Undo = Callable[[], None]
 
 def around(module: nn.Module, before: Before, after: After) -> list[Undo]:
     """Call ``before`` ahead of each call of ``module`` and ``after`` behind it, also after an exception."""
-    compiled = getattr(module, "_compiled_call_impl", None)
-    if compiled is not None:
-        return [_around_compiled(module, compiled, before, after)]
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return [_around_compiled(module, before, after)]
     handles = [
         module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
         module.register_forward_hook(after, always_call=True),
@@ -33,22 +32,40 @@ def around(module: nn.Module, before: Before, after: After) -> list[Undo]:
     return [handle.remove for handle in handles]
 
 
-def _around_compiled(module: nn.Module, compiled: Callable[..., Any], before: Before, after: After) -> Undo:
-    @functools.wraps(compiled)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        output = None
-        try:
-            before(module, args, kwargs)
-            output = compiled(*args, **kwargs)
-        finally:
-            after(module, args, output)
-        return output
+def _around_compiled(module: nn.Module, before: Before, after: After) -> Undo:
+    def surrounded(inner: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(inner)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = None
+            try:
+                before(module, args, kwargs)
+                output = inner(*args, **kwargs)
+            finally:
+                after(module, args, output)
+            return output
 
-    module._compiled_call_impl = call
+        return call
+
+    return replace_call(module, surrounded)
+
+
+def replace_call(module: nn.Module, around_call: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
+    """Put a function around the calls of this module alone, outside of its hooks; return what takes it away.
+
+    Args:
+        module: compiled in place, or not.
+        around_call: given what a call runs so far; returns what it is to run.
+    """
+    compiled = getattr(module, "_compiled_call_impl", None)
+    name = "_call_impl" if compiled is None else "_compiled_call_impl"
+    call = around_call(getattr(module, name))
+    vars(module)[name] = call
 
     def undo() -> None:
-        if module._compiled_call_impl is call:  # else it was compiled anew meanwhile
-            module._compiled_call_impl = compiled
+        if compiled is None:
+            vars(module).pop(name, None)
+        elif vars(module).get(name) is call:  # else it was compiled anew meanwhile
+            vars(module)[name] = compiled
 
     return undo
 

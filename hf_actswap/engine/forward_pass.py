@@ -15,8 +15,7 @@ A layer that does what it did in the calls before needs no owners: see `routines
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,22 +30,14 @@ from .autograd_state import next_node_number
 from .backward import Backward
 from .checkpoint_inputs import Checkpoint, CheckpointInputs
 from .fates import KEEP, Action
-from .owners import Owner, Owners
+from .owners import Owner, Owners, Place
 from .parameters import is_cast_of_parameter
 from .recompute import Region
-from .routines import BETWEEN, Routines, Step, step_of
+from .routines import BETWEEN, Routines, SavedStep, SmallStep, Step, step_of
 from .schedule import PrefetchOrder
-from .swapped_storages import Setting, SwappedStorages
+from .swapped_storages import TOO_SMALL, Setting, SwappedStorages
 from .tickets import Ticket, keep
 from .views import View, moved_range
-
-
-@dataclass(frozen=True)
-class Place:
-    """A decoder layer or a module around the layers, and everything in it."""
-
-    scope: Scope
-    modules: tuple[nn.Module, ...]
 
 
 class ForwardPass:
@@ -62,6 +53,7 @@ class ForwardPass:
     def __init__(
         self, setting: Setting, outside: Iterable[nn.Module], routines: Routines, call: Any = ()
     ) -> None:
+        # 30 attributes at most: Python finds those of an object with more a tenth slower, in `pack` too.
         self._setting, self._routines = setting, routines
         self._fates = setting.fates
         self._keep = setting.keeper or keep
@@ -71,9 +63,8 @@ class ForwardPass:
         self._clock = self.backward.clock
         self._inputs = CheckpointInputs(self._clock, self._hooks)
         self._swapped = SwappedStorages(setting, self._inputs)
-        self._releases, self._refused = self._swapped.releases, setting.counters.refused
+        self._releases, self._small_bytes = self._swapped.releases, 0
         self._auto = setting.auto.forward_starts(self.backward) if setting.auto is not None else None
-        self._observation = self._auto.observation if self._auto is not None else None
         self._settled = self._auto is None or self._auto.settled
         self._autocast = False
         self._ended = False
@@ -87,12 +78,16 @@ class ForwardPass:
         self._first_op = self._clock.now()
         self._from_number = -1
         self.departed = False
-        self.fuse = setting.fuse
         self.scope: Scope | None = None
         self.stack: OpStack | None = None
         self.running: Action | None = None
         self.region: Region | None = None
         self.packing = False
+
+    @property
+    def fuse(self) -> Callable[[Region], bool] | None:
+        """See `Setting`."""
+        return self._setting.fuse
 
     def meet(self, tensor: torch.Tensor) -> int | None:
         """Make sure that the storage of ``tensor`` has an owner, and return its identity."""
@@ -175,24 +170,27 @@ class ForwardPass:
         if op >= self._releases.next_at:
             self._swapped.release_due(op)
         if self._steps is not None:
-            step = next(self._steps, None)
-            if isinstance(step, int):
-                if op - self._first_op == step:
+            step, offset_ops = next(self._steps, None), op - self._first_op
+            if type(step) is int:
+                if step == offset_ops:
                     return tensor, tensor._version
-            elif step is not None:
-                offset_ops, dtype, own_output, windows, whole, refused, asked = step
-                if op - self._first_op == offset_ops and tensor.dtype is dtype:
-                    if refused is not None and tensor.nbytes == refused[1]:
-                        self._refused[refused[0]] += refused[1]
-                        windows = None
-                    if own_output or windows is not None:
+            elif type(step) is SmallStep and offset_ops == step.offset_ops:
+                if tensor.nbytes == step.size_bytes:
+                    self._small_bytes += step.size_bytes
+                    if step.own_output:
                         tensor = tensor.detach()
-                    if windows is None:
-                        return tensor, tensor._version
-                    return self._swapped.ticket_of_whole(tensor, whole, windows, op, asked) or keep(tensor)
+                    return tensor, tensor._version
+                step = step.otherwise
+            if type(step) is SavedStep and offset_ops == step.offset_ops and tensor.dtype is step.dtype:
+                tensor = tensor.detach()
+                if step.windows is None:
+                    return tensor, tensor._version
+                return self._swapped.ticket_of_whole(
+                    tensor, step.whole, step.windows, op, step.asked
+                ) or keep(tensor)
             self._depart(self.scope)
-        if self._observation is not None:
-            self._observation.in_forward(op)
+        if self._auto is not None and self._auto.observation is not None:
+            self._auto.observation.in_forward(op)
         self.packing = True
         try:
             return self._ticket_of_saved(tensor, op)
@@ -215,6 +213,8 @@ class ForwardPass:
         if self._auto is not None and self._setting.auto is not None:
             self._setting.auto.forward_ended(self._auto)
         self._inputs.clear()
+        if self._small_bytes:
+            self._setting.counters.refused[TOO_SMALL] += self._small_bytes
         wants = self._swapped.end()
         if wants:
             self.backward.schedule(PrefetchOrder(self._hooks, wants))
@@ -264,8 +264,8 @@ class ForwardPass:
         if self._watched is not None:
             asked = KEEP if owner is None else owner.action
             action = owner.chosen[0] if owner and owner.chosen else asked
-            refusal = self._swapped.refusal(tensor) if action.kind == "swap" else None
-            self._watched.append(step_of(saved, asked, action, ticket, op - self._first_op, refusal))
+            small = action.kind == "swap" and self._swapped.refusal(tensor) == TOO_SMALL
+            self._watched.append(step_of(saved, asked, action, ticket, op - self._first_op, small))
         return ticket
 
     def _action_of_unmet(self) -> Action:

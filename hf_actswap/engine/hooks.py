@@ -35,9 +35,10 @@ from .checkpointed_layer import checkpointed
 from .compiled_regions import CompiledRegions
 from .fates import FateTable
 from .foreseen import Foreseen
-from .forward_pass import ForwardPass, Place
+from .forward_pass import ForwardPass
 from .host_budget import HostMemory, Progress
 from .naming_mode import NamingMode, end_region
+from .owners import Place
 from .recompute import Region
 from .recompute_choice import plan_that_pays
 from .routines import Routines
@@ -108,14 +109,16 @@ class Engine:
         self._acts = bool(self.plan.rows) or keeper is not None
 
     def attach(self) -> list[Callable[[], None]]:
-        """Install the hooks; return what undoes them, in order of installation."""
-        undo: list[Callable[[], None]] = [self._place.close, self._place.unbind]
+        """Install the hooks; return what takes them off, in order of installation.
+
+        Taken off, they may be installed again: routines, counters and the setting are still there.
+        """
         if not self._acts:
-            return undo
+            return []
         self._place.bind()
         if self.outline.compiled:
-            return [*undo, *around(self._called, self._start_compiled, self._end_compiled), self._clean_up]
-        undo += around(self._called, self._start_forward, self._end_forward)
+            return [*around(self._called, self._start_compiled, self._end_compiled), self._clean_up]
+        undo = around(self._called, self._start_forward, self._end_forward)
         surroundings: dict[Scope, str | None] = {
             "embedding": self.outline.embedding,
             "final_norm": self.outline.final_norm,
@@ -127,11 +130,17 @@ class Engine:
         for layer in self.outline.layers:
             undo += self._follow_layer(layer)
         undo.append(self._leave_inside)
-        self._follow_inside()
-        # Walked once: at each forward it would cost milliseconds.
-        self._outside = tuple(module for module in self._root.modules() if module not in self._inside)
+        if not self._routines.knows(self._named):
+            self._follow_inside()
+        if not self._outside:  # walked once: at each forward it would cost milliseconds
+            self._outside = tuple(module for module in self._root.modules() if module not in self._inside)
         undo.append(self._clean_up)
         return undo
+
+    def close(self) -> None:
+        """The hooks are off for good: let go of the thread and of the host memory. Safe to call again."""
+        self._place.unbind()
+        self._place.close()
 
     def _follow_layer(self, layer: LayerOutline) -> list[Callable[[], None]]:
         module = self._root.get_submodule(layer.module_path)

@@ -23,14 +23,20 @@ from .weight_gathering import gather_weights_again
 class AppliedPlan:
     """A plan on a model. Use as a context manager, or call `remove`.
 
+    Args:
+        engine: of the plan.
+        attach: installs its hooks, each time anew; returns what takes them off.
+
     Attributes:
         outline: of the model.
     """
 
-    def __init__(self, engine: Engine, undo: list[Callable[[], None]]) -> None:
+    def __init__(self, engine: Engine, attach: Callable[[], list[Callable[[], None]]]) -> None:
         self.outline = engine.outline
-        self._engine = engine
-        self._undo = undo
+        self._engine, self._attach = engine, attach
+        self._undo: list[Callable[[], None]] = []
+        self._removed = False
+        self._hooks: list[Callable[[], None]] | None = attach()
 
     @property
     def plan(self) -> MemoryPlan:
@@ -68,6 +74,29 @@ class AppliedPlan:
         """Let `remove` do one thing more."""
         self._undo.append(step)
 
+    def suspend(self) -> None:
+        """Take the hooks off, so that another plan may be on; what was learned and counted stays.
+
+        Between two forwards only. A graph that still lives can still run backward: its tickets are its own.
+        Nothing happens where they are off already.
+        """
+        hooks, self._hooks = self._hooks, None
+        for step in reversed(hooks or []):
+            step()
+
+    def resume(self) -> None:
+        """Install the hooks again after `suspend`; from the next forward on the plan acts.
+
+        Nothing happens where they are on.
+
+        Raises:
+            PlanError: another plan is on the model, or this one was removed.
+        """
+        if self._hooks is None:
+            if self._removed:
+                raise PlanError([Problem("plan", "one that is suspended", "one that was removed")])
+            self._hooks = self._attach()
+
     def remove(self) -> None:
         """Take everything off the model and free the host memory. Safe to call again.
 
@@ -76,6 +105,10 @@ class AppliedPlan:
         undo, self._undo = self._undo, []
         for step in reversed(undo):
             step()
+        self.suspend()
+        if not self._removed:
+            self._removed = True
+            self._engine.close()
 
     def __enter__(self) -> AppliedPlan:
         return self
@@ -113,18 +146,26 @@ def install(
     root = unwrapped(model)
     _check(root, plan, outline, replicas)
     engine = Engine(model, plan, outline, transfer, progress, replicas, keeper, host)
-    undo = engine.attach()
-    if plan.gather_weights_again:
-        undo.append(gather_weights_again(model))
-    return AppliedPlan(engine, undo)
+
+    def attach() -> list[Callable[[], None]]:
+        if problems := _other_plan(root):
+            raise PlanError(problems)
+        undo = engine.attach()
+        if plan.gather_weights_again:
+            undo.append(gather_weights_again(model))
+        return undo
+
+    return AppliedPlan(engine, attach)
+
+
+def _other_plan(root: nn.Module) -> list[Problem]:
+    if any(isinstance(getattr(hook, "__self__", None), Engine) for hook in root._forward_pre_hooks.values()):
+        return [Problem("model", "no plan on it yet", "one that is applied", "Call remove() on it first.")]
+    return []
 
 
 def _check(root: nn.Module, plan: MemoryPlan, outline: Outline, replicas: Replicas | None) -> None:
-    problems = []
-    if any(isinstance(getattr(hook, "__self__", None), Engine) for hook in root._forward_pre_hooks.values()):
-        problems.append(
-            Problem("model", "no plan on it yet", "one that is applied", "Call remove() on it first.")
-        )
+    problems = _other_plan(root)
     if plan.num_layers != len(outline.layers):
         problems.append(
             Problem("plan.num_layers", f"{len(outline.layers)}, as in the model", str(plan.num_layers))

@@ -16,11 +16,20 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from ..plan.actions import Scope
 from ..plan.record import storage_key
 from .fates import KEEP, Action
 from .observation import Key
 from .parameters import inner_tensors
 from .recompute import Region
+
+
+@dataclass(frozen=True)
+class Place:
+    """A decoder layer or a module around the layers, and everything in it."""
+
+    scope: Scope
+    modules: tuple[nn.Module, ...]
 
 
 @dataclass(slots=True)

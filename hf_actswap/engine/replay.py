@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..plan.opnames import RANDOM_FUNCTIONS, UNREPEATABLE_FUNCTIONS
+from ..plan.user_functions import UserFunction
 
 _IN_PLACE_OPERATORS = frozenset(
     f"__{name}__"
@@ -85,12 +86,12 @@ class CallState:
 def draws_random_numbers(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether a function may draw random numbers; of registered operators that nobody knows: yes."""
+    """Whether a function may draw random numbers; of operators and functions that nobody knows: yes."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     if isinstance(func, torch._ops.OpOverload):
         return func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
-    if isinstance(func, torch._ops.OpOverloadPacket):
+    if isinstance(func, torch._ops.OpOverloadPacket | UserFunction):
         return True
     return name in RANDOM_FUNCTIONS or bool(kwargs.get("dropout_p"))
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -38,29 +39,43 @@ Stretch = Scope | Literal["between"]
 """A scope, or all that runs outside of any, in order."""
 
 
-class SavedStep(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SavedStep:
     """One saved tensor that is swapped, or that its own node made.
 
     Args:
         offset_ops: operators since the stretch began, or began anew.
         dtype: of the tensor.
-        own_output: whether its own node made it, so that a ticket must hold it detached.
-        windows: of its swap; ``None``: kept.
+        windows: of its swap; ``None``: its own node made it, and it is kept, detached.
         whole: how it looks, if it is contiguous and all of its storage, and was swapped.
-        refused: if it was to be swapped and had to stay: why, and its bytes.
         asked: what the plan says of it, whatever became of it.
     """
 
     offset_ops: int
     dtype: torch.dtype
-    own_output: bool
     windows: Windows | None
     whole: View | None
-    refused: tuple[str, int] | None
     asked: Action
 
 
-Step = int | SavedStep
+@dataclass(frozen=True, slots=True)
+class SmallStep:
+    """One saved tensor that was to be swapped and was too small.
+
+    Args:
+        offset_ops: as of a `SavedStep`.
+        size_bytes: of the tensor.
+        own_output: whether its own node made it, so that a ticket must hold it detached.
+        otherwise: what is done with one of another size, which may move.
+    """
+
+    offset_ops: int
+    size_bytes: int
+    own_output: bool
+    otherwise: SavedStep
+
+
+Step = int | SmallStep | SavedStep
 """An int is a tensor that is kept as it is, by its ``offset_ops``: most are such."""
 
 Routine = Sequence[Step]
@@ -72,18 +87,16 @@ def step_of(
     action: Action,
     ticket: Ticket,
     offset_ops: int,
-    refusal: str | None,
+    too_small: bool,
 ) -> Step:
-    """Write down what was made of ``saved``, in its pack hook; ``refusal``: why it had to stay."""
+    """Write down what was made of ``saved``, in its pack hook; ``too_small``: to be swapped."""
     own_output = made_by_packing_node(saved)
     if action.kind != "swap":
-        return SavedStep(offset_ops, saved.dtype, True, None, None, None, asked) if own_output else offset_ops
-    refused = None if refusal is None else (refusal, saved.nbytes)
+        return SavedStep(offset_ops, saved.dtype, None, None, asked) if own_output else offset_ops
     whole = ticket.group.whole if isinstance(ticket, SwapGroup | SwapTicket) else None
     looks_whole = whole is not None and View.of(saved) == whole
-    return SavedStep(
-        offset_ops, saved.dtype, own_output, action.windows, whole if looks_whole else None, refused, asked
-    )
+    step = SavedStep(offset_ops, saved.dtype, action.windows, whole if looks_whole else None, asked)
+    return SmallStep(offset_ops, saved.nbytes, own_output, step) if too_small else step
 
 
 class Routines:

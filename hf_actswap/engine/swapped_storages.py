@@ -33,6 +33,8 @@ Keeper = Callable[[torch.Tensor], Ticket]
 NO_HOST_MEMORY = "host memory cap"
 """The cap (``host_memory_gib``) is reached, or the machine has no more."""
 
+TOO_SMALL = "smaller than min_tensor_mib"
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -208,7 +210,7 @@ class SwappedStorages:
             return reason
         size_bytes = tensor.nbytes
         if size_bytes < setting.min_tensor_bytes and not self._moves(tensor):
-            return "smaller than min_tensor_mib"
+            return TOO_SMALL
         return None if size_bytes else "empty"
 
 

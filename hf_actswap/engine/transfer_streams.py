@@ -40,7 +40,7 @@ import torch
 from .blocks import HostBuffer
 from .link import Link, measure_link
 from .stats import PendingTime
-from .transfer import Copy, Stamp
+from .transfer import BlockingTransfer, Copy, Stamp, Transfer
 
 
 class _Event:
@@ -182,3 +182,8 @@ class StreamTransfer:
         event = _Event(self._events, self._device)
         event.event.record(stream)
         return event
+
+
+def transfer_of(device: torch.device) -> Transfer:
+    """Return what moves bytes on ``device``: streams of their own, or the CPU's blocking copies."""
+    return BlockingTransfer(device) if device.type == "cpu" else StreamTransfer(device)

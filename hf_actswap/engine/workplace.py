@@ -17,8 +17,8 @@ from .parameters import parameter_places
 from .slices import Slices
 from .stats import Counters, SwapStats
 from .swapped_storages import Keeper, Setting
-from .transfer import BlockingTransfer, Transfer
-from .transfer_streams import StreamTransfer
+from .transfer import Transfer
+from .transfer_streams import transfer_of
 from .watched_copies import CopyListener, WatchedTransfer, profiler_is_on
 
 
@@ -124,9 +124,7 @@ class Workplace:
         """What moves bytes, or would on the device of now."""
         if self.setting is not None:
             return self.setting.transfer
-        device = self.device()
-        default = BlockingTransfer if device.type == "cpu" else StreamTransfer
-        return self._transfer or default(device)
+        return self._transfer or transfer_of(self.device())
 
     def stats(self) -> SwapStats:
         """What was counted, and the host memory of now."""

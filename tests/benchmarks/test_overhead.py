@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.overhead import Row, main, measure, table
+from benchmarks.overhead import Row, compare_chains, main, measure, table
 from benchmarks.overhead_cases import CASES, IDENTITY, LAYERS, NOTHING, OPS_PER_MODULE
 
 CHAIN_TENSORS = 2 * LAYERS * OPS_PER_MODULE
@@ -38,6 +38,20 @@ def test_ratios_are_to_the_identity_hooks(chain: dict[str, Row]) -> None:
         if row.ratio_to_identity is not None:
             assert row.us_at_reference == pytest.approx(row.us_lowest / chain[IDENTITY].us_lowest * 0.9)
     assert table(list(chain.values())).count("\n") == len(CASES) + 1
+
+
+def test_what_the_calls_of_layers_take_is_not_in_what_further_tensors_take() -> None:
+    def rows(workload: str, tensors: int) -> list[Row]:
+        calls_us, tensor_us = {IDENTITY: 0.0, "keep": 60.0}, {IDENTITY: 0.45, "keep": 0.8}
+        return [
+            Row(workload, case, tensors, us_lowest=calls_us[case] / tensors + tensor_us[case])
+            for case in calls_us
+        ]
+
+    found = [*rows("chain", 100), *rows("long chain", 300), *rows("llama", 50)]
+    compare_chains(found)
+    further = [row.further_us for row in found]
+    assert further == [None, None, pytest.approx(0.9), pytest.approx(1.6), None, None]
 
 
 def test_the_command_writes_its_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

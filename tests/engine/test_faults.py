@@ -41,7 +41,13 @@ PLACES = {
 
 
 @every_plan
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=["exception", "interrupt"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(ValueError, id="exception"),
+        pytest.param(KeyboardInterrupt, id="interrupt", marks=pytest.mark.slow),
+    ],
+)
 def test_fault_in_forward(plan: MemoryPlan | str, error: type[BaseException]) -> None:
     bare = gradients_of_step(tiny_llama(), 1)
     with healthy_afterwards(plan) as (model, applied):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hf_actswap import MemoryPlan
+from hf_actswap import MemoryPlan, adapt_mem_func_wrapper, outline
 from tests.engine.pitfalls.odd_layers import llama_with, same_gradients
 from tests.engine.spies import WatchingTransfer
 from tests.engine.tiny_models import (
@@ -233,3 +234,56 @@ def _fused_loss_step(model: nn.Module) -> None:
 def test_a_loss_that_writes_its_gradient_over_the_logits(plan: MemoryPlan) -> None:
     """Catches logits that were swapped before the loss overwrote them, and come back as they were."""
     same_gradients(tiny_llama, plan, _fused_loss_step)
+
+
+class NoisySine(torch.autograd.Function):
+    """Sine of its input and random noise; saves what it took the sine of, which has a storage of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, share: float) -> torch.Tensor:
+        noisy = x + share * torch.rand_like(x)
+        ctx.save_for_backward(noisy)
+        return noisy.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (noisy,) = ctx.saved_tensors
+        return grad * noisy.cos(), None
+
+
+NOISY_BYTES = TOKENS * INNER * SIZE
+
+
+def with_noise() -> nn.Module:
+    return llama_with(lambda x: adapt_mem_func_wrapper(NoisySine, x, 0.1), LAYERS)
+
+
+def test_a_wrapped_function_is_an_op_of_its_own() -> None:
+    model, transfer = with_noise(), WatchingTransfer()
+    assert "mlp.NoisySine" in {op.path for op in outline(model).layers[0].ops}
+    on(model, plan_of(*swap_rows(["mlp.NoisySine"], [1], 5)), transfer)
+    one_step(model)
+    # what it saved of its own, and its output, which the projection saves
+    assert transfer.sizes_bytes == [NOISY_BYTES, NOISY_BYTES]
+
+
+@pytest.mark.parametrize("fate", ["swap", "recompute"])
+def test_a_wrapped_function_keeps_its_gradients(fate: str) -> None:
+    """Catches a second run with other random numbers, and one that never came."""
+    paths, layers = ["mlp.NoisySine"], LAYERS
+    rows = swap_rows(paths, layers, 5) if fate == "swap" else recompute_rows(paths, layers)
+    stats = same_gradients(with_noise, plan_of(*rows))
+    assert stats.recomputes == (0 if fate == "swap" else 2 * NUM_LAYERS)
+    assert stats.offloads == (2 * 2 * NUM_LAYERS if fate == "swap" else 0)
+
+
+def test_wrapping_changes_nothing_where_nobody_looks() -> None:
+    x = torch.randn(4, requires_grad=True)
+    found = []
+    for call in (NoisySine.apply, partial(adapt_mem_func_wrapper, NoisySine)):
+        torch.manual_seed(0)
+        y = call(x, 0.5)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        found.append((type(y.grad_fn).__name__, y.detach(), gradient))
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1:], found[1][1:]))

@@ -1,0 +1,53 @@
+"""A custom ``autograd.Function`` as an op with a name of its own.
+
+No ``TorchFunctionMode`` sees ``Function.apply``. What it saves is then taken for its module's, and has the
+module's fate. Called by `adapt_mem_func_wrapper` it is an op like any other, ``<module path>.<class name>``:
+a plan can keep, swap or recompute it alone, and a profile times it. MindSpeed's name and arguments (Adaptive
+Memory Optimization, "torch.autograd.Function").
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import handle_torch_function, has_torch_function
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """What a function mode is shown in the place of ``function.apply``; it may draw random numbers.
+
+    Args:
+        function: a subclass of ``torch.autograd.Function``.
+    """
+
+    function: Any
+
+    @property
+    def __name__(self) -> str:
+        """Of the op."""
+        name: str = self.function.__name__
+        return name
+
+    def __call__(self, *args: Any) -> Any:
+        """Apply it."""
+        return adapt_mem_func_wrapper(self.function, *args)
+
+
+def adapt_mem_func_wrapper(function: Any, *args: Any) -> Any:
+    """Return ``function.apply(*args)``, under the name of ``function`` (`torch.autograd.Function`).
+
+    The same numbers, and the same graph. Functions that are applied as ever work, too: as a part of the
+    module that applies them.
+
+    Args:
+        function: a subclass of ``torch.autograd.Function``. If it is recomputed, its forward runs again with
+            the random numbers of the first time.
+        args: of its ``forward``.
+    """
+    tensors = tuple(item for item in args if isinstance(item, torch.Tensor))
+    if has_torch_function(tensors):
+        return handle_torch_function(UserFunction(function), tensors, *args)
+    return function.apply(*args)

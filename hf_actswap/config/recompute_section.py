@@ -139,8 +139,10 @@ def read_recompute(findings: Findings, *, swap: bool | None, shape: TableShape |
     return RecomputeConfig(**{key: value for key, value in values.items() if value is not None})
 
 
-def selects_anything(value: OpSelection) -> bool:
+def selects_anything(value: OpSelection | None) -> bool:
     """Whether a value of ``recompute`` or a select key recomputes any layer (zeros do not)."""
+    if value is None:
+        return False
     if isinstance(value, dict):
         return any(selects_anything(layers) for layers in value.values())
     if isinstance(value, tuple):

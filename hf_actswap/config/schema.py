@@ -35,7 +35,13 @@ Offset = int | tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class LayerSwapRule:
-    """One entry of ``layer_swap``: swap everything that these layers produce."""
+    """One entry of ``layer_swap``: swap everything that these layers produce.
+
+    Args:
+        backward_prefetch: operators by which the copy back starts ahead of its first use; device memory is
+            released after three times as many. ``auto``: measured.
+        layers: which layers, counted from 0 over the whole model.
+    """
 
     backward_prefetch: Prefetch
     layers: Layers
@@ -43,7 +49,14 @@ class LayerSwapRule:
 
 @dataclass(frozen=True)
 class OpSwapRule:
-    """One entry of ``op_swap``; a list under ``op_name`` becomes one rule per name."""
+    """One entry of ``op_swap``; a list under ``op_name`` becomes one rule per name.
+
+    Args:
+        op_name: path of a module or function below a layer, a regular expression for each level; its names
+            are MindFormers' or Hugging Face's.
+        backward_prefetch: as in ``layer_swap``.
+        layers: as in ``layer_swap``.
+    """
 
     op_name: str
     backward_prefetch: Prefetch
@@ -57,10 +70,20 @@ class SwapConfig:
     With ``swap`` true and both lists ``None`` the default strategy holds: the attention core of all
     layers, ``default_prefetch`` operators ahead. An empty list is not ``None``: it swaps nothing.
 
-    ``recompute_input`` (ours) lifts the reference's second coupling rule: the input of these layers, where
-    they are recomputed whole, is swapped ``default_prefetch`` operators ahead and does not stay.
-    ``select_recompute_input`` (ours) lifts it for selective recomputation: what the recomputed ops of these
-    layers read is swapped where ``layer_swap`` or ``op_swap`` says so, with their windows.
+    ``recompute_input`` and ``select_recompute_input`` (ours) lift the reference's second coupling rule.
+
+    Args:
+        swap: whether anything is swapped. It also decides what a list in ``recompute_config`` means: layer
+            indices if true, layers per pipeline stage if false.
+        default_prefetch: operators of lead where no entry says one: of the default strategy and of
+            ``recompute_input``. ``auto``: measured.
+        layer_swap: whole layers to swap. Default ``None``: see ``op_swap``.
+        op_swap: modules and functions to swap. Default ``None``: where ``layer_swap`` is not written either,
+            the attention core of all layers.
+        recompute_input: layers, recomputed whole, whose input is swapped ``default_prefetch`` operators ahead
+            and does not stay (ours).
+        select_recompute_input: layers in which what the recomputed ops read is swapped where ``layer_swap``
+            or ``op_swap`` says so, with their windows, and does not stay (ours).
     """
 
     swap: bool = False
@@ -75,15 +98,35 @@ class SwapConfig:
 class RecomputeConfig:
     """``recompute_config`` (MindFormers, Memory Optimization; ``compile_budget`` and ``fused`` are ours).
 
-    ``compile_budget`` is PyTorch's ``activation_memory_budget`` of each compiled layer: 1 saves what the
-    compiler saves by itself, 0 only the layer's inputs, as recomputing the whole layer does.
-    ``fused`` runs chains of dropped pointwise ops again in one compiled kernel, which may differ from them in
-    the last bit.
+    Without swap a list holds layers per pipeline stage, a table has a row per interleave, and the first
+    layers of each stage are meant. With ``swap_config.swap`` true a list holds layer indices.
+
+    Args:
+        recompute: layers that are recomputed whole: they keep their input.
+        select_recompute: ops that are recomputed. Without names: the product and the activation of the MLP
+            (``feed_forward\\.mul``, ``feed_forward\\.w1\\.activation\\.silu``).
+        select_comm_recompute: gathers of parallel layers that are repeated in backward. Without names: those
+            of the norms' outputs (``.*\\.norm``). Layers that it does not select, with false all, save what
+            they gathered. Default ``None``: parallel layers save their part and gather again.
+        select_recompute_exclude: ops that are not recomputed, named; also in layers that are recomputed
+            whole.
+        select_comm_recompute_exclude: communications whose result is kept, named; also in layers that are
+            recomputed whole.
+        parallel_optimizer_comm_recompute: whether weights sharded by FSDP2 are freed after forward and
+            gathered again in backward.
+        mp_comm_recompute: whether recomputed layers and modules communicate again; false keeps the results.
+        recompute_slice_activation: whether each rank keeps its part of the input of a layer that is
+            recomputed whole, and gathers the input before the layer runs again.
+        compile_budget: PyTorch's ``activation_memory_budget`` of each compiled layer (ours): 1 saves what the
+            compiler saves by itself, 0 only the layer's inputs, as recomputing the whole layer does. Default
+            ``None``: not touched.
+        fused: whether chains of dropped pointwise ops run again in one compiled kernel (ours), which may
+            differ from them in the last bit.
     """
 
     recompute: LayerCounts = False
     select_recompute: OpSelection = False
-    select_comm_recompute: OpSelection = False
+    select_comm_recompute: OpSelection | None = None
     select_recompute_exclude: OpSelection = False
     select_comm_recompute_exclude: OpSelection = False
     parallel_optimizer_comm_recompute: bool = False
@@ -97,7 +140,14 @@ class RecomputeConfig:
 class ParallelConfig:
     """``parallel_config``: tensor and sequence parallelism, and the pipeline layout of the recompute tables.
 
-    ``offset`` shifts layers between stages: a number, one per stage, or a table per (interleave, stage).
+    Args:
+        tensor_parallel_size: processes that hold one model together.
+        sequence_parallel_enabled: whether each of them keeps only its part of the sequence between the
+            layers.
+        pipeline_stage: stages of the pipeline for which the tables of ``recompute_config`` are written; no
+            pipeline is run here.
+        pp_interleave_num: interleaves of that pipeline, the rows of a table.
+        offset: layers that a stage has more, or fewer, than its equal share.
     """
 
     tensor_parallel_size: int = 1

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..parallel.data_sharding import sharded_as, whole_over_data
-from ..parallel.full_state import partitions_of
+from ..parallel.full_state import Progress, partitions_of, told
 from ..parallel.patch_model import Patched
 from ..parallel.weights import Partition, whole_of_ranks
 
@@ -55,7 +55,9 @@ def rebind(optimizer: torch.optim.Optimizer, names: Names, model: nn.Module) -> 
     optimizer.state.clear()
 
 
-def full_optimizer_state(optimizer: torch.optim.Optimizer, patched: Patched, keeps: bool) -> dict[str, Any]:
+def full_optimizer_state(
+    optimizer: torch.optim.Optimizer, patched: Patched, keeps: bool, progress: Progress | None = None
+) -> dict[str, Any]:
     """Return an optimizer's ``state_dict`` with whole tensors on the CPU. Every rank must call it.
 
     Under FSDP2 that is every rank of all models.
@@ -64,6 +66,7 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, patched: Patched, kee
         optimizer: PyTorch's, of the patched model.
         patched: the model.
         keeps: this rank wants the result; else it only takes part, and gets an empty dict.
+        progress: told, of this rank's tensors, how many bytes are gathered and how many there are.
 
     Raises:
         ValueError: the optimizer keeps, of a divided parameter, what is neither of its shape nor a number.
@@ -74,19 +77,20 @@ def full_optimizer_state(optimizer: torch.optim.Optimizer, patched: Patched, kee
     partitions = dict(partitions_of(patched.model))
     _refuse_differences(state["state"], patched.group)
     whole: dict[int, dict[str, Any]] = {}
+    kept: list[tuple[int, str, torch.Tensor, Mapping[str, Any]]] = []
     for saved, of_group, group in zip(state["param_groups"], names, optimizer.param_groups, strict=True):
         saved["param_names"] = list(of_group)
         for index, name, parameter in zip(saved["params"], of_group, group["params"], strict=True):
-            entries = state["state"].get(index)
-            if entries is None:
-                continue
-            partition = partitions.get(name)
-            found = {
-                key: _whole(value, f"{name}: {key}", parameter.shape, partition, patched.group)
-                for key, value in entries.items()
-            }
-            if keeps:
-                whole[index] = found
+            if index in state["state"]:
+                kept.append((index, name, parameter, state["state"][index]))
+    for index, name, parameter, entries in told(kept, [_bytes_of(item[-1]) for item in kept], progress):
+        partition = partitions.get(name)
+        found = {
+            key: _whole(value, f"{name}: {key}", parameter.shape, partition, patched.group)
+            for key, value in entries.items()
+        }
+        if keeps:
+            whole[index] = found
     return {"state": whole, "param_groups": state["param_groups"]} if keeps else {}
 
 
@@ -131,6 +135,10 @@ def own_optimizer_state(
                 }
         made.append({**{k: v for k, v in saved.items() if k != "param_names"}, "params": indices})
     return {"state": own, "param_groups": made}
+
+
+def _bytes_of(entries: Mapping[str, Any]) -> int:
+    return sum(value.nbytes for value in entries.values() if isinstance(value, torch.Tensor))
 
 
 def _whole(

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ..parallel.full_state import Progress
 from ..parallel.patch_model import Patched
 from .optimizer_parameters import full_optimizer_state, own_optimizer_state
 from .replicated_batches import answering
@@ -35,15 +36,18 @@ OPTIMIZER_FILE, SCHEDULER_FILE = "optimizer.pt", "scheduler.pt"
 
 
 @contextmanager
-def whole_optimizer_state(optimizer: Any, patched: Patched, keeps: bool) -> Iterator[None]:
+def whole_optimizer_state(
+    optimizer: Any, patched: Patched, keeps: bool, progress: Progress | None = None
+) -> Iterator[None]:
     """Within the block ``optimizer`` writes and reads whole tensors. Entering it is a collective.
 
     Args:
         optimizer: Accelerate's.
         patched: the model.
         keeps: this rank is going to write.
+        progress: see `full_optimizer_state`.
     """
-    full = full_optimizer_state(optimizer.optimizer, patched, keeps)
+    full = full_optimizer_state(optimizer.optimizer, patched, keeps, progress)
     with answering(optimizer, "state_dict", lambda: full):
         yield
 

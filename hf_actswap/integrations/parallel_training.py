@@ -16,7 +16,8 @@ Nothing here knows the Trainer; `trainer_mixin` and `callback` bring it there, `
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ from ..parallel.gradients import TaggedGradients, refuse_unsummed
 from ..parallel.mesh import ParallelMesh, build_mesh
 from ..parallel.patch_model import Patched, patch_model
 from ..parallel.rank_agreement import check_agreement, digest, parameters_fact
+from ..report import BytesBar
 from .optimizer_parameters import names_of_parameters, rebind
+from .parallel_weight_names import OwnNamesHook
 from .replicated_batches import gather_one_of_each, read_by_data_rank
 
 
@@ -48,6 +51,7 @@ class ParallelTraining:
     Attributes:
         mesh: of all processes.
         patched: the model.
+        shows_bars: whether rank 0 shows bars (the Trainer's ``disable_tqdm``).
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class ParallelTraining:
     ) -> None:
         self.mesh, self.patched, self._accelerator = mesh, patched, accelerator
         self._expects_batch, self._timeout_s = True, timeout_s
+        self.shows_bars = True
         self._gradients = TaggedGradients(patched.model, patched.group)
+        OwnNamesHook().attach(patched.bare)
         read_by_data_rank(accelerator, mesh)
         gather_one_of_each(accelerator, mesh)
         accelerator.clip_grad_norm_ = self.clip_grad_norm_
@@ -113,8 +119,21 @@ class ParallelTraining:
             keeps: this rank wants them; the others take part, and get an empty dict.
         """
         rank = self.patched.group.rank()
-        # A rank that is not named takes part and keeps nothing.
-        return self.patched.full_state_dict(only_rank=rank if keeps else -1)
+        with self.gathering("weights") as progress:
+            # A rank that is not named takes part and keeps nothing.
+            return self.patched.full_state_dict(only_rank=rank if keeps else -1, progress=progress)
+
+    @contextmanager
+    def gathering(self, what: str) -> Iterator[BytesBar | None]:
+        """Yield what shows on rank 0 how far the gathering of ``what`` is; ``None`` on the others."""
+        if dist.get_rank() != 0:
+            yield None
+            return
+        bar = BytesBar(f"gathering {what}", shown=self.shows_bars)
+        try:
+            yield bar
+        finally:
+            bar.close()
 
     def shard_over_data(self, optimizer: torch.optim.Optimizer | None = None, **settings: Any) -> None:
         """Shard the model over the data axis by FSDP2, in place of DDP.

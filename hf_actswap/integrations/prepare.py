@@ -55,7 +55,8 @@ class Prepared:
             state: dict[str, Any] = self.optimizer.state_dict()
             return state
         writes = self._accelerator.is_main_process
-        return full_optimizer_state(self.optimizer.optimizer, self.parallel.patched, writes)
+        with self.parallel.gathering("optimizer states") as progress:
+            return full_optimizer_state(self.optimizer.optimizer, self.parallel.patched, writes, progress)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `optimizer_state_dict` returned, at any number of ranks."""

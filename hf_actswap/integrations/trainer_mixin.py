@@ -139,7 +139,11 @@ class ActSwapTrainerMixin:
         if self.parallel is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        with whole_optimizer_state(self.optimizer, self.parallel.patched, self.args.should_save):
+        patched, saves = self.parallel.patched, self.args.should_save
+        with (
+            self.parallel.gathering("optimizer states") as progress,
+            whole_optimizer_state(self.optimizer, patched, saves, progress),
+        ):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

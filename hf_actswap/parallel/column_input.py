@@ -66,6 +66,9 @@ _running_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 _INPUTS_BEFORE_WEIGHTS = 4
 
+WeightProduct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Makes a weight's gradient of a product's output gradient and the input's rows ``[T, H]``."""
+
 
 class InputSettings(NamedTuple):
     """How the input of column-parallel layers is communicated.
@@ -130,18 +133,28 @@ def linear(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> t
         return result
     if group.size() == 1:
         return F.linear(x, weight)
-    node: Any = x.grad_fn
-    input_node: Any = _ColumnInput._backward_cls
-    if not torch.compiler.is_compiling() and isinstance(node, input_node):
-        held = next((number for number, of in enumerate(node.weights) if of is weight), None)
-        if held is not None:
-            product: torch.Tensor = _Product.apply(x, weight.detach(), node, held)
-            return product
+    behind = node_behind(x, weight)
+    if behind is not None:
+        product: torch.Tensor = _Product.apply(x, weight.detach(), *behind)
+        return product
     weight = with_summed_gradient(weight, group)
     if torch.is_grad_enabled() and x.requires_grad and x.is_leaf and not torch.compiler.is_compiling():
         again: torch.Tensor = _LeafProduct.apply(x, weight)
         return again
     return F.linear(x, weight)
+
+
+def node_behind(x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, int] | None:
+    """Return the input node that made ``x`` and the number that ``weight`` has there, if it knows it.
+
+    A product that has one leaves the weight's gradient to it: see `hand_over`.
+    """
+    node: Any = x.grad_fn
+    input_node: Any = _ColumnInput._backward_cls
+    if torch.compiler.is_compiling() or not isinstance(node, input_node):
+        return None
+    held = next((number for number, of in enumerate(node.weights) if of is weight), None)
+    return None if held is None else (node, held)
 
 
 class _Received:
@@ -154,7 +167,7 @@ class _Received:
 
     def __init__(self, backward: int, gather: Pending | None) -> None:
         self.backward, self.gather = backward, gather
-        self.gradients: list[tuple[int, torch.Tensor]] = []
+        self.gradients: list[tuple[int, torch.Tensor, WeightProduct]] = []
 
 
 class _ColumnInput(torch.autograd.Function):
@@ -206,8 +219,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient = gradient.contiguous()
         (weight,) = ctx.saved_tensors
-        if ctx.node.needs_input_grad[_INPUTS_BEFORE_WEIGHTS + ctx.number]:
-            _hand_over(ctx.node, ctx.number, gradient)
+        hand_over(ctx.node, ctx.number, gradient, _dense)
         if not ctx.node.needs_input_grad[0]:
             return None, None, None, None
         return _input_gradient(gradient, weight, ctx.x_dtype), None, None, None
@@ -235,19 +247,27 @@ class _LeafProduct(torch.autograd.Function):
         if ctx.x is not None:
             if ctx.x._version != ctx.version:
                 raise RuntimeError("the input of a column-parallel layer was modified in place")
-            _weight_gradients([(0, gradient)], ctx.x, found)
+            _weight_gradients([(0, gradient, _dense)], ctx.x, found)
         return _input_gradient(gradient, weight, ctx.x_dtype), found[0]
 
 
-def _hand_over(node: Any, number: int, gradient: torch.Tensor) -> None:
-    """Give the input node an output gradient; the first of a backward starts the gather."""
+def hand_over(node: Any, number: int, gradient: torch.Tensor, product: WeightProduct) -> None:
+    """Give the input node an output gradient; the first of a backward starts the gather.
+
+    Args:
+        node, number: from `node_behind`. Of a frozen weight nothing is held.
+        gradient: contiguous, in any shape that ``product`` understands.
+        product: makes the weight's gradient of it and of the input's rows ``[T, H]``, in its dtype.
+    """
+    if not node.needs_input_grad[_INPUTS_BEFORE_WEIGHTS + number]:
+        return
     backward, received = _running_backward(), node.received
     if received is None or received.backward != backward:
         gather = None
         if node.gathers_again:
             gather = begin_gather(node.saved_tensors[0], node.settings.dim, node.settings.group)
         received = node.received = _Received(backward, gather)
-    received.gradients.append((number, gradient))
+    received.gradients.append((number, gradient, product))
 
 
 def _begin_reduction(gradient: torch.Tensor, settings: InputSettings) -> Pending:
@@ -263,19 +283,26 @@ def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, dtype: torch.d
 
 
 def _weight_gradients(
-    gradients: list[tuple[int, torch.Tensor]], whole: torch.Tensor, found: list[torch.Tensor | None]
+    gradients: list[tuple[int, torch.Tensor, WeightProduct]],
+    whole: torch.Tensor,
+    found: list[torch.Tensor | None],
 ) -> None:
-    """Add each weight's gradient ``[out / tp, H]``, of ``[.., out / tp]`` and ``[.., H]``, into ``found``."""
+    """Add each weight's gradient, of output gradients and the input ``[.., H]``, into ``found``."""
     rows = whole.reshape(-1, whole.shape[-1])
     casts: dict[torch.dtype, torch.Tensor] = {}
     with torch.autocast(rows.device.type, enabled=False):
         while gradients:  # each is let go as soon as it has been used
-            number, gradient = gradients.pop(0)
+            number, gradient, product = gradients.pop(0)
             if gradient.dtype not in casts:
                 casts[gradient.dtype] = rows.to(gradient.dtype)
-            product = gradient.reshape(-1, gradient.shape[-1]).t().mm(casts[gradient.dtype])
+            own = product(gradient, casts[gradient.dtype])
             before = found[number]
-            found[number] = product if before is None else before + product
+            found[number] = own if before is None else before + own
+
+
+def _dense(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``[out / tp, H]`` of ``[.., out / tp]`` and ``[T, H]``."""
+    return gradient.reshape(-1, gradient.shape[-1]).t().mm(rows)
 
 
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:

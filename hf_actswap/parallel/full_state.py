@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -13,40 +13,27 @@ from .sequence_region import SequenceRegion
 from .sharded_module import ShardedModule
 from .weights import Partition, whole_of_ranks
 
+Item = TypeVar("Item")
 
-class FullLoadHook:
-    """Load hook of a module that is not ours: takes the rank's part of full tensors.
-
-    Args:
-        partitions: parameter -> how it is divided.
-        region: of the model.
-    """
-
-    def __init__(self, partitions: Mapping[str, Partition], region: SequenceRegion) -> None:
-        self.partitions, self._region = dict(partitions), region
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, partition in self.partitions.items():
-            given, own = state.get(prefix + name), module._parameters.get(name)
-            if given is not None and own is not None and given.shape != own.shape:
-                state[prefix + name] = partition.part(given, self._region.group.rank())
+Progress = Callable[[int, int], None]
+"""Told how many bytes are done, and how many there are."""
 
 
 def partitions_of(model: nn.Module) -> Iterator[tuple[str, Partition]]:
     """Yield name and division of each divided parameter, tied ones under each of their names."""
     for path, module in model.named_modules(remove_duplicate=False):
         found: dict[str, Partition] = dict(module.partitions) if isinstance(module, ShardedModule) else {}
-        for hook in module._load_state_dict_pre_hooks.values():
-            inner: Any = getattr(hook, "hook", hook)
-            if isinstance(inner, FullLoadHook):
-                found.update(inner.partitions)
         for name, partition in found.items():
             if module._parameters.get(name) is not None:
                 yield f"{path}.{name}" if path else name, partition
 
 
 def gather_full_state(
-    model: nn.Module, region: SequenceRegion, wanted: Callable[[str], bool], keeps: bool
+    model: nn.Module,
+    region: SequenceRegion,
+    wanted: Callable[[str], bool],
+    keeps: bool,
+    progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return whole tensors on the CPU; every rank of the group, and of FSDP2's mesh, must call it.
 
@@ -55,13 +42,17 @@ def gather_full_state(
         region: of the model.
         wanted: by name; the same on every rank.
         keeps: this rank wants the result; else it only takes part, and gets an empty dict.
+        progress: told, of this rank's tensors, how many bytes are gathered and how many there are.
     """
     group, partitions = region.group, dict(partitions_of(model))
     full: dict[str, torch.Tensor] = {}
     by_tensor: dict[int, str] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if not isinstance(tensor, torch.Tensor) or not wanted(name):
-            continue
+    state = {
+        name: tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if isinstance(tensor, torch.Tensor) and wanted(name)
+    }
+    for name, tensor in told(state.items(), [tensor.nbytes for tensor in state.values()], progress):
         before = by_tensor.setdefault(id(tensor), name)
         if before != name:
             if keeps:
@@ -73,6 +64,22 @@ def gather_full_state(
         if keeps:
             full[name] = found.cpu().clone()
     return full
+
+
+def told(items: Iterable[Item], sizes: Sequence[int], progress: Progress | None) -> Iterator[Item]:
+    """Yield items, and tell after each how many bytes are done.
+
+    Args:
+        items: to yield.
+        sizes: bytes of each.
+        progress: called with (bytes done, bytes in all); ``None``: nobody is told.
+    """
+    total, done = sum(sizes), 0
+    for item, size_bytes in zip(items, sizes, strict=True):
+        yield item
+        done += size_bytes
+        if progress is not None:
+            progress(done, total)
 
 
 def own_state(

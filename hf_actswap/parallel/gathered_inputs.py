@@ -8,7 +8,11 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from .block_hooks import BlockInputHook, GatherHook
+from .routed_experts import ParallelExperts
 from .shared_input import SharedInput
+
+_Gather = GatherHook | SharedInput | ParallelExperts
+"""What gathers an input, and may keep it (``keep_gathered``)."""
 
 
 def keep_gathered_inputs(layer: nn.Module) -> Callable[[], None]:
@@ -27,16 +31,18 @@ def keep_gathered_inputs(layer: nn.Module) -> Callable[[], None]:
     return functools.partial(_restore, found)
 
 
-def _restore(found: list[tuple[GatherHook | SharedInput, bool]]) -> None:
+def _restore(found: list[tuple[_Gather, bool]]) -> None:
     for gather, before in found:
         gather.keep_gathered = before
 
 
-def _gathers(layer: nn.Module) -> Iterator[GatherHook | SharedInput]:
+def _gathers(layer: nn.Module) -> Iterator[_Gather]:
     for module in layer.modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             if isinstance(hook, GatherHook):
                 yield hook
             elif isinstance(hook, BlockInputHook):
                 yield hook.gather
+        if isinstance(module, ParallelExperts):
+            yield module
         yield from (held for held in vars(module).values() if isinstance(held, SharedInput))

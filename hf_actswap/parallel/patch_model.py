@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.schema import ParallelConfig
 from ..errors import ActSwapError, Problem
-from .block_hooks import GatherHook, RankStreamHooks
+from .block_hooks import RankStreamHooks
 from .data_sharding import shard_over_data
-from .decoder_block import Heads, divide_block, gather_input, problems_of_block
+from .decoder_block import Heads, divide_block, problems_of_block
 from .families import Family
-from .full_state import gather_full_state, own_state, partitions_of
+from .full_state import Progress, gather_full_state, own_state, partitions_of
 from .gradients import TAG
 from .group import group_or_enclosing
 from .mixture_of_experts import divide_experts, has_experts, problems_of_experts
@@ -97,18 +97,19 @@ class Patched:
         return tuple(name for name, p in self.model.named_parameters() if getattr(p, TAG, False))
 
     def full_state_dict(
-        self, only_rank: int | None = None, only_trainable: bool = False
+        self, only_rank: int | None = None, only_trainable: bool = False, progress: Progress | None = None
     ) -> dict[str, torch.Tensor]:
         """Return whole tensors in Hugging Face's names and shapes, on the CPU; every rank must call it.
 
         Args:
             only_rank: rank of the group that gets them, the others an empty dict; ``None``: all.
             only_trainable: parameters that require gradients only (adapters).
+            progress: see `gather_full_state`.
         """
         trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
         keeps = only_rank is None or only_rank == self.group.rank()
         return gather_full_state(
-            self.model, self._region, lambda name: not only_trainable or name in trainable, keeps
+            self.model, self._region, lambda name: not only_trainable or name in trainable, keeps, progress
         )
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor], strict: bool = True) -> None:
@@ -283,8 +284,7 @@ def _divide(
         blocks = [layer.get_submodule(block.path) for block in family.blocks]
         for block, module in zip(family.blocks, blocks, strict=True):
             if has_experts(module):
-                divide_experts(module, region, tags)
-                gather_input(layer, block, GatherHook(region, (), layer))
+                divide_experts(layer, block.path, region, tags)
             else:
                 divide_block(layer, block, heads, region, tags)
             if drops and block.is_attention:

@@ -159,6 +159,14 @@ class SequenceRegion:
             part = gather_from_sequence_parallel_region(part, SEQUENCE_DIM, False, self.group)
         return without_padding(part, SEQUENCE_DIM, length) if length else part
 
+    def whole_rows(self, parts: Sequence[torch.Tensor], batch: int) -> tuple[torch.Tensor, ...]:
+        """Gather ``[B S / tp, E]`` of each layer to ``[B S, E]``, all by one collective, as `whole` does."""
+        if not self.is_active:
+            return tuple(parts)
+        stacked = torch.stack([part.unflatten(0, (batch, -1)) for part in parts])
+        rows = gather_from_sequence_parallel_region(stacked, 1 + SEQUENCE_DIM, False, self.group)
+        return rows.flatten(1, 2).unbind()
+
 
 def _keeps_all_logits(arguments: dict[str, Any]) -> bool:
     kept = arguments.get("logits_to_keep")
@@ -231,11 +239,14 @@ class BaseExitHook:
                 return (self._hidden(output[0], current), *output[1:])
             if getattr(output, "hidden_states", None) is not None:
                 output.hidden_states = tuple(region.whole(h, current.length) for h in output.hidden_states)
+            batch = output.last_hidden_state.shape[0]
             output.last_hidden_state = self._hidden(output.last_hidden_state, current)
             if getattr(output, "attentions", None) is not None:
                 output.attentions = self._attentions(output.attentions, current)
-            if getattr(output, "router_logits", None) and current.padding and not current.masked:
-                output.router_logits = _cut_rows(output.router_logits, current)
+            if getattr(output, "router_logits", None):
+                output.router_logits = region.whole_rows(output.router_logits, batch)
+                if current.padding and not current.masked:
+                    output.router_logits = _cut_rows(output.router_logits, current)
             return output
         finally:
             region.end(module)

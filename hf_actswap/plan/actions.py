@@ -111,6 +111,7 @@ class MemoryPlan:
         host_memory_bytes: cap on host memory per process; ``None``: no cap.
         bind_numa: whether process and host memory are kept beside the device.
         gather_weights_again: whether FSDP2 frees gathered weights after forward and gathers them in backward.
+        keeps_gathered: layers whose parallel projections save what they gathered, and do not gather again.
         fused_recompute: whether chains of dropped ops are run again in one kernel (it may round otherwise).
         lines: the reference-style log lines; warnings apart.
         warnings: the reference's conflict warnings.
@@ -125,6 +126,7 @@ class MemoryPlan:
     host_memory_bytes: int | None = None
     bind_numa: bool = True
     gather_weights_again: bool = False
+    keeps_gathered: tuple[int, ...] = ()
     fused_recompute: bool = False
     lines: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -216,6 +218,11 @@ class _PlanReader:
             flags[key] = flag = document.get(key, default)
             if type(flag) is not bool:
                 self.problems.append(Problem(f"plan.{key}", "true or false", repr(flag)))
+        kept = document.get("keeps_gathered", [])
+        if not isinstance(kept, list) or any(
+            type(layer) is not int or not 0 <= layer < num_layers for layer in kept
+        ):
+            self.problems.append(Problem("plan.keeps_gathered", "a list of layers", repr(kept)))
         if self.problems:
             raise PlanError(self.problems)
         return MemoryPlan(
@@ -225,6 +232,7 @@ class _PlanReader:
             overrides=tuple(item for item in overrides if item is not None),
             min_tensor_bytes=sizes["min_tensor_bytes"],
             host_memory_bytes=sizes["host_memory_bytes"],
+            keeps_gathered=tuple(kept),
             **flags,
             **texts,
         )

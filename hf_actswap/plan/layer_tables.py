@@ -142,16 +142,23 @@ def layers_from_indices(indices: Layers, num_layers: int) -> tuple[int, ...]:
 
 
 def normalise_selection(
-    value: OpSelection, layout: PipelineLayout, default_patterns: Sequence[str], *, swap: bool, where: str
+    value: OpSelection | None,
+    layout: PipelineLayout,
+    default_patterns: Sequence[str],
+    *,
+    swap: bool,
+    where: str,
 ) -> tuple[NormalSelection, list[Problem]]:
     """Normalise a select or exclude key to op path -> table (without swap) or -> layer indices (with it).
 
     A bool or numbers hold for each of ``default_patterns``; a list of op paths means all layers of each; a
-    mapping gives each op path its own value. An empty list or mapping selects nothing.
+    mapping gives each op path its own value. An empty list or mapping selects nothing; ``None``, what is not
+    written, is as false.
 
     Problems: those of the values; numbers or ``True`` where there are no default ops (the exclude keys: the
     reference ignores them); with swap, a list of op paths, which the reference refuses there.
     """
+    value = False if value is None else value
     by_pattern, problems = _by_pattern(value, default_patterns, swap=swap, where=where)
     keyed = isinstance(value, Mapping)
     if swap:

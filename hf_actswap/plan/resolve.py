@@ -135,7 +135,20 @@ class _Resolution:
             unbuilt=unbuilt_wishes(self._config, self._outline),
             fused_recompute=self._config.recompute_config.fused,
             gather_weights_again=wishes.parallel_optimizer_comm_recompute and self._outline.sharded,
+            keeps_gathered=self._keeps_gathered(selections["select_comm_recompute"]),
         )
+
+    def _keeps_gathered(self, selected: dict[str, tuple[object, tuple[int, ...]]]) -> tuple[int, ...]:
+        """Return the layers of the model that save what they gather: those that a written key leaves out.
+
+        (MindFormers' ``select_comm_recompute``: without it a communication's result is kept.)
+        """
+        value, parallel = self._config.recompute_config.select_comm_recompute, self._config.parallel_config
+        divides = parallel.tensor_parallel_size > 1 and parallel.sequence_parallel_enabled
+        if value is None or not divides or self._config.memory.mode != "off":
+            return ()
+        again = {layer for _, layers in selected.values() for layer in layers}
+        return tuple(own for layer, own in self._local.items() if layer not in again)
 
     def _rows(self) -> tuple[PlanRow, ...]:
         fates = self._painter.fates

@@ -27,6 +27,9 @@ def wishes_without_effect(config: ActSwapConfig, outline: Outline) -> list[Overr
             found.append((key, "keep communication", _NO_COMMUNICATION))
         if not recompute.mp_comm_recompute:
             found.append(("recompute_config.mp_comm_recompute", "false", _NO_COMMUNICATION))
+    elif config.memory.mode != "off" and recompute.select_comm_recompute is False:
+        reason = "the planner chooses, among layers that save their part and gather it again"
+        found.append(("recompute_config.select_comm_recompute", "what is gathered is kept", reason))
     if parallel.tensor_parallel_size == 1:
         if recompute.recompute_slice_activation:
             found.append(("recompute_config.recompute_slice_activation", "slices", _NO_COMMUNICATION))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,9 @@ context:
   memory_optimize_level=O0
 """
 
+KEEPS_GATHERED = RecomputeConfig(select_comm_recompute=False)
+"""False is not the same as nothing: where nothing is written, parallel layers gather again."""
+
 ATTENTION_RULES = (
     OpSwapRule("attention", 20, (0, 1, 2)),
     OpSwapRule("attention", 10, (3,)),
@@ -143,26 +147,36 @@ PARALLEL_48 = ParallelConfig(pipeline_stage=5, pp_interleave_num=2, offset=((0, 
     [
         pytest.param(
             CASE_1,
-            ActSwapConfig(swap_config=SwapConfig(swap=True, default_prefetch=10), num_layers=4),
+            ActSwapConfig(
+                swap_config=SwapConfig(swap=True, default_prefetch=10),
+                recompute_config=KEEPS_GATHERED,
+                num_layers=4,
+            ),
             id="case 1",
         ),
         pytest.param(
             CASE_2,
             ActSwapConfig(
-                swap_config=SwapConfig(swap=True, layer_swap=(LayerSwapRule(20, (0, 3)),)), num_layers=4
+                swap_config=SwapConfig(swap=True, layer_swap=(LayerSwapRule(20, (0, 3)),)),
+                recompute_config=KEEPS_GATHERED,
+                num_layers=4,
             ),
             id="case 2",
         ),
         pytest.param(
             CASE_3,
-            ActSwapConfig(swap_config=SwapConfig(swap=True, op_swap=ATTENTION_RULES), num_layers=4),
+            ActSwapConfig(
+                swap_config=SwapConfig(swap=True, op_swap=ATTENTION_RULES),
+                recompute_config=KEEPS_GATHERED,
+                num_layers=4,
+            ),
             id="case 3",
         ),
         pytest.param(
             CASE_4,
             ActSwapConfig(
                 swap_config=SwapConfig(swap=True, op_swap=ATTENTION_RULES),
-                recompute_config=RecomputeConfig(select_recompute={"feed_forward": (0, 3)}),
+                recompute_config=replace(KEEPS_GATHERED, select_recompute={"feed_forward": (0, 3)}),
                 num_layers=4,
             ),
             id="case 4",

@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from accelerate.state import AcceleratorState
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Trainer,
+    set_seed,
+)
 
 from hf_actswap import ActSwapCallback, ActSwapTrainer, ActSwapTrainingArguments
 
@@ -36,6 +43,25 @@ def tiny_llama() -> LlamaForCausalLM:
             num_key_value_heads=2,
             tie_word_embeddings=True,
             max_position_embeddings=64,
+        )
+    )
+
+
+def tiny_mixtral() -> MixtralForCausalLM:
+    """With the loss that balances its experts."""
+    set_seed(0)
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_local_experts=4,
+            max_position_embeddings=64,
+            output_router_logits=True,
+            router_aux_loss_coef=0.1,
         )
     )
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from transformers import Trainer
+from transformers import MixtralForCausalLM, Trainer
 
 import hf_actswap
 from hf_actswap import ActSwapCallback, ActSwapTrainer
@@ -28,6 +28,7 @@ from tests.integrations.parallel_runs import (
     make,
     parallel,
     tiny_llama,
+    tiny_mixtral,
     told,
     train,
 )
@@ -65,15 +66,35 @@ def callback_only(settings: str, folder: Path, size: int) -> Run:
     return train(make(parallel(size), folder, OrderedStockTrainer, **SETTINGS[settings]))
 
 
-def saving(folder: Path, size: int, name: str, resume: str | None = None, kind: Any = ActSwapTrainer) -> Run:
+def saving(
+    folder: Path,
+    size: int,
+    name: str,
+    resume: str | None = None,
+    kind: Any = ActSwapTrainer,
+    **more: Any,
+) -> Run:
     """Train with checkpoints at steps 2 and 4, in the shuffled order that the Trainer chooses."""
     place = folder / name
     # By this strange measure the first checkpoint is the best, and so not the last.
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
-    trainer = make(parallel(size), place, kind, **SAVING, **best, learning_rate=0.05)
+    trainer = make(parallel(size), place, kind, **{**SAVING, **best, "learning_rate": 0.05, **more})
     run = train(trainer, None if resume is None else str(folder / resume))
     trainer.save_model(str(place / "last"))
     return run
+
+
+def saving_experts(folder: Path, size: int, name: str, resume: str | None = None) -> Run:
+    """The same of a model with routed experts, whose choices a larger step would make chaotic.
+
+    In one process the plain Trainer resumes nothing of the experts (see `parallel_weight_names`): there the
+    model is made from the checkpoint.
+    """
+    model: Any = tiny_mixtral()
+    if resume is not None and size == 1:
+        model = MixtralForCausalLM.from_pretrained(str(folder / resume))
+    how = {"learning_rate": 0.01, "load_best_model_at_end": False, "model": model}
+    return saving(folder, size, name, resume, **how)
 
 
 # --- two processes ---------------------------------------------------------------------------------------
@@ -298,7 +319,8 @@ TWO: dict[str, Callable[[Path], Any]] = {
 }
 
 STOCK: dict[str, Callable[[Path], Any]] = {
-    f"stock {name}": (lambda folder, name=name: plain_ddp(name, folder / "stock")) for name in SETTINGS
+    **{f"stock {name}": (lambda folder, name=name: plain_ddp(name, folder / "stock")) for name in SETTINGS},
+    "saving experts": lambda folder: saving_experts(folder, 2, "experts two"),
 }
 
 FOUR: dict[str, Callable[[Path], Any]] = {
@@ -310,6 +332,7 @@ FOUR: dict[str, Callable[[Path], Any]] = {
     "four": lambda folder: trained("plain", folder / "runs", 4),
     "resumed 2x2": lambda folder: saving(folder, 2, "two by two again", "two by two/checkpoint-2"),
     "resumed 2 to 4": lambda folder: saving(folder, 4, "four", "two/checkpoint-2"),
+    "experts 2 to 4": lambda folder: saving_experts(folder, 4, "experts four", "experts two/checkpoint-2"),
     "supervised": lambda folder: supervised(folder, 2, 2),
     "own loop": lambda folder: own_loop(folder, 2, data_parallel_size=2),
     "refusals of four": refusals_of_four,

@@ -299,6 +299,23 @@ def test_resuming_on_four_and_from_four(four: Path) -> None:
 
 
 @pytest.mark.slow
+def test_resuming_experts_on_other_numbers_of_ranks(four: Path) -> None:
+    """Their optimizer's states too: 2 to 4 ranks, 2 to 1, 4 to 1."""
+    expected = worker.saving_experts(four, 1, "experts one")
+    assert_same(result(four, "saving experts"), expected)
+    assert_same(result(four, "experts 2 to 4"), expected)
+    assert_same(worker.saving_experts(four, 1, "experts 2 to 1", "experts two/checkpoint-2"), expected)
+    assert_same(worker.saving_experts(four, 1, "experts 4 to 1", "experts four/checkpoint-4"), expected)
+    states = [
+        torch.load(four / name / "checkpoint-4" / "optimizer.pt", weights_only=True)["state"]
+        for name in ("experts four", "experts one")
+    ]
+    assert states[0].keys() == states[1].keys()
+    for index, entries in states[1].items():
+        torch.testing.assert_close(states[0][index]["exp_avg"], entries["exp_avg"], rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.slow
 def test_adapters_on_four(four: Path) -> None:
     pytest.importorskip("trl", reason="TRL's Trainer is tested where it is installed")
     found, expected = result(four, "supervised"), worker.supervised(Path("supervised"), 1)

@@ -48,6 +48,12 @@ CASES: dict[str, Case] = {
     "recompute_kept": Case({"recompute": True, "mp_comm_recompute": False}),
     "select_comm": Case({"select_comm_recompute": True}),
     "select_comm_off": Case({"select_comm_recompute": False, "select_recompute": {"mlp.mul": True}}),
+    "select_comm_off_alone": Case({"select_comm_recompute": False}),
+    "select_comm_first": Case({"select_comm_recompute": [1]}),
+    "select_comm_not_written": Case({"select_recompute": {"mlp.mul": True}}),
+    "experts_nothing": Case(kind="mixtral"),
+    "experts_select_comm_off": Case({"select_comm_recompute": False}, kind="mixtral"),
+    "experts_recompute": Case({"recompute": True}, kind="mixtral"),
     "granite_nothing": Case(kind="granite"),
     "granite_recompute": Case({"recompute": True}, kind="granite"),
 }

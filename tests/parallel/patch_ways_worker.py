@@ -295,11 +295,11 @@ def run_copy(group: Group) -> dict[str, Any]:
     }
 
 
-def run_collectives(sequence_parallel: bool, group: Group) -> dict[str, int]:
+def run_collectives(sequence_parallel: bool, kind: str, group: Group) -> dict[str, int]:
     """Collectives of one layer: those of two models with one layer of difference."""
     totals = []
     for layers in (1, 2):
-        _, model, _ = patched_pair("llama", group, sequence_parallel, num_hidden_layers=layers)
+        _, model, _ = patched_pair(kind, group, sequence_parallel, num_hidden_layers=layers)
         seen: Counter[str] = Counter()
         ids = ids_of()
         with counted(seen) as begin:
@@ -316,6 +316,18 @@ PLAN = {
     "recompute_config": {"select_recompute": {"feed_forward": [0]}, "select_comm_recompute": True},
 }
 FULL_PLAN = {**PLAN, "recompute_config": {"recompute": [1]}}
+EXPERTS_PLAN = {
+    "parallel_config": PLAN["parallel_config"],
+    "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 4, "layers": [0, 1]}]},
+    "recompute_config": {
+        "select_recompute": {
+            r"mlp\.experts": [0],
+            r"feed_forward\.mul": [1],
+            r"mlp\.experts\.routed_product": [1],
+        }
+    },
+}
+"""Experts that run again with their gathers, and experts of which functions alone do."""
 
 
 def run_plan(kind: str, document: dict[str, Any], settings: dict[str, Any], group: Group) -> dict[str, Any]:
@@ -456,10 +468,15 @@ def cases(folder: str) -> dict[str, Callable[[Group], object]]:
         "audit_adapters": partial(run_audit, "lora"),
         "autocast": run_autocast,
         "copy": run_copy,
-        "collectives": partial(run_collectives, True),
-        "collectives_replicated": partial(run_collectives, False),
+        "collectives": partial(run_collectives, True, "llama"),
+        "collectives_replicated": partial(run_collectives, False, "llama"),
+        "collectives_experts": partial(run_collectives, True, "mixtral"),
+        "collectives_experts_replicated": partial(run_collectives, False, "mixtral"),
         "plan": partial(run_plan, "llama", PLAN, {}),
         "plan_full": partial(run_plan, "llama", FULL_PLAN, {}),
+        "plan_experts": partial(run_plan, "mixtral", PLAN, {}),
+        "plan_experts_full": partial(run_plan, "mixtral", FULL_PLAN, {}),
+        "plan_experts_ops": partial(run_plan, "mixtral", EXPERTS_PLAN, {}),
         "plan_neox": partial(run_plan, "gpt_neox", FULL_PLAN, {"hidden_dropout": 0.2}),
         "dropout": partial(run_dropout, True),
         "dropout_replicated": partial(run_dropout, False),

@@ -92,6 +92,27 @@ def test_select_comm_recompute_gathers_again(shape: Outline) -> None:
         assert found.unbuilt == ()
 
 
+def test_layers_that_a_written_selection_leaves_out_keep_what_they_gather(shape: Outline) -> None:
+    every = tuple(LAYERS)
+    for written, kept in ((False, every), ([], every), ([1], every[1:]), (True, ()), ([r".*\.norm"], ())):
+        found = plan(shape, select_comm_recompute=written)
+        assert found.keeps_gathered == kept
+        assert found.overrides == ()
+    assert plan(shape).keeps_gathered == ()
+    assert plan(shape, sequence_parallel=False, select_comm_recompute=False).keeps_gathered == ()
+
+
+def test_a_planner_gathers_again_whatever_is_written(shape: Outline) -> None:
+    document = {
+        "recompute_config": {"select_comm_recompute": False},
+        "parallel_config": {"tensor_parallel_size": 2, "sequence_parallel_enabled": True},
+        "memory": {"mode": "smart_swap"},
+    }
+    found = resolve_plan(load_config(document), shape)
+    assert found.keeps_gathered == ()
+    assert "select_comm_recompute: asked what is gathered is kept, got no effect" in str(found.overrides[0])
+
+
 def test_a_reduction_is_done_again_where_what_it_reduces_is_rebuilt(shape: Outline) -> None:
     """Else the plan would hold more than it drops."""
     wo = r"attention\.wo\.matmul"
@@ -155,6 +176,7 @@ def test_slices_give_way_to_a_swapped_input(replicated: Outline) -> None:
 def test_a_plan_with_communication_reads_back_from_json(replicated: Outline, shape: Outline) -> None:
     for found in (
         plan(shape, select_comm_recompute=True),
+        plan(shape, select_comm_recompute=[1]),
         plan(replicated, sequence_parallel=False, recompute=True, recompute_slice_activation=True),
         plan_of(gather_weights_again=True),
     ):

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.dist
 
 BLOCKS = 2 * LAYERS
 """Each gathers its input and scatters its output, whose backward is a gather too."""
+LOGITS = 1
+"""Of the routers of all layers."""
 HEAD, ENDS = 1, 2
 """The head gathers its input; in backward the gradient of the first layer's part is gathered too."""
 
@@ -26,7 +28,10 @@ BACKWARD_GATHERS = {
     "recompute_two": 2 * BLOCKS + ENDS,
     "recompute_kept": BLOCKS + ENDS,
     "select_comm": 2 * BLOCKS + ENDS,
-    "select_comm_off": 2 * BLOCKS + ENDS,
+    "select_comm_off": BLOCKS + ENDS,
+    "select_comm_off_alone": BLOCKS + ENDS,
+    "select_comm_first": BLOCKS + 2 + ENDS,
+    "select_comm_not_written": 2 * BLOCKS + ENDS,
     "granite_recompute": 2 * BLOCKS + ENDS,
 }
 
@@ -48,9 +53,20 @@ def test_gathers(name: str, results: Path) -> None:
         assert found.calls["backward all_gather"] == BACKWARD_GATHERS[name]
 
 
-@pytest.mark.parametrize("name", BACKWARD_GATHERS)
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [("experts_nothing", BLOCKS), ("experts_select_comm_off", 0), ("experts_recompute", BLOCKS + LAYERS)],
+)
+def test_gathers_of_experts(name: str, again: int, results: Path) -> None:
+    """Routing is gathered beside the hidden states; where a layer runs again, anew, and at its loss once."""
+    for found in of_ranks(results, name):
+        assert found.calls["forward all_gather"] == BLOCKS + LAYERS + LOGITS + HEAD
+        assert found.calls["backward all_gather"] == BLOCKS + again + ENDS
+
+
+@pytest.mark.parametrize("name", [*BACKWARD_GATHERS, "experts_select_comm_off", "experts_recompute"])
 def test_gradients_are_bitwise_those_without(name: str, results: Path) -> None:
-    bare = "granite_nothing" if CASES[name].kind == "granite" else "nothing"
+    bare = {"granite": "granite_nothing", "mixtral": "experts_nothing"}.get(CASES[name].kind, "nothing")
     for found, expected in zip(of_ranks(results, name), of_ranks(results, bare), strict=True):
         assert found.grads.keys() == expected.grads.keys()
         assert [key for key, grad in found.grads.items() if not torch.equal(grad, expected.grads[key])] == []

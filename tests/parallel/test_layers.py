@@ -15,7 +15,7 @@ LIMIT_S = 200
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what each rank found; all cases of a number of processes run in one launch."""
     world_size: int = request.param

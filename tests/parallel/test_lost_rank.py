@@ -28,6 +28,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return launch(run_on_rank, folder, WORLD_SIZE, LIMIT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_the_survivor_says_who_is_gone(place: str, results: Path) -> None:
     found = torch.load(results / place / f"{place}.pt", weights_only=False)

@@ -134,6 +134,20 @@ def test_collectives_of_a_layer(results: Path) -> None:
         assert found == {"forward all_reduce": 2, "backward all_reduce": 2}
 
 
+def test_collectives_of_a_layer_with_experts(results: Path) -> None:
+    """Routing is one gather more, and its gradient one reduction."""
+    for found in of_ranks(results, "collectives_experts"):
+        again, routing = 2, 1
+        assert found == {
+            "forward all_gather": 2 + routing,
+            "forward reduce_scatter": 2,
+            "backward all_gather": 2 + again,
+            "backward reduce_scatter": 2 + routing,
+        }
+    for found in of_ranks(results, "collectives_experts_replicated"):
+        assert found == {"forward all_reduce": 2, "backward all_reduce": 3}
+
+
 @pytest.mark.parametrize(
     ("name", "block_ends"),
     [
@@ -153,6 +167,21 @@ def test_plans(name: str, block_ends: tuple[str, str], results: Path) -> None:
             f"{block_ends[0]}.reduce_scatter",
             "post_attention_layernorm.all_gather",
             f"{block_ends[1]}.reduce_scatter",
+        )
+
+
+@pytest.mark.parametrize("name", ["plan_experts", "plan_experts_full", "plan_experts_ops"])
+def test_plans_of_experts(name: str, results: Path) -> None:
+    """Gradients bitwise those without; an outline sees how experts communicate."""
+    for found in of_ranks(results, name):
+        assert found["differing"] == []
+        assert found["missing"] == set()
+        assert found["rows"] > 0
+        assert found["communications"] == (
+            "input_layernorm.all_gather",
+            "self_attn.o_proj.reduce_scatter",
+            "mlp.experts.all_gather",
+            "mlp.experts.reduce_scatter",
         )
 
 

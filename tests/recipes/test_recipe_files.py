@@ -61,7 +61,8 @@ OPS = [op("attention", 20, [0, 1, 2]), op("attention", 10, [3]), op("feed_forwar
 )
 def test_what_a_case_says(name: str, swap: Any, select_recompute: Any, recipes: Path) -> None:
     config = load_config(recipes / f"{name}.yaml")
-    expected = {"swap_config": swap, "recompute_config": {"select_recompute": select_recompute}}
+    recompute = {"select_recompute": select_recompute, "select_comm_recompute": False}
+    expected = {"swap_config": swap, "recompute_config": recompute}
     assert config.num_layers == 4
     assert config == load_config(expected | {"model": {"model_config": {"num_layers": 4}}})
 

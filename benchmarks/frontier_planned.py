@@ -100,7 +100,7 @@ class Planned:
         result.steps_to_stable = len(self.step_ms) if self.planner.phase == "stable" else None
         result.planning_s = max(self.planner.planning_s, default=None)
         result.trials = len(self.planner.trials)
-        if best is not None and best.prediction is not None:
+        if best is not None:
             result.predicted_peak_bytes = best.prediction.peak_bytes
             result.predicted_ms = best.prediction.step_ms
 

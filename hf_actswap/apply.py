@@ -169,9 +169,11 @@ def apply_plan(
     group = enclosing_group()
     replicas = None if group is None else Replicas(group)
     applied = install(model, plan, shape, transfer, progress or _bar_on_rank_0(), replicas, keeper, host)
+    restores = _gathering_once(unwrapped(model), plan, shape)
     if plan.rows or keeper is not None:
-        for restore in (*_without_cache(unwrapped(model)), *_gathering_once(unwrapped(model), plan, shape)):
-            applied.on_remove(restore)
+        restores += _without_cache(unwrapped(model))
+    for restore in restores:
+        applied.on_remove(restore)
     return applied
 
 
@@ -206,9 +208,9 @@ def _refuse_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Ou
 
 
 def _gathering_once(root: nn.Module, plan: MemoryPlan, shape: Outline) -> list[Callable[[], None]]:
-    """Keep, in layers that are recomputed whole, what parallel layers gather there; return what restores."""
+    """Keep what is gathered in layers run again as a whole, or that the plan names; return what restores."""
     whole = {row.scope for row in plan.rows if row.op_path == "" and row.fate == "recompute"}
-    paths = [layer.module_path for layer in shape.layers if layer.index in whole]
+    paths = [layer.module_path for layer in shape.layers if layer.index in {*whole, *plan.keeps_gathered}]
     return [keep_gathered_inputs(uncompiled(root.get_submodule(path))) for path in paths]
 
 

@@ -49,8 +49,8 @@ def budget_bytes(memory: MemoryConfig, device_bytes: int, unplanned_peak_bytes: 
             peak = f"less than the peak without a policy, {unplanned_peak_bytes / GIB:.6g}"
             raise BudgetError([Problem("memory.reduce_by_gib", peak, f"{memory.reduce_by_gib:g}")])
         return left
-    margin_gib = getattr(memory, "margin_gib", None)
-    margin = round(MARGIN_SHARE * device_bytes) if margin_gib is None else round(margin_gib * GIB)
+    written = memory.margin_gib
+    margin = round(MARGIN_SHARE * device_bytes) if written is None else round(written * GIB)
     return device_bytes - margin
 
 

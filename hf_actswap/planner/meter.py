@@ -34,6 +34,11 @@ def runs_its_own_dispatch(types: Iterable[type]) -> bool:
     )
 
 
+def device_name(device: torch.device) -> str:
+    """Return what people call it: the GPU's own name, else its kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 class Meter(Protocol):
     """Device memory of this process."""
 

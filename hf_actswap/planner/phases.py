@@ -7,8 +7,8 @@ warm-up  evictable tickets, the guard; the last step  after ``warmup_steps`` ste
          is recorded
 search   one plan after another, the guard            after ``search_steps`` steps, or when nothing that
                                                       is untried could be faster
-stable   the best measured plan, nothing else         when a batch is larger than any before, or a step
-                                                      misses the budget or runs out of memory: then it
+stable   the best measured plan, or the one of a      when a batch is larger than any before, or a step
+         shorter batch's bucket                       misses the budget or runs out of memory: then it
                                                       begins anew, bounded
 ======== ============================================ =================================================
 
@@ -25,18 +25,22 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from ..engine.agreement import rank
 from ..engine.install import AppliedPlan
 from ..engine.stats import SwapStats
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline
+from .bucket_plans import BucketPlans, ShapeBucket
 from .budget import BudgetError
 from .plan_file import FilePlan, MadeFor, write_plan
-from .planning import Task, is_rank_0, task_of
+from .planning import Task, task_of
+from .record.recorder import batch_shape
 from .rescue.out_of_memory import Failure
 from .run import Run
 from .search_phase import Search
 from .second_try import SecondTry
-from .stable import MOST_PLANS, Stable, batch_shape
+from .shape_buckets import BatchSize, RecordedStep
+from .stable import MOST_PLANS, Stable
 from .states.optimizer_states import OptimizerStates
 from .trials import Trial
 from .warm_up import WarmUp
@@ -79,7 +83,8 @@ class Planner:
         self.task: Task | None = None
         self.progress: Callable[[str, int], None] | None = None
         self._in_step = False
-        self._shape: tuple[int, ...] = ()
+        self._largest: BatchSize | None = None
+        self._recorded: RecordedStep | None = None
         self._plans = self._beyond_bytes = 0
         self._last: MemoryPlan | None = None
         self._second_try = SecondTry(run.model, run.idle.device, self._can_try_again, self._ran_out)
@@ -102,6 +107,15 @@ class Planner:
         if self._run.applied is None:
             return MemoryPlan((), len(self.outline.layers), self.outline.family)
         return self._run.applied.plan
+
+    @property
+    def buckets(self) -> tuple[ShapeBucket, ...]:
+        """The sizes of batches that the stable stage has met, the largest first, and the plan of each.
+
+        Empty in other stages, and where one plan serves all: it was read from a file, or stays guarded.
+        """
+        smaller = self._phase.smaller if isinstance(self._phase, Stable) else None
+        return () if smaller is None else smaller.buckets
 
     @property
     def memory_mode(self) -> str:
@@ -140,7 +154,11 @@ class Planner:
         elif phase.step_ended():
             missed = phase.missed_by_bytes
             self._beyond_bytes = self._beyond_bytes + missed if missed else 0
-            self._last = self.plan
+            self._last = phase.plan
+            if missed:
+                self._recorded = None
+            if phase.smaller is not None:
+                self.planning_s += phase.smaller.planning_s
             self._phase = WarmUp(self._run, 1)
         if self.progress is not None and not (phase is self._phase and isinstance(phase, Stable)):
             now = self._phase
@@ -184,43 +202,57 @@ class Planner:
         if not self._in_step:
             self._in_step = True
             self._run.step_starts()
-        self._shape = batch_shape(args, kwargs)
-        if isinstance(self._phase, WarmUp):
-            self._phase.forward_starts()
-        elif isinstance(self._phase, Stable):
-            self._phase.forward_starts(self._shape)
+            if isinstance(self._phase, Stable):
+                self._phase.step_starts()
+        shape = batch_shape(args, kwargs)
+        size = BatchSize.of(shape, True)
+        self._largest = self._largest if size is None else size.joined(self._largest)
+        self._phase.forward_starts(shape)
 
     def _stable_from(self, known: FilePlan, shape: tuple[int, ...]) -> Stable:
         run = self._run
         run.switch(known.plan, guarded=False)
         budget = known.budget_bytes if known.budget_bytes is not None else run.meter.limit_bytes()
         logger.info("%s: stable: the plan of %s, nothing is searched", run.name, run.memory.plan_file)
-        return Stable(run, budget, shape, self._plans)
+        return Stable(run, budget, BatchSize.of(shape, False), self._plans)
 
     def _after_warm_up(self, phase: WarmUp) -> None:
-        run = self._run
-        profile = phase.step_ended()
-        if profile is None:
+        step = phase.step_ended()
+        if step is None:
             return
-        states_bytes = 0 if run.states is None else run.states.state_bytes
-        device_bytes, again = run.meter.limit_bytes(), self._last is not None
+        self._recorded = step = _more_telling(step, self._recorded)
         self._plans += 1
+        if self.progress is not None:  # what follows may take seconds
+            self.progress(Search.name, max(self._run.memory.search_steps, 1))
         try:
-            task = task_of(
-                profile, run.fixed, run.memory, device_bytes, states_bytes, self._beyond_bytes, again
-            )
-            self._phase = Search(run, task, max(run.memory.search_steps, 1))
+            self._phase = self._begin_search(step, self._largest)
         except BudgetError as error:
             if self._last is None:
                 raise
-            self._go_on_guarded(self._last, profile.batch_shape, error)
+            self._go_on_guarded(self._last, error)
 
-    def _go_on_guarded(self, plan: MemoryPlan, shape: tuple[int, ...], error: BudgetError) -> None:
+    def _begin_search(self, step: RecordedStep, largest: BatchSize | None) -> Search:
+        """Search for the largest batch; where nothing fits that, for the recorded one: it has trained."""
+        run, again = self._run, self._last is not None
+        states_bytes = 0 if run.states is None else run.states.state_bytes
+        device_bytes, beyond_bytes = run.meter.limit_bytes(), self._beyond_bytes
+        task = task_of(step, run.fixed, run.memory, device_bytes, states_bytes, beyond_bytes, again, largest)
+        try:
+            return Search(run, task, max(run.memory.search_steps, 1))
+        except BudgetError as error:
+            if largest is None or task.step is None or task.size == task.step.size:
+                raise
+            logger.warning(
+                "%s: not for the largest batch so far, which would be guarded: %s", run.name, error
+            )
+            return self._begin_search(step, None)
+
+    def _go_on_guarded(self, plan: MemoryPlan, error: BudgetError) -> None:
         """Nothing fits any more: a training that has come so far is not ended for that."""
         run = self._run
         logger.warning("%s: the plan before stays on, under the guard, which costs time: %s", run.name, error)
         run.switch(plan, guarded=True)
-        self._phase = Stable(run, run.meter.limit_bytes(), shape, MOST_PLANS, stays_guarded=True)
+        self._phase = Stable(run, run.meter.limit_bytes(), self._largest, MOST_PLANS, stays_guarded=True)
 
     def _can_try_again(self) -> bool:
         return isinstance(self._phase, Stable) and not self._run.guarded
@@ -231,7 +263,7 @@ class Planner:
 
     def _settle(self, search: Search) -> None:
         run, best = self._run, search.best
-        self.trials += search.trials
+        self.trials += [*search.outgrown, *search.trials]
         self.task = search.task
         self.planning_s += search.planning_s
         budget = search.task.budget_bytes
@@ -244,18 +276,26 @@ class Planner:
                 f"{budget:,}",
             )
         run.switch(best.plan, guarded=not fits)
-        shape = search.task.profile.batch_shape
-        self._beyond_bytes = search.beyond_bytes
-        self._phase = Stable(run, budget, shape, self._plans, stays_guarded=not fits)
+        task = search.task
+        self._beyond_bytes = task.beyond_bytes
+        smaller = BucketPlans(run, task, best) if fits and task.size is not None else None
+        self._phase = Stable(run, budget, task.size, self._plans, not fits, smaller)
         logger.info("%s: stable: %s", run.name, _in_words(best))
-        if fits and is_rank_0() and self._made_for is not None and run.memory.plan_file is not None:
-            write_plan(run.memory.plan_file, best.plan, self._made_for(self._shape), _numbers(best, budget))
+        if fits and rank() == 0 and self._made_for is not None and run.memory.plan_file is not None:
+            made_for = self._made_for(task.profile.batch_shape)
+            write_plan(run.memory.plan_file, best.plan, made_for, _numbers(best, budget))
+
+
+def _more_telling(step: RecordedStep, before: RecordedStep | None) -> RecordedStep:
+    """The step of the larger batch: less of it has to be guessed. Of equal ones, the later."""
+    if before is None or before.size is None or step.size is None:
+        return step
+    same = before.profile.optimizer_state_bytes == step.profile.optimizer_state_bytes
+    return before if same and before.size.tokens > step.size.tokens else step
 
 
 def _in_words(trial: Trial) -> str:
     predicted = trial.prediction
-    if predicted is None:
-        return f"{trial.step_ms:.1f} ms a step"
     return (
         f"{predicted.kept_bytes:,} bytes kept, {predicted.swapped_bytes:,} swapped, "
         f"{predicted.recomputed_bytes:,} recomputed; {trial.step_ms:.1f} ms a step, "
@@ -264,13 +304,10 @@ def _in_words(trial: Trial) -> str:
 
 
 def _numbers(trial: Trial, budget_bytes: int) -> dict[str, Any]:
-    predicted = trial.prediction
-    found: dict[str, Any] = {
+    return {
         "budget_bytes": budget_bytes,
         "peak_bytes": trial.reserved_peak_bytes,
         "step_ms": trial.step_ms,
+        "predicted_peak_bytes": trial.prediction.peak_bytes,
+        "predicted_step_ms": trial.prediction.step_ms,
     }
-    if predicted is not None:
-        found["predicted_peak_bytes"] = predicted.peak_bytes
-        found["predicted_step_ms"] = predicted.step_ms
-    return found

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import torch.distributed as dist
-
 from ..config.schema import MemoryConfig
-from ..engine.agreement import from_all_ranks, from_one_rank
+from ..engine.agreement import from_all_ranks, from_one_rank, rank
 from ..engine.link import slowest
 from ..errors import ActSwapError
 from ..plan.actions import MemoryPlan
@@ -19,8 +15,7 @@ from .budget import GIB, BudgetError, budget_bytes, impossible, limits_of
 from .cost.simulate import predict
 from .profile import Limits, Prediction, Profile
 from .search.find_plan import Found, candidates, least_peak_bytes
-
-logger = logging.getLogger(__name__)
+from .shape_buckets import BatchSize, RecordedStep
 
 Value = TypeVar("Value")
 
@@ -36,7 +31,9 @@ class Task:
         budget_bytes: the most that a step may use, fragments included.
         unplanned: a step with nothing but what is written by hand.
         states_bytes: host memory that the optimizer's states take.
-        beyond_bytes: what steps of an earlier plan used beyond its prediction.
+        beyond_bytes: the most that a step so far used beyond the prediction of its plan.
+        step: what was recorded, of which ``profile`` is that of ``size``; ``None``: it cannot be scaled.
+        size: the largest batch that is planned for; ``None``: not known.
     """
 
     profile: Profile
@@ -46,28 +43,58 @@ class Task:
     unplanned: Prediction
     states_bytes: int = 0
     beyond_bytes: int = 0
+    step: RecordedStep | None = None
+    size: BatchSize | None = None
 
-    def limits(self, beyond_bytes: int = 0) -> Limits:
-        """Return what a plan must keep within.
+    def at(self, size: BatchSize) -> Profile:
+        """Return the profile of a batch of another size, with what trials have shown of compiled layers.
 
-        Args:
-            beyond_bytes: what a step used beyond its prediction; what the allocator holds in fragments, at
-                least.
+        Raises:
+            ValueError: the step cannot be scaled to it.
         """
-        beyond = max(beyond_bytes, self.beyond_bytes, self.profile.reserved_bytes)
+        if size == self.size:
+            return self.profile
+        if self.step is None:
+            raise ValueError("there is no recorded step to scale")
+        return replace(self.step.at(size), frontier=self.profile.frontier)
+
+    def grown(self, size: BatchSize) -> Task:
+        """Return the task for batches up to ``size`` too."""
+        if self.step is None or self.size is None:
+            raise ValueError("there is no recorded step to scale")
+        size = self.size.joined(size)
+        profile = self.at(size)
+        unplanned = predict(profile, self.fixed)
+        more_bytes = unplanned.peak_bytes - self.unplanned.peak_bytes
+        budget = self.budget_bytes + (0 if self.memory.reduce_by_gib is None else more_bytes)
+        return replace(self, profile=profile, unplanned=unplanned, budget_bytes=budget, size=size)
+
+    def plan_at(self, size: BatchSize) -> Found:
+        """Return the best plan on paper for a smaller size. On each rank by itself: all find the same.
+
+        Raises:
+            ActSwapError: nothing fits, or what searches is missing.
+            ValueError: the step cannot be scaled to it.
+        """
+        return candidates(self.at(size), self.fixed, self.limits(), 1)[0]
+
+    def limits(self) -> Limits:
+        """Return what a plan must keep within; what the allocator holds in fragments is left to it."""
+        beyond = max(self.beyond_bytes, self.profile.reserved_bytes)
         found = limits_of(self.memory, self.budget_bytes - beyond, self.fixed.min_tensor_bytes)
         host = None if found.host_bytes is None else max(found.host_bytes - self.states_bytes, 0)
         return replace(found, host_bytes=host, frees_optimizer_states=False)  # what was recorded is without
 
 
 def task_of(
-    own: Profile,
+    own: RecordedStep,
     fixed: MemoryPlan,
     memory: MemoryConfig,
     device_bytes: int,
     states_bytes: int,
     beyond_bytes: int = 0,
     again: bool = False,
+    largest: BatchSize | None = None,
 ) -> Task:
     """Put together what all ranks recorded; every rank must call it.
 
@@ -78,30 +105,38 @@ def task_of(
         states_bytes: host memory that the optimizer's states take on this rank.
         beyond_bytes: see `Task`; the same on every rank.
         again: there was a plan before; a device that is smaller than ``budget_gib`` by now is the budget.
+        largest: the largest batch that this rank has seen, which is planned for if it is larger than what was
+            recorded; ``None``: not known.
 
     Raises:
         BudgetError: the budget is larger than a rank's device, or the reduction larger than the peak.
     """
-    profile = agreed_profile(own)
+    step = agreed_step(own)
+    size = step.size
+    if size is not None:
+        for seen in from_all_ranks(largest):
+            size = size.joined(seen if seen is None or size.pairs else BatchSize(seen.tokens))
+    profile = step.profile if size is None else step.at(size)
     least_device_bytes = min(from_all_ranks(device_bytes))
     if again and memory.budget_gib is not None:
         memory = replace(memory, budget_gib=min(memory.budget_gib, least_device_bytes / GIB))
     unplanned = predict(profile, fixed)
     budget = budget_bytes(memory, least_device_bytes, unplanned.peak_bytes + profile.reserved_bytes)
     states_bytes = max(from_all_ranks(states_bytes))
-    return Task(profile, fixed, memory, budget, unplanned, states_bytes, beyond_bytes)
+    return Task(profile, fixed, memory, budget, unplanned, states_bytes, beyond_bytes, step, size)
 
 
-def agreed_profile(own: Profile) -> Profile:
-    """Return the profile of the rank that needs most memory, at the pace of the slowest rank and link."""
-    keep_all = MemoryPlan((), own.num_layers, own.family)
-    facts = from_all_ranks((predict(own, keep_all).peak_bytes, own.compute_ms, own.link))
-    largest = max(range(len(facts)), key=lambda rank: (facts[rank][0], -rank))
-    here = dist.get_rank() if len(facts) > 1 else 0
-    profile = from_one_rank(own if here == largest else None, largest)
+def agreed_step(own: RecordedStep) -> RecordedStep:
+    """Return the step of the rank that needs most memory, at the pace of the slowest rank and link."""
+    mine = own.profile
+    keep_all = MemoryPlan((), mine.num_layers, mine.family)
+    facts = from_all_ranks((predict(mine, keep_all).peak_bytes, mine.compute_ms, mine.link))
+    largest = max(range(len(facts)), key=lambda number: (facts[number][0], -number))
+    step = from_one_rank(own if rank() == largest else None, largest)
+    profile = step.profile
     pace = max(ms for _, ms, _ in facts) / profile.compute_ms if profile.compute_ms else 1.0
     links = [link for _, _, link in facts if link is not None]
-    return replace(
+    profile = replace(
         profile,
         spans=tuple(
             replace(span, forward_ms=span.forward_ms * pace, backward_ms=span.backward_ms * pace)
@@ -109,17 +144,13 @@ def agreed_profile(own: Profile) -> Profile:
         ),
         link=slowest(links) if len(links) == len(facts) else None,
     )
-
-
-def is_rank_0() -> bool:
-    """Whether this process speaks for all: it is alone, or the first of them."""
-    return not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0
+    return replace(step, profile=profile)
 
 
 def found_by_rank_0(search: Callable[[], Value]) -> Value:
     """Run ``search`` on rank 0 and return on every rank what it returned there, or raise what it raised."""
     outcome: tuple[Value | None, ActSwapError | None] = (None, None)
-    if is_rank_0():
+    if rank() == 0:
         try:
             outcome = (search(), None)
         except ActSwapError as error:
@@ -130,14 +161,13 @@ def found_by_rank_0(search: Callable[[], Value]) -> Value:
     return value  # type: ignore[return-value]
 
 
-def best_plans(task: Task, count: int, beyond_bytes: int = 0) -> Sequence[Found]:
+def best_plans(task: Task, count: int) -> Sequence[Found]:
     """Return up to ``count`` plans that are worth a trial, the best first; the same on every rank.
 
     Raises:
         BudgetError: nothing fits; it names what would.
     """
-    started = time.perf_counter()
-    limits = task.limits(beyond_bytes)
+    limits = task.limits()
 
     def search() -> Sequence[Found]:
         try:
@@ -148,11 +178,4 @@ def best_plans(task: Task, count: int, beyond_bytes: int = 0) -> Sequence[Found]
             peak = task.unplanned.peak_bytes + task.profile.reserved_bytes
             raise impossible(task.memory, task.budget_bytes, least + beyond, peak) from None
 
-    plans = found_by_rank_0(search)
-    logger.info(
-        "%s: %d plan(s) worth a trial, found in %.2f s",
-        task.memory.mode,
-        len(plans),
-        time.perf_counter() - started,
-    )
-    return plans
+    return found_by_rank_0(search)

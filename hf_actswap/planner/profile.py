@@ -111,6 +111,9 @@ class Profile:
         source: ``measured`` in a step, or computed from ``shapes``.
         frontier: what compiled layers may do beside what they do by themselves, and what steps have shown of
             it. Shares of their memory are known without being listed (`compiled_shares`).
+        hooks: each time that autograd saved a tensor, of ``saved`` or not (weights, tables that layers
+            share): (number of the last use by then, operator). There the engine gets control. Empty: it is
+            not known, and the engine is taken to get it where ``saved`` says so, at the end of a span.
     """
 
     saved: SavedBytes
@@ -129,6 +132,7 @@ class Profile:
     batch_shape: tuple[int, ...]
     source: Literal["measured", "shapes"]
     frontier: tuple[FrontierPoint, ...] = ()
+    hooks: tuple[tuple[int, int], ...] = ()
 
     @property
     def compute_ms(self) -> float:

@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_all_ranks
-from ..engine.around import Before, Undo, around, compiled_around
+from ..engine.around import Before, Undo, compiled_around, replace_call
 from ..engine.evictable import IdleTensors
 from ..engine.install import AppliedPlan
 from ..engine.stats import SwapStats
 from ..engine.swapped_storages import Keeper
 from ..engine.transfer import Stamp, Transfer
+from ..errors import ActSwapError
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline, unwrapped
 from .meter import Meter
@@ -62,8 +65,10 @@ class Run:
     states: OptimizerStates | None = None
     applied: AppliedPlan | None = None
     guarded: bool = False
+    _plans: list[AppliedPlan] = field(default_factory=list)
     _watching: list[Callable[[], list[Undo]]] = field(default_factory=list)
     _around: list[Undo] = field(default_factory=list)
+    _guards: list[Undo] = field(default_factory=list)
     _past: SwapStats = field(default_factory=SwapStats)
     _start: Stamp | None = None
     _stats: SwapStats = field(default_factory=SwapStats)
@@ -80,8 +85,11 @@ class Run:
         return self.idle.keep
 
     def stats(self) -> SwapStats:
-        """Totals over all plans so far."""
-        return self._past if self.applied is None else self._past + self.applied.stats()
+        """Totals over all plans so far; what is no total is that of the plan that is on."""
+        total = self._past
+        for applied in sorted(self._plans, key=lambda item: item is self.applied):
+            total += applied.stats()
+        return total
 
     def switch(self, plan: MemoryPlan | None, guarded: bool) -> None:
         """Take off what is on, and put ``plan`` on (``None``: nothing is swapped or recomputed).
@@ -94,8 +102,51 @@ class Run:
         self.meter.give_back()
         wanted = MemoryPlan((), len(self.outline.layers), self.outline.family) if plan is None else plan
         self.applied = self.put(wanted, self.keeper)
+        self._plans = [self.applied]
         self.put_around()
         self.rescue(guarded)
+
+    def use(self, plan: AppliedPlan | MemoryPlan) -> AppliedPlan:
+        """Let another plan act from the next forward on, and suspend the one that is on.
+
+        Graphs that still live keep to the plan under which they were made. Ahead of a forward this must be
+        outside of the module's call: PyTorch reads its hooks once, before the first of them runs.
+
+        Args:
+            plan: one that was suspended, or a new one, which then stays beside the others until `take_off`.
+
+        Raises:
+            PlanError: a new plan cannot be put on; the one that was on still is.
+        """
+        before = self.applied
+        if plan is before:
+            return before
+        self._leave_guards()
+        if before is not None:
+            before.suspend()
+        try:
+            if isinstance(plan, MemoryPlan):
+                self.applied = self.put(plan, self.keeper)
+                self._plans.append(self.applied)
+            else:
+                plan.keep_by(self.keeper)  # its hooks are there even if nothing is swapped
+                plan.resume()
+                self.applied = plan
+        except ActSwapError:
+            if before is not None:
+                before.keep_by(self.keeper)
+                before.resume()
+            raise
+        finally:
+            self._guard_calls()
+            self.rescue(self.guarded)
+        return self.applied
+
+    def drop(self, applied: AppliedPlan) -> None:
+        """Take a suspended plan off for good, and keep what it counted."""
+        self._plans.remove(applied)
+        self._past += applied.stats()
+        applied.remove()
 
     @property
     def called(self) -> nn.Module:
@@ -107,12 +158,12 @@ class Run:
         """Be there at each forward of the model, around everything else of ours.
 
         Args:
-            before: called ahead of it.
+            before: called ahead of it, before PyTorch looks for hooks, so that it may change them.
             around_call: puts something around the calls of a module; returns what undoes it.
         """
         self.take_around()
         self._watching = [
-            lambda: around(self.called, before, _nothing),
+            lambda: ahead_of_calls(self.called, before),
             lambda: around_call(self.called),
         ]
         self.put_around()
@@ -124,22 +175,30 @@ class Run:
             self.applied.keep_by(self.keeper if on else None)
 
     def take_off(self) -> None:
-        """Take the plan off, and keep what it counted."""
+        """Take all plans off, the last that was put on first, and keep what they counted."""
         self.take_around()
-        applied, self.applied = self.applied, None
-        if applied is not None:
-            self._past += applied.stats()
-            applied.remove()
+        self.applied = None
+        for applied in reversed(list(self._plans)):
+            self.drop(applied)
 
     def put_around(self) -> None:
         """Guard the calls of compiled modules and watch, from outside of all that is around them by now."""
-        self._around = guard_compiled(self.guard, list(self.model.modules()))
+        self._guard_calls()
         for put in self._watching:
             self._around += put()
 
     def take_around(self) -> None:
         """Undo `put_around`, before what it is around is taken off. Safe to call again."""
         undo, self._around = self._around, []
+        for step in reversed(undo):
+            step()
+        self._leave_guards()
+
+    def _guard_calls(self) -> None:
+        self._guards = guard_compiled(self.guard, list(self.model.modules()))
+
+    def _leave_guards(self) -> None:
+        undo, self._guards = self._guards, []
         for step in reversed(undo):
             step()
 
@@ -199,5 +258,18 @@ class Run:
         self.guarded = on
 
 
-def _nothing(_module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
-    """Behind the forward there is nothing to do."""
+def ahead_of_calls(module: nn.Module, before: Before) -> list[Undo]:
+    """Call ``before`` ahead of each call of ``module``, outside of it: its hooks are not collected yet.
+
+    Not ahead of calls on fake tensors, which may come in the midst of a real one: those are no training.
+    """
+
+    def watched(inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+                before(module, args, kwargs)
+            return inner(*args, **kwargs)
+
+        return call
+
+    return [replace_call(module, watched)]

@@ -4,23 +4,28 @@ A plan runs for two steps. The first prepares (kernels, page-locked memory) and 
 a plan that does not fit then is given up. The second is timed. Once a plan has been measured, the others are
 searched anew with what its steps used beyond the prediction. **The best measured plan is kept**: the fastest
 of those that stayed within the budget and of which nothing had to be evicted.
+
+Where batches differ in size, a step counts as long as it would have taken at its pace, by token, for the size
+that is planned for; what it used is held against the prediction for its own size. A batch that is larger than
+what is planned for is planned for from then on, and what was tried before counts no longer.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
-from ..plan.actions import MemoryPlan
+from ..engine.agreement import from_all_ranks
 from .budget import BudgetError
 from .cost.simulate import predict
 from .planning import Task, best_plans
 from .run import Run
 from .search.compiled_frontier import learned, shown_by
 from .search.find_plan import Found
-from .trials import Trial, best_trial
+from .shape_buckets import BatchSize
+from .trials import Measured, Trial, best_trial
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +41,8 @@ class Search:
         steps: at most so many training steps.
 
     Attributes:
-        trials: what was tried so far.
+        trials: what was tried so far for the largest batch.
+        outgrown: what was tried before a larger one came.
         planning_s: seconds of each search on paper.
 
     Raises:
@@ -48,8 +54,10 @@ class Search:
     def __init__(self, run: Run, task: Task, steps: int) -> None:
         self._run, self.task, self._steps_left = run, task, steps
         self.trials: list[Trial] = []
+        self.outgrown: list[Trial] = []
         self.planning_s: list[float] = []
-        self._beyond_bytes = task.beyond_bytes
+        self._sizes: list[BatchSize] = []
+        self._trial_sizes: set[BatchSize] = set()
         self._waiting = self._planned()
         logger.info(
             "%s: search (%d steps at most, budget %s bytes, without a policy %s bytes and %.1f ms)",
@@ -71,20 +79,28 @@ class Search:
         """The best of what was tried; of what is untried, the first."""
         return best_trial(self.trials, self.task.budget_bytes) or self.trials[0]
 
-    @property
-    def beyond_bytes(self) -> int:
-        """The most that a step used beyond its prediction."""
-        return self._beyond_bytes
+    def forward_starts(self, shape: tuple[int, ...]) -> None:
+        """A micro-batch of this step."""
+        planned = self.task.size
+        size = None if planned is None else BatchSize.of(shape, planned.pairs > 0)
+        if size is not None:
+            self._sizes.append(size)
 
     def step_ended(self) -> bool:
-        """Take the step's measurement; return whether the search is over."""
+        """Take the step's measurement; return whether the search is over. Every rank must call it."""
         trial = self.trials[-1]
-        trial.steps.append(self._run.measured())
+        measured, largest = self._measured()
+        trial.steps.append(measured)
         self._steps_left -= 1
         fits = trial.fits(self.task.budget_bytes)
-        if fits and len(trial.steps) < STEPS_PER_TRIAL and self._steps_left:
+        if largest is not None and self.task.size is not None and not self.task.size.covers(largest):
+            self._say(trial, fits)
+            if self._grows(largest):
+                return False
+        elif fits and len(trial.steps) < STEPS_PER_TRIAL and self._steps_left:
             return False
-        self._say(trial, fits)
+        else:
+            self._say(trial, fits)
         if fits and self._costs_nothing(trial):
             return True  # there is nothing faster
         if self._steps_left <= 0 or not self._learn(trial, fits):
@@ -92,24 +108,66 @@ class Search:
         self._next()
         return False
 
+    def _measured(self) -> tuple[Measured, BatchSize | None]:
+        """What the step took, its time as that of the planned size; and its largest batch, of all ranks."""
+        sizes, self._sizes = self._sizes, []
+        steps = from_all_ranks((self._run.measured_here(), sizes))
+        measured = Measured.worst([step for step, _ in steps])
+        known = [size for _, sizes in steps for size in sizes]
+        if not known or self.task.size is None:
+            return measured, None
+        largest = reduce(BatchSize.joined, known)
+        self._trial_sizes.add(largest)
+        tokens = max(sum(size.tokens for size in sizes) for _, sizes in steps)
+        planned_tokens = self.task.size.tokens * max(len(sizes) for _, sizes in steps)
+        outside_ms = min(self.task.profile.outside_ms, measured.step_ms)
+        step_ms = outside_ms + (measured.step_ms - outside_ms) * planned_tokens / tokens
+        if tokens != planned_tokens:
+            measured = replace(measured, step_ms=step_ms)
+        return measured, largest
+
+    def _grows(self, size: BatchSize) -> bool:
+        """Plan for larger batches; return whether there is a plan for them."""
+        before, planned = self.task, self._waiting
+        self.task = before.grown(size)
+        logger.info(
+            "%s: a batch of %d tokens, and the trials are for %d: planning for the larger one",
+            self._run.name,
+            size.tokens,
+            before.size.tokens if before.size is not None else 0,
+        )
+        try:
+            self._waiting = self._planned()
+        except BudgetError as error:
+            logger.warning("%s: for a batch of %d tokens, %s", self._run.name, size.tokens, error)
+            self.task, self._waiting = before, planned
+            return False
+        self.outgrown += self.trials
+        self.trials = []
+        self._steps_left = max(self._steps_left, STEPS_PER_TRIAL)
+        self._next()
+        return True
+
     def _next(self) -> None:
         found = self._waiting.pop(0)
         self.trials.append(Trial(found.plan, found.prediction, []))
+        self._trial_sizes = set()
         self._run.switch(found.plan, guarded=True)
 
     def _learn(self, trial: Trial, fits: bool) -> bool:
         """Correct the paper by what ``trial`` used; return whether there is anything more to try."""
-        predicted = trial.prediction
-        if predicted is not None:
-            profile = learned(self.task.profile, trial.plan, shown_by(trial))
-            if knows_more := profile is not self.task.profile:
-                self.task, predicted = replace(self.task, profile=profile), predict(profile, trial.plan)
-            used = trial.reserved_peak_bytes + max(step.evicted_bytes for step in trial.steps)
-            beyond = used - predicted.peak_bytes
-            corrects = beyond > max(self._beyond_bytes, self.task.profile.reserved_bytes)
-            if not fits or corrects or knows_more:
-                self._beyond_bytes = max(beyond, self._beyond_bytes)
-                self._search_again()
+        task, profile, predicted = self.task, self.task.profile, trial.prediction
+        if self._trial_sizes <= {task.size}:
+            profile = learned(profile, trial.plan, shown_by(trial))
+            if profile is not task.profile:
+                predicted = predict(profile, trial.plan)
+        else:
+            predicted = predict(task.at(reduce(BatchSize.joined, self._trial_sizes)), trial.plan)
+        used = trial.reserved_peak_bytes + max(step.evicted_bytes for step in trial.steps)
+        beyond = used - predicted.peak_bytes
+        if not fits or profile is not task.profile or beyond > max(task.beyond_bytes, profile.reserved_bytes):
+            self.task = replace(task, profile=profile, beyond_bytes=max(beyond, task.beyond_bytes))
+            self._search_again()
         return bool(self._waiting)
 
     def _search_again(self) -> None:
@@ -118,37 +176,31 @@ class Search:
         except BudgetError as error:
             logger.warning("%s: with what the last trial used, %s", self._run.name, error)
             return
-        tried = [_rows(trial.plan) for trial in self.trials]
-        self._waiting = [item for item in found if _rows(item.plan) not in tried]
+        tried = [trial.plan.rows for trial in self.trials]
+        self._waiting = [item for item in found if item.plan.rows not in tried]
 
     def _planned(self) -> list[Found]:
         started = time.perf_counter()
         try:
-            count = max(self._steps_left // STEPS_PER_TRIAL, 1)
-            return list(best_plans(self.task, count, self._beyond_bytes))
+            found = list(best_plans(self.task, max(self._steps_left // STEPS_PER_TRIAL, 1)))
         finally:
             self.planning_s.append(time.perf_counter() - started)
+        text = "%s: %d plan(s) worth a trial, found in %.2f s"
+        logger.info(text, self._run.name, len(found), self.planning_s[-1])
+        return found
 
     def _costs_nothing(self, trial: Trial) -> bool:
         return trial.plan.rows == self.task.fixed.rows
 
     def _say(self, trial: Trial, fits: bool) -> None:
         predicted = trial.prediction
-        paper = (
-            ""
-            if predicted is None
-            else f" (on paper {predicted.peak_bytes:,} bytes, {predicted.step_ms:.1f} ms)"
-        )
         logger.info(
-            "%s: trial %d: %s bytes at the peak, %.1f ms a step%s; %s",
+            "%s: trial %d: %s bytes at the peak, %.1f ms a step (on paper %s bytes, %.1f ms); %s",
             self._run.name,
             len(self.trials),
             f"{trial.reserved_peak_bytes:,}",
             trial.step_ms,
-            paper,
+            f"{predicted.peak_bytes:,}",
+            predicted.step_ms,
             "fits" if fits else "does not fit",
         )
-
-
-def _rows(plan: MemoryPlan) -> Sequence[object]:
-    return replace(plan, overrides=()).rows

@@ -3,13 +3,17 @@
 Two things can be run again as a whole, with the same random numbers and the guard on, because nothing of the
 first attempt is left when it has failed:
 
-* a **forward**: a function of its inputs, unless it has written into a buffer or an input;
+* a **forward**: a function of its inputs, unless it has written into a buffer or an input. Among several
+  ranks it is this rank's alone where nothing communicates inside it (`exchanges`): that of the model inside
+  DistributedDataParallel. The other ranks wait at the next collective;
 * a **micro-batch**, forward and backward, as long as its gradients are the first: they are dropped. Whoever
   drives the training must pass it (`SecondTry.micro_batch`); a hook cannot run a backward again.
 
-Gradients that earlier micro-batches have left cannot be told from those of a backward that stopped halfway,
-and several ranks would have to go back together when one of them fails: there the error stays an error, and
-says so. What the training does at random must come from PyTorch's generators.
+Where the error stays an error, it says why: gradients that earlier micro-batches have left cannot be told
+from those of a backward that stopped halfway, and a backward among several ranks has reduced some of its
+gradients already when it stops. The others have added them and would not take part a second time, and the
+reducer of DistributedDataParallel waits for the rest. What the training does at random must come from
+PyTorch's generators.
 """
 
 from __future__ import annotations
@@ -20,11 +24,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..engine.around import Undo
+from ..engine.agreement import world_size
+from ..engine.around import Undo, replace_call
+from .exchanges import Exchanges
 from .rescue.out_of_memory import Failure, failure_of
 from .rescue.random_states import RandomStates
 
@@ -54,38 +59,33 @@ class SecondTry:
         devices = {torch.device("cpu"), device}
         self._random = [RandomStates(item) for item in devices]
         self._model = model
+        self._exchanges = Exchanges(model)
         self._known: tuple[list[nn.Parameter], list[torch.Tensor]] | None = None
 
     def around(self, module: nn.Module) -> list[Undo]:
         """Give the forwards of ``module`` a second try, hooks on it included."""
-        compiled = getattr(module, "_compiled_call_impl", None)
-        name = "_call_impl" if compiled is None else "_compiled_call_impl"
-        inner: Callable[..., Any] = getattr(module, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self.forward(inner, args, kwargs)
+        def tried_twice(inner: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **kwargs: self.forward(inner, args, kwargs)
 
-        vars(module)[name] = call
-
-        def undo() -> None:
-            if compiled is None:
-                vars(module).pop(name, None)
-            elif vars(module).get(name) is call:  # else it was compiled anew meanwhile
-                vars(module)[name] = compiled
-
-        return [undo]
+        return [replace_call(module, tried_twice)]
 
     def forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model; it runs out of memory: call it again under the guard."""
-        if not torch.is_grad_enabled() or not self._ready():
+        if not torch.is_grad_enabled():
+            return call(*args, **kwargs)
+        call = self._exchanges.learned_from(call)
+        if not self._ready():
             return call(*args, **kwargs)
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         written = [*self._weights_and_buffers()[1], *inputs]
 
         def why_not() -> str | None:
-            now = [tensor._version for tensor in written]
-            return None if now == before else "it has changed a buffer or an input"
+            if before != [tensor._version for tensor in written]:
+                return "it has changed a buffer or an input"
+            return self._exchanges.why_not_alone(mark)
 
+        mark = self._exchanges.mark()
         before = [tensor._version for tensor in written]
         return self._twice(lambda: call(*args, **kwargs), "forward", why_not, lambda: None)
 
@@ -106,6 +106,8 @@ class SecondTry:
         before = [tensor._version for tensor in written]
 
         def why_not() -> str | None:
+            if world_size() > 1:
+                return "gradients are reduced in backward, and the other ranks have done their part"
             if not first:
                 return "gradients of earlier micro-batches are there, with a part of this one's among them"
             if before != [tensor._version for tensor in written]:
@@ -135,7 +137,7 @@ class SecondTry:
             failure = failure_of(error)
             if failure is None or not self._ready() or _is_explained(error):  # or a second try inside failed
                 raise
-            why = _several_ranks() or why_not()
+            why = why_not()
             if len(restore) < len(self._random):
                 why = "a graph of the accelerator is being captured"
             if why is not None:
@@ -148,12 +150,6 @@ class SecondTry:
         for state in restore:
             state()
         return run()
-
-
-def _several_ranks() -> str | None:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return "the other ranks have done their part"
-    return None
 
 
 def _is_explained(error: RuntimeError) -> bool:

@@ -1,10 +1,12 @@
 """Stable: the plan runs as any other, and nothing is profiled. What is looked at costs microseconds.
 
-* The **batch shape**, ahead of each forward. A batch of at most as many tokens as the plan was made for needs
-  at most its memory; the plan serves it, with the windows that it has. A larger one runs under the guard: it
-  cannot fail for want of memory where moving something can help, and its step is planned for anew.
+* The **batch's size**, ahead of each forward. A batch of at most as many tokens as the plan was made for
+  needs at most its memory: the plan serves it, or one of its bucket's own (`bucket_plans`). A larger one runs
+  under the guard: it cannot fail for want of memory where moving something can help, and its step is planned
+  for anew.
 * The **peak**, after each step: the allocator's own number. A miss of the budget is planned for anew, and so
-  is a step that ran out of memory and needed a `second_try`.
+  is a step that ran out of memory and needed a `second_try`; a bucket's plan under which that happens is
+  dropped instead.
 
 Ranks must agree before they change plans, and a collective at each step would cost every step. So several
 ranks look together every `CHECK_STEPS` steps; until then each survives alone. Planning anew is bounded, for a
@@ -15,36 +17,17 @@ larger than was planned for.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
-
-from ..engine.agreement import from_all_ranks
+from ..engine.agreement import from_all_ranks, world_size
+from .bucket_plans import BucketPlans
 from .rescue.out_of_memory import Failure
 from .run import Run
+from .shape_buckets import BatchSize
 
 logger = logging.getLogger(__name__)
 
 CHECK_STEPS = 16
 MOST_PLANS = 8
-
-
-def batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Return the shape of the batch that a model is called with: of its first tensor of two dims or more."""
-    for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2:
-            return tuple(leaf.shape[:2])
-    return ()
-
-
-def tokens_of(shape: tuple[int, ...]) -> int:
-    """Return how many tokens a batch of this shape has."""
-    tokens = 1
-    for length in shape:
-        tokens *= length
-    return tokens
 
 
 class Stable:
@@ -53,12 +36,14 @@ class Stable:
     Args:
         run: the training; the plan is on the model.
         budget_bytes: the most that a step may use.
-        shape: of the batch that the plan was made for.
+        size: the largest batch that the plan was made for; ``None``: not known, and no batch is too large.
         plans: how many were made so far.
         stays_guarded: whether the guard stays on, because the plan does not fit; only what is larger is
             planned for anew then.
+        smaller: the plans of smaller batches; ``None``: there are none.
 
     Attributes:
+        plan: the largest one, which is on the model when this is made.
         missed_by_bytes: the most that a step wanted beyond the budget, or beyond what the device had; of all
             ranks once `step_ended` has returned true.
     """
@@ -69,33 +54,50 @@ class Stable:
         self,
         run: Run,
         budget_bytes: int,
-        shape: tuple[int, ...],
+        size: BatchSize | None,
         plans: int,
         stays_guarded: bool = False,
+        smaller: BucketPlans | None = None,
     ) -> None:
-        self._run, self._budget_bytes, self._shape = run, budget_bytes, shape
+        self._run, self._budget_bytes, self._size, self.smaller = run, budget_bytes, size, smaller
         self._may_plan = plans < MOST_PLANS
         self._steps = 0
-        self._larger: tuple[int, ...] | None = None
+        self._larger = self._larger_now = False
         self._stays_guarded = stays_guarded
+        self.plan = None if run.applied is None else run.applied.plan
         self.missed_by_bytes = 0
+
+    def step_starts(self) -> None:
+        """What an evaluation since the last step has left to the allocator is not this step's peak."""
+        meter = self._run.meter
+        if meter.reserved_peak_bytes() > self._budget_bytes:
+            meter.give_back()
+            meter.reset_peak()
 
     def forward_starts(self, shape: tuple[int, ...]) -> None:
         """A micro-batch of this shape comes."""
-        if tokens_of(shape) > tokens_of(self._shape):
-            if self._larger is None:
+        planned, smaller = self._size, self.smaller
+        size = None if planned is None else BatchSize.of(shape, planned.pairs > 0)
+        fits = planned is None or size is None or planned.covers(size)
+        if smaller is not None:
+            if size is None or not fits or self._run.guarded:
+                smaller.use_largest()
+            else:
+                smaller.serve(size)
+        if not fits:
+            if not self._larger:
                 logger.info(
-                    "%s: a batch of %s, and the plan is made for %s: this step runs under the guard",
+                    "%s: a batch of %s is larger than what is planned for: this step runs under the guard",
                     self._run.name,
                     shape,
-                    self._shape,
                 )
-            self._larger = max(self._larger or (), shape, key=tokens_of)
+            self._larger = self._larger_now = True
             self._run.rescue(True)
 
     def ran_out(self, failure: Failure) -> None:
         """The device had less than the plan needs: the rest of this step is under the guard."""
-        self.missed_by_bytes = max(self.missed_by_bytes, failure.wanted_bytes or 1)
+        if self.smaller is None or not self.smaller.drop_used():
+            self.missed_by_bytes = max(self.missed_by_bytes, failure.wanted_bytes or 1)
         self._run.rescue(True)
 
     def step_ended(self) -> bool:
@@ -103,13 +105,18 @@ class Stable:
         self._steps += 1
         if not self._stays_guarded:
             over_bytes = self._run.meter.reserved_peak_bytes() - self._budget_bytes
-            self.missed_by_bytes = max(self.missed_by_bytes, over_bytes)
+            if over_bytes > 0 and self.smaller is not None and self.smaller.drop_used():
+                self._run.meter.give_back()  # what that plan held is not the next one's peak
+            elif not self._larger_now:  # a larger batch says nothing of the plan
+                self.missed_by_bytes = max(self.missed_by_bytes, over_bytes)
             if self._run.guarded:
                 self._run.rescue(False)
-        alone = not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
-        if not self._may_plan or not (alone or self._steps % CHECK_STEPS == 0):
+        self._larger_now = False
+        if self.smaller is not None:
+            self.smaller.step_ended()
+        if not self._may_plan or not (world_size() == 1 or self._steps % CHECK_STEPS == 0):
             return False
-        needs = from_all_ranks((self._larger is not None, self.missed_by_bytes))
+        needs = from_all_ranks((self._larger, self.missed_by_bytes))
         self.missed_by_bytes = max(missed for _, missed in needs)
         if self.missed_by_bytes:
             logger.info(

@@ -10,24 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..config.schema import MemoryConfig
-from ..engine.agreement import from_one_rank
+from ..engine.agreement import from_one_rank, rank, world_size
 from ..engine.evictable import IdleTensors
 from ..engine.host_budget import HostMemory
 from ..engine.host_pool import HostPool
-from ..engine.transfer import BlockingTransfer, Transfer
-from ..engine.transfer_streams import StreamTransfer
+from ..engine.transfer import Transfer
+from ..engine.transfer_streams import transfer_of
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline, unwrapped
 from .budget import GIB
-from .meter import AllocatorMeter, CountingMeter, Meter
+from .least_budget import LeastBudget
+from .meter import AllocatorMeter, CountingMeter, Meter, device_name
 from .phases import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
-from .planning import is_rank_0
 from .refusals import problems_of_planner
 from .rescue.oom_guard import OomGuard
 from .run import Put, Run
@@ -74,13 +73,15 @@ def start_planner(
     if problems:
         raise PlanError(problems)
     device = next((p.device for p in unwrapped(model).parameters()), torch.device("cpu"))
-    if transfer is None:
-        transfer = BlockingTransfer(device) if device.type == "cpu" else StreamTransfer(device)
+    transfer = transfer or transfer_of(device)
     meter = meter or _meter_of(device, model, optimizer, memory)
     pool = host.pool(device, transfer.overlaps, None)
     idle = IdleTensors(device, pool if transfer.overlaps else None, fixed.min_tensor_bytes)
-    guard = OomGuard(meter, idle)
-    run = Run(model, outline, fixed, memory, meter, transfer, guard, idle, put, _name_of(device), optimizer)
+    least = LeastBudget(model, outline, fixed, memory, optimizer, device_name(device))
+    guard = OomGuard(meter, idle, least_budget=least.in_words)
+    run = Run(
+        model, outline, fixed, memory, meter, transfer, guard, idle, put, device_name(device), optimizer
+    )
 
     if memory.preference == "memory_saving":
         run.states = _states_on_host(model, outline, optimizer, transfer, pool, fixed.min_tensor_bytes)
@@ -89,6 +90,9 @@ def start_planner(
         return _made_for(model, outline, fixed, memory, device, shape)
 
     planner = Planner(run, made_for, _known_plan(memory, made_for(())))
+    planner.on_remove(
+        unwrapped(model).register_forward_pre_hook(least.forward_starts, with_kwargs=True).remove
+    )
     if optimizer is not None and counts_steps:
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wraps one
         planner.on_remove(inner.register_step_post_hook(lambda *_: planner.step_ended()).remove)
@@ -160,14 +164,10 @@ def _made_for(
         model=f"{outline.family}, {len(outline.layers)} layers, {count:,} parameters",
         batch_shape=shape,
         dtype=", ".join(sorted({str(parameter.dtype) for parameter in parameters})),
-        device=_name_of(device),
-        world_size=dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1,
+        device=device_name(device),
+        world_size=world_size(),
         wish=json.dumps(wish, sort_keys=True, default=str),
     )
-
-
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _known_plan(memory: MemoryConfig, here: MadeFor) -> FilePlan | None:
@@ -176,7 +176,7 @@ def _known_plan(memory: MemoryConfig, here: MadeFor) -> FilePlan | None:
     problem: ActSwapError | None = None
     if memory.plan_file is None:
         return None
-    if is_rank_0() and Path(memory.plan_file).exists():
+    if rank() == 0 and Path(memory.plan_file).exists():
         try:
             found = _fitting(read_plan(memory.plan_file), here, memory)
         except ActSwapError as error:

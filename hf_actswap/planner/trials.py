@@ -45,12 +45,12 @@ class Trial:
 
     Args:
         plan: what was tried.
-        prediction: of it; ``None`` for a plan that a person wrote.
+        prediction: of it.
         steps: in the order in which they ran. The first also prepares: kernels, page-locked memory.
     """
 
     plan: MemoryPlan
-    prediction: Prediction | None
+    prediction: Prediction
     steps: list[Measured]
 
     @property

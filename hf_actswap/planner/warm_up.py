@@ -3,7 +3,8 @@
 Kernels are loaded, the optimizer makes its states, the allocator finds its blocks. The last two steps are
 recorded: memory in the first of them, times in the second, because asking the allocator after each op takes
 longer than a small op runs. Where there is one step only, or a step has several micro-batches (the last one
-counts, when gradients are there), one step serves for both.
+counts, when gradients are there), one step serves for both. If the two had batches of different sizes, the
+memory is that of the first, and the times are scaled to its tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from ..engine.agreement import from_all_ranks
 from ..engine.link import Link
 from ..plan.outline import unwrapped
 from .held_forwards import HeldForwards
+from .model_weights import module_weights
 from .profile import Profile
 from .record.clock import DeviceClock
 from .record.recorder import StepRecorder
 from .run import Run
 from .search.compiled_ways import ways_of
+from .shape_buckets import Module, ModuleWeights, RecordedStep, tokens_of
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +44,8 @@ class WarmUp:
         self._recorder: StepRecorder | None = None
         self._held: HeldForwards | None = None
         self._memory: Profile | None = None
-        self._states_bytes = 0
+        self._states_bytes = self._resting_bytes = 0
+        self._weights: dict[Module, ModuleWeights] = {}
         logger.info("%s: warm-up, %d step(s)", run.name, steps)
         self._next()
 
@@ -50,12 +54,16 @@ class WarmUp:
         """Steps that are still to come."""
         return max(self._steps_left, 0)
 
-    def forward_starts(self) -> None:
+    def forward_starts(self, _shape: tuple[int, ...] = ()) -> None:
         """A micro-batch of this step."""
         self._forwards += 1
+        run = self._run
+        if self._recorder is not None and self._memory is None and self._forwards == self._micro_batches:
+            self._resting_bytes = run.meter.allocated_bytes() + run.idle.away_bytes
+            self._weights = module_weights(unwrapped(run.model), run.outline)
 
-    def step_ended(self) -> Profile | None:
-        """Return the profile, once all ranks have one; every rank must call it."""
+    def step_ended(self) -> RecordedStep | None:
+        """Return what was recorded, once all ranks have it; every rank must call it."""
         self._steps_left -= 1
         self._micro_batches, self._forwards = max(self._forwards, 1), 0
         recorder, self._recorder = self._recorder, None
@@ -67,10 +75,11 @@ class WarmUp:
         if self._steps_left == 1:
             self._memory, profile = profile if self._micro_batches == 1 else None, None
         if profile is not None and self._memory is not None:
+            self._resting_bytes += more_states_bytes(profile, self._memory)
             profile = with_memory_of(profile, self._memory)
         if self._steps_left <= 0:
             if profile is not None:
-                return replace(profile, link=self._link())
+                return RecordedStep(replace(profile, link=self._link()), self._weights, self._resting_bytes)
             logger.info("%s: the recorded step had no backward; another one is recorded", self._run.name)
             self._steps_left, self._memory = 1, None
         self._next()
@@ -127,15 +136,23 @@ class WarmUp:
         return self._run.transfer.link()
 
 
+def more_states_bytes(times: Profile, memory: Profile) -> int:
+    """Return what the optimizer has allocated since the memory was recorded."""
+    return times.optimizer_state_bytes - memory.optimizer_state_bytes
+
+
 def with_memory_of(times: Profile, memory: Profile) -> Profile:
     """Return ``times`` with the bytes of an earlier step, if both did the same; else it has none: ``memory``.
 
-    What the optimizer has allocated since is there in later steps, and is added.
+    What the optimizer has allocated since is there in later steps, and is added. Times of a batch of another
+    size are scaled to that whose bytes they get.
     """
     if [span.call for span in times.spans] != [span.call for span in memory.spans]:
         logger.info("the two recorded steps ran different ops; the times of the earlier one are taken")
         return memory
-    more = times.optimizer_state_bytes - memory.optimizer_state_bytes
+    more = more_states_bytes(times, memory)
+    if times.batch_shape != memory.batch_shape:
+        times = _at_shape_of(memory, times)
     return replace(
         times,
         spans=tuple(
@@ -148,4 +165,17 @@ def with_memory_of(times: Profile, memory: Profile) -> Profile:
         ),
         outside_base_bytes=memory.outside_base_bytes,
         reserved_bytes=memory.reserved_bytes,
+    )
+
+
+def _at_shape_of(memory: Profile, times: Profile) -> Profile:
+    scale = tokens_of(memory.batch_shape) / max(tokens_of(times.batch_shape), 1)
+    return replace(
+        memory,
+        spans=tuple(
+            replace(span, forward_ms=other.forward_ms * scale, backward_ms=other.backward_ms * scale)
+            for span, other in zip(memory.spans, times.spans, strict=True)
+        ),
+        outside_ms=times.outside_ms,
+        optimizer_state_bytes=times.optimizer_state_bytes,
     )

@@ -248,8 +248,8 @@ def test_states_of_the_optimizer_are_saved_and_resumed(training: Make, tmp_path:
     whole.train()
     assert_like_plain(whole, plain)
     assert watch.planner is not None
-    assert watch.planner.states.optimizer_states is not None
-    assert watch.planner.states.optimizer_states.stats().offloaded_bytes > 0
+    assert watch.planner.optimizer_states is not None
+    assert watch.planner.optimizer_states.stats().offloaded_bytes > 0
     ours, theirs = (
         torch.load(folder / "checkpoint-5" / "optimizer.pt", weights_only=True)
         for folder in (tmp_path / "out", tmp_path / "plain")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -21,8 +23,8 @@ from hf_actswap import apply
 from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.parallel import patch_model, tensor_parallel_group
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
-from hf_actswap.planner import BudgetError, Planner, stable
-from tests.engine.tiny_models import VOCABULARY, tiny_llama
+from hf_actswap.planner import BudgetError, Planner, bucket_plans, stable
+from tests.engine.tiny_models import VOCABULARY, tiny_llama, tiny_neox
 from tests.parallel.collective_calls import noted
 from tests.parallel.rank_processes import run_cases
 from tests.planner.simulated_device import on_device
@@ -30,6 +32,9 @@ from tests.planner.simulated_device import on_device
 GIB = 2**30
 BATCH, LENGTH = 4, 128
 QUICK_CHECK_STEPS = 3
+
+BAD_STEP = 5
+FULL = "CUDA out of memory. Tried to allocate 20.00 KiB. (a test)"
 
 Shape = Callable[[int], tuple[int, int]]
 
@@ -47,6 +52,8 @@ class Run:
         problem: text of the error that ended it.
         evicted_bytes: by the guard.
         left_over: dispatch modes and hooks that were there after it.
+        guarded: whether the guard was on behind each step's backward.
+        weights: at the end, summed in double precision; empty where they are sharded.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -57,6 +64,8 @@ class Run:
     problem: str | None = None
     evicted_bytes: int = 0
     left_over: list[str] = field(default_factory=list)
+    guarded: list[bool] = field(default_factory=list)
+    weights: dict[str, float] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
@@ -75,10 +84,16 @@ def train(
     shape: Shape = lambda _: (BATCH, LENGTH),
     group: dist.ProcessGroup | None = None,
     seed_per_rank: bool = True,
+    build: Callable[[], Any] = lambda: tiny_llama(use_cache=False),
+    before_step: Callable[[int, nn.Module], None] = lambda _step, _model: None,
+    dropout_seed: int | None = None,
+    within: bool = False,
 ) -> Run:
-    """Train with AdamW; ``memory`` ``None``: without the planner."""
+    """Train with AdamW; ``memory`` ``None``: without the planner; ``within``: in `Planner.micro_batch`."""
     run = Run()
-    model = tiny_llama(use_cache=False)
+    model = build()
+    if dropout_seed is not None:
+        torch.manual_seed(dropout_seed)
     called = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(dist.get_rank() if seed_per_rank else 0)
@@ -94,24 +109,31 @@ def train(
                 run.phases.append("" if planner is None else planner.phase)
                 run.plans.append("" if planner is None else planner.plan.to_json())
                 device.reset_peak()
+                before_step(step, model)
                 ids = torch.randint(0, VOCABULARY, shape(step), generator=generator)
-                with noted(_noting(run)) as begin:
-                    loss = called(input_ids=ids, labels=ids).loss
-                    begin("backward")
-                    loss.backward()
+
+                def micro_batch(ids: torch.Tensor = ids) -> float:
+                    with noted(_noting(run)) as begin:
+                        loss = called(input_ids=ids, labels=ids).loss
+                        begin("backward")
+                        loss.backward()
+                    return loss.item()
+
+                run.losses.append(planner.micro_batch(micro_batch) if within else micro_batch())
                 run.peaks.append(device.peak_bytes())
-                run.losses.append(loss.item())
-                del loss
+                run.guarded.append(planner is not None and planner._run.guarded)
                 if group is not None:
                     allreduce_sequence_parallel_gradients(model, group)
                 optimizer.step()
                 optimizer.zero_grad()
-        except BudgetError as error:
+        except (BudgetError, torch.OutOfMemoryError) as error:
             run.problem = str(error)
         finally:
             if planner is not None:
                 run.evicted_bytes = planner._run.idle.evicted_bytes
                 planner.remove()
+    if not any(isinstance(weight, DTensor) for weight in model.parameters()):
+        run.weights = {name: weight.double().sum().item() for name, weight in model.named_parameters()}
     run.left_over = [repr(mode) for mode in _get_current_dispatch_mode_stack()]
     return run
 
@@ -163,6 +185,25 @@ def batches_of_different_length(steps: int = 8) -> Results:
     budget = 0.7 * max(peaks_of_all(plain))
     memory = {"mode": "smart_swap", "budget_gib": budget / GIB}
     return {"plain": plain, "planned": train(ddp, memory, steps, shape=shape)}
+
+
+def lengths_that_take_turns(steps: int = 16) -> Results:
+    """Once the plan is found, ranks have long and short batches in different steps."""
+
+    def shape(step: int) -> tuple[int, int]:
+        short = step >= 6 and (step // 2 + dist.get_rank()) % 2 == 0
+        return BATCH, LENGTH // 3 if short else LENGTH
+
+    found: Results = {}
+    before, bucket_plans.LEAST_GAIN = bucket_plans.LEAST_GAIN, 0
+    try:
+        for wrap in (ddp, fsdp2):
+            plain = found[f"plain {wrap.__name__}"] = train(wrap, None, steps, shape=shape)
+            memory = {"mode": "adaptive", "budget_gib": 0.6 * max(peaks_of_all(plain)) / GIB}
+            found[f"planned {wrap.__name__}"] = train(wrap, memory, steps, shape=shape)
+        return found
+    finally:
+        bucket_plans.LEAST_GAIN = before
 
 
 def no_budget_is_enough() -> Results:
@@ -241,25 +282,103 @@ def divided_model(group: dist.ProcessGroup | None, sequence_parallel: bool) -> R
     return {"plain": plain, "planned": run(memory)}
 
 
+class FillsUp:
+    """In `BAD_STEP` a module of the model raises once what a full device raises.
+
+    Args:
+        ranks: on which.
+        path: of the module.
+        backward: in the backward behind it, not in its forward.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], path: str, backward: bool = False) -> None:
+        self._ranks, self._path, self._backward = ranks, path, backward
+
+    def __call__(self, step: int, model: nn.Module) -> None:
+        if step == BAD_STEP and dist.get_rank() in self._ranks:
+            self._handle = model.get_submodule(self._path).register_forward_hook(self._forward)
+
+    def _forward(self, _module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        self._handle.remove()
+        if not self._backward:
+            raise torch.OutOfMemoryError(FULL)
+        output.register_hook(self._raise)
+
+    def _raise(self, _gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError(FULL)
+
+
+NEOX_MIDDLE = "gpt_neox.layers.2.mlp.dense_h_to_4h"
+LLAMA_MIDDLE = "model.layers.2.mlp.up_proj"
+SHORT = {"mode": "adaptive", "search_steps": 2}
+
+
+def memory_runs_out_on_one_rank(steps: int = 8) -> Results:
+    """In the forward of a stable step of rank 1, with dropout."""
+    seed = dist.get_rank()
+    plain = train(ddp, None, steps, build=tiny_neox, dropout_seed=seed)
+    memory = {**SHORT, "budget_gib": 0.9 * max(peaks_of_all(plain)) / GIB}
+    disturbed = FillsUp((1,), NEOX_MIDDLE)
+    return {
+        "plain": plain,
+        "planned": train(ddp, memory, steps, build=tiny_neox, dropout_seed=seed, before_step=disturbed),
+    }
+
+
+def no_second_try() -> Results:
+    """Where ranks communicate inside what runs out, it stays an error. On both: else the other one waits."""
+    plain = train(ddp, None, 2)
+    memory = {**SHORT, "budget_gib": 0.9 * max(peaks_of_all(plain)) / GIB}
+    both = (0, 1)
+    found = {
+        "backward": train(ddp, memory, 8, within=True, before_step=FillsUp(both, LLAMA_MIDDLE, True)),
+        "fsdp2": train(fsdp2, memory, 8, before_step=FillsUp(both, LLAMA_MIDDLE)),
+        "synchronised": train(
+            ddp, memory, 8, build=lambda: averaging_llama(0), before_step=FillsUp(both, LLAMA_MIDDLE)
+        ),
+        "later": train(
+            ddp, memory, 8, build=lambda: averaging_llama(4), before_step=FillsUp(both, LLAMA_MIDDLE)
+        ),
+    }
+    return {"plain": plain, **found}
+
+
+def averaging_llama(first: int) -> nn.Module:
+    """A model that averages over the ranks from its forward number ``first`` on, by a hook of its user."""
+    model, calls = tiny_llama(use_cache=False), count()
+
+    def average(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
+        if next(calls) >= first:
+            mean = output.detach().mean()
+            dist.all_reduce(mean)
+
+    model.get_submodule("model.layers.0.mlp").register_forward_hook(average)
+    return model
+
+
 def run_two(rank: int, folder: str) -> None:
     """Some cases of two ranks."""
     cases = {
         "devices": lambda _: devices_of_different_size(),
         "impossible": lambda _: no_budget_is_enough(),
         "tensor_parallel": lambda group: divided_model(group, False),
+        "second_try": lambda _: memory_runs_out_on_one_rank(),
     }
-    run_cases(rank, folder, 2, cases, {"devices": [], "impossible": [], "tensor_parallel": [[0, 1]]})
+    groups = {name: [[0, 1]] if name == "tensor_parallel" else [] for name in cases}
+    run_cases(rank, folder, 2, cases, groups)
 
 
 def run_two_more(rank: int, folder: str) -> None:
     """The others."""
     cases = {
         "lengths": lambda _: batches_of_different_length(),
+        "turns": lambda _: lengths_that_take_turns(),
         "plan_file": lambda _: a_plan_file(folder),
         "states": lambda _: states_on_the_host(),
         "fsdp2": lambda _: sharded_weights(),
         "sequence_parallel": lambda group: divided_model(group, True),
         "grows": lambda _: a_batch_that_grows_on_one_rank(),
+        "no_second_try": lambda _: no_second_try(),
     }
     groups = {name: [[0, 1]] if name == "sequence_parallel" else [] for name in cases}
     run_cases(rank, folder, 2, cases, groups)

@@ -32,7 +32,12 @@ class CachingDevice(SimulatedDevice):
         self._held_bytes = self.allocated_bytes()
 
 
-def test_what_warm_up_held_does_not_spoil_the_trials() -> None:
+def planned_steps(steps: int, evaluated_tokens: int = 0) -> Any:
+    """Train under a budget on a caching device, from the fifth step on with an evaluation after each step.
+
+    Returns:
+        The planner, taken off, its phases as ``seen``.
+    """
     budget = int(0.6 * train(tiny_llama, steps=2).peak_bytes)
     torch.manual_seed(0)
     model = tiny_llama().train()
@@ -41,14 +46,29 @@ def test_what_warm_up_held_does_not_spoil_the_trials() -> None:
     device.on(model)
     config = {"memory": {"mode": "adaptive", "budget_gib": budget / GIB, "search_steps": 2}}
     planner: Any = apply(model, config, optimizer=optimizer, meter=device)
+    planner.seen = []
     try:
-        for _ in range(6):
+        for step in range(steps):
             ids = torch.randint(0, model.config.vocab_size, (4, 128))
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert planner.phase == "stable"
-        assert [trial.fits(budget) for trial in planner.trials] == [True]
+            planner.seen.append(planner.phase)
+            if evaluated_tokens and step >= 4:
+                with torch.no_grad():
+                    model(input_ids=torch.zeros(8, evaluated_tokens // 8, dtype=torch.long))
+                assert device.reserved_peak_bytes() > budget, "the evaluation is too small to prove anything"
     finally:
         planner.remove()
         device.off()
+    assert [trial.fits(budget) for trial in planner.trials] == [True]
+    return planner
+
+
+def test_what_warm_up_held_does_not_spoil_the_trials() -> None:
+    assert planned_steps(6).seen[-1] == "stable"
+
+
+def test_what_an_evaluation_held_is_no_miss_of_the_budget() -> None:
+    """Catches a plan that is thrown away because of memory that no training step used."""
+    assert planned_steps(9, evaluated_tokens=8192).seen[4:] == ["stable"] * 5

@@ -194,7 +194,6 @@ def test_the_budget_holds_and_no_number_changes(mode: str, share: float, unplann
     fitting = [trial for trial in found.planner.trials if trial.fits(budget)]
     assert fitting  # what earlier plans needed is given back: else no trial could fit
     for trial in fitting:
-        assert trial.prediction is not None
         assert trial.prediction.peak_bytes == pytest.approx(trial.steps[-1].peak_bytes, rel=0.05)
 
 

@@ -72,6 +72,7 @@ MALFORMED: dict[str, tuple[Change, str]] = {
     "span's call": (put_in("spans", 2, 0, 10**6), r"profile.spans\[2\].call: expected a number of a call"),
     "span's time": (put_in("spans", 2, 5, None), r"profile.spans\[2\].forward_ms"),
     "span's flag": (put_in("spans", 2, 10, 2), r"profile.spans\[2\].communicates: expected 0 or 1"),
+    "hook": (put_in("hooks", 0, 1, -1), r"profile.hooks\[0\]: expected a number of a use, and an operator"),
     "gap in uses": (put_in("spans", 2, 1, 10**6), r"profile.spans\[2\].first_order"),
     "gap in operators": (put_in("spans", 2, 3, 10**6), r"profile.spans\[2\].first_op"),
     "scope": (put_in("calls", 0, 0, "loss"), r"profile.calls\[0\]: expected a scope"),

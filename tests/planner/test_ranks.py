@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from tests.parallel.rank_processes import result
-from tests.planner.ranks_worker import QUICK_CHECK_STEPS, Run, run_four, run_two, run_two_more
+from tests.planner.ranks_worker import (
+    BAD_STEP,
+    FULL,
+    QUICK_CHECK_STEPS,
+    Run,
+    run_four,
+    run_two,
+    run_two_more,
+)
 from tests.processes import finish
 
 LIMIT_S = 240
@@ -103,6 +111,26 @@ def test_the_longest_batch_is_planned_for_on_all(two_more: Path) -> None:
     check_lengths(of_ranks(two_more, "lengths"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_ranks_with_batches_of_different_buckets(wrapper: str, two_more: Path) -> None:
+    found = of_ranks(two_more, "turns")
+    first, second = (runs[f"planned {wrapper}"] for runs in found)
+    budget = 0.6 * max(runs[f"plain {wrapper}"].peak_bytes for runs in found)
+    for runs in found:
+        run, plain = runs[f"planned {wrapper}"], runs[f"plain {wrapper}"]
+        assert run.problem is None
+        assert run.losses == plain.losses
+        assert run.phases == first.phases
+        assert run.collectives == plain.collectives
+        assert max(stable_peaks(run)) <= budget
+        assert run.left_over == []
+    apart = [one != other for one, other in zip(first.plans, second.plans, strict=True)]
+    assert first.phases[6:] == ["stable"] * 10
+    assert sum(apart[6:]) >= 4
+    assert not any(apart[:6])
+
+
 def test_no_plan_is_the_same_error_on_all(two: Path) -> None:
     check_impossible(of_ranks(two, "impossible"))
 
@@ -170,3 +198,35 @@ def test_a_batch_that_grows_on_one_rank(two_more: Path) -> None:
     assert phases.index("warm-up", first) == looks[0]
     limit = int(0.75 * max(runs["plain"].peak_bytes for runs in found))
     assert max(found[1]["planned"].peaks) <= limit
+
+
+def test_a_forward_that_runs_out_on_one_rank_is_run_again_there(two: Path) -> None:
+    found = of_ranks(two, "second_try")
+    assert_one_plan(found)
+    for rank, runs in enumerate(found):
+        plain, planned = runs["plain"], runs["planned"]
+        assert planned.losses == plain.losses
+        assert planned.weights == plain.weights
+        assert planned.phases[BAD_STEP - 1 :] == ["stable"] * (len(planned.losses) - BAD_STEP + 1)
+        # Ranks look at each other's needs later; until then each survives alone.
+        assert planned.guarded[BAD_STEP - 1 : BAD_STEP + 2] == [False, rank == 1, False]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("backward", "gradients are reduced in backward"),
+        ("fsdp2", "FSDP2 gathers weights inside it"),
+        ("synchronised", "it communicates, and the other ranks have done their part"),
+        ("later", "it communicates, and the other ranks have done their part"),
+    ],
+)
+def test_what_communicates_is_not_run_again(two_more: Path, case: str, why: str) -> None:
+    for runs in of_ranks(two_more, "no_second_try"):
+        problem = runs[case].problem
+        assert problem is not None
+        assert FULL in problem
+        assert why in problem
+        assert len(runs[case].losses) == BAD_STEP
+        assert runs[case].left_over == []

@@ -162,8 +162,7 @@ def _sort_in(
             copy = number, ticket.copy
             fate.swap_reads.append((order.places.of_reader(ticket.span), copy))
             inside = next(item.op for item in copies if item.number == ticket.copy)
-            pack = order.spans[ticket.span]
-            fate.wants.append((copy, max(inside, pack.first_op + max(pack.num_ops - 1, 0))))
+            fate.wants.append((copy, max(inside, order.saved_op(ticket.order, ticket.span))))
     is_held = any(ticket.holder is not None and ticket.kind != "built" for ticket in tickets)
     if copies or is_held:
         fate.moved.append(found)

@@ -71,13 +71,13 @@ class Pack:
     """Autograd saves a tensor: the engine gets control.
 
     Args:
-        order: of the use.
+        order: of the use; what is no use of the profile comes half way to the next.
         span: in which.
         op: operator of the node.
         at_end: whether the span itself makes what is saved, and so has run by then.
     """
 
-    order: int
+    order: float
     span: int
     op: int
     at_end: bool
@@ -99,6 +99,9 @@ class StepOrder:
                 self.scope_spans.setdefault(span.call[0], []).append(number)
         self.start_ms = list(accumulate((span.forward_ms for span in self.spans), initial=0.0))
         self.lives = self._lives()
+        self._op_of_order: dict[int, int] = {}
+        for pack_order, op in profile.hooks:  # a use comes ahead of what is saved behind it and is none
+            self._op_of_order.setdefault(pack_order, op)
         self.packs = self._packs()
         self.ops_of_span: list[tuple[int, ...]] = [()] * len(self.spans)
         """Operators at which each span packs, falling: backward's hooks in it."""
@@ -125,8 +128,14 @@ class StepOrder:
 
     def use_op(self, use: Use, span: int) -> int:
         """The operator at which the engine meets a use: of a call, the one before its first node."""
-        first = self.spans[span].first_op
-        return first + max(self.spans[span].num_ops - 1, 0) if use.kind == "saved" else max(first - 1, 0)
+        return (
+            self.saved_op(use.order, span) if use.kind == "saved" else max(self.spans[span].first_op - 1, 0)
+        )
+
+    def saved_op(self, order: int, span: int) -> int:
+        """The operator that saves, and so reads in backward; if it is not known, the last of its span."""
+        last = self.spans[span].first_op + max(self.spans[span].num_ops - 1, 0)
+        return self._op_of_order.get(order, last)
 
     def inside(self, scope: Scope, path: str) -> list[int]:
         """Spans at and below a path of a scope."""
@@ -163,12 +172,18 @@ class StepOrder:
         return tuple(found)
 
     def _packs(self) -> list[Pack]:
-        found = []
+        found, listed = [], set()
         for storage, life in zip(self.profile.saved.storages, self.lives, strict=True):
             for use, span in zip(storage.uses, life.spans, strict=True):
                 if use.kind == "saved":
                     found.append(Pack(use.order, span, self.use_op(use, span), life.made_in == span))
-        return sorted(found, key=lambda pack: pack.order)
+                    listed.add((use.order, found[-1].op))
+        first_ops = [span.first_op for span in self.spans]
+        for order, op in self.profile.hooks:
+            if (order, op) not in listed:
+                span = max(bisect_right(first_ops, op) - 1, 0)
+                found.append(Pack(order + 0.5, span, op, False))
+        return sorted(found, key=lambda pack: (pack.order, pack.op))
 
     def _functions(self) -> frozenset[int]:
         """Spans that are calls of functions, and not what runs between them."""

@@ -113,7 +113,7 @@ class Forward:
         packs, start_ms = self._program.packs, self._program.order.start_ms
         orders, ops = [pack.order for pack in packs], [pack.op for pack in packs]
         turn = len(start_ms) - 1
-        events: list[tuple[int, int, tuple[int, int], CopyId, int, bool]] = []
+        events: list[tuple[float, int, tuple[int, int], CopyId, int, bool]] = []
         for number, (name, moving) in enumerate(self._program.moving.items()):
             copy = moving.copy
             point = copy.op + moving.windows.release_ops

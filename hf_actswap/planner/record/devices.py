@@ -4,6 +4,9 @@ Achieved rates, not those of the data sheets. The H200's are fitted to measured 
 bf16, torch 2.11: 16 layers of 8,192 tokens 388 ms, 6 layers of 32,768 tokens 837 ms; copies of 54.9 GB/s out
 and 55.1 back, 49.8 each at once). The others stand in the H200's relation to their own data sheets, so that
 they are estimates: measure where you can.
+
+Between devices nothing has been measured: there it *is* the data sheets' rate (`Fabric`), which no collective
+quite reaches.
 """
 
 from __future__ import annotations
@@ -14,6 +17,21 @@ from ...engine.link import Link
 from ...errors import PlanError, Problem, nearest
 
 _GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """What connects the devices of one machine, by NVIDIA's data sheets; not measured.
+
+    Args:
+        name: of the link.
+        bytes_per_ms: in one direction, half of what a data sheet gives for both.
+        latency_ms: of one collective; taken to be some kernel launches, as no data sheet gives it.
+    """
+
+    name: str
+    bytes_per_ms: float
+    latency_ms: float = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +47,7 @@ class DeviceRates:
         bytes_per_ms: device memory, read and written by elementwise kernels.
         launch_ms: least duration of a kernel.
         link: to host memory; ``None``: copies do not overlap compute.
+        fabric: to the other devices of the machine; ``None``: nothing is known of it.
     """
 
     name: str
@@ -39,6 +58,7 @@ class DeviceRates:
     bytes_per_ms: float
     launch_ms: float
     link: Link | None
+    fabric: Fabric | None = None
 
 
 def _link(gigabytes_per_second: float) -> Link:
@@ -48,25 +68,42 @@ def _link(gigabytes_per_second: float) -> Link:
 
 
 def _accelerator(
-    name: str, gib: float, half: float, full: float, attention: float, terabytes: float, link: Link
+    name: str,
+    gib: float,
+    half: float,
+    full: float,
+    attention: float,
+    terabytes: float,
+    link: Link,
+    fabric: Fabric,
 ) -> DeviceRates:
     """Rates in TFLOP/s and TB/s, which are 10^9 per ms."""
     memory_bytes = int(gib * _GIB)
+    tera = 1e9
     return DeviceRates(
-        name, memory_bytes, half * 1e9, full * 1e9, attention * 1e9, terabytes * 1e9, 0.003, link
+        name, memory_bytes, half * tera, full * tera, attention * tera, terabytes * tera, 0.003, link, fabric
     )
 
 
 _H200_LINK = Link(54.9e6, 55.1e6, 49.8e6, 49.8e6)
 
+_NVLINK_3, _NVLINK_4, _NVLINK_5 = (
+    Fabric(f"NVLink {generation}", gigabytes * 1e6 / 2)
+    for generation, gigabytes in ((3, 600), (4, 900), (5, 1800))
+)
+_PCIE_4 = Fabric("PCIe 4 x16", 64e6 / 2)
+"""Data sheets of A100 80GB SXM (NVLink 600 GB/s), H100 and H200 SXM (900 GB/s), HGX B200 (1.8 TB/s a GPU),
+L40S (PCIe Gen4 x16: 64 GB/s, no NVLink); the RTX 4090 has PCIe 4.0 x16 and no NVLink either. All are both
+ways together."""
+
 DEVICES: tuple[DeviceRates, ...] = (
-    _accelerator("H200", 139.0, 660, 50, 545, 3.2, _H200_LINK),
-    _accelerator("H100", 79.0, 640, 50, 530, 2.25, _link(55)),
-    _accelerator("A100-80", 79.0, 240, 18, 180, 1.35, _link(25)),
-    _accelerator("A100-40", 39.0, 240, 18, 180, 1.05, _link(25)),
-    _accelerator("B200", 178.0, 1450, 65, 950, 5.3, _link(55)),
-    _accelerator("L40S", 44.0, 210, 55, 160, 0.58, _link(25)),
-    _accelerator("RTX 4090", 23.5, 140, 60, 120, 0.68, _link(25)),
+    _accelerator("H200", 139.0, 660, 50, 545, 3.2, _H200_LINK, _NVLINK_4),
+    _accelerator("H100", 79.0, 640, 50, 530, 2.25, _link(55), _NVLINK_4),
+    _accelerator("A100-80", 79.0, 240, 18, 180, 1.35, _link(25), _NVLINK_3),
+    _accelerator("A100-40", 39.0, 240, 18, 180, 1.05, _link(25), _NVLINK_3),
+    _accelerator("B200", 178.0, 1450, 65, 950, 5.3, _link(55), _NVLINK_5),
+    _accelerator("L40S", 44.0, 210, 55, 160, 0.58, _link(25), _PCIE_4),
+    _accelerator("RTX 4090", 23.5, 140, 60, 120, 0.68, _link(25), _PCIE_4),
     DeviceRates("cpu", 64 * _GIB, 0.5e9, 0.5e9, 0.3e9, 0.02e9, 0.002, None),
 )
 

@@ -123,6 +123,8 @@ def profile_to_json(profile: Profile) -> str:
     document["span_columns"], document["use_columns"] = list(_SPAN), list(_USE)
     if profile.frontier:
         document["frontier"] = [[getattr(point, name) for name in _POINT] for point in profile.frontier]
+    if profile.hooks:
+        document["hooks"] = [list(hook) for hook in profile.hooks]
     document["modules"] = [sorted(paths) for paths in profile.saved.modules]
     document["spans"] = [span_row(span) for span in profile.spans]
     document["storages"] = [
@@ -183,8 +185,9 @@ class _Reader:
         modules = [self._paths(where, item) for where, item in self._items("modules")]
         shape = [self._checked(where, item, _COUNT) for where, item in self._items("batch_shape")]
         compiled = [self._checked(where, item, _COUNT) for where, item in self._items("compiled_layers")]
-        points = self._items("frontier") if "frontier" in document else []
-        frontier = [point for where, item in points if (point := self._point(where, item))]
+        points = (self._point(*item) for item in self._items("frontier", optional=True))
+        frontier = [point for point in points if point is not None]
+        hooks = [self._hook(where, item) for where, item in self._items("hooks", optional=True)]
         link = self._link(document.get("link"))
         if not self.problems:
             self._check_order(spans)
@@ -197,6 +200,7 @@ class _Reader:
             link=link,
             batch_shape=tuple(shape),
             frontier=tuple(frontier),
+            hooks=tuple(hooks),
             **{name: document[name] for name in _PLAIN},
         )
 
@@ -206,9 +210,9 @@ class _Reader:
             self.problems.append(Problem(where, expected, _shown(value)))
         return value
 
-    def _items(self, key: str) -> list[tuple[str, Any]]:
+    def _items(self, key: str, optional: bool = False) -> list[tuple[str, Any]]:
         """The items of a list, each with its place."""
-        value = self.document.get(key)
+        value = self.document.get(key, [] if optional else None)
         if not isinstance(value, list):
             self.problems.append(Problem(f"profile.{key}", "a list", _shown(value)))
             return []
@@ -274,6 +278,12 @@ class _Reader:
         before = len(self.problems)
         row = self._row(where, item, _USE, _USE_CHECKS)
         return Use(**{**row, "kind": _KINDS[row["kind"]]}) if len(self.problems) == before else None
+
+    def _hook(self, where: str, item: Any) -> tuple[int, int]:
+        if isinstance(item, list) and len(item) == 2 and all(map(_is_count, item)):
+            return (item[0], item[1])
+        self.problems.append(Problem(where, "a number of a use, and an operator", _shown(item)))
+        return (0, 0)
 
     def _paths(self, where: str, item: Any) -> frozenset[str]:
         if isinstance(item, list) and all(isinstance(path, str) for path in item):

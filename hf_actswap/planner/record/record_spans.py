@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ...engine.autograd_state import next_node_number
+from ...engine.autograd_state import next_node_number, packing_node_number
 from ...engine.transfer import Stamp
 from ...plan.opnames import RANDOM_FUNCTIONS, is_communication
 from ...plan.saved_bytes import OpCall, SavedBytes
@@ -79,6 +79,7 @@ class SpanLog:
         self._nodes = nodes
         self._rows: list[_Row] = []
         self._first_nodes: list[int] = []
+        self._packs: list[tuple[int, int]] = []
         self._call: OpCall = (None, "", None)
         self._busy = self._communicates = self._random = False
         self._first_node = self._first_op = self._turn = 0
@@ -119,6 +120,11 @@ class SpanLog:
         else:
             row.communicates |= communicates
             row.random |= random
+
+    def packs(self) -> None:
+        """Autograd saves a tensor."""
+        if self._since is not None and not self._turned:
+            self._packs.append((self._order(), packing_node_number()))
 
     def reached(self, node: int) -> None:
         """Backward runs a node."""
@@ -184,6 +190,16 @@ class SpanLog:
             )
             for number, row in enumerate(self._rows)
         )
+
+    def hooks(self) -> tuple[tuple[int, int], ...]:
+        """Return `Profile.hooks`. What a compiled layer saves belongs to its last operator."""
+        found = []
+        for order, node in self._packs:
+            row = self._rows[max(bisect_right(self._first_nodes, node) - 1, 0)]
+            last = max(row.num_ops - 1, 0)
+            behind = last if self._nodes.get(row.call) else min(max(node - row.first_node, 0), last)
+            found.append((order, row.first_op + behind - self._rows[0].first_op))
+        return tuple(dict.fromkeys(found))
 
     def _is_busy(self) -> bool:
         return self._busy if self._sees_ops else next_node_number() != self._first_node

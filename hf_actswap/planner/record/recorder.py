@@ -184,6 +184,7 @@ class StepRecorder:
         return Profile(
             saved=self._saved,
             spans=self._log.spans(self._saved),
+            hooks=self._log.hooks(),
             num_layers=len(self._outline.layers),
             family=self._outline.family,
             compiled_layers=self.compiled_layers,
@@ -212,7 +213,7 @@ class StepRecorder:
             self._forwards_before -= 1
             return
         self._seen = True
-        self._batch_shape = _shape_of(args, kwargs)
+        self._batch_shape = batch_shape(args, kwargs)
         self._uses.own_weights(self._root.modules())
         self._uses.own(tree_leaves((args, kwargs)), None)
         self._inside = ExitStack()
@@ -244,6 +245,7 @@ class StepRecorder:
 
     def _pack(self, tensor: torch.Tensor) -> Ticket:
         """Held detached: else a node's own output would keep it alive, and a view its base."""
+        self._log.packs()
         return self._hold(tensor.detach())
 
     def _unpack(self, ticket: Ticket) -> torch.Tensor:
@@ -267,7 +269,9 @@ def signature(saved: SavedBytes) -> str:
     return digest.hexdigest()[:32]
 
 
-def _shape_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    ids = kwargs.get("input_ids")
-    tensors = [leaf for leaf in tree_leaves((ids, args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    return tuple(tensors[0].shape) if tensors else ()
+def batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    """Return (batch, sequence) of a call: of its ids, else of the first tensor of two dims or more."""
+    for leaf in tree_leaves((kwargs.get("input_ids"), args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2:
+            return tuple(leaf.shape[:2])
+    return ()

@@ -59,6 +59,8 @@ class OomGuard(TorchDispatchMode):
         meter: of the device; if it is a mode itself it must be started before the guard, and stopped after.
         idle: what can be evicted.
         device: on which memory is short; by default that of ``idle``.
+        least_budget: is told the bytes that are needed at least where nothing helps; returns what else there
+            is to say of the budget that would do.
 
     Attributes:
         caught: times that an op ran out of memory and was run again.
@@ -72,8 +74,15 @@ class OomGuard(TorchDispatchMode):
     supports_higher_order_operators = True
     """A compiled backward that draws the random numbers of its forward again is one to this mode."""
 
-    def __init__(self, meter: Meter, idle: Evicts, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        meter: Meter,
+        idle: Evicts,
+        device: torch.device | None = None,
+        least_budget: Callable[[int], str] = lambda _: "",
+    ) -> None:
         super().__init__()
+        self._least_budget = least_budget
         self._meter, self._idle, self._device = meter, idle, device or idle.device
         self._random = RandomStates(self._device)
         self._traits: dict[Any, OpTraits] = {}
@@ -244,10 +253,11 @@ class OomGuard(TorchDispatchMode):
         least_bytes = used_bytes + (failure.wanted_bytes or 0)
         self.least_budget_bytes = max(self.least_budget_bytes, least_bytes)
         wanted = f"{failure.wanted_bytes:,} bytes" if failure.wanted_bytes else "more memory"
+        more = f" {found}" if (found := self._least_budget(least_bytes)) else ""
         return failure.kind(
             f"{name} wants {wanted}, {used_bytes:,} of {limit_bytes:,} bytes are in use, and "
             f"{self.evicted_bytes:,} bytes have been evicted to the host so far. {why} "
-            f"At least {least_bytes:,} bytes of device memory are needed. ({failure.text})"
+            f"At least {least_bytes:,} bytes of device memory are needed.{more} ({failure.text})"
         )
 
     def _bracket(self, which: str, func: Any, args: tuple[Any, ...]) -> None:

@@ -68,6 +68,12 @@ class OpTraits:
         return tuple(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
 
 
+def communicates(op: Any) -> bool:
+    """Whether an ``OpOverload`` exchanges data with other ranks."""
+    schema = getattr(op, "_schema", None)
+    return schema is not None and schema.name.partition("::")[0] in _COLLECTIVES
+
+
 def traits_of(op: Any) -> OpTraits:
     """Read the traits of an ``OpOverload``; of anything else (a higher-order operator): it runs once."""
     schema = getattr(op, "_schema", None)
@@ -75,7 +81,7 @@ def traits_of(op: Any) -> OpTraits:
         return OpTraits(str(op), "nothing is known of what it does", False, False, False, False, None)
     namespace, _, short = schema.name.partition("::")
     why = ""
-    if namespace in _COLLECTIVES:
+    if communicates(op):
         why = "the other ranks have done their part"
     elif schema.is_mutable:
         why = "it writes into its arguments"

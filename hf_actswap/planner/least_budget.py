@@ -1,0 +1,162 @@
+"""The least budget that would do, for a training that runs out of memory before a step could be recorded.
+
+The step is run on fake tensors of the batch's shape (`record.shapes`), and the least peak that any plan
+reaches is searched for it. That happens on a thread of its own, while the training waits: the error comes
+from within a forward or a backward, whose modes, hooks and autograd state a thread does not share.
+
+Whatever goes wrong here, nobody hears of it: the error that is about to be raised matters more.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..config.schema import MemoryConfig
+from ..plan.actions import MemoryPlan
+from ..plan.outline import Outline, unwrapped
+from .budget import GIB, limits_of
+from .record.devices import DEVICES
+from .record.shapes import profile_from_shapes
+from .search.find_plan import least_peak_bytes
+from .states.optimizer_kinds import inner_optimizer
+
+logger = logging.getLogger(__name__)
+
+_ADAMS = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
+"""AdamW is an Adam."""
+
+
+class LeastBudget:
+    """See the module's text.
+
+    Args:
+        model: in training, in its wrappers.
+        outline: of it.
+        fixed: what is written by hand.
+        memory: what the user wrote.
+        optimizer: of the model, if it is known. States that it has yet to make are counted for Adam's family.
+        device: name of the model's device.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        outline: Outline,
+        fixed: MemoryPlan,
+        memory: MemoryConfig,
+        optimizer: torch.optim.Optimizer | None,
+        device: str,
+    ) -> None:
+        self._rates = _like(device)
+        self._root, self._outline, self._fixed, self._memory = unwrapped(model), outline, fixed, memory
+        self._optimizer = None if optimizer is None else inner_optimizer(optimizer)
+        self._first = next((item for item in self._root.parameters() if item.requires_grad), None)
+        self._call: Mapping[str, Any] | None = None
+        self._shape: tuple[int, ...] = ()
+        self._gradients_exist = self._autocast = False
+        self._known: dict[object, int | None] = {}
+
+    def forward_starts(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Look at a batch; a forward pre-hook of the model. Of large tensors only shape and type are kept."""
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not torch.is_grad_enabled() or any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            return
+        self._call = None if args else tree_map(_on_meta, kwargs)
+        self._shape = next((tuple(leaf.shape) for leaf in leaves if leaf.dim() >= 2), ())
+        self._gradients_exist = self._first is not None and self._first.grad is not None
+        self._autocast = any(torch.is_autocast_enabled(leaf.device.type) for leaf in leaves)
+
+    def in_words(self, least_bytes: int) -> str:
+        """Return a sentence that names the least budget, or nothing.
+
+        Args:
+            least_bytes: device memory that is known to be needed in any case.
+        """
+        key = self._shape, self._gradients_exist
+        if key not in self._known:
+            self._known[key] = self._computed()
+        found = self._known[key]
+        if found is None:
+            return ""
+        least_bytes = max(found, least_bytes)
+        states = "" if self._state_bytes() is None else ", optimizer states included"
+        return (
+            f"The least budget that would do for a batch of {self._shape} is about "
+            f"{least_bytes / GIB:.6g} GiB ({least_bytes:,} bytes; computed from shapes{states})."
+        )
+
+    def _computed(self) -> int | None:
+        found: list[int] = []
+        context = contextvars.copy_context()  # the tensor-parallel group is in it
+        thread = threading.Thread(target=context.run, args=(self._search, found), name="least-budget")
+        thread.start()
+        thread.join()
+        return found[0] if found else None
+
+    def _search(self, found: list[int]) -> None:
+        if self._call is None or self._autocast or self._outline.sharded or self._is_foreign():
+            return
+        try:
+            profile = profile_from_shapes(
+                self._root,
+                self._outline,
+                self._call,
+                self._rates,
+                optimizer_state_bytes=self._state_bytes() or 0,
+                gradients_exist=self._gradients_exist,
+            )
+            limits = limits_of(self._memory, profile.device_bytes, self._fixed.min_tensor_bytes)
+            found.append(least_peak_bytes(profile, self._fixed, limits))
+        except Exception:  # an error is on its way already, and it is the one that counts
+            logger.debug("the least budget is not known", exc_info=True)
+
+    def _is_foreign(self) -> bool:
+        """Accelerate's mixed precision is inside the forward, and of the device: fakes are on the CPU."""
+        return hasattr(self._root, "_original_forward")
+
+    def _state_bytes(self) -> int | None:
+        """Bytes of the optimizer's states that are on the device in every step; ``None``: not known."""
+        if self._memory.preference == "memory_saving":
+            return 0
+        optimizer = self._optimizer
+        if optimizer is None:
+            return None
+        there = [
+            value.nbytes
+            for parameter, state in optimizer.state.items()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.device == parameter.device
+        ]
+        if there:
+            return sum(there)
+        if isinstance(optimizer, _ADAMS):
+            moments = sum(
+                (3 if group.get("amsgrad") else 2) * sum(weight.nbytes for weight in group["params"])
+                for group in optimizer.param_groups
+            )
+            return int(moments)
+        return None
+
+
+def _like(device: str) -> str:
+    """Name of the known device that is this one, or whose copies overlap compute as this one's do."""
+    if device == "cpu":
+        return device
+    known = [rates.name for rates in DEVICES if rates.link is not None]
+    return next((name for name in known if name.lower() in device.lower()), known[0])
+
+
+def _on_meta(value: Any) -> Any:
+    """Ids and masks stay as they are: what a mask says counts, too."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point():
+        return torch.empty_like(value, device="meta")
+    return value

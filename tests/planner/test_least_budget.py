@@ -1,0 +1,90 @@
+"""Memory runs out in warm-up, and nothing helps: the error names the least budget that would do."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_actswap import MemoryPlan, outline
+from hf_actswap.config.schema import MemoryConfig
+from hf_actswap.planner import least_budget
+from hf_actswap.planner.least_budget import LeastBudget
+from tests.engine.tiny_models import tiny_llama, tiny_neox
+from tests.planner.simulated_device import train
+
+GIB = 2**30
+SHARE = 0.2
+
+
+@pytest.fixture(scope="module")
+def peak_bytes() -> int:
+    return train(tiny_llama, steps=3).peak_bytes
+
+
+def problem(peak_bytes: int) -> str:
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train(tiny_llama, {"mode": "adaptive"}, limit_bytes=int(SHARE * peak_bytes))
+    text = str(caught.value)
+    assert "Nothing idle is left to evict" in text
+    assert "a counted limit" in text  # the error of the device is still there
+    return text
+
+
+def test_the_budget_that_is_named_would_do(peak_bytes: int) -> None:
+    text = problem(peak_bytes)
+    named = re.search(r"for a batch of \(4, 128\) is about ([\d.]+) GiB \(([\d,]+) bytes", text)
+    assert named is not None, text
+    assert "optimizer states included" in text
+    least = int(named[2].replace(",", ""))
+    assert float(named[1]) == pytest.approx(least / GIB, rel=1e-4)
+    assert 2 * SHARE * peak_bytes > least > SHARE * peak_bytes
+    enough = int(1.05 * least)
+    found = train(tiny_llama, {"mode": "adaptive", "budget_gib": enough / GIB}, steps=6, limit_bytes=enough)
+    assert found.phases[-1] == "stable"
+    assert max(found.stable_peaks()) <= enough
+
+
+def test_what_goes_wrong_hides_nothing(peak_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise ValueError("a model that does not run on fake tensors")
+
+    monkeypatch.setattr(least_budget, "profile_from_shapes", fails)
+    text = problem(peak_bytes)
+    assert "The least budget" not in text
+    assert "fake tensors" not in text
+
+
+def known(model: Any, *, sharded: bool = False, autocast: bool = False, **settings: Any) -> str:
+    shape = replace(outline(model), sharded=sharded)
+    optimizer = torch.optim.AdamW(model.parameters())
+    memory = MemoryConfig(mode="adaptive", **settings)
+    found = LeastBudget(model, shape, MemoryPlan((), len(shape.layers)), memory, optimizer, "cpu")
+    ids = torch.zeros(2, 16, dtype=torch.long)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found.forward_starts(model, (), {"input_ids": ids, "labels": ids})
+    return found.in_words(10)
+
+
+def test_where_it_is_not_known_it_says_nothing() -> None:
+    model = tiny_neox()
+    before = torch.get_rng_state()
+    assert "(2, 16)" in known(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert known(model, sharded=True) == ""
+    assert known(model, autocast=True) == ""
+
+
+@pytest.mark.slow
+def test_states_that_move_away_do_not_count() -> None:
+    model = tiny_llama()
+    sizes = [
+        int(found[1].replace(",", ""))
+        for preference in ("performance", "memory_saving")
+        if (found := re.search(r"([\d,]+) bytes", known(model, preference=preference)))
+    ]
+    weights = sum(weight.nbytes for weight in model.parameters())
+    assert sizes[0] - sizes[1] == pytest.approx(2 * weights, rel=0.02)

@@ -1,0 +1,494 @@
+"""Plans for shorter batches: sizes, scaled profiles, plans that take turns, whole trainings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from hf_actswap import PlanError, apply, outline
+from hf_actswap.config.schema import MemoryConfig
+from hf_actswap.engine.host_budget import HostMemory
+from hf_actswap.engine.install import AppliedPlan, install
+from hf_actswap.plan.actions import MemoryPlan
+from hf_actswap.planner import bucket_plans, stable
+from hf_actswap.planner.bucket_plans import ShapeBucket
+from hf_actswap.planner.model_weights import module_weights
+from hf_actswap.planner.planning import Task, task_of
+from hf_actswap.planner.profile import Profile
+from hf_actswap.planner.record.lives import measured_peak_bytes
+from hf_actswap.planner.record.shapes import profile_from_shapes
+from hf_actswap.planner.search_phase import Search
+from hf_actswap.planner.shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of, scores_of
+from hf_actswap.planner.trials import Measured
+from hf_actswap.planner.warm_up import with_memory_of
+from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
+from tests.engine.test_with_moe import tiny_mixtral
+from tests.engine.tiny_models import (
+    VOCABULARY,
+    assert_bitwise_equal,
+    plan_of,
+    recompute_rows,
+    swap_everything,
+    swap_rows,
+    tiny_llama,
+)
+from tests.planner.simulated_device import on_device
+
+GIB = 2**30
+TOP = BatchSize(512)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    yield
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_buckets_are_few_and_cover_what_is_in_them() -> None:
+    edges = {bucket_of(BatchSize(tokens), TOP) for tokens in range(1, 513)}
+    assert len(edges) == MOST_BUCKETS
+    for tokens in range(1, 513):
+        edge = bucket_of(BatchSize(tokens), TOP)
+        assert edge.covers(BatchSize(tokens))
+        assert bucket_of(edge, TOP) == edge
+        assert edge.tokens <= max(1.43 * tokens, min(edges).tokens)
+    assert bucket_of(TOP, TOP) == TOP
+
+
+def test_longer_sequences_are_told_apart_where_scores_are_saved() -> None:
+    top = BatchSize.of((4, 128), True)
+    assert top == BatchSize(512, 512 * 128)
+    long = BatchSize.of((1, 256), True)
+    assert top is not None
+    assert long is not None
+    assert top.covers(long)
+    assert not top.covers(BatchSize(512, 512 * 129))
+    short = BatchSize.of((2, 128), True)
+    assert short is not None
+    assert bucket_of(long, top).pairs > bucket_of(short, top).pairs
+    halves = [bucket_of(BatchSize(4 * length, 4 * length * length), top) for length in (128, 90, 64, 45)]
+    assert len(set(halves)) == 4
+    assert BatchSize.of((), True) is None
+
+
+def on_paper(shape: tuple[int, int], attention: str) -> Profile:
+    model = tiny_llama(attn_implementation=attention)
+    ids = torch.zeros(shape, dtype=torch.long)
+    call = {"input_ids": ids, "labels": ids, "use_cache": False}
+    return profile_from_shapes(model, outline(model), call, "H200")
+
+
+def recorded_on_paper(shape: tuple[int, int], attention: str) -> RecordedStep:
+    model = tiny_llama(attn_implementation=attention)
+    resting_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    weights = module_weights(model, outline(model))
+    return RecordedStep(on_paper(shape, attention), weights, resting_bytes)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
+def test_a_scaled_step_is_the_step_of_that_size(attention: str) -> None:
+    step = recorded_on_paper((4, 128), attention)
+    scores = bool(scores_of(step.profile))
+    assert scores == (attention == "eager")
+    for shape in [(4, 64), (1, 64), (4, 200)]:
+        size = BatchSize.of(shape, scores)
+        assert size is not None
+        scaled, true = step.at(size), on_paper(shape, attention)
+        peak, true_peak = measured_peak_bytes(scaled), measured_peak_bytes(true)
+        assert peak >= 0.99 * true_peak, shape
+        if attention == "sdpa":
+            assert peak <= 1.01 * true_peak, shape
+            known = {use.order: item.size_bytes for item in true.saved.storages for use in item.uses}
+            for storage in scaled.saved.storages:
+                assert all(storage.size_bytes == known[use.order] for use in storage.uses)
+    assert step.at(TOP if not scores else BatchSize(512, 512 * 128)) is step.profile
+
+
+def test_what_does_not_depend_on_the_batch_stays() -> None:
+    step = recorded_on_paper((4, 128), "sdpa")
+    scaled, profile = step.at(BatchSize(64)), step.profile
+    assert scaled.outside_ms == profile.outside_ms
+    assert scaled.outside_base_bytes == profile.outside_base_bytes
+    assert all(span.forward_base_bytes >= step.resting_bytes for span in scaled.spans)
+    assert scaled.compute_ms == pytest.approx(profile.compute_ms / 8)
+    last = max(scaled.spans, key=lambda span: span.backward_place)
+    gradients = sum(weight.nbytes for weight in tiny_llama().parameters())
+    assert last.backward_base_bytes >= step.resting_bytes + gradients
+
+
+def test_an_unknown_shape_cannot_be_scaled() -> None:
+    step = recorded_on_paper((2, 16), "sdpa")
+    with pytest.raises(ValueError, match="not known"):
+        replace(step, profile=replace(step.profile, batch_shape=())).at(BatchSize(3))
+
+
+def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
+    ids = torch.randint(0, VOCABULARY, (2, 12 + seed), generator=torch.Generator().manual_seed(seed))
+    return model(input_ids=ids, labels=ids).loss
+
+
+def gradients_without_plan(seeds: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    model = tiny_llama(use_cache=False)
+    losses = [loss_of(model, seed) for seed in seeds]
+    for loss in losses:
+        loss.backward()
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+PLANS: dict[str, Callable[[], MemoryPlan]] = {
+    "swap": lambda: swap_everything(3),
+    "modules": lambda: plan_of(*recompute_rows(["mlp"], range(4))),
+    "layers": lambda: plan_of(*recompute_rows([""], range(4))),
+    "mixed": lambda: plan_of(*recompute_rows(["mlp.mul"], range(4)), *swap_rows(["self_attn"], range(4), 5)),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), [("swap", "modules"), ("layers", "mixed"), ("mixed", "swap")])
+def test_graphs_of_two_plans_live_beside_each_other(first: str, second: str) -> None:
+    model, machine = tiny_llama(use_cache=False), Machine([1])
+    host = HostMemory(plan_of())
+    plans: list[AppliedPlan] = []
+    for name in (first, second):
+        for applied in plans:
+            applied.suspend()
+        transfer = DisorderlyTransfer(machine, [0, 3, 40], [7, 0, 25])
+        plans.append(install(model, PLANS[name](), outline(model), transfer, host=host))
+    losses = []
+    for seed in range(4):
+        plans[1 - seed % 2].suspend()
+        plans[seed % 2].resume()
+        losses.append(loss_of(model, seed))
+    for loss in losses:  # the earlier plan's graphs too, while the other is on
+        loss.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    assert_bitwise_equal(found, gradients_without_plan((0, 1, 2, 3)))
+    assert machine.violations == []
+    assert all(applied.stats().forwards == 2 for applied in plans)
+    for applied in reversed(plans):
+        applied.remove()
+    assert not any(module._forward_pre_hooks or "forward" in vars(module) for module in model.modules())
+    with pytest.raises(PlanError, match="removed"):
+        plans[0].resume()
+
+
+def test_only_one_plan_is_on() -> None:
+    model = tiny_llama(use_cache=False)
+    first = install(model, PLANS["swap"](), outline(model))
+    with pytest.raises(PlanError, match="one that is applied"):
+        install(model, PLANS["modules"](), outline(model))
+    first.suspend()
+    before = first.stats()
+    loss_of(model, 0).backward()
+    assert first.stats() == before
+    with install(model, PLANS["modules"](), outline(model)), pytest.raises(PlanError, match="applied"):
+        first.resume()
+    first.resume()
+    first.resume()  # nothing happens
+    loss_of(model, 0).backward()
+    assert first.stats().forwards == before.forwards + 1
+    first.remove()
+
+
+def test_what_was_learned_survives() -> None:
+    model = tiny_llama(use_cache=False)
+    applied = install(model, PLANS["swap"](), outline(model))
+    for _ in range(3):
+        loss_of(model, 0).backward()
+    layer = model.get_submodule("model.layers.0.mlp.up_proj")
+    assert not layer._forward_pre_hooks  # nothing inside layers is followed any more
+    applied.suspend()
+    applied.resume()
+    assert not layer._forward_pre_hooks
+    loss_of(model, 0).backward()
+    assert not layer._forward_pre_hooks
+    applied.remove()
+
+
+def lengths(seed: int, steps: int) -> list[int]:
+    return torch.randint(5, 65, (steps,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@dataclass
+class Step:
+    """What a stable step did."""
+
+    tokens: int
+    recomputes: int
+    offloaded_bytes: int
+    on: tuple[Any, ...]
+
+
+@dataclass
+class Mixed:
+    losses: list[float] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+    peaks: list[int] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    planner: Any = None
+    buckets: tuple[ShapeBucket, ...] = ()
+    guarded_at_end: bool = False
+
+    def stable(self, values: list[Any]) -> list[Any]:
+        return [value for value, phase in zip(values, self.phases, strict=True) if phase == "stable"]
+
+
+def train_mixed(
+    shapes: list[list[tuple[int, int]]],
+    memory: dict[str, Any] | None = None,
+    build: Callable[[], Any] = tiny_llama,
+    limit_bytes: int | None = None,
+) -> Mixed:
+    """Train with a list of micro-batches for each step."""
+    torch.manual_seed(0)
+    model, found = build().train(), Mixed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    with on_device(model, limit_bytes) as device:
+        planner: Any = None
+        if memory is not None:
+            config = {"memory": {"search_steps": 2, **memory}}
+            planner = found.planner = apply(model, config, optimizer=optimizer, meter=device)
+        for micro_batches in shapes:
+            device.reset_peak()
+            found.phases.append(planner.phase if planner else "")
+            before = planner.stats() if planner else None
+            for shape in micro_batches:
+                ids = torch.randint(0, VOCABULARY, shape, generator=generator)
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                found.losses.append(loss.item())
+                del loss
+            found.peaks.append(device.peak_bytes())
+            if planner:
+                spent = planner.stats() - before
+                tokens = max(batch * length for batch, length in micro_batches)
+                found.steps.append(Step(tokens, spent.recomputes, spent.offloaded_bytes, planner.plan.rows))
+            optimizer.step()
+            optimizer.zero_grad()
+        if planner:
+            found.buckets, found.guarded_at_end = planner.buckets, planner.settled is None
+            planner.remove()
+    found.weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    return found
+
+
+def assert_same_training(found: Mixed, plain: Mixed) -> None:
+    assert found.losses == plain.losses
+    assert all(torch.equal(found.weights[name], weight) for name, weight in plain.weights.items())
+
+
+@pytest.fixture
+def every_gain_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times are measured on a busy machine: no test asks how large a gain is."""
+    monkeypatch.setattr(bucket_plans, "LEAST_GAIN", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("every_gain_counts")
+def test_random_lengths() -> None:
+    shapes = [[(8, length)] for length in lengths(3, 40)]
+    plain = train_mixed(shapes)
+    budget = int(0.6 * max(plain.peaks))
+    found = train_mixed(shapes, {"mode": "adaptive", "budget_gib": budget / GIB})
+    assert_same_training(found, plain)
+    assert found.phases[-1] == "stable"
+    longest = [max([0, *(length for [(_, length)] in shapes[:at])]) for at in range(len(shapes))]
+    known = [length <= before for [(_, length)], before in zip(shapes, longest, strict=True)]
+    in_stable = zip(found.stable(found.peaks), found.stable(known), strict=True)
+    stable_peaks = [peak for peak, planned in in_stable if planned]
+    assert len(stable_peaks) > 15
+    assert max(stable_peaks) <= budget
+    assert found.planner is not None
+    assert len(found.planner.planning_s) <= 2 * stable.MOST_PLANS
+    assert found.phases.count("warm-up") <= 2 + stable.MOST_PLANS
+    own = [bucket for bucket in found.buckets[1:] if bucket.plan is not None]
+    assert own
+    assert not any(bucket.dropped for bucket in found.buckets)
+    assert len(found.buckets) <= MOST_BUCKETS
+    large = found.buckets[0].plan
+    assert large is not None
+    most = max(step.recomputes for step in found.stable(found.steps) if step.on == large.rows)
+    used = [step for step in found.stable(found.steps) if step.on == own[-1].plan.rows]
+    assert used
+    assert max(step.recomputes for step in used) < most
+
+
+@pytest.mark.usefixtures("every_gain_counts")
+def test_a_bucket_that_misses_the_budget_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = [[(8, 64)]] * 6 + [[(8, 40)]] * 4 + [[(8, 64)]] * 2
+    plain = train_mixed(shapes)
+    budget = int(0.5 * max(plain.peaks))
+    plan_at = Task.plan_at
+
+    def too_hopeful(task: Task, size: BatchSize) -> Any:
+        return plan_at(task, BatchSize(size.tokens // 3))
+
+    monkeypatch.setattr(Task, "plan_at", too_hopeful)
+    found = train_mixed(shapes, {"mode": "adaptive", "budget_gib": budget / GIB})
+    assert_same_training(found, plain)
+    assert found.phases[6:] == ["stable"] * 6
+    assert found.planner is not None
+    largest, dropped = found.buckets
+    assert dropped.dropped
+    assert dropped.plan is None
+    assert dropped.batches == 4
+    over = [peak > budget for peak in found.peaks[6:]]
+    assert over == [False, True, False, False, False, False]
+    assert found.steps[8].on == largest.plan.rows if largest.plan else False
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("every_gain_counts")
+def test_smaller_plans_do_what_was_predicted_and_less_than_the_largest() -> None:
+    shapes = [[(8, 64)]] * 6 + [[(8, 45)]] * 3 + [[(8, 32)]] * 3 + [[(8, 22)]] * 3
+    plain = train_mixed(shapes)
+    budget = int(0.5 * max(plain.peaks))
+    found = train_mixed(shapes, {"mode": "adaptive", "budget_gib": budget / GIB})
+    assert_same_training(found, plain)
+    assert [bucket.batches for bucket in found.buckets[1:]] == [3, 3, 3]
+    recomputes = [found.steps[5].recomputes]
+    for bucket, first in zip(found.buckets[1:], (6, 9, 12), strict=True):
+        shared, *own = found.steps[first : first + 3]
+        assert shared.recomputes == recomputes[-1]  # under the plan of the next larger bucket
+        assert bucket.plan is not None
+        assert all(step.on == bucket.plan.rows for step in own)
+        assert bucket.predicted is not None
+        assert bucket.predicted.peak_bytes == pytest.approx(max(found.peaks[first + 1 : first + 3]), rel=0.04)
+        assert bucket.predicted.peak_bytes >= max(found.peaks[first + 1 : first + 3])
+        recomputes.append(own[-1].recomputes)
+    assert recomputes == sorted(recomputes, reverse=True)
+    assert recomputes[1] < recomputes[0]
+    assert recomputes[-1] == 0
+    assert max(found.stable(found.peaks)) <= budget
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("every_gain_counts")
+def test_micro_batches_of_different_buckets() -> None:
+    shapes = [[(8, 64), (8, 64)]] * 6 + [[(8, 64), (8, 20)], [(8, 20), (8, 64)], [(8, 20), (8, 30)]] * 3
+    plain = train_mixed(shapes)
+    budget = int(0.6 * max(plain.peaks))
+    found = train_mixed(shapes, {"mode": "adaptive", "budget_gib": budget / GIB})
+    assert_same_training(found, plain)
+    assert max(found.stable(found.peaks)) <= budget
+    assert sum(bucket.plan is not None for bucket in found.buckets) > 1
+
+
+@pytest.mark.slow
+def test_an_outlier_that_no_plan_fits_does_not_leave_the_guard_on() -> None:
+    shapes = [[(8, 32)]] * 6 + [[(8, 400)]] + [[(8, 32)]] * 6
+    plain = train_mixed(shapes)
+    budget = int(0.7 * plain.peaks[0])
+    found = train_mixed(shapes, {"mode": "adaptive", "budget_gib": budget / GIB})
+    assert_same_training(found, plain)
+    assert found.phases[6:8] == ["stable", "warm-up"]
+    assert found.phases[-1] == "stable"
+    assert not found.guarded_at_end
+    assert max(found.stable(found.peaks)[-2:]) <= budget
+
+
+@pytest.mark.slow
+def test_swaps_and_the_guard_take_turns_too() -> None:
+    """Lengths that grow, under a limit: larger ones run under the guard of the largest plan."""
+    shapes = [[(8, length)] for length in (40, 40, 40, 40, 40, 20, 20, 64, 20, 64, 64, 20, 64, 20, 20, 40)]
+    plain = train_mixed(shapes)
+    limit = int(0.6 * max(plain.peaks))
+    memory = {"mode": "smart_swap", "min_tensor_mib": 0.001}
+    found = train_mixed(shapes, memory, limit_bytes=limit)
+    assert_same_training(found, plain)
+    assert max(found.peaks) <= limit
+    assert found.phases[-1] == "stable"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("every_gain_counts")
+def test_routed_experts() -> None:
+    """Sizes inside the experts differ from batch to batch, also in one bucket."""
+    shapes = [[(4, length)] for length in (64, 64, 64, 64, 64, 64, 30, 64, 29, 31, 64, 12, 11, 64)]
+    plain = train_mixed(shapes, build=tiny_mixtral)
+    limit = int(0.75 * max(plain.peaks))
+    found = train_mixed(shapes, {"mode": "adaptive"}, tiny_mixtral, limit)
+    assert_same_training(found, plain)
+    assert max(found.peaks) <= limit
+
+
+@dataclass
+class TimedRun:
+    """What `Search` asks of a run: each step takes as many ms as it has tokens, and 5 beside."""
+
+    name: str = "adaptive"
+    tokens: int = 0
+    peak_bytes: int = 0
+    switched: list[MemoryPlan] = field(default_factory=list)
+
+    def switch(self, plan: MemoryPlan, guarded: bool) -> None:
+        assert guarded
+        self.switched.append(plan)
+
+    def measured_here(self) -> Measured:
+        return Measured(self.tokens + 5.0, self.peak_bytes, self.peak_bytes, 0, 0)
+
+
+def search_of(share: float, steps: int = 8) -> tuple[Search, TimedRun, int]:
+    """A search for batches of 512 tokens, whose budget is a share of what they take."""
+    step = recorded_on_paper((4, 128), "sdpa")
+    step = replace(step, profile=replace(step.profile, outside_ms=5.0))
+    peak_bytes = measured_peak_bytes(step.profile)
+    memory = MemoryConfig(mode="adaptive", budget_gib=share * peak_bytes / GIB)
+    task = task_of(step, MemoryPlan((), 4, "llama"), memory, 2 * peak_bytes, 0)
+    run = TimedRun(peak_bytes=int(0.1 * peak_bytes))
+    return Search(run, task, steps), run, peak_bytes  # type: ignore[arg-type]
+
+
+def test_steps_of_different_sizes_are_compared_by_token() -> None:
+    search, run, _ = search_of(0.6)
+    for length in (128, 32):
+        run.tokens = 4 * length
+        search.forward_starts((4, length))
+        search.step_ended()
+    assert [step.step_ms for step in search.trials[0].steps] == pytest.approx([517, 517])
+
+
+def test_a_larger_batch_in_the_search_is_planned_for() -> None:
+    search, run, peak_bytes = search_of(0.6, 2)
+    run.tokens = 800
+    search.forward_starts((4, 200))
+    assert not search.step_ended()
+    assert search.task.size == BatchSize(800)
+    assert len(search.outgrown) == 1
+    assert len(search.trials) == 1
+    assert search.steps_left == 2
+    assert search.trials[0].prediction.peak_bytes <= 0.6 * peak_bytes
+    search.forward_starts((4, 200))
+    search.step_ended()
+    search.forward_starts((4, 10))
+    assert search.step_ended()
+    assert search.best.plan == run.switched[-1]
+
+
+@pytest.mark.slow
+def test_a_larger_batch_that_fits_nowhere_leaves_the_search_as_it_was() -> None:
+    search, run, _ = search_of(0.6, 3)
+    run.tokens = 2**14
+    search.forward_starts((4, 2**12))
+    search.step_ended()
+    assert search.task.size == TOP
+    assert not search.outgrown
+
+
+def test_memory_of_one_size_and_times_of_another() -> None:
+    memory, times = on_paper((4, 128), "sdpa"), on_paper((4, 32), "sdpa")
+    spans = tuple(replace(span, forward_ms=1.0, backward_ms=2.0) for span in times.spans)
+    found = with_memory_of(replace(times, spans=spans, outside_ms=3.0), memory)
+    assert found.batch_shape == memory.batch_shape
+    assert found.saved == memory.saved
+    assert {(span.forward_ms, span.backward_ms) for span in found.spans} == {(4.0, 8.0)}
+    assert found.outside_ms == 3.0
+    assert measured_peak_bytes(found) == measured_peak_bytes(memory)

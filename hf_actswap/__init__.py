@@ -1,23 +1,38 @@
 """hf_actswap: train Hugging Face models with longer sequences and bigger batches on the GPUs that you have.
 
 Swap activations to host memory, recompute them, or keep them: per layer and per operator, from one YAML file.
+
+Names are imported when they are first asked for (PEP 562): the libraries behind them take seconds, which
+``hf-actswap --help`` has no use for. ``from hf_actswap import apply`` is as ever.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .apply import apply
-from .config import ActSwapConfig, load_config
-from .engine import AppliedPlan
-from .errors import ConfigError, PlanError
-from .integrations import ActSwapCallback, ActSwapTrainerMixin, ActSwapTrainingArguments, prepare
-from .plan import MemoryPlan, outline, resolve_plan
 from .version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from . import config as config
+    from . import engine as engine
+    from . import errors as errors
+    from . import integrations as integrations
+    from . import parallel as parallel
+    from . import plan as plan
+    from . import planner as planner
+    from . import report as report
+    from .apply import apply
+    from .config import ActSwapConfig, load_config
+    from .engine import AppliedPlan
+    from .errors import ConfigError, PlanError
+    from .integrations import ActSwapCallback, ActSwapTrainerMixin, ActSwapTrainingArguments, prepare
     from .integrations.trainer import ActSwapTrainer
+    from .plan import MemoryPlan, outline, resolve_plan
+    from .plan.user_functions import adapt_mem_func_wrapper
+    from .planner import op_hook
 
 __all__ = [
     "ActSwapCallback",
@@ -29,16 +44,66 @@ __all__ = [
     "ConfigError",
     "MemoryPlan",
     "PlanError",
+    "adapt_mem_func_wrapper",
     "apply",
     "load_config",
+    "op_hook",
     "outline",
     "prepare",
     "resolve_plan",
 ]
 
+_MODULES = {
+    "ActSwapCallback": "integrations",
+    "ActSwapConfig": "config",
+    "ActSwapTrainer": "integrations.trainer",
+    "ActSwapTrainerMixin": "integrations",
+    "ActSwapTrainingArguments": "integrations",
+    "AppliedPlan": "engine",
+    "ConfigError": "errors",
+    "MemoryPlan": "plan",
+    "PlanError": "errors",
+    "adapt_mem_func_wrapper": "plan.user_functions",
+    "apply": "apply",
+    "load_config": "config",
+    "op_hook": "planner",
+    "outline": "plan",
+    "prepare": "integrations",
+    "resolve_plan": "plan",
+}
+"""Where each public name is defined."""
 
-def __getattr__(name: str) -> Any:
-    """Import `ActSwapTrainer` when it is asked for: the Trainer behind it takes seconds to import."""
-    if name == "ActSwapTrainer":
-        return import_module(".integrations.trainer", __name__).ActSwapTrainer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+_PACKAGES = ("config", "engine", "errors", "integrations", "parallel", "plan", "planner", "report")
+"""What ``import hf_actswap`` makes reachable beside the public names, as in ``hf_actswap.parallel``."""
+
+
+if not TYPE_CHECKING:  # which would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name, or a package, and keep it."""
+        if name in _MODULES:
+            value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        elif name in _PACKAGES:
+            value = import_module(f".{name}", __name__)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PACKAGES})
+
+
+class _Package(ModuleType):
+    """This package: ``hf_actswap.apply`` is the verb, also once the module of that name was imported.
+
+    Python binds every module to its name in its package when it has been imported, by ``setattr``.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _MODULES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -11,16 +11,42 @@ from typing import Annotated
 import typer
 
 from ..version import __version__
-from .check import check
-from .env import env
-from .explain import explain
+from .late_commands import CommandPlace, LateCommands
 from .output import write_line
-from .plan import plan
-from .push import push
-from .report import report
+
+
+class Commands(LateCommands):
+    """All of them."""
+
+    places = (
+        CommandPlace(
+            "check", "Name every problem of a configuration for a model, and every wish that gives way."
+        ),
+        CommandPlace(
+            "explain", "Say why an op of a layer is kept, swapped or recomputed, and what would change it."
+        ),
+        CommandPlace("plan", "Find what to keep, swap and recompute within a budget, and predict the step."),
+        CommandPlace(
+            "profile",
+            "Measure a step op by op, or compute it from shapes, for `plan --profile`.",
+        ),
+        CommandPlace(
+            "report",
+            "Show a run: memory by fate, timeline, bytes by layer and op, predicted against measured.",
+        ),
+        CommandPlace(
+            "env", "Show versions, devices, host memory and, if asked, the speed of the link between them."
+        ),
+        CommandPlace(
+            "push",
+            "Publish a configuration, and a plan beside it, on the Hub. Nothing malformed is published.",
+        ),
+    )
+
 
 app = typer.Typer(
     name="hf-actswap",
+    cls=Commands,
     help=(
         "Swap and recompute activations of Hugging Face models: look before you train. No command needs "
         "weights or a GPU."
@@ -49,7 +75,3 @@ def _common(
     ] = False,
 ) -> None:
     """Options of all commands."""
-
-
-for command in (check, explain, plan, report, env, push):
-    app.command()(command)

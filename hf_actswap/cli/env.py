@@ -21,8 +21,8 @@ from ..engine.link import Link, measure_link
 from ..engine.numa import SYS, node_of, usable_cpus
 from ..version import __version__
 from . import options
+from .numbers_text import link_text, size_text
 from .output import answer
-from .tables import size_text
 
 _PACKAGES = ("transformers", "accelerate", "datasets", "huggingface_hub", "scipy", "peft", "trl")
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -85,7 +85,7 @@ class Environment:
             beside = "" if device.numa_node is None else f", NUMA node {device.numa_node}"
             table.add_row(f"device {index}", f"{device.name}, {size_text(device.memory_bytes)}{beside}")
             if device.link is not None:
-                table.add_row("  link", _link_text(device.link))
+                table.add_row("  link", link_text(device.link))
         if not self.devices:
             table.add_row("devices", "none: training would run on the CPU")
         table.add_row("processors", f"{self.cpus}, {self.numa_nodes or 1} NUMA node(s)")
@@ -161,17 +161,6 @@ def _device(index: int, measures_link: bool) -> Device:
         numa_node=node_of(device),
         link=measure_link(device) if measures_link else None,
     )
-
-
-def _link_text(link: Link) -> str:
-    rates = (
-        link.out_bytes_per_ms,
-        link.in_bytes_per_ms,
-        link.out_beside_in_bytes_per_ms,
-        link.in_beside_out_bytes_per_ms,
-    )
-    out, back, out_both, back_both = (rate / 1e6 for rate in rates)
-    return f"{out:.1f} GB/s out, {back:.1f} back, {out_both:.1f} and {back_both:.1f} at once"
 
 
 def _host_text(available: int | None, per_rank: int | None) -> str:

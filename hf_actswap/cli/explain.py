@@ -17,10 +17,11 @@ from ..plan.match import LayerNames
 from ..plan.outline import OUTPUT, is_below
 from . import options
 from .alternatives import Alternative, alternatives
+from .numbers_text import size_text
 from .output import answer, heading, listed
 from .step import StepShape, profile_of, saved_by_op
 from .subject import Subject, subject, with_tp
-from .tables import size_text, windows_text
+from .tables import windows_text
 from .wishes import Wish, wishes_of
 
 _MEANING = {

@@ -27,21 +27,35 @@ class ModelError(ActSwapError):
 
 
 def model_on_meta(name: str, dtype: DtypeName | None) -> nn.Module:
-    """Return the model in training mode, all of its tensors on ``meta``.
+    """Return the model in training mode, all of its tensors on ``meta``; see `random_model`."""
+    return random_model(name, dtype, torch.device("meta"))
+
+
+def random_model(
+    name: str, dtype: DtypeName | None, device: torch.device, layers: int | None = None
+) -> nn.Module:
+    """Return the model in training mode, its weights as they are before training. None are read.
 
     Args:
         name: a path, which wins where it exists, or ``org/name`` or ``org/name@revision``.
         dtype: of its weights; ``None``: what its configuration says, else fp32.
+        device: of its weights.
+        layers: how many of its decoder layers it has, the first ones; ``None``: all.
 
     Raises:
         ModelError: there is none, or it is no causal language model of transformers.
+        torch.OutOfMemoryError: the device has no room for it.
     """
     path = _config_path(name)
     try:
         config = AutoConfig.from_pretrained(path)
+        if layers is not None:
+            _cut_to(config.get_text_config(), layers)
         wanted = DTYPES[dtype] if dtype is not None else _dtype_of(config)
-        with torch.device("meta"):
+        with torch.device(device):
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=wanted)
+    except torch.OutOfMemoryError:
+        raise
     # transformers raises whatever its reading of a file of anybody's meets: OSError, ValueError, KeyError ...
     except Exception as error:
         raise ModelError(
@@ -60,6 +74,16 @@ def dtype_name(model: nn.Module) -> str:
     names = {dtype: name for name, dtype in DTYPES.items()}
     found = {parameter.dtype for parameter in model.parameters()}
     return ", ".join(sorted(names.get(dtype, str(dtype).removeprefix("torch.")) for dtype in found))
+
+
+def _cut_to(config: Any, layers: int) -> None:
+    """Leave the first layers; so also in lists that have an entry for each (``layer_types``)."""
+    count = config.num_hidden_layers
+    lists = {key: value for key, value in config.to_dict().items() if isinstance(value, list)}
+    for key, value in lists.items():
+        if len(value) == count:
+            setattr(config, key, value[:layers])
+    config.num_hidden_layers = layers
 
 
 def _dtype_of(config: Any) -> torch.dtype:

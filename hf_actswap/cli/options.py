@@ -14,7 +14,7 @@ Config = Annotated[
     str,
     typer.Argument(
         metavar="CONFIG",
-        help="A YAML or JSON file, a folder with actswap_config.yaml, or a Hub id (org/name[@revision]).",
+        help="A YAML or JSON file, a folder with actswap_config.yaml, or a Hub id (org/name\\[@revision]).",
         show_default=False,
     ),
 ]
@@ -24,7 +24,8 @@ Model = Annotated[
         "--model",
         "-m",
         metavar="M",
-        help="A folder of a model, its config.json, or a Hub id (org/name[@revision]). Weights are not read.",
+        help="A folder of a model, its config.json, or a Hub id (org/name\\[@revision]). "
+        "Weights are not read.",
         show_default=False,
     ),
 ]

@@ -21,6 +21,7 @@ from ..errors import ActSwapError, Problem
 Document = Mapping[str, Any]
 
 _STDOUT, _STDERR = 1, 2  # file descriptors
+_YES = ("1", "ON", "YES", "TRUE")  # as huggingface_hub, which takes long to import
 _LAYER = re.compile(r"(\.(?:layers|h)\.)\d+")
 
 
@@ -88,9 +89,9 @@ def answer(command: str, as_json: bool, ask: Callable[[], Answer]) -> NoReturn:
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Show on a terminal that something takes its time."""
+    """Show on a terminal that something takes its time, unless ``HF_HUB_DISABLE_PROGRESS_BARS`` is set."""
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.is_terminal or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in _YES:
         yield
         return
     with console.status(what):

@@ -16,13 +16,18 @@ from rich.table import Table
 from ..config import load_config
 from ..errors import ActSwapError
 from . import options
+from .communication import communication_document, communication_note, communication_of, fabric_of
+from .numbers_text import size_text, step_ms_text
+from .options import OptimizerName
 from .output import answer, folded_by_layer, heading, listed, problems_document
 from .planned import NOTHING, PLANNED, Planned, memory_in_force, planned
+from .profile_file import AskedStep, ProfileFile, read_profile
 from .step import StepShape, device_name, prediction_document
 from .subject import subject, with_tp
-from .tables import fate_table, size_text, step_table, summary_table
+from .tables import fate_table, step_table, summary_table
 
 _ALONE = "Times are computed from shapes and the device's rates; communication between ranks is not in them."
+_SEQ = 4096
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,7 @@ class PlanAnswer:
     found: Planned
     saved_to: str | None
     windows: bool = False
+    recorded: ProfileFile | None = None
     ok: bool = True
 
     def document(self) -> Mapping[str, Any]:
@@ -42,6 +48,7 @@ class PlanAnswer:
             "step": found.step.document(),
             "mode": found.memory.mode,
             "budget_bytes": found.budget_bytes,
+            "profile": None if self.recorded is None else self.recorded.path,
             "predicted": {name: prediction_document(step) for name, step in found.steps.items()},
             "saved_to": self.saved_to,
             "plan": json.loads(found.plan.to_json()),
@@ -62,7 +69,7 @@ class PlanAnswer:
         yield step_table(found.steps, found.budget_bytes)
         if any(step.peak_bytes > found.budget_bytes for step in found.steps.values()):
             yield "! above the budget."
-        yield _ALONE
+        yield _ALONE if self.recorded is None else self.recorded.described()
         if self.saved_to is not None:
             yield f"Written to {self.saved_to}."
 
@@ -90,33 +97,36 @@ class Compared:
             yield f"Budget: {size_text(known[0].budget_bytes)} a rank, {known[0].memory.mode}"
         yield ""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for name in ("tp", "Peak, nothing", "Peak", "Step", "Swapped", "Recomputed"):
+        for name in ("tp", "Peak, nothing", "Peak", "Step", "Comm.", "Swapped", "Recomputed"):
             table.add_column(name, justify="right", no_wrap=True)
         for tp, found in self.by_tp.items():
             if isinstance(found, Planned):
-                step = found.prediction
+                step, told = found.prediction, communication_of(found)
+                added_ms = 0.0 if told is None else told.added_ms
                 table.add_row(
                     str(tp),
                     size_text(found.steps[NOTHING].peak_bytes),
                     size_text(step.peak_bytes),
-                    f"{step.step_ms:,.1f} ms",
+                    step_ms_text(step.step_ms + added_ms),
+                    "?" if told is None else step_ms_text(added_ms),
                     size_text(step.swapped_bytes),
                     size_text(step.recomputed_bytes),
                 )
             else:
-                table.add_row(str(tp), "", "no plan", "", "", "")
+                table.add_row(str(tp), "", "no plan", "", "", "", "")
         yield table
         for tp, found in self.by_tp.items():
             if isinstance(found, ActSwapError):
                 yield heading(f"tp={tp}")
                 yield from listed(folded_by_layer(map(str, found.problems)))
-        yield f"\nOf one rank. {_ALONE}"
+        yield f"\n{communication_note(fabric_of(known[0]) if known else None)}"
 
     @staticmethod
     def _entry(tp: int, found: Planned | ActSwapError) -> dict[str, Any]:
         if isinstance(found, ActSwapError):
             return {"tp": tp, "problems": problems_document(found.problems)}
-        return {"tp": tp, **PlanAnswer(found, None).document()}
+        told = communication_document(communication_of(found))
+        return {"tp": tp, **PlanAnswer(found, None).document(), "communication": told}
 
 
 def plan(
@@ -134,9 +144,32 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    seq: Annotated[int, typer.Option("--seq", min=1, metavar="N", help="Tokens of a sequence.")] = 4096,
-    batch: options.Batch = 1,
+    seq: Annotated[
+        int | None,
+        typer.Option(
+            "--seq", min=1, metavar="N", help="Tokens of a sequence; else 4096.", show_default=False
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            "--batch",
+            min=1,
+            metavar="N",
+            help="Sequences of a micro-batch; else 1.",
+            show_default=False,
+        ),
+    ] = None,
     device: options.Device = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            "--profile",
+            metavar="FILE",
+            help="Plan from the times that hf-actswap profile or a training has written; the step is its.",
+            show_default=False,
+        ),
+    ] = None,
     budget_gib: Annotated[
         float | None,
         typer.Option(
@@ -150,7 +183,14 @@ def plan(
     ] = None,
     dtype: options.Dtype = None,
     autocast: options.Autocast = None,
-    optimizer: options.Optimizer = "adamw",
+    optimizer: Annotated[
+        OptimizerName | None,
+        typer.Option(
+            "--optimizer",
+            help="Whose states are on the device, 2 values a weight; else adamw.",
+            show_default=False,
+        ),
+    ] = None,
     tp: options.Tp = None,
     windows: Annotated[
         bool, typer.Option("--windows", help="A line for each op, with its prefetch and release.")
@@ -173,22 +213,40 @@ def plan(
     sizes = _sizes(compare) if compare is not None else ()
     if sizes and (save is not None or tp is not None):
         raise typer.BadParameter("--compare goes with neither --save nor --tp")
+    if sizes and profile is not None:
+        raise typer.BadParameter("--profile is of one number of ranks: it does not go with --compare")
+    asked = AskedStep(batch, seq, device, autocast, optimizer)
 
-    def of(size: int | None) -> Planned:
+    def of(size: int | None, recorded: ProfileFile | None = None) -> Planned:
         wanted = with_tp(load_config(config), size)
-        step = StepShape(batch, seq, device_name(device), autocast, optimizer)
+        memory = memory_in_force(wanted, budget_gib)
+        step = _step_on_paper(asked) if recorded is None else recorded.step(asked)
         with subject(model, dtype, wanted) as found:
-            return planned(found, step, wanted, memory_in_force(wanted, budget_gib))
+            if recorded is None:
+                return planned(found, step, wanted, memory)
+            recorded.check(found)
+            return planned(found, step, wanted, memory, recorded.profile)
 
     def ask() -> PlanAnswer | Compared:
         if sizes:
             return Compared({size: _or_why_not(of, size) for size in sizes})
-        found = of(tp)
+        recorded = None if profile is None else read_profile(profile)
+        found = of(tp, recorded)
         if save is not None:
             _write(save, found)
-        return PlanAnswer(found, save, windows)
+        return PlanAnswer(found, save, windows, recorded)
 
     answer("plan", as_json, ask)
+
+
+def _step_on_paper(asked: AskedStep) -> StepShape:
+    return StepShape(
+        asked.sequences or 1,
+        asked.tokens or _SEQ,
+        device_name(asked.device),
+        asked.autocast,
+        asked.optimizer or "adamw",
+    )
 
 
 def _or_why_not(of: Any, size: int) -> Planned | ActSwapError:

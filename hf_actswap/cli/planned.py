@@ -10,7 +10,6 @@ from ..plan import MemoryPlan, resolve_plan
 from ..planner.budget import BudgetError, budget_bytes, impossible, limits_of
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
-from ..planner.record.devices import device_rates
 from ..planner.search.find_plan import find_plan, least_peak_bytes
 from .output import busy
 from .step import StepShape, profile_of, recompute_everything
@@ -69,8 +68,21 @@ def usual_steps(profile: Profile, written: MemoryPlan) -> dict[str, Prediction]:
     return {name: simulator.predict(plan, curve=False) for name, plan in plans.items()}
 
 
-def planned(found: Subject, step: StepShape, config: ActSwapConfig, memory: MemoryConfig) -> Planned:
+def planned(
+    found: Subject,
+    step: StepShape,
+    config: ActSwapConfig,
+    memory: MemoryConfig,
+    profile: Profile | None = None,
+) -> Planned:
     """Search a plan; what is written by hand stays as it is.
+
+    Args:
+        found: the model.
+        step: to plan for.
+        config: whose fates stay.
+        memory: the section that is in force.
+        profile: of this step of this model; ``None``: it is computed from shapes.
 
     Raises:
         BudgetError: nothing fits; it names what would.
@@ -78,8 +90,9 @@ def planned(found: Subject, step: StepShape, config: ActSwapConfig, memory: Memo
         ModelError: the model does not run on fake tensors.
     """
     fixed = resolve_plan(config, found.shape)
-    with busy(f"profile of {found.described()}"):
-        profile = profile_of(found, step)
+    if profile is None:
+        with busy(f"profile of {found.described()}"):
+            profile = profile_of(found, step)
     with busy("search"):
         return search(found, step, memory, profile, fixed)
 
@@ -90,7 +103,7 @@ def search(
     """Search a plan for a profile; see `planned`."""
     moved = memory.preference == "memory_saving"
     unplanned = Simulator(profile).predict(fixed, optimizer_states_moved=moved, curve=False)
-    budget = budget_bytes(memory, device_rates(step.device).memory_bytes, unplanned.peak_bytes)
+    budget = budget_bytes(memory, profile.device_bytes, unplanned.peak_bytes)
     limits = limits_of(memory, budget, fixed.min_tensor_bytes)
     try:
         best = find_plan(profile, fixed, limits)

@@ -32,22 +32,27 @@ class StepShape:
     Args:
         sequences: of a micro-batch.
         tokens: of a sequence.
-        device: one of `planner.devices`.
+        device: one of `planner.devices`, or the name of the one that was measured.
         autocast: mixed precision, or ``None``.
-        optimizer: whose states are on the device.
+        optimizer: whose states are on the device; ``None``: nobody says.
     """
 
     sequences: int
     tokens: int
     device: str
     autocast: AutocastName | None
-    optimizer: OptimizerName
+    optimizer: OptimizerName | None
 
     def described(self) -> str:
         """Return it in one line."""
         precision = f", {self.autocast} autocast" if self.autocast else ""
-        states = f", {self.optimizer} states" if _VALUES_PER_WEIGHT[self.optimizer] else ""
+        states = f", {self.optimizer} states" if self.state_values else ""
         return f"{self.sequences} x {self.tokens} tokens on {self.device}{precision}{states}"
+
+    @property
+    def state_values(self) -> int:
+        """Optimizer states on the device, for each weight."""
+        return 0 if self.optimizer is None else _VALUES_PER_WEIGHT[self.optimizer]
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -68,12 +73,15 @@ def device_name(asked: str | None) -> str:
     """
     if asked is not None:
         return device_rates(asked).name
-    if torch.cuda.is_available():
-        here = torch.cuda.get_device_name().lower()
-        found = next((rates.name for rates in DEVICES if rates.name.lower() in here), None)
-        if found is not None:
-            return found
-    return DEFAULT_DEVICE
+    return kind_here() or DEFAULT_DEVICE
+
+
+def kind_here() -> str | None:
+    """Return which of `planner.devices` this machine's GPU is; ``None``: none of them, or there is none."""
+    if not torch.cuda.is_available():
+        return None
+    here = torch.cuda.get_device_name().lower()
+    return next((rates.name for rates in DEVICES if rates.name.lower() in here), None)
 
 
 def profile_of(found: Subject, step: StepShape) -> Profile:
@@ -94,13 +102,16 @@ def profile_of(found: Subject, step: StepShape) -> Profile:
                 found.shape,
                 batch,
                 step.device,
-                optimizer_state_bytes=_VALUES_PER_WEIGHT[step.optimizer] * weight_bytes,
+                optimizer_state_bytes=step.state_values * weight_bytes,
             )
     except Exception as error:  # the model's own code runs: it may raise anything
-        text = " ".join(str(error).split())[:300] or "no reason"
-        raise ModelError(
-            [Problem("model", "a model that runs on fake tensors", f"{type(error).__name__}: {text}")]
-        ) from error
+        raise not_run("a model that runs on fake tensors", error) from error
+
+
+def not_run(expected: str, error: Exception) -> ModelError:
+    """Return what to say when the model's own code has raised."""
+    text = " ".join(str(error).split())[:300] or "no reason"
+    return ModelError([Problem("model", expected, f"{type(error).__name__}: {text}")])
 
 
 def saved_by_row(profile: Profile, plan: MemoryPlan) -> Mapping[tuple[Scope, PlanRow | None], int]:

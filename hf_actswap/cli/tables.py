@@ -10,18 +10,11 @@ from rich.table import Table
 from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import COMPILE_BUDGET, SCOPES, Scope, folded
 from ..planner.profile import Prediction, Profile
+from .numbers_text import size_text, step_ms_text
 from .step import saved_by_row
 
 _Line = tuple[str, str, str, int]
 """Op, fate, windows, bytes."""
-
-
-def size_text(size_bytes: int) -> str:
-    """Return bytes in the largest binary unit of which there is at least one."""
-    value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} B" if units[0] == "B" else f"{value:.2f} {units[0]}"
 
 
 def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
@@ -86,7 +79,7 @@ def step_table(steps: Mapping[str, Prediction], device_bytes: int | None = None)
         table.add_row(
             name,
             f"{size_text(step.peak_bytes)}{over}",
-            f"{step.step_ms:,.1f} ms" if step.step_ms < 1000 else f"{step.step_ms:,.0f} ms",
+            step_ms_text(step.step_ms),
             size_text(step.kept_bytes),
             size_text(step.swapped_bytes),
             size_text(step.recomputed_bytes),

@@ -20,7 +20,7 @@ from ..errors import PlanError, Problem
 from ..parallel import tensor_parallel_group
 from ..plan import MemoryPlan, outline, resolve_plan
 from ..planner import Planner
-from ..report import plan_table
+from ..report import PinningBar, plan_table
 from .calling_trainer import called_model, calling_trainer
 from .fused_head import take_fused_head
 from .launcher_traps import refuse_lonely_processes
@@ -105,6 +105,7 @@ class ActSwapCallback(TrainerCallback):
         if self._divides and isinstance(self._wish, ActSwapConfig):
             with console_logging(logging.getLogger("hf_actswap")):
                 self.parallel = begin_for_trainer(trainer, self._wish)
+                self.parallel.shows_bars = not args.disable_tqdm
 
     def bind(self, trainer: Any) -> None:
         """Remove the plan whenever ``trainer.train`` ends, and put the statistics into ``trainer.log``.
@@ -157,16 +158,25 @@ class ActSwapCallback(TrainerCallback):
             raise refusal("add_callback (parallel_config works for a callback of the constructor)")
         model = called_model(calling_trainer(self), model)
         wish, parallel = self._wish, self.parallel
+        silent = PinningBar(shown=False) if args.disable_tqdm and state.is_world_process_zero else None
         with nullcontext() if parallel is None else tensor_parallel_group(parallel.patched.group):
             shape = outline(model)
             plan = wish if isinstance(wish, MemoryPlan) else resolve_plan(wish, shape)
             if isinstance(wish, ActSwapConfig) and wish.memory.mode != "off":
                 with self._spoken(state):
                     self.applied = plan_while_training(
-                        model, plan, shape, wish.memory, optimizer=kwargs.get("optimizer"), counts_steps=False
+                        model,
+                        plan,
+                        shape,
+                        wish.memory,
+                        optimizer=kwargs.get("optimizer"),
+                        counts_steps=False,
+                        progress=silent,
                     )
+                if args.disable_tqdm:
+                    self.applied.progress = None
             else:
-                self.applied = apply_plan(model, plan, shape)
+                self.applied = apply_plan(model, plan, shape, progress=silent)
         if parallel is not None:
             parallel.expect_batch()
         self._before = self._step = SwapStats()

@@ -21,10 +21,12 @@ from torch import nn
 
 from ..config import ActSwapConfig
 from ..engine import AppliedPlan, SwapStats
+from ..engine.agreement import world_size
 from ..engine.step_watch import MemoryWatch, TimeWatch
 from ..plan import MemoryPlan
 from ..plan.outline import unwrapped
 from ..planner import CountingMeter, Planner
+from ..planner.meter import device_name
 from ..report.run_files import PLANNER, RUN, RunFiles
 from ..version import __version__
 
@@ -156,8 +158,8 @@ class RunRecord:
         trials = [
             {
                 "steps": [asdict(step) for step in trial.steps],
-                "predicted_peak_bytes": None if trial.prediction is None else trial.prediction.peak_bytes,
-                "predicted_step_ms": None if trial.prediction is None else trial.prediction.step_ms,
+                "predicted_peak_bytes": trial.prediction.peak_bytes,
+                "predicted_step_ms": trial.prediction.step_ms,
                 "chosen": trial.plan.rows == planner.plan.rows,
             }
             for trial in planner.trials
@@ -212,7 +214,6 @@ def _about(
     model: nn.Module, applied: AppliedPlan | Planner, device: torch.device, config: ActSwapConfig | None
 ) -> dict[str, Any]:
     root, shape = unwrapped(model), applied.outline
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     cuda = device.type == "cuda"
     return {
         "format": "hf_actswap.run",
@@ -224,9 +225,9 @@ def _about(
             "transformers": transformers.__version__,
             "python": platform.python_version(),
         },
-        "device": torch.cuda.get_device_name(device) if cuda else device.type,
+        "device": device_name(device),
         "device_bytes": torch.cuda.get_device_properties(device).total_memory if cuda else None,
-        "world_size": torch.distributed.get_world_size() if distributed else 1,
+        "world_size": world_size(),
         "model": type(root).__name__,
         "family": shape.family,
         "layers": len(shape.layers),

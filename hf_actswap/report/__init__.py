@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from .bytes_bar import BytesBar
 from .pinning_bar import PinningBar
 from .plan_table import plan_table
 from .planner_bar import PlannerBar
 
-__all__ = ["PinningBar", "PlannerBar", "plan_table"]
+__all__ = ["BytesBar", "PinningBar", "PlannerBar", "plan_table"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from .bytes_bar import shows_bars
+
 STABLE = "stable"
 
 
@@ -16,10 +18,11 @@ class PlannerBar:
 
     Args:
         console: by default stderr.
+        title: what stands before the phase.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True)
+    def __init__(self, console: Console | None = None, title: str = "planner") -> None:
+        self._console, self._title = console or Console(stderr=True), title
         self._progress: Progress | None = None
         self._phase, self._steps = "", 0
 
@@ -33,13 +36,13 @@ class PlannerBar:
         if phase == STABLE:
             self.close()
             return
-        if not self._console.is_terminal:
+        if not shows_bars(self._console):
             return
         if self._progress is None or phase != self._phase:
             self.close()
             self._phase, self._steps = phase, steps_left
             self._progress = Progress(
-                TextColumn("planner: {task.description}"),
+                TextColumn(f"{self._title}: {{task.description}}"),
                 BarColumn(),
                 TextColumn("{task.fields[left]} step(s) left at most"),
                 console=self._console,

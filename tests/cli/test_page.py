@@ -48,7 +48,7 @@ def installed(name: str) -> str:
 
 def test_each_command_has_a_place() -> None:
     commands = {command.split()[1] for command, _ in shown()}
-    assert commands == {"--help", "check", "explain", "plan"}
+    assert commands == {"--help", "check", "explain", "plan", "profile"}
 
 
 @pytest.mark.parametrize(

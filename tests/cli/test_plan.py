@@ -85,8 +85,12 @@ def test_compare(run: Run, tiny: Path) -> None:
     assert [item["tp"] for item in (one, two, three)] == [1, 2, 3]
     assert two["predicted"]["nothing"]["peak_bytes"] < one["predicted"]["nothing"]["peak_bytes"]
     assert three["problems"]
+    assert one["communication"]["ms"] == 0
+    told = two["communication"]
+    assert 0 < told["added_ms"] <= told["ms"]
     text = run("plan", tiny, *STEP, "--budget-gib", "8", "--compare", "tp=1,3")
     assert "no plan" in text.out
+    assert "by its data sheet; not measured" in " ".join(text.out.split())
     assert max(map(len, text.out.splitlines())) <= 80
     for wrong in ("tp", "tp=", "tp=0", "pp=2", "tp=1,x"):
         assert run("plan", tiny, "--compare", wrong).code == 2

@@ -25,6 +25,7 @@ LAUNCH = [
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_losses_gradients_and_weights_are_bitwise_those_of_a_plain_run(
     tmp_path: Path, repository: Path

@@ -1,0 +1,261 @@
+"""``hf-actswap profile``: a step of a model, measured on this machine or computed from shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import RenderableType
+
+from ..config import load_config
+from ..engine.host_memory import available_bytes
+from ..errors import Problem
+from ..plan import MemoryPlan, outline
+from ..planner.cost.simulate import Simulator
+from ..planner.meter import device_name as name_of
+from ..planner.profile import Prediction, Profile
+from ..report import PlannerBar
+from . import options
+from .model_source import ModelError, parameters_of, random_model
+from .numbers_text import link_text, size_text, step_ms_text
+from .options import DtypeName
+from .output import answer, busy, heading
+from .profile_file import write_profile
+from .profile_table import OpCost, cost_table, op_costs
+from .recorded_steps import TIMED_STEPS, RecordedSteps
+from .repeated_layers import for_all_layers
+from .step import DEFAULT_DEVICE, StepShape, device_name, kind_here, not_run, prediction_document, profile_of
+from .subject import Subject, subject
+
+THIS = "this"
+_FEWER = "Ask for fewer --layers: their times are taken for the others too. Or for less --seq or --batch."
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """A profile. See `output.Answer`.
+
+    Args:
+        subject: the whole model.
+        step: that was recorded.
+        profile: of it.
+        measured_layers: 0: computed from shapes.
+        written_to: the file, if there is one.
+    """
+
+    subject: Subject
+    step: StepShape
+    profile: Profile
+    measured_layers: int
+    costs: Sequence[OpCost]
+    unplanned: Prediction
+    written_to: str | None = None
+    ok: bool = True
+
+    def document(self) -> Mapping[str, Any]:
+        """See `output.Answer`."""
+        profile = self.profile
+        return {
+            "model": self.subject.document(),
+            "step": self.step.document(),
+            "source": profile.source,
+            "measured_layers": self.measured_layers,
+            "device": profile.device,
+            "device_bytes": profile.device_bytes,
+            "link": None if profile.link is None else asdict(profile.link),
+            "outside_ms": profile.outside_ms,
+            "ops": [cost.document() for cost in self.costs],
+            "predicted": prediction_document(self.unplanned),
+            "written_to": self.written_to,
+        }
+
+    def shown(self) -> Iterable[RenderableType]:
+        """See `output.Answer`."""
+        profile, link = self.profile, self.profile.link
+        yield f"Model: {self.subject.described()}"
+        yield f"Step:  {self.step.described()}"
+        yield f"Times: {self._times()}"
+        yield f"Link:  {'copies do not run beside compute' if link is None else link_text(link)}"
+        yield heading("Ops: times in ms, all layers of a line together")
+        yield cost_table(profile, self.costs)
+        yield (
+            "\nSaved: what autograd keeps of its results. Rebuild: what recomputing it adds to "
+            f"backward.{' Copy: to the host, alone on the link.' if link else ''}"
+        )
+        step = self.unplanned
+        yield (
+            f"Step without a plan: {step_ms_text(step.step_ms)}, of them {step_ms_text(profile.outside_ms)} "
+            f"outside forward and backward; peak {size_text(step.peak_bytes)}."
+        )
+        if self.written_to is not None:
+            yield f"Written to {self.written_to}; hf-actswap plan --profile takes it."
+
+    def _times(self) -> str:
+        if not self.measured_layers:
+            return "computed from shapes and the device's rates; nothing was measured"
+        layers = len(self.subject.shape.layers)
+        some = f", {self.measured_layers} of {layers} layers" if self.measured_layers < layers else ""
+        return f"measured here, median of {TIMED_STEPS} steps{some}"
+
+
+def profile(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A folder of a model, its config.json, or a Hub id.", show_default=False
+        ),
+    ],
+    seq: Annotated[int, typer.Option("--seq", min=1, metavar="N", help="Tokens of a sequence.")] = 4096,
+    batch: options.Batch = 1,
+    layers: Annotated[
+        int | None,
+        typer.Option(
+            "--layers",
+            min=1,
+            metavar="K",
+            help="Measure the first K layers only; the others get their times.",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            "--device",
+            metavar="NAME",
+            help="Measured if it is here, else computed from shapes: this, H200, H100, A100-80, A100-40, "
+            "B200, L40S, 'RTX 4090', cpu. Else the accelerator that is here, and H200 where none is.",
+            show_default=False,
+        ),
+    ] = None,
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
+    optimizer: options.Optimizer = "adamw",
+    output: Annotated[
+        str | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write it; hf-actswap plan --profile takes it.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Measure a step op by op, or compute it from shapes, for `plan --profile`."""
+
+    def ask() -> Profiled:
+        here = _device_here(device)
+        named = name_of(here) if here is not None else device_name(device)
+        step = StepShape(batch, seq, named, autocast, optimizer)
+        with subject(model, dtype, load_config(None)) as found:
+            if here is None:
+                if layers is not None:
+                    raise ModelError([_nothing_to_measure(named)])
+                made = _profiled(found, step, _from_shapes(found, step), 0)
+            else:
+                made = _measured(found, step, dtype, here, layers)
+        if output is None:
+            return made
+        try:
+            write_profile(output, made.profile, found, step, made.measured_layers)
+        except OSError as error:
+            raise typer.BadParameter(f"{output}: {error.strerror}", param_hint="--output") from error
+        return replace(made, written_to=output)
+
+    answer("profile", as_json, ask)
+
+
+def _device_here(asked: str | None) -> torch.device | None:
+    """The device to measure on; ``None``: what was asked for is not here."""
+    name = None if asked is None else asked.strip().lower()
+    if name == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name == THIS:
+        return accelerator or torch.device("cpu")
+    return accelerator if name is None or name == (kind_here() or "").lower() else None
+
+
+def _nothing_to_measure(name: str) -> Problem:
+    hint = "Leave --layers out, or measure on this machine: --device this."
+    return Problem("--layers", f"{name} on this machine, to measure on", "none", hint)
+
+
+def _from_shapes(found: Subject, step: StepShape) -> Profile:
+    with busy(f"profile of {found.described()}, from shapes"):
+        return profile_of(found, step)
+
+
+def _measured(
+    whole: Subject, step: StepShape, dtype: DtypeName | None, device: torch.device, layers: int | None
+) -> Profiled:
+    """Measure the first layers, or all; if not all, the others get their times.
+
+    Raises:
+        ModelError: it does not run, has no room on the device, or its other layers are not like these.
+    """
+    count = len(whole.shape.layers)
+    measured_layers = min(layers or count, count)
+    own_shape = replace(step, device=DEFAULT_DEVICE)  # of a step on paper only the bytes are used here
+    on_paper = _from_shapes(whole, own_shape) if measured_layers < count else None
+    if device.type == "cpu":
+        _refuse_if_too_large(whole, step, measured_layers)
+    made, weights = _recorded(whole.name, step, dtype, device, None if on_paper is None else layers)
+    if on_paper is not None:
+        made = for_all_layers(made, on_paper, weights, whole.parameters, _layer_types(whole))
+    return _profiled(whole, step, made, measured_layers)
+
+
+def _layer_types(whole: Subject) -> Sequence[str]:
+    config: Any = whole.model.config
+    return getattr(config.get_text_config(), "layer_types", None) or ()
+
+
+def _recorded(
+    name: str, step: StepShape, dtype: DtypeName | None, device: torch.device, layers: int | None
+) -> tuple[Profile, int]:
+    """Return the profile of real steps, and how many weights the model had."""
+    bar = PlannerBar(title="profile")
+    gpus = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
+    try:
+        with torch.random.fork_rng(gpus, device_type=device.type if gpus else "cuda"):
+            torch.manual_seed(0)
+            bar("weights", 1)
+            part = random_model(name, dtype, device, layers)
+            made = RecordedSteps(part, outline(part), step, bar).profile()
+            return made, parameters_of(part)
+    except torch.OutOfMemoryError as error:
+        text = " ".join(str(error).split())[:200]
+        raise ModelError([Problem("model", f"a step that has room on {step.device}", text, _FEWER)]) from None
+    except ModelError:
+        raise
+    except Exception as error:  # the model's own code runs: it may raise anything
+        raise not_run(f"a model that trains on {step.device}", error) from error
+    finally:
+        bar.close()
+
+
+def _refuse_if_too_large(whole: Subject, step: StepShape, layers: int) -> None:
+    """The CPU's memory is everybody's: a process that takes too much of it is killed without a word.
+
+    Only weights, gradients and the optimizer's states are known of every model before it runs.
+    """
+    free, share = available_bytes(), layers / len(whole.shape.layers)
+    weight_bytes = sum(p.numel() * p.element_size() for p in whole.model.parameters())
+    least = int((2 + step.state_values) * weight_bytes * share)
+    if free is not None and least > free:
+        expected = f"a step that has room in the {size_text(free)} that are free"
+        found = f"{size_text(least)} of weights, gradients and optimizer states"
+        raise ModelError([Problem("model", expected, found, _FEWER)])
+
+
+def _profiled(found: Subject, step: StepShape, made: Profile, measured_layers: int) -> Profiled:
+    return Profiled(found, step, made, measured_layers, op_costs(made), _without_a_plan(made))
+
+
+def _without_a_plan(made: Profile) -> Prediction:
+    return Simulator(made).predict(MemoryPlan((), made.num_layers, made.family), curve=False)

@@ -1,0 +1,192 @@
+"""Profiles in files: what `hf-actswap profile` has written, or what a training has left in its folder.
+
+The document is the planner's (`planner.record.profile_document`), and ``made_for`` beside it says for which
+model and step it was made, and how many layers were measured. A training's profile has no ``made_for``: then
+family, layers, module names and batch must agree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from ..errors import ActSwapError, Problem
+from ..planner.profile import Profile
+from ..planner.record.profile_document import profile_from_json, profile_to_json
+from .options import AutocastName, OptimizerName
+from .step import StepShape
+from .subject import Subject
+
+_MAX_BYTES = 1 << 30
+_AGAIN = "Record it anew: hf-actswap profile."
+_MODEL_KEYS = ("family", "num_layers", "parameters", "dtype", "tensor_parallel_size")
+
+
+class ProfileError(ActSwapError):
+    """A profile that is none, or one of something else than what is planned for."""
+
+    subject = "profile"
+
+
+@dataclass(frozen=True)
+class AskedStep:
+    """What the command line says of the step; ``None``: nothing.
+
+    Args:
+        sequences, tokens, device, autocast, optimizer: see `StepShape`.
+    """
+
+    sequences: int | None = None
+    tokens: int | None = None
+    device: str | None = None
+    autocast: AutocastName | None = None
+    optimizer: OptimizerName | None = None
+
+
+@dataclass(frozen=True)
+class ProfileFile:
+    """A profile that was read.
+
+    Args:
+        path: of the file.
+        profile: that it holds.
+        made_for: what it says of itself; empty if nothing.
+    """
+
+    path: str
+    profile: Profile
+    made_for: Mapping[str, Any]
+
+    @property
+    def measured_layers(self) -> int:
+        """How many layers' times were measured."""
+        if self.profile.source != "measured":
+            return 0
+        return int(self.made_for.get("measured_layers", self.profile.num_layers))
+
+    def described(self) -> str:
+        """Return in a sentence where its times are from."""
+        measured, layers = self.measured_layers, self.profile.num_layers
+        if not measured:
+            return f"Times are those of {self.path}, computed from shapes and the device's rates."
+        some = f", on {measured} of {layers} layers" if measured < layers else ""
+        return f"Times were measured on {self.profile.device}{some}: {self.path}."
+
+    def step(self, asked: AskedStep) -> StepShape:
+        """Return the step that it is of.
+
+        Raises:
+            ProfileError: another one is asked for; names every difference.
+        """
+        own = self._own_step()
+        problems = [
+            Problem(f"{self.path}: {what}", str(wanted), str(has), f"Leave {option} out, or record it anew.")
+            for what, option, wanted, has in (
+                ("sequences of a batch", "--batch", asked.sequences, own.sequences),
+                ("tokens of a sequence", "--seq", asked.tokens, own.tokens),
+                ("mixed precision", "--autocast", asked.autocast, own.autocast),
+                ("optimizer", "--optimizer", asked.optimizer, own.optimizer),
+            )
+            if wanted is not None and wanted != has
+        ]
+        if asked.device is not None and asked.device.strip().lower() not in own.device.lower():
+            hint = "Leave --device out, or record it anew on that device."
+            problems.append(Problem(f"{self.path}: device", asked.device, own.device, hint))
+        if problems:
+            raise ProfileError(problems)
+        return own
+
+    def check(self, found: Subject) -> None:
+        """Raise `ProfileError` if it is of another model; names every difference."""
+        problems = [
+            Problem(f"{self.path}: {what}", wanted, has, _AGAIN) for what, wanted, has in self._differs(found)
+        ]
+        if problems:
+            raise ProfileError(problems)
+
+    def _own_step(self) -> StepShape:
+        """Of a training's profile the batch is known, and no more."""
+        sequences, tokens = (*self.profile.batch_shape, 0, 0)[:2]
+        step = self.made_for.get("step", {})
+        return StepShape(sequences, tokens, self.profile.device, step.get("autocast"), step.get("optimizer"))
+
+    def _differs(self, found: Subject) -> Iterator[tuple[str, str, str]]:
+        model, wanted = self.made_for.get("model", {}), found.document()
+        own = {
+            "family": self.profile.family,
+            "num_layers": self.profile.num_layers,
+            "tensor_parallel_size": 1,
+            **model,
+        }
+        for key in _MODEL_KEYS:
+            if key in own and own[key] != wanted[key]:
+                yield key, str(wanted[key]), str(own[key])
+        if own["num_layers"] != wanted["num_layers"] or model:
+            return
+        # A document may be damaged; then modules are missing, and there is less to compare.
+        for layer, modules in zip(found.shape.layers, self.profile.saved.modules, strict=False):
+            strange = sorted(modules - {"", *(op.path for op in layer.ops)})
+            if strange:
+                yield f"layer {layer.index}", "modules of this model", ", ".join(strange[:3])
+                return
+
+
+def write_profile(path: str, profile: Profile, found: Subject, step: StepShape, measured_layers: int) -> None:
+    """Write a profile, and what it was made for; the whole file or none of it.
+
+    Args:
+        path: of the file.
+        profile: to write.
+        found: the whole model.
+        step: that was recorded.
+        measured_layers: how many layers' times were measured.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    made_for = {"model": found.document(), "step": step.document(), "measured_layers": measured_layers}
+    text = profile_to_json(profile)
+    draft = Path(f"{path}.draft")
+    draft.write_text(
+        f'{{\n"made_for":{json.dumps(made_for)},\n{text.removeprefix("{").lstrip()}', encoding="utf-8"
+    )
+    draft.replace(path)
+
+
+def read_profile(path: str) -> ProfileFile:
+    """Read a file that `write_profile` or a training has written.
+
+    Raises:
+        ProfileError: there is none.
+        PlanError: it is no profile, or malformed.
+    """
+    expected = "a file that `hf-actswap profile --output` has written"
+    try:
+        if Path(path).stat().st_size > _MAX_BYTES:
+            raise ProfileError([Problem(path, expected, "a file of more than a GiB")])
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError([Problem(path, expected, " ".join(str(error).split()))]) from None
+    profile = profile_from_json(text)
+    made_for = json.loads(text).get("made_for", {})
+    if not _is_made_for(made_for):
+        raise ProfileError(
+            [Problem(f"{path}: made_for", "a model, a step and measured_layers", repr(made_for)[:99])]
+        )
+    return ProfileFile(path, profile, made_for)
+
+
+def _is_made_for(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    model, step = value.get("model", {}), value.get("step", {})
+    if not (isinstance(model, dict) and isinstance(step, dict)):
+        return False
+    known = step.get("autocast") in (None, *get_args(AutocastName)) and step.get("optimizer") in (
+        None,
+        *get_args(OptimizerName),
+    )
+    return known and type(value.get("measured_layers", 0)) is int

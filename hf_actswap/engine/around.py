@@ -3,6 +3,9 @@
 Hooks on a module that ``Module.compile`` has compiled in place would be traced into its graph, and break it.
 There the compiled call itself is wrapped. A module that ``torch.compile`` has wrapped runs its own hooks
 outside the compiled code, so ordinary hooks serve.
+
+Nothing here goes with a copy of a module (``copy.deepcopy``: averaged weights, reference models): what is put
+on a model acts on that model alone.
 """
 
 from __future__ import annotations
@@ -26,10 +29,34 @@ def around(module: nn.Module, before: Before, after: After) -> list[Undo]:
     if getattr(module, "_compiled_call_impl", None) is not None:
         return [_around_compiled(module, before, after)]
     handles = [
-        module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
-        module.register_forward_hook(after, always_call=True),
+        module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True),
+        module.register_forward_hook(Hook(after), always_call=True),
     ]
     return [handle.remove for handle in handles]
+
+
+class Hook:
+    """A module's hook, in whose place a copy of the module has one that does nothing.
+
+    Args:
+        act: the hook.
+    """
+
+    __slots__ = ("act",)
+
+    def __init__(self, act: Callable[..., None]) -> None:
+        self.act = act
+
+    def __call__(self, *args: Any) -> None:
+        """Act."""
+        self.act(*args)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    """What the hooks of copies do."""
 
 
 def _around_compiled(module: nn.Module, before: Before, after: After) -> Undo:
@@ -52,26 +79,60 @@ def _around_compiled(module: nn.Module, before: Before, after: After) -> Undo:
 def replace_call(module: nn.Module, around_call: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
     """Put a function around the calls of this module alone, outside of its hooks; return what takes it away.
 
+    Several may be around one module, and go in any order.
+
     Args:
         module: compiled in place, or not.
-        around_call: given what a call runs so far; returns what it is to run.
+        around_call: given what a call runs inside; returns what it is to run.
     """
     compiled = getattr(module, "_compiled_call_impl", None)
     name = "_call_impl" if compiled is None else "_compiled_call_impl"
-    call = around_call(getattr(module, name))
-    vars(module)[name] = call
+    link = _Call(module, name, getattr(module, name))
+    link.call = around_call(link.call_inner)
+    vars(module)[name] = link
 
     def undo() -> None:
-        if compiled is None:
-            vars(module).pop(name, None)
-        elif vars(module).get(name) is call:  # else it was compiled anew meanwhile
-            vars(module)[name] = compiled
+        outer = vars(module).get(name)  # another one, if the module was compiled anew meanwhile
+        if outer is link and (compiled is not None or isinstance(link.inner, _Call)):
+            vars(module)[name] = link.inner
+        elif outer is link:
+            del vars(module)[name]
+        while isinstance(outer, _Call):
+            if outer.inner is link:
+                outer.inner = link.inner
+            outer = outer.inner
 
     return undo
 
 
+class _Call:
+    """What a module's calls run; a copy of the module has its own."""
+
+    __slots__ = ("_module", "_name", "call", "inner")
+
+    def __init__(self, module: nn.Module, name: str, inner: Callable[..., Any]) -> None:
+        self._module, self._name = module, name
+        self.inner = self.call = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs)
+
+    def call_inner(self, *args: Any, **kwargs: Any) -> Any:
+        """Run what is inside at present."""
+        return self.inner(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (self._module, self._name)  # of a copy that has nothing of its own yet: the class's
+
+
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
-    """Put another forward on this module alone; return what puts back the one before."""
+    """Put another forward on this module alone; return what puts back the one before.
+
+    Args:
+        module: whose forward it is to be.
+        forward: a bound method, or something short-lived: a copy of the module gets a method bound to the
+            copy, but any other callable as it is.
+    """
     own = vars(module).get("forward")
     vars(module)["forward"] = forward
 

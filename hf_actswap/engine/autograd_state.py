@@ -40,7 +40,7 @@ def running_node_number() -> int | None:
 def pop_leaked_hooks(pack: Callable[..., Any]) -> bool:
     """Pop the innermost saved-tensor hooks of this thread if they are ours.
 
-    A `KeyboardInterrupt` in a forward skips even ``always_call`` module hooks, so ours may be left behind.
+    A `KeyboardInterrupt` in a forward skips even ``always_call`` module hooks: nobody has popped them.
     """
     top = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if top is None or top[0] != pack:

@@ -3,15 +3,15 @@
 What is installed, and nothing else:
 
 * on the model, something before and after its call (`around`): the saved-tensor hooks are pushed before its
-  forward and popped after it, also after an exception;
+  forward and popped after it, also after an exception; and around its call, for what skips even
+  ``always_call`` hooks (`KeyboardInterrupt`);
 * on each decoder layer, and on the embedding, the final norm and the head, a pair that says where we are;
 * on the modules inside layers whose ops are decided one by one, a pair that follows the module path, and
   the `NamingMode` while the layer runs, both until its `routines` are known;
 * on layers that are recomputed whole, ``torch.utils.checkpoint`` around their forward.
 
 Outside a training forward (no grad, evaluation, recomputation in backward) there is no `ForwardPass`, and
-every hook returns at once. A `KeyboardInterrupt` skips even ``always_call`` hooks; what it left behind is
-cleaned up by the next forward and by `AppliedPlan.remove`.
+every hook returns at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..plan.actions import MemoryPlan, Override, Scope
 from ..plan.compiled import called_modules, uncompiled
 from ..plan.opnames import OpStack
 from ..plan.outline import LayerOutline, Outline, unwrapped
-from .around import Undo, around, compiled_around
+from .around import Undo, around, compiled_around, replace_call
 from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
 from .checkpoint_inputs import checkpoint_of
 from .checkpoint_watch import CheckpointWatch
@@ -116,9 +116,10 @@ class Engine:
         if not self._acts:
             return []
         self._place.bind()
+        undo = [replace_call(self._called, self._cleaning_up)]
         if self.outline.compiled:
-            return [*around(self._called, self._start_compiled, self._end_compiled), self._clean_up]
-        undo = around(self._called, self._start_forward, self._end_forward)
+            return [*undo, *around(self._called, self._start_compiled, self._end_compiled), self._clean_up]
+        undo += around(self._called, self._start_forward, self._end_forward)
         surroundings: dict[Scope, str | None] = {
             "embedding": self.outline.embedding,
             "final_norm": self.outline.final_norm,
@@ -215,6 +216,20 @@ class Engine:
         if self._forward is not None:
             self._forward.end_scope(None)
         self._end_forward(module, args, output)
+
+    def _cleaning_up(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Leave nothing behind after what skips hooks: a `KeyboardInterrupt`, the end of a thread."""
+
+        def cleaning_up(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(*args, **kwargs)
+            except Exception:
+                raise
+            except BaseException:
+                self._clean_up()
+                raise
+
+        return cleaning_up
 
     def _clean_up(self) -> None:
         """Drop what an interrupted forward left behind."""

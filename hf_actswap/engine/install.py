@@ -10,6 +10,7 @@ from ..errors import PlanError, Problem
 from ..plan.actions import MemoryPlan, PlanRow
 from ..plan.compiled_rules import problems_of_compiled
 from ..plan.outline import OUTPUT, Outline, unwrapped
+from .around import Hook
 from .hooks import Engine
 from .host_budget import HostMemory, Progress
 from .slices import Replicas
@@ -159,7 +160,8 @@ def install(
 
 
 def _other_plan(root: nn.Module) -> list[Problem]:
-    if any(isinstance(getattr(hook, "__self__", None), Engine) for hook in root._forward_pre_hooks.values()):
+    acts = (hook.act for hook in root._forward_pre_hooks.values() if isinstance(hook, Hook))
+    if any(isinstance(getattr(act, "__self__", None), Engine) for act in acts):
         return [Problem("model", "no plan on it yet", "one that is applied", "Call remove() on it first.")]
     return []
 

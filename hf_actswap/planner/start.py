@@ -14,6 +14,7 @@ from torch import nn
 
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_one_rank, rank, world_size
+from ..engine.around import Hook
 from ..engine.evictable import IdleTensors
 from ..engine.host_budget import HostMemory
 from ..engine.host_pool import HostPool
@@ -90,9 +91,8 @@ def start_planner(
         return _made_for(model, outline, fixed, memory, device, shape)
 
     planner = Planner(run, made_for, _known_plan(memory, made_for(())))
-    planner.on_remove(
-        unwrapped(model).register_forward_pre_hook(least.forward_starts, with_kwargs=True).remove
-    )
+    batches = unwrapped(model).register_forward_pre_hook(Hook(least.forward_starts), with_kwargs=True)
+    planner.on_remove(batches.remove)
     if optimizer is not None and counts_steps:
         inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wraps one
         planner.on_remove(inner.register_step_post_hook(lambda *_: planner.step_ended()).remove)

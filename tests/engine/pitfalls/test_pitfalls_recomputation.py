@@ -120,16 +120,7 @@ def test_pitfall_12_hooks_around_the_step_are_left_alone() -> None:
     assert stats.offloads > 0
 
 
-INTERRUPT = pytest.param(
-    KeyboardInterrupt,
-    marks=pytest.mark.xfail(
-        reason="always_call hooks do not run after a KeyboardInterrupt: until the next forward or remove() "
-        "the saved-tensor hooks stay on, and another model is swapped"
-    ),
-)
-
-
-@pytest.mark.parametrize("error", [ValueError, INTERRUPT])
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_pitfall_12_an_exception_leaves_no_hook_behind(error: type[BaseException]) -> None:
     """Catches hooks entered before a forward and never left: the whole process would swap from then on."""
 

@@ -13,6 +13,7 @@ import contextvars
 import logging
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ class LeastBudget:
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not torch.is_grad_enabled() or any(isinstance(leaf, FakeTensor) for leaf in leaves):
             return
-        self._call = None if args else tree_map(_on_meta, kwargs)
+        self._call = None if args else tree_map(_without_numbers, kwargs)
         self._shape = next((tuple(leaf.shape) for leaf in leaves if leaf.dim() >= 2), ())
         self._gradients_exist = self._first is not None and self._first.grad is not None
         self._autocast = any(torch.is_autocast_enabled(leaf.device.type) for leaf in leaves)
@@ -109,7 +110,7 @@ class LeastBudget:
             profile = profile_from_shapes(
                 self._root,
                 self._outline,
-                self._call,
+                tree_map(_on_meta, self._call),
                 self._rates,
                 optimizer_state_bytes=self._state_bytes() or 0,
                 gradients_exist=self._gradients_exist,
@@ -155,8 +156,20 @@ def _like(device: str) -> str:
     return next((name for name in known if name.lower() in device.lower()), known[0])
 
 
-def _on_meta(value: Any) -> Any:
+@dataclass(frozen=True)
+class _Shape:
+    """What is kept of a tensor whose numbers do not matter. No tensor on ``meta``: a meter would count it."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _without_numbers(value: Any) -> Any:
     """Ids and masks stay as they are: what a mask says counts, too."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
-        return torch.empty_like(value, device="meta")
+        return _Shape(value.shape, value.dtype)
     return value
+
+
+def _on_meta(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, _Shape) else value

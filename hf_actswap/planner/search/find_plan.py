@@ -44,9 +44,6 @@ _HASTE = (0.95, 0.8)
 """Between compiled layers hooks are a layer apart. A window that would just miss one costs a layer of memory
 for as long; cut short it costs a wait. Both are simulated."""
 
-_LUCK = 0.02
-"""Share of a peak by which the times of one run may change the least that is found."""
-
 _MOST_SHARES = 96
 """Parts into which a layer's swap may be divided, over all layers: few layers are cut finer."""
 
@@ -113,10 +110,7 @@ def find_plan(
 
 
 def least_peak_bytes(profile: Profile, fixed: MemoryPlan, limits: Limits) -> int:
-    """Return the least peak that the search is sure to reach, whatever it costs.
-
-    It is named to people, who ask for it in their next run, where the same step takes other times. So a plan
-    counts that is found without them; what is found with them counts only as far as it is much better.
+    """Return the least peak that the search reaches, whatever it costs.
 
     Args:
         profile, fixed: see `find_plan`.
@@ -125,9 +119,7 @@ def least_peak_bytes(profile: Profile, fixed: MemoryPlan, limits: Limits) -> int
     Raises:
         PlanError: scipy is missing.
     """
-    search = Search(profile, fixed, limits, SAFETY)
-    sure, lucky = search.least_without_times(), search.least()
-    return min(sure.prediction.peak_bytes, round((1 + _LUCK) * lucky.prediction.peak_bytes))
+    return Search(profile, fixed, limits, SAFETY).least().prediction.peak_bytes
 
 
 def candidates(profile: Profile, fixed: MemoryPlan, limits: Limits, count: int) -> list[Found]:
@@ -211,15 +203,22 @@ class Search:
             return unplanned
         fitting = list(self._approached(limit, unplanned, rounds))
         if not fitting:
-            if insists:
-                unplanned = min(self.least(), self.least_without_times(), key=_peak_bytes)
-            if unplanned.prediction.peak_bytes > limit:
-                raise self._impossible(unplanned.prediction.peak_bytes)
+            least = self.least() if insists else unplanned
+            if least.prediction.peak_bytes > limit:
+                raise self._impossible(least.prediction.peak_bytes)
             fitting = [one for one in self._simulations if one.prediction.peak_bytes <= limit]
         return min(fitting, key=lambda tried: (tried.prediction.step_ms, tried.prediction.peak_bytes))
 
     def least(self) -> _Tried:
-        """Return the plan with the least peak: the program's own, then below that until nothing fits."""
+        """Return the plan with the least peak: the program's own, then below that until nothing fits.
+
+        Where copies hide behind nothing, times say nothing of it. They are left out then: who asks for the
+        least that was named gets it, though the same step takes other times in the next run.
+        """
+        if self._profile.link is None and any(span.forward_ms != 1.0 for span in self._profile.spans):
+            timeless = (replace(span, forward_ms=1.0, backward_ms=1.0) for span in self._profile.spans)
+            profile = replace(self._profile, spans=tuple(timeless))
+            return self._simulated(Search(profile, self._fixed, self._limits, SAFETY).least().plan, None)
         unplanned = self._simulated(self._fixed, None)
         tried = [unplanned]
         solution = self._solution(None)
@@ -232,13 +231,6 @@ class Search:
                 break
             least = min(lower, key=_peak_bytes)
         return least
-
-    def least_without_times(self) -> _Tried:
-        """Return what `least` finds where every op takes as long as any other: the same in every run."""
-        profile = self._profile
-        spans = tuple(replace(span, forward_ms=1.0, backward_ms=1.0) for span in profile.spans)
-        search = Search(replace(profile, spans=spans), self._fixed, self._limits, SAFETY)
-        return self._simulated(search.least().plan, None)
 
     def _approached(self, limit: int, unplanned: _Tried, rounds: int) -> Iterator[_Tried]:
         """Yield what fits, of plans whose peaks come closer and closer to the limit."""

@@ -101,6 +101,7 @@ def replace_call(module: nn.Module, around_call: Callable[[Callable[..., Any]], 
             if outer.inner is link:
                 outer.inner = link.inner
             outer = outer.inner
+        link.call = link.inner  # what was around holds `link`: no cycle may keep the module alive
 
     return undo
 

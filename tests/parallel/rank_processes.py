@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 import traceback
@@ -46,6 +47,7 @@ def run_cases(rank: int, folder: str, world_size: int, cases: Cases, groups: Gro
                 found = f"error: {traceback.format_exc()}"
             torch.save(found, Path(folder, f"{name}.{rank}.pt"))
     finally:
+        gc.collect()  # models that cases have left in cycles hold groups, and must go before these
         dist.destroy_process_group()
 
 

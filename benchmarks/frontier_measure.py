@@ -26,7 +26,7 @@ from benchmarks.frontier_memory import CopyMeter, StorageMeter, give_back_cached
 from benchmarks.frontier_planned import Planned
 from benchmarks.frontier_result import Result
 from benchmarks.frontier_rows import Row
-from benchmarks.frontier_stack import TrainingStep
+from benchmarks.frontier_stack import TrainingStep, timed_step_ms
 from benchmarks.frontier_workloads import Workload
 from hf_actswap import AppliedPlan
 from hf_actswap.engine import SwapStats
@@ -137,18 +137,18 @@ def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | Plann
     The peaks are read after each step: the planner resets them at the start of the next.
     """
     with _compile_time() as compile_ms:
-        result.step_ms = [_timed_step_ms(step)]
+        result.step_ms = [timed_step_ms(step)]
         result.first_step_ms = result.step_ms[0]
         result.first_step_compile_ms = sum(compile_ms)
     if isinstance(applied, Planned):
         result.warmup_steps = min(result.warmup_steps, 2)  # it has trained already
-    result.step_ms += [_timed_step_ms(step) for _ in range(result.warmup_steps - 1)]
+    result.step_ms += [timed_step_ms(step) for _ in range(result.warmup_steps - 1)]
     before = applied.stats() if applied else None
     if step.device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(step.device)
     timed, peaks = [], []
     for _ in range(step.workload.steps):
-        timed.append(_timed_step_ms(step))
+        timed.append(timed_step_ms(step))
         if step.device.type != "cpu":
             accelerator, device = torch.accelerator, step.device
             peaks.append((accelerator.max_memory_allocated(device), accelerator.max_memory_reserved(device)))
@@ -161,16 +161,6 @@ def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | Plann
         _fill_swap_numbers(result, applied.stats() - before, step.workload.steps)
         changes = (*applied.plan.warnings, *applied.plan.overrides)
         result.overrides = [str(change) for change in changes[:_OVERRIDES_SHOWN]]
-
-
-def _timed_step_ms(step: TrainingStep) -> float:
-    step.zero_gradients()
-    step.synchronize()
-    start = time.perf_counter()
-    with step.context():
-        step.backward(step.forward())
-    step.synchronize()
-    return (time.perf_counter() - start) * 1e3
 
 
 @contextmanager

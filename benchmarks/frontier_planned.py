@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from typing import Any
 
 from benchmarks.frontier_memory import give_back_cached_memory
 from benchmarks.frontier_result import Result
-from benchmarks.frontier_stack import TrainingStep
+from benchmarks.frontier_stack import TrainingStep, timed_step_ms
 from hf_actswap.apply import plan_while_training
 from hf_actswap.config import load_config
 from hf_actswap.engine import SwapStats
@@ -117,7 +116,7 @@ def actswap_plan(step: TrainingStep, options: Mapping[str, Any]) -> Iterator[Pla
     before, step.context = step.context, _ending_steps(step.context, planned.planner)
     try:
         while planned.planner.phase != "stable" and len(planned.step_ms) < MOST_STEPS:
-            planned.step_ms.append(_step_ms(step))
+            planned.step_ms.append(timed_step_ms(step))
         yield planned
     finally:
         step.context = before
@@ -149,16 +148,6 @@ def _ending_steps(
         planner.step_ended()
 
     return around_a_step
-
-
-def _step_ms(step: TrainingStep) -> float:
-    step.zero_gradients()
-    step.synchronize()
-    start = time.perf_counter()
-    with step.context():
-        step.backward(step.forward())
-    step.synchronize()
-    return (time.perf_counter() - start) * 1e3
 
 
 def options_of(budget: Budget, compiles: bool, results: Sequence[Result]) -> dict[str, Any] | str:

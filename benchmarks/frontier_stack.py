@@ -7,6 +7,7 @@ stock Hugging Face models, so everything that works on one works here.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,6 +20,33 @@ from benchmarks.frontier_workloads import Workload
 
 _TOKENS_AT_ONCE = 4096
 """The loss of a stack is summed in pieces, so that it does not set the memory peak."""
+
+
+def llama_config(workload: Workload) -> LlamaConfig:
+    """Return the configuration of a workload's model."""
+    return LlamaConfig(
+        vocab_size=workload.vocab if workload.head else 32,  # a stack does not use its embedding
+        hidden_size=workload.hidden,
+        intermediate_size=workload.intermediate,
+        num_hidden_layers=workload.layers,
+        num_attention_heads=workload.heads,
+        num_key_value_heads=workload.kv_heads,
+        max_position_embeddings=workload.tokens,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa",
+        dtype=workload.torch_dtype,
+    )
+
+
+def timed_step_ms(step: TrainingStep) -> float:
+    """Run forward and backward on zeroed gradients; return how long they took."""
+    step.zero_gradients()
+    step.synchronize()
+    start = time.perf_counter()
+    with step.context():
+        step.backward(step.forward())
+    step.synchronize()
+    return (time.perf_counter() - start) * 1e3
 
 
 class TrainingStep:
@@ -39,18 +67,7 @@ class TrainingStep:
         torch.manual_seed(0)
         self.workload, self.device = workload, device
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
-        config = LlamaConfig(
-            vocab_size=workload.vocab if workload.head else 32,  # a stack does not use its embedding
-            hidden_size=workload.hidden,
-            intermediate_size=workload.intermediate,
-            num_hidden_layers=workload.layers,
-            num_attention_heads=workload.heads,
-            num_key_value_heads=workload.kv_heads,
-            max_position_embeddings=workload.tokens,
-            tie_word_embeddings=False,
-            attn_implementation="sdpa",
-            dtype=workload.torch_dtype,
-        )
+        config = llama_config(workload)
         with device:
             self.model: Any = self._build(config).to(workload.torch_dtype).train()
             self._make_input()

@@ -34,10 +34,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.frontier_machine import commit, hardware, versions
-from hf_actswap.engine import BlockingTransfer, StreamTransfer, Transfer
+from hf_actswap.engine import Transfer
 from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.link import Link
 from hf_actswap.engine.slabs import PageableSlabs, PinnedSlabs
+from hf_actswap.engine.transfer_streams import transfer_of
 from hf_actswap.planner.states.optimizer_states import OptimizerStates
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -158,7 +159,7 @@ class Subject:
 
     def _keep_on_host(self, share: float) -> None:
         streams = self.device.type != "cpu"
-        self.transfer = StreamTransfer(self.device) if streams else BlockingTransfer(self.device)
+        self.transfer = transfer_of(self.device)
         self._pool = HostPool(PinnedSlabs(self.device, frozenset())) if streams else HostPool(PageableSlabs())
         total = 2 * sum(item.nbytes for item in self.model.parameters())
         decoder: Any = self.model.get_submodule("model")
@@ -329,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         gc.collect()
         if device.type != "cpu":
             torch.accelerator.empty_cache()
-    compare(rows, StreamTransfer(device).link() if device.type != "cpu" else None)
+    compare(rows, transfer_of(device).link())
     settings = {name: value for name, value in vars(options).items() if name != "out"}
     origin = {"versions": versions(), "hardware": hardware(device)}
     for row in rows:

@@ -26,11 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import LlamaForCausalLM, LlamaModel
 
 from benchmarks.frontier_configs import ELEMENTWISE, MIXED, eager_mix, swap_everything
 from benchmarks.frontier_machine import commit, versions
 from benchmarks.frontier_result import Result
+from benchmarks.frontier_stack import llama_config
 from benchmarks.frontier_table import print_table
 from benchmarks.frontier_workloads import PRESETS, Workload
 from hf_actswap import outline, resolve_plan
@@ -88,18 +89,7 @@ def on_paper(workload: Workload, device: str) -> tuple[Profile, Outline, int]:
         workload: of `frontier.py`; its model is built on ``meta``.
         device: of `hf_actswap.planner.record.devices.DEVICES`.
     """
-    config = LlamaConfig(
-        vocab_size=workload.vocab if workload.head else 32,
-        hidden_size=workload.hidden,
-        intermediate_size=workload.intermediate,
-        num_hidden_layers=workload.layers,
-        num_attention_heads=workload.heads,
-        num_key_value_heads=workload.kv_heads,
-        max_position_embeddings=workload.tokens,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-        dtype=workload.torch_dtype,
-    )
+    config = llama_config(workload)
     with torch.device("meta"):
         model: Any = (LlamaForCausalLM if workload.head else LlamaModel)(config)
         model = model.to(workload.torch_dtype).train()

@@ -45,6 +45,18 @@ def _environment() -> Iterator[None]:
     os.environ.update(before)
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Nothing compiled before the test, and nothing left of it; counters at zero."""
+    import torch  # as above
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the checkout."""

@@ -26,7 +26,7 @@ from ..engine.step_watch import MemoryWatch, TimeWatch
 from ..plan import MemoryPlan
 from ..plan.outline import unwrapped
 from ..planner import CountingMeter, Planner
-from ..planner.meter import device_name
+from ..planner.meter import device_name, resting_tensors
 from ..report.run_files import PLANNER, RUN, RunFiles
 from ..version import __version__
 
@@ -175,7 +175,7 @@ class RunRecord:
         if device.type != "cpu":
             return MemoryWatch(self._model, applied, lambda: int(torch.accelerator.memory_allocated(device)))
         meter = self._meter = CountingMeter()
-        meter.own(_tensors_of(self._model, self._optimizer))
+        meter.own(resting_tensors(self._model, self._optimizer))
         meter.start()
 
         def peak_bytes() -> int:
@@ -198,16 +198,6 @@ class RunRecord:
             "peak_bytes": int(torch.accelerator.max_memory_allocated(self._device)),
             "reserved_bytes": int(torch.accelerator.memory_reserved(self._device)),
         }
-
-
-def _tensors_of(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
-    root = unwrapped(model)
-    found = [item.detach() for item in (*root.parameters(), *root.buffers())]
-    found += [item.grad for item in root.parameters() if item.grad is not None]
-    states = getattr(optimizer, "state", {})
-    return found + [
-        value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)
-    ]
 
 
 def _about(

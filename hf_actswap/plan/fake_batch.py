@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from .dry_run import fake_state
+from .dry_run import fake_state, fakes_only, hooks_off, one_sequence_each
 
 _MASK, _POSITIONS = "attention_mask", "position_ids"
+
+
+@contextmanager
+def dry_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Let ``model`` be called on fake tensors without a trace; see `dry_run`.
+
+    Args:
+        model: none of its hooks runs.
+        kwargs: of the real call; what is yielded of them is to be made fake (`fake_batch`).
+    """
+    named = without_idle_mask(kwargs)
+    packed = nullcontext() if holds_several_sequences(named) else one_sequence_each()
+    with quietly(), hooks_off(model), packed, fakes_only():
+        yield named
 
 
 def check_device(device: torch.device) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,15 +10,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
-from .dry_run import fakes_only, hooks_off, one_sequence_each
-from .fake_batch import (
-    check_device,
-    fake_batch,
-    fake_weights,
-    holds_several_sequences,
-    quietly,
-    without_idle_mask,
-)
+from .fake_batch import check_device, dry_call, fake_batch, fake_weights
 from .outline import Outline
 from .saved_bytes import SavedBytes
 from .use_recorder import UseRecorder
@@ -52,9 +43,7 @@ def record_saved(
         Exception: whatever the model raises on fake tensors (data-dependent shapes, custom kernels).
     """
     check_device(device)
-    named = without_idle_mask(kwargs or {})
-    packed = nullcontext() if holds_several_sequences(named) else one_sequence_each()
-    with quietly(), hooks_off(model), packed, fakes_only():
+    with dry_call(model, kwargs or {}) as named:
         state = fake_weights(model, device)
         fake_args, fake_kwargs = fake_batch((args, named), device)
         first = next(model.parameters(), None)

@@ -28,7 +28,7 @@ from .budget import GIB, limits_of
 from .record.devices import DEVICES
 from .record.shapes import profile_from_shapes
 from .search.find_plan import least_peak_bytes
-from .states.optimizer_kinds import inner_optimizer
+from .states.optimizer_kinds import inner_optimizer, state_bytes_beside_weights
 
 logger = logging.getLogger(__name__)
 
@@ -131,14 +131,8 @@ class LeastBudget:
         optimizer = self._optimizer
         if optimizer is None:
             return None
-        there = [
-            value.nbytes
-            for parameter, state in optimizer.state.items()
-            for value in state.values()
-            if isinstance(value, torch.Tensor) and value.device == parameter.device
-        ]
-        if there:
-            return sum(there)
+        if there_bytes := state_bytes_beside_weights(optimizer):
+            return there_bytes
         if isinstance(optimizer, _ADAMS):
             moments = sum(
                 (3 if group.get("amsgrad") else 2) * sum(weight.nbytes for weight in group["params"])

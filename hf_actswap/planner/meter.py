@@ -9,10 +9,11 @@ is measured in the same way.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -37,6 +38,21 @@ def runs_its_own_dispatch(types: Iterable[type]) -> bool:
 def device_name(device: torch.device) -> str:
     """Return what people call it: the GPU's own name, else its kind."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def resting_tensors(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield what a training holds between its steps: weights, buffers, gradients, the optimizer's states.
+
+    Args:
+        model: in its wrappers or not.
+        optimizer: what has no ``state`` (``None``) has no states.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        yield tensor.detach()
+        if tensor.grad is not None:
+            yield tensor.grad
+    for state in getattr(optimizer, "state", {}).values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 class Meter(Protocol):

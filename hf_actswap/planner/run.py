@@ -25,6 +25,7 @@ from ..plan.outline import Outline, unwrapped
 from .meter import Meter
 from .rescue.compiled_calls import guard_compiled
 from .rescue.oom_guard import OomGuard
+from .states.optimizer_kinds import state_bytes_beside_weights
 from .states.optimizer_states import OptimizerStates
 from .trials import Measured
 
@@ -206,14 +207,7 @@ class Run:
         """Bytes of the optimizer's states that are on the device between its steps."""
         if self.states is not None:
             return self.states.device_bytes
-        if self.optimizer is None:
-            return 0
-        return sum(
-            value.nbytes
-            for parameter, state in self.optimizer.state.items()
-            for value in state.values()
-            if isinstance(value, torch.Tensor) and value.device == parameter.device
-        )
+        return 0 if self.optimizer is None else state_bytes_beside_weights(self.optimizer)
 
     def step_starts(self) -> None:
         """Begin to measure."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -25,12 +23,13 @@ from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline, unwrapped
 from .budget import GIB
 from .least_budget import LeastBudget
-from .meter import AllocatorMeter, CountingMeter, Meter, device_name
+from .meter import AllocatorMeter, CountingMeter, Meter, device_name, resting_tensors
 from .phases import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
 from .refusals import problems_of_planner
 from .rescue.oom_guard import OomGuard
 from .run import Put, Run
+from .states.optimizer_kinds import inner_optimizer
 from .states.optimizer_states import OptimizerStates
 
 logger = logging.getLogger(__name__)
@@ -94,8 +93,8 @@ def start_planner(
     batches = unwrapped(model).register_forward_pre_hook(Hook(least.forward_starts), with_kwargs=True)
     planner.on_remove(batches.remove)
     if optimizer is not None and counts_steps:
-        inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wraps one
-        planner.on_remove(inner.register_step_post_hook(lambda *_: planner.step_ended()).remove)
+        steps = inner_optimizer(optimizer).register_step_post_hook(lambda *_: planner.step_ended())
+        planner.on_remove(steps.remove)
     return planner
 
 
@@ -133,17 +132,8 @@ def _meter_of(
         return AllocatorMeter(device)
     limit = None if memory.budget_gib is None else round(memory.budget_gib * GIB)
     meter = CountingMeter(limit)
-    meter.own(_tensors_of(model, optimizer))
+    meter.own(resting_tensors(model, optimizer))
     return meter
-
-
-def _tensors_of(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
-    for tensor in (*model.parameters(), *model.buffers()):
-        yield tensor.detach()
-        if tensor.grad is not None:
-            yield tensor.grad
-    for state in () if optimizer is None else optimizer.state.values():
-        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _made_for(

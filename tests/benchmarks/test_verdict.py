@@ -11,31 +11,18 @@ import pytest
 
 from benchmarks import verdict
 from benchmarks.verdict_planner import judge_planner
-
-GIB = 2**30
-Row = dict[str, Any]
+from tests.benchmarks.made_up_rows import GIB, Row, measured
 
 
 def row(method: str, seq: int, ms: float, activation_gib: float, swapped_gib: float = 0.0) -> Row:
-    allocated = int((activation_gib + 12) * GIB)
+    found = measured(method, seq, ms, activation_gib)
     return {
-        "method": method,
-        "compiled": "compiled" in method,
-        "model": "Llama-2-7B",
-        "layers": 16 if seq == 8192 else 6,
-        "seq": seq,
-        "batch": 1,
-        "head": False,
-        "ms": ms,
-        "activation_bytes": int(activation_gib * GIB),
-        "peak_allocated_bytes": allocated,
-        "peak_reserved_bytes": int(1.05 * allocated),
+        **found,
+        "peak_reserved_bytes": int(1.05 * found["peak_allocated_bytes"]),
         "swapped_bytes": int(swapped_gib * GIB),
         "first_step_ms": 2.5 * ms + (30_000 if "compiled" in method else 0),
         "first_step_compile_ms": 30_000 if "compiled" in method else 0,
         "step_ms": [2.5 * ms, 1.5 * ms, *[ms * (1 + 0.002 * number) for number in range(13)]],
-        "device": "NVIDIA H200",
-        "status": "measured",
     }
 
 

@@ -8,23 +8,12 @@ import pytest
 
 from benchmarks.verdict import SHAPES
 from benchmarks.verdict_planner import judge_planner, lower_left, time_on
-
-GIB = 2**30
-Row = dict[str, Any]
+from tests.benchmarks.made_up_rows import GIB, Row, measured
 
 
 def row(method: str, seq: int, ms: float, gib: float, budget_gib: float | None = None) -> Row:
     return {
-        "method": method,
-        "compiled": "compiled" in method,
-        "model": "Llama-2-7B",
-        "layers": 16 if seq == 8192 else 6,
-        "seq": seq,
-        "batch": 1,
-        "head": False,
-        "ms": ms,
-        "activation_bytes": int(gib * GIB),
-        "peak_allocated_bytes": int((gib + 12) * GIB),
+        **measured(method, seq, ms, gib),
         "peak_reserved_bytes": int((gib + 12.1) * GIB),
         "budget_bytes": None if budget_gib is None else int((budget_gib + 12.1) * GIB),
         "predicted_peak_bytes": int((gib + 12.2) * GIB),
@@ -32,8 +21,6 @@ def row(method: str, seq: int, ms: float, gib: float, budget_gib: float | None =
         "steps_to_stable": 10,
         "planning_s": 3.0,
         "config": {"memory": {"reduce_by_gib": 7.0}},
-        "device": "NVIDIA H200",
-        "status": "measured",
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -84,12 +84,7 @@ SELECTED = {
 """Op path -> bytes dropped, bytes saved instead, products done again (the attention core's not counted)."""
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def compiled(model: nn.Module, backend: Any = "aot_eager", wrapped: bool = False) -> Any:

@@ -12,8 +12,8 @@ from transformers import Trainer
 
 from hf_actswap import PlanError
 
-from .conftest import grad_norms, losses
-from .test_planner_training import Blocks, Watch, hooks_of, model, planned
+from .conftest import grad_norms, losses, tiny_llama
+from .test_planner_training import Blocks, Watch, hooks_of, planned
 
 Make = Callable[..., Trainer]
 COMPILE = {"torch_compile": True, "torch_compile_backend": "aot_eager", "per_device_train_batch_size": 4}
@@ -28,7 +28,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def test_a_model_compiled_whole_is_refused(make_trainer: Make) -> None:
-    trainer = make_trainer(planned(), model=model(), data=Blocks(), **COMPILE)
+    trainer = make_trainer(planned(), model=tiny_llama(), data=Blocks(), **COMPILE)
     with pytest.raises(PlanError, match=r"a model compiled whole.*regional compilation") as refused:
         trainer.train()
     assert "memory.mode" in str(refused.value)
@@ -40,10 +40,10 @@ def test_a_model_compiled_whole_is_refused(make_trainer: Make) -> None:
 def test_same_digits_by_regions(make_trainer: Make, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "True")
     settings: dict[str, Any] = {**COMPILE, "max_steps": 8, "eval_strategy": "steps", "eval_steps": 3}
-    plain = make_trainer(None, callback=False, model=model(), data=Blocks(), **settings)
+    plain = make_trainer(None, callback=False, model=tiny_llama(), data=Blocks(), **settings)
     plain.train()
     torch._dynamo.reset()
-    trainer = make_trainer(planned(mode, share=0.6), model=model(), data=Blocks(), **settings)
+    trainer = make_trainer(planned(mode, share=0.6), model=tiny_llama(), data=Blocks(), **settings)
     watch = Watch(trainer)
     trainer.train()
     assert watch.phases[-1] == "stable"

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, set_seed
+from transformers import Trainer, TrainerCallback
 
 from hf_actswap import ActSwapCallback, ActSwapTrainer, PlanError
 from hf_actswap.planner import BudgetError, Planner
 
-from .conftest import Tokens, grad_norms, losses
+from .conftest import Tokens, grad_norms, losses, tiny_llama
 
 Make = Callable[..., Trainer]
 GIB = 2**30
@@ -35,22 +35,8 @@ class Blocks(Tokens):
         self.ids = torch.randint(0, 64, (count, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
-def model(seed: int = 0) -> LlamaForCausalLM:
-    set_seed(seed)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-        )
-    )
-
-
 UNPLANNED_BYTES = 2_713_992
-"""The peak of a step of `model` on four blocks, counted."""
+"""The peak of a step of `tiny_llama` on four blocks, counted."""
 
 
 def planned(mode: str = "smart_swap", share: float = 0.7, **more: Any) -> dict[str, Any]:
@@ -64,7 +50,7 @@ def training(make_trainer: Make) -> Make:
     def make(actswap: Any, data: Any = None, **more: Any) -> Trainer:
         more = {"max_steps": 10, "per_device_train_batch_size": 4, **more}
         own = more.pop("model", None)
-        return make_trainer(actswap, model=own or model(), data=data or Blocks(), **more)
+        return make_trainer(actswap, model=own or tiny_llama(), data=data or Blocks(), **more)
 
     return make
 
@@ -187,7 +173,7 @@ def test_a_resumed_run_is_stable_at_once(training: Make, tmp_path: Path) -> None
     whole = training(memory, **saved)
     whole.train()
     assert json.loads(path.read_text())["rows"]
-    resumed = training(memory, model=model(seed=9), **saved)
+    resumed = training(memory, model=tiny_llama(seed=9), **saved)
     watch = Watch(resumed)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
     assert losses(resumed) == losses(whole)
@@ -258,7 +244,7 @@ def test_states_of_the_optimizer_are_saved_and_resumed(training: Make, tmp_path:
     for number, state in theirs["state"].items():
         for name, value in state.items():
             assert torch.equal(ours["state"][number][name], value), (number, name)
-    resumed = training(memory, model=model(seed=9), **saved)
+    resumed = training(memory, model=tiny_llama(seed=9), **saved)
     resumed.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-5"))
     assert losses(resumed) == losses(plain)
 
@@ -278,7 +264,7 @@ def test_lora(training: Make) -> None:
 
     def adapted() -> torch.nn.Module:
         lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-        return get_peft_model(model(), lora)
+        return get_peft_model(tiny_llama(), lora)
 
     runs = []
     for actswap in (None, planned()):
@@ -291,9 +277,9 @@ def test_lora(training: Make) -> None:
 @pytest.mark.slow
 def test_our_own_trainer(make_trainer: Make, tmp_path: Path) -> None:
     args = make_trainer(planned(), max_steps=7).args
-    plain = make_trainer(None, callback=False, model=model(), data=Blocks(), max_steps=7)
+    plain = make_trainer(None, callback=False, model=tiny_llama(), data=Blocks(), max_steps=7)
     plain.train()
-    trainer = ActSwapTrainer(model=model(), args=args, train_dataset=Blocks())
+    trainer = ActSwapTrainer(model=tiny_llama(), args=args, train_dataset=Blocks())
     trainer.train()
     assert losses(trainer) == losses(plain)
 

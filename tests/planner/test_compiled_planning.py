@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -29,12 +29,7 @@ MEASURED_GIB = {0.5: 9.2, 0.2: 5.3, 0.0: 2.5}
 """One H200, 16 layers, 8,192 tokens."""
 
 
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def nothing(layers: int) -> MemoryPlan:

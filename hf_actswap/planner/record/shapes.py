@@ -8,7 +8,6 @@ the device: fused attention saves the same there (its output and the softmax sta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,14 +15,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
-from ...plan.dry_run import fakes_only, hooks_off, one_sequence_each
-from ...plan.fake_batch import (
-    fake_batch,
-    fake_weights,
-    holds_several_sequences,
-    quietly,
-    without_idle_mask,
-)
+from ...plan.fake_batch import dry_call, fake_batch, fake_weights
 from ...plan.outline import Outline
 from ..meter import CountingMeter
 from ..profile import Profile
@@ -63,10 +55,8 @@ def profile_from_shapes(
         Exception: whatever the model raises on fake tensors (data-dependent shapes, custom kernels).
     """
     rates = device_rates(device_name)
-    named = without_idle_mask(batch)
-    packed = nullcontext() if holds_several_sequences(named) else one_sequence_each()
     meter = CountingMeter(unlimited_bytes=rates.memory_bytes)
-    with quietly(), hooks_off(model), packed, fakes_only():
+    with dry_call(model, batch) as named:
         state = {name: _on_cpu(tensor) for name, tensor in fake_weights(model, _CPU).items()}
         call = fake_batch(named, _CPU)
         trained = [tensor for tensor in state.values() if tensor.requires_grad]

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ...engine.around import Undo, replace_forward
+from ...engine.around import Undo, replace_call, replace_forward
 from ...plan.compiled import is_compiled, uncompiled
 from .oom_guard import OomGuard
 
@@ -31,28 +31,23 @@ def guard_compiled(guard: OomGuard, modules: Iterable[nn.Module]) -> list[Undo]:
 def _guarded(guard: OomGuard, module: nn.Module) -> Undo:
     inner = uncompiled(module)
     name = f"compiled {type(inner).__name__}"
-    in_place = getattr(module, "_compiled_call_impl", None)
-    compiled: Callable[..., Any] = in_place or module.forward
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not guard.running:
-            return compiled(*args, **kwargs)
-        written = [*inner.buffers(), *_tensors((args, kwargs))]
-        output, used_bytes = guard.run_region(name, compiled, args, kwargs, written)
-        nodes = {tensor.grad_fn: None for tensor in _tensors(output) if tensor.grad_fn is not None}
-        for node in list(nodes)[:1]:
-            node.register_prehook(_makes_room(guard, f"{name}, backward", used_bytes, inner))
-        return output
+    def guarded(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not guard.running:
+                return compiled(*args, **kwargs)
+            written = [*inner.buffers(), *_tensors((args, kwargs))]
+            output, used_bytes = guard.run_region(name, compiled, args, kwargs, written)
+            nodes = {tensor.grad_fn: None for tensor in _tensors(output) if tensor.grad_fn is not None}
+            for node in list(nodes)[:1]:
+                node.register_prehook(_makes_room(guard, f"{name}, backward", used_bytes, inner))
+            return output
 
-    if in_place is None:
-        return replace_forward(module, call)
-    module._compiled_call_impl = call
+        return call
 
-    def undo() -> None:
-        if module._compiled_call_impl is call:  # else it was compiled anew meanwhile
-            module._compiled_call_impl = in_place
-
-    return undo
+    if getattr(module, "_compiled_call_impl", None) is None:
+        return replace_forward(module, guarded(module.forward))
+    return replace_call(module, guarded)
 
 
 def _makes_room(guard: OomGuard, name: str, used_bytes: int, module: nn.Module) -> Callable[..., None]:

@@ -32,6 +32,16 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def state_bytes_beside_weights(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of an optimizer's states that are on the devices of their parameters."""
+    return sum(
+        value.nbytes
+        for parameter, state in optimizer.state.items()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.device == parameter.device
+    )
+
+
 def is_streamed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether it can step a part of its parameters at a time with the same bits as all."""
     return type(optimizer) in STREAMED

@@ -23,8 +23,8 @@ import hf_actswap
 from hf_actswap import ActSwapCallback, ActSwapTrainingArguments
 from hf_actswap.planner import CountingMeter, Planner
 
-from .conftest import losses
-from .test_planner_training import SHORT, Blocks, model
+from .conftest import losses, tiny_llama
+from .test_planner_training import SHORT, Blocks
 
 GIB = 2**30
 STEPS = 8
@@ -64,7 +64,7 @@ def loop(memory: dict[str, Any] | None) -> Run:
     )
     accelerator = Accelerator(fsdp_plugin=plugin)
     assert accelerator.is_fsdp2
-    bare = model()
+    bare = tiny_llama()
     bare.config.use_cache = False
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3)
     config = {} if memory is None else {"memory": memory}
@@ -132,7 +132,7 @@ def trained(memory: dict[str, Any] | None, folder: Path) -> Run:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     ours = ActSwapCallback(args) if memory is not None else None
     callbacks = [] if ours is None else [ours, Phases(run, ours)]
-    trainer = Trainer(model=model(), args=args, train_dataset=Blocks(), callbacks=callbacks)
+    trainer = Trainer(model=tiny_llama(), args=args, train_dataset=Blocks(), callbacks=callbacks)
     assert trainer.accelerator.is_fsdp2
     trainer.train()
     run.sharded = all(isinstance(item, DTensor) for item in trainer.model.parameters())

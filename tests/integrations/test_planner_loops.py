@@ -15,8 +15,8 @@ import hf_actswap
 from hf_actswap import ActSwapCallback, PlanError
 from hf_actswap.planner import Planner
 
-from .conftest import losses
-from .test_planner_training import SHORT, Blocks, Watch, model, planned
+from .conftest import losses, tiny_llama
+from .test_planner_training import SHORT, Blocks, Watch, planned
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def nothing_is_left_behind() -> Iterator[None]:
 def train(config: Any, micro_batches: int, steps: int = 7) -> tuple[list[float], list[str]]:
     """Train with `hf_actswap.prepare`; return the loss of each micro-batch and the phase of each step."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=micro_batches)
-    bare = model()
+    bare = tiny_llama()
     optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3)
     prepared = hf_actswap.prepare(accelerator, bare, config, optimizer)
     loader = accelerator.prepare(torch.utils.data.DataLoader(Blocks(), batch_size=4))
@@ -65,7 +65,7 @@ def test_states_of_the_optimizer() -> None:
 
 def test_it_needs_the_optimizer() -> None:
     with pytest.raises(PlanError, match="optimizer=optimizer"):
-        hf_actswap.prepare(Accelerator(cpu=True), model(), planned())
+        hf_actswap.prepare(Accelerator(cpu=True), tiny_llama(), planned())
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_supervised_fine_tuning_with_adapters(tmp_path: Path) -> None:
             bf16=False,
         )
         return trl.SFTTrainer(
-            model=model(),
+            model=tiny_llama(),
             args=args,
             train_dataset=datasets.Dataset.from_list(rows),
             processing_class=tokenizer(),

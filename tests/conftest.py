@@ -12,6 +12,9 @@ from hypothesis import HealthCheck, settings
 # The models of the tests are tiny: more threads than one only wait for each other, here and in children.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+# A process that a test has started and that crashes tells where.
+os.environ["PYTHONFAULTHANDLER"] = "1"
+
 # Set before any test imports transformers or datasets: they read these once, at import.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 

@@ -7,8 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
 from time import sleep
 from typing import Any
 
@@ -34,6 +32,7 @@ from hf_actswap.parallel import (
 from tests.engine.tiny_models import VOCABULARY, gradients, snapshot, tiny_llama
 from tests.parallel.collective_calls import noted
 from tests.parallel.parallel_llama import parallel_llama
+from tests.parallel.rank_processes import run_cases
 
 WORLD_SIZE = 2
 LENGTH = 16
@@ -179,27 +178,19 @@ class _Warnings(logging.Handler):
 
 
 def run_on_rank(rank: int, folder: str) -> None:
-    """Run each case and write its `Result`, or the text of its error, as ``<case>.<rank>.pt``."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder, "store")), WORLD_SIZE)
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=limit)
-    group = dist.group.WORLD
-    assert group is not None
-    try:
-        runs: dict[str, Callable[[], object]] = {
-            name: lambda case=case: run_case(case, group) for name, case in CASES.items()
-        }
-        runs |= {f"weights_{name}": lambda again=again: run_sharded(again) for name, again in WEIGHTS.items()}
-        runs["mappings"] = lambda: run_mappings(rank, group)
-        for name, run in runs.items():
-            try:
-                found: object = run()
-            except Exception as error:  # told to the test of this case; the others go on
-                found = f"{type(error).__name__}: {error}"
-            torch.save(found, Path(folder, f"{name}.{rank}.pt"))
-    finally:
-        dist.destroy_process_group()
+    """Run each case; see `run_cases`."""
+
+    def world() -> dist.ProcessGroup:
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    cases: dict[str, Callable[[dist.ProcessGroup | None], object]] = {
+        name: lambda _, case=case: run_case(case, world()) for name, case in CASES.items()
+    }
+    cases |= {f"weights_{name}": lambda _, again=again: run_sharded(again) for name, again in WEIGHTS.items()}
+    cases["mappings"] = lambda _: run_mappings(rank, world())
+    run_cases(rank, folder, WORLD_SIZE, cases, {name: [] for name in cases})
 
 
 def run_case(case: Case, group: dist.ProcessGroup) -> Result:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.engine.tiny_models import NUM_LAYERS, assert_bitwise_equal
 from tests.parallel.communication_worker import CASES, LENGTH, WORLD_SIZE, Result, run_on_rank
+from tests.parallel.rank_processes import result
 from tests.processes import finish
 
 LIMIT_S = 150
@@ -31,15 +31,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read(name: str, rank: int, folder: Path) -> Any:
-    """Read one rank's result of a case; fail with its error."""
-    found = torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
-    assert not isinstance(found, str), found
-    return found
-
-
 def result_of(name: str, folder: Path, rank: int = 0) -> Result:
-    found = read(name, rank, folder)
+    found = result(folder, name, rank)
     assert isinstance(found, Result)
     return found
 
@@ -206,7 +199,7 @@ def test_weights_are_gathered_again(results: Path) -> None:
 def test_mappings(results: Path) -> None:
     """Outputs by hand; the loss weighs element k of a rank's output with k plus the rank's number."""
     for rank in range(WORLD_SIZE):
-        found = {name: value.tolist() for name, value in read("mappings", rank, results).items()}
+        found = {name: value.tolist() for name, value in result(results, "mappings", rank).items()}
         own = rank + 1.0
         assert found["copy"] == [own] * 4
         assert found["copy gradient"] == [1.0, 3.0, 5.0, 7.0]

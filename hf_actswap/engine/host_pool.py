@@ -139,7 +139,7 @@ class HostPool:
             self._target_bytes = max(self._target_bytes, goal) if self._reserving else goal
             if self._reserving or self.held_bytes >= goal:
                 return
-            thread = threading.Thread(target=self._reserve, name="actswap-host-memory", daemon=True)
+            thread = threading.Thread(target=self._reserve, name="actswap-host-memory")
             thread.start()
             self._thread, self._reserving, self._failure = thread, True, None
 
@@ -279,7 +279,8 @@ class HostPool:
             left = self._target_bytes - self.held_bytes
             step = min(_SLAB_STEP_BYTES, self._slab_bytes)
             size_bytes = 0
-            if left > 0 and not self._closed:
+            # At its exit the interpreter waits for this thread: cut off inside PyTorch it would abort.
+            if left > 0 and not self._closed and threading.main_thread().is_alive():
                 size_bytes = max(0, self._allowed(min(self._slab_bytes, -(-left // step) * step)))
             if size_bytes == 0:
                 self._end_reservation()

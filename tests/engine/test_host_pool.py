@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from itertools import pairwise
@@ -426,6 +428,30 @@ def test_close_stops_the_reserving_thread_and_whoever_waits_for_it() -> None:
     closer.join(30)
     pool.wait_reserved()
     assert (len(source.sizes_bytes), source.out, pool.held_bytes) == (1, {}, 0)
+
+
+def test_a_process_that_ends_while_memory_is_reserved_waits_for_one_slab() -> None:
+    script = f"""
+import time
+import torch
+from hf_actswap.engine.host_pool import HostPool
+
+class Slow:
+    def allocate(self, size_bytes):
+        time.sleep(0.2)
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+def progress(done_bytes, goal_bytes):
+    print("ended" if done_bytes == goal_bytes else "reserving", flush=True)
+
+pool = HostPool(Slow(), None, {MIB}, progress)
+pool.reserve(10_000 * {MIB})
+time.sleep(0.5)
+raise SystemExit("the training failed")
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stderr.strip()) == (1, "the training failed")
+    assert set(run.stdout.split()) == {"reserving", "ended"}
 
 
 def test_a_second_reservation_raises_the_goal() -> None:

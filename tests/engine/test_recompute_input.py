@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from typing import Any
 
@@ -248,7 +249,8 @@ class _CheckpointsItsCall(type(tiny_llama().model.layers[0])):  # type: ignore[m
         return checkpoint(run, *args, use_reentrant=False)
 
 
-_CheckpointsItsCall.forward = type(tiny_llama().model.layers[0]).forward.__wrapped__
+# Later versions wrap forward instead.
+_CheckpointsItsCall.forward = inspect.unwrap(type(tiny_llama().model.layers[0]).forward)
 
 
 def test_a_checkpoint_around_the_hooks_is_prefetched_alike() -> None:

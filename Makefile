@@ -1,20 +1,22 @@
 # make test      lint, types and the quick tests, in a fresh .venv
 # make test-all  the same with the slow tests
 # make demo      pretrain a small Llama on the embedded corpus, swap on (CPU is enough, no network but a package index)
+# make oldest    the quick tests with the oldest PyTorch and transformers (gigabytes: that PyTorch brings CUDA along)
 # make gpu       tests and benchmarks that need an accelerator, in the current Python
 # make sanitize  a small case under compute-sanitizer (make gpu does it too, where the tool is found)
-# make clean     remove the environment and the caches
+# make clean     remove the environments and the caches
 #
 # PYTHON chooses the interpreter (3.11 or newer):  make test PYTHON=python3.12
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := .venv-oldest
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # A process for each core, whole files: what a file sets up is set up once.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
-.PHONY: test test-all lint types demo gpu sanitize clean
+.PHONY: test test-all oldest lint types demo gpu sanitize clean
 .DELETE_ON_ERROR:
 
 test: lint types
@@ -22,6 +24,11 @@ test: lint types
 
 test-all: lint types
 	$(PYTEST)
+
+# Not strict: a warning of an old version is none of ours.
+oldest: $(OLDEST)/.dev
+	$(OLDEST)/bin/python -m pytest -o addopts="--import-mode=importlib -ra" --numprocesses auto --maxprocesses 8 \
+		--dist loadfile -m "not slow and not gpu"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -60,7 +67,7 @@ sanitize:
 	PYTORCH_ALLOC_CONF=backend:cudaMallocAsync $(SANITIZED) --track-stream-ordered-races all $(FOR_SANITIZER)
 
 clean:
-	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(OLDEST) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -not -path './.git/*' -type d -prune -exec rm -rf {} +
 
 # torch first and alone: a CPU wheel that the index configuration offers is then taken as it is.
@@ -76,4 +83,9 @@ $(VENV)/.run: $(VENV)/.torch pyproject.toml
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(PIP_INSTALL) --editable '.[dev]'
+	touch $@
+
+$(OLDEST)/.dev: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet torch==2.11.* transformers==5.17.* --editable '.[test]'
 	touch $@

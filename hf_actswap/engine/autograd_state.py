@@ -38,15 +38,21 @@ def running_node_number() -> int | None:
 
 
 def pop_leaked_hooks(pack: Callable[..., Any]) -> bool:
-    """Pop the innermost saved-tensor hooks of this thread if they are ours.
+    """Pop our saved-tensor hooks if this thread still has them; those above them stay.
 
-    A `KeyboardInterrupt` in a forward skips even ``always_call`` module hooks: nobody has popped them.
+    A `KeyboardInterrupt` in a forward skips even ``always_call`` module hooks: nobody has popped ours. A
+    checkpoint of PyTorch 2.11 leaves its own on them until the traceback dies, and then pops one.
     """
-    top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if top is None or top[0] != pack:
-        return False
-    torch._C._autograd._pop_saved_tensors_default_hooks()
-    return True
+    state = torch._C._autograd
+    above = []
+    while (top := state._top_saved_tensors_default_hooks(True)) is not None:
+        state._pop_saved_tensors_default_hooks()
+        if top[0] == pack:
+            break
+        above.append(top)
+    for hooks in reversed(above):
+        state._push_saved_tensors_default_hooks(*hooks)
+    return top is not None
 
 
 def function_mode_is_innermost(mode: TorchFunctionMode) -> bool:

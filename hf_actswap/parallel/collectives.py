@@ -167,6 +167,7 @@ def reduce_in_place(
     _run(group, dist.all_reduce, tensor, op=operation, group=group)
 
 
+@torch.compiler.disable  # traced, PyTorch 2.11 fills a copy of what a collective is to fill
 def _run(
     group: dist.ProcessGroup | None, collective: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:

@@ -85,6 +85,23 @@ def one_sequence_each() -> Iterator[None]:
         names[_ASK_PACKED] = ask
 
 
+class _FakeTensors(FakeTensorMode):
+    """Knows one shape more: ``bincount`` of choices among ``minlength`` has that many rows.
+
+    In general its values decide. The balancing losses of transformers up to 5.17 count experts with it.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.bincount.default:
+            given = dict(zip(("self", "weights", "minlength"), args, strict=False)) | (kwargs or {})
+            weights, count = given.get("weights"), given.get("minlength", 0)
+            if count > 0:
+                with self:
+                    dtype = torch.long if weights is None else weights.dtype
+                    return torch.empty(count, dtype=dtype, device=given["self"].device)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 @contextmanager
 def fakes_only() -> Iterator[None]:
     """Make tensors fake, without an address, and record autograd's nodes but nothing that they save."""
@@ -99,7 +116,7 @@ def fakes_only() -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         # Innermost hooks win: those around us (offloading, counting) do not meet fake tensors.
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forget, _refuse))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_FakeTensors(allow_non_fake_inputs=True))
         yield
 
 

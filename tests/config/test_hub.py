@@ -198,6 +198,10 @@ def test_hostile_documents(hub: HubServer, tmp_path: Path) -> None:
     assert any("plan_file" in note for note in config.notes)
 
 
+@pytest.mark.skipif(
+    int(huggingface_hub.__version__.partition(".")[0]) < 2,
+    reason="huggingface_hub 1 takes the token along to where its endpoint sends it",
+)
 def test_the_token_goes_to_its_endpoint_alone(hub: HubServer) -> None:
     hub.repository("org/name", private=True).put({CONFIG_FILE_NAME: TEXT})
     elsewhere = HubServer()

@@ -96,6 +96,11 @@ def test_leaked_hooks_are_popped_only_if_they_are_ours() -> None:
         assert pop_leaked_hooks(ours)
         assert not pop_leaked_hooks(ours)
         assert torch._C._autograd._top_saved_tensors_default_hooks(True)[0] is others
+        saved_tensors_hooks(ours, ours).__enter__()
+        with saved_tensors_hooks(others, ours):  # left on ours by what was interrupted, and popped later
+            assert pop_leaked_hooks(ours)
+            assert torch._C._autograd._top_saved_tensors_default_hooks(True) == (others, ours)
+        assert torch._C._autograd._top_saved_tensors_default_hooks(True)[0] is others
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 

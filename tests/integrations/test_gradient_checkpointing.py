@@ -15,6 +15,7 @@ from hf_actswap import MemoryPlan, PlanError, apply, outline, resolve_plan
 from hf_actswap.config import load_config
 from hf_actswap.engine import RecordingTransfer
 from hf_actswap.plan import PlanRow, Windows
+from hf_actswap.plan.gradient_checkpointing import checkpoints_its_call
 from tests.engine.test_recompute import held_bytes
 from tests.engine.tiny_models import (
     BATCH,
@@ -36,8 +37,9 @@ REASON = (
 
 
 def checkpointed(model: Any = None, **keys: Any) -> Any:
+    """Under the name that all versions of transformers have."""
     model = model if model is not None else tiny_llama()
-    model.activation_checkpointing_enable(**keys)
+    model.gradient_checkpointing_enable(**keys)
     return model
 
 
@@ -118,7 +120,9 @@ def test_dropout_and_another_family() -> None:
         torch.manual_seed(5)
         grads.append(gradients_of_step(model))
     assert_bitwise_equal(grads[1], grads[0])
-    assert applied.stats().offloaded_bytes == 2 * INPUT_BYTES
+    # A checkpoint around hooks saves what the first layer reads before we know it: here the dropout's result.
+    count = 1 if checkpoints_its_call(model.gpt_neox.layers[0]) else 2
+    assert applied.stats().offloaded_bytes == count * INPUT_BYTES
 
 
 def test_adapters() -> None:
@@ -210,7 +214,7 @@ def test_reentrant_checkpoints() -> None:
         {"use_reentrant": True},
         {"preserve_rng_state": False},
     ):  # reentrant is PyTorch's default
-        model = checkpointed(activation_checkpointing_kwargs=keywords)
+        model = checkpointed(gradient_checkpointing_kwargs=keywords)
         assert message(model, CASE_1) == expected
 
 
@@ -253,7 +257,7 @@ def test_switched_on_later_it_is_noticed_at_the_next_forward(config: dict[str, A
             gradients_of_step(model)
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 4, dtype=torch.long))
-        model.activation_checkpointing_disable()
+        model.gradient_checkpointing_disable()
         assert_bitwise_equal(gradients_of_step(model), bare)
 
 

@@ -62,9 +62,7 @@ class RegionTags:
 
     def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Return the tag of ``func``, which has just run (or is about to: see the module's text)."""
-        if (
-            context.is_recompute
-        ):  # earlier versions ask again there; while compiling the answer changes nothing
+        if context.is_recompute:  # earlier versions ask again; the answer changes nothing in what is traced
             return CheckpointPolicy.PREFER_SAVE
         if self._before is not None:
             before, tag = self._before
@@ -143,11 +141,8 @@ def _viewed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int
     schema = getattr(function, "_schema", None)  # higher-order operators have none, and return no views
     if schema is None or all(made.alias_info is None for made in schema.returns):
         return None
-    names = [argument.name for argument in schema.arguments if argument.alias_info is not None]
-    positions = {argument.name: at for at, argument in enumerate(schema.arguments)}
-    for name in names:
-        at = positions[name]
-        value = args[at] if at < len(args) else kwargs.get(name)
-        if isinstance(value, torch.Tensor):
+    for at, argument in enumerate(schema.arguments):
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and isinstance(value, torch.Tensor):
             return storage_key(value)
     return None

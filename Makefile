@@ -14,7 +14,10 @@ BIN := $(VENV)/bin
 OLDEST := .venv-oldest
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # A process for each core, whole files: what a file sets up is set up once.
-PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist loadfile
+PYTEST := $(BIN)/python -m pytest $(ON_ALL_CORES)
+# The settings of pyproject.toml without --strict-config and --strict-markers.
+NOT_STRICT := -m pytest -o addopts="--import-mode=importlib -ra"
 
 .PHONY: test test-all oldest lint types demo gpu sanitize clean
 .DELETE_ON_ERROR:
@@ -25,10 +28,8 @@ test: lint types
 test-all: lint types
 	$(PYTEST)
 
-# Not strict: a warning of an old version is none of ours.
 oldest: $(OLDEST)/.dev
-	$(OLDEST)/bin/python -m pytest -o addopts="--import-mode=importlib -ra" --numprocesses auto --maxprocesses 8 \
-		--dist loadfile -m "not slow and not gpu"
+	$(OLDEST)/bin/python $(NOT_STRICT) $(ON_ALL_CORES) -m "not slow and not gpu"
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -44,7 +45,7 @@ demo: $(VENV)/.run
 # Not strict: pytest-timeout, whose setting and marker the tests use, may not be installed there. Matrix products
 # repeat their bits on every stream only with a workspace of fixed size.
 REPEATABLE = CUBLAS_WORKSPACE_CONFIG=:4096:8
-ON_GPU = $(PYTHON) -m pytest -o addopts="--import-mode=importlib -ra"
+ON_GPU = $(PYTHON) $(NOT_STRICT)
 SANITIZED = $(REPEATABLE) compute-sanitizer --tool memcheck --error-exitcode 1
 FOR_SANITIZER = $(ON_GPU) tests/engine/test_gpu_stress.py -k for_the_sanitizer
 # Each under eight minutes; the colon stands for a space. What one of them finds does not stop the next.
@@ -87,5 +88,5 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 
 $(OLDEST)/.dev: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/python -m pip install --quiet torch==2.11.* transformers==5.17.* --editable '.[test]'
+	$(OLDEST)/bin/python -m pip install --quiet 'torch==2.11.*' 'transformers==5.17.*' --editable '.[test]'
 	touch $@

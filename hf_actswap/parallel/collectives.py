@@ -167,7 +167,6 @@ def reduce_in_place(
     _run(group, dist.all_reduce, tensor, op=operation, group=group)
 
 
-@torch.compiler.disable  # traced, PyTorch 2.11 fills a copy of what a collective is to fill
 def _run(
     group: dist.ProcessGroup | None, collective: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
@@ -178,6 +177,10 @@ def _run(
         if lost is None:
             raise
         raise lost from error
+
+
+if torch.__version__ < "2.13":  # traced, it fills a copy of what a collective is to fill: wrong gradients
+    _run = torch.compiler.disable(_run)
 
 
 def _check_divisible(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> None:

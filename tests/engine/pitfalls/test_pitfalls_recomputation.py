@@ -158,7 +158,7 @@ def test_pitfall_13_selective_checkpointing_inside_a_swapped_layer() -> None:
     selective = same_gradients(build, swap_everything(5))
     free = same_gradients(tiny_llama, swap_everything(5))
     assert 0 < selective.offloaded_bytes < free.offloaded_bytes
-    assert not any(selective.refused.values())  # up to PyTorch 2.11 checkpoints save an empty tensor
+    assert selective.refused in ({}, {"empty": 0})  # up to PyTorch 2.11 a checkpoint saves an empty tensor
     assert free.refused == {}
 
 

@@ -152,6 +152,7 @@ class AutoWindows:
             key: Action("swap", decision.windows) if decision.swap else KEEP
             for key, decision in zip(agreed.keys, decisions, strict=True)
         }
+        self._transfer.empty_cache()  # two steps kept everything, and later ones need much less
         self._tell(_overrides(agreed, decisions, seen, self._link))
         swapped, kept = (_bytes_decided(agreed, decisions, swap) for swap in (True, False))
         logger.info(

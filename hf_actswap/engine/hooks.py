@@ -199,10 +199,10 @@ class Engine:
         self._saving.__enter__()
 
     def _end_forward(self, *_: Any) -> None:
-        forward, self._forward = self._forward, None
-        saving, self._saving = self._saving, None
+        forward, saving = self._forward, self._saving
         if forward is not None and saving is not None:
             saving.__exit__(None, None, None)
+            self._forward = self._saving = None  # after it: an interrupt between the two finds what is left
             forward.end()
 
     def _start_compiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from ..plan.outline import OUTPUT, Outline, unwrapped
 from .around import Hook
 from .hooks import Engine
 from .host_budget import HostMemory, Progress
+from .interrupts import uninterrupted
 from .slices import Replicas
 from .stats import SwapStats
 from .swapped_storages import Keeper
@@ -37,7 +38,8 @@ class AppliedPlan:
         self._engine, self._attach = engine, attach
         self._undo: list[Callable[[], None]] = []
         self._removed = False
-        self._hooks: list[Callable[[], None]] | None = attach()
+        self._hooks: list[Callable[[], None]] | None = None
+        self.resume()
 
     @property
     def plan(self) -> MemoryPlan:
@@ -75,6 +77,7 @@ class AppliedPlan:
         """Let `remove` do one thing more."""
         self._undo.append(step)
 
+    @uninterrupted()
     def suspend(self) -> None:
         """Take the hooks off, so that another plan may be on; what was learned and counted stays.
 
@@ -85,6 +88,7 @@ class AppliedPlan:
         for step in reversed(hooks or []):
             step()
 
+    @uninterrupted()
     def resume(self) -> None:
         """Install the hooks again after `suspend`; from the next forward on the plan acts.
 
@@ -98,6 +102,7 @@ class AppliedPlan:
                 raise PlanError([Problem("plan", "one that is suspended", "one that was removed")])
             self._hooks = self._attach()
 
+    @uninterrupted()
     def remove(self) -> None:
         """Take everything off the model and free the host memory. Safe to call again.
 

@@ -126,16 +126,16 @@ class KeptCall:
     Args:
         arguments: what it is called with.
         first_pack: how many tensors the region has saved before it.
-        device_type: where it computes.
+        device: where it computes.
         random: whether it may draw random numbers.
     """
 
-    def __init__(self, arguments: Any, first_pack: int, device_type: str, random: bool) -> None:
+    def __init__(self, arguments: Any, first_pack: int, device: torch.device, random: bool) -> None:
         self._leaves = tree_leaves(arguments)
         self._geometry = [_geometry(leaf) for leaf in self._leaves]
         self._first_pack = first_pack
-        self._device_type = device_type
-        self._random: RandomState | None = random_state(device_type) if random else None
+        self._device = device
+        self._random: RandomState | None = random_state(device) if random else None
         self._repeatable = not any(isinstance(leaf, torch.Generator) for leaf in self._leaves)
         self._shown: dict[int, _Shown] = {}
         self._returned: list[Any] = []
@@ -180,7 +180,7 @@ class KeptCall:
             return False
         self._returned = [Result(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         if self._random is not None:
-            before, self._random = self._random, random_state(self._device_type)
+            before, self._random = self._random, random_state(self._device)
             if same_random_state(before, self._random):
                 self._random = None
         return True

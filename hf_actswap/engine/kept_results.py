@@ -47,12 +47,12 @@ class KeptResults:
 
     Args:
         ticket_of: makes the ticket of a result; its producer's fate holds.
-        device_type: where the region computes.
+        device: where the region computes.
     """
 
-    def __init__(self, ticket_of: TicketOf, device_type: str) -> None:
+    def __init__(self, ticket_of: TicketOf, device: torch.device) -> None:
         self._ticket_of: TicketOf | None = ticket_of
-        self._device_type = device_type
+        self._device = device
         self._seen: Counter[str] = Counter()
         self._entered: Counter[nn.Module] = Counter()
         self._function: KeptCall | None = None
@@ -80,7 +80,7 @@ class KeptResults:
         self._seen[name] += 1
         # In a module that is gone by as one only communications are held, in case it is not.
         alone = kept and (self._module is None or name in COMMUNICATIONS)
-        self._function = KeptCall(arguments, packs, self._device_type, random) if alone else None
+        self._function = KeptCall(arguments, packs, self._device, random) if alone else None
         self._read = self._reads(arguments, path if alone else None)
 
     def returns(self, name: str, path: str, result: Any, packs: int) -> None:
@@ -107,7 +107,7 @@ class KeptResults:
         if self._module is not None or is_compiled(module):
             return
         with torch._C.DisableTorchFunction():
-            call = KeptCall(arguments, packs, self._device_type, random=True)
+            call = KeptCall(arguments, packs, self._device, random=True)
             self._reads(arguments, None)
         self._module = module, call, self._seen.copy()
 

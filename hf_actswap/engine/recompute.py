@@ -67,13 +67,13 @@ class Region:
         self.leaves = [
             Input(ticket_of(leaf), leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
         ]
-        device_type = next((leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
-        self.state = CallState(device_type, random, leaves)
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), torch.device("cpu"))
+        self.state = CallState(device, random, leaves)
         self.expected: dict[int, tuple[torch.Size, torch.dtype]] = {}
         self._caught: dict[int, Kept] = {}
         self._outputs: dict[int, _Output] = {}
         self._versions: dict[int, int] = {}
-        self.kept = KeptResults(ticket_of, device_type) if keeps else None
+        self.kept = KeptResults(ticket_of, device) if keeps else None
 
     def saved(self, tensor: torch.Tensor) -> RegionTicket:
         """Make the ticket of the tensor packed last."""

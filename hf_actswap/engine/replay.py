@@ -14,6 +14,7 @@ import torch
 from ..plan.opnames import RANDOM_FUNCTIONS, UNREPEATABLE_FUNCTIONS
 from ..plan.user_functions import UserFunction
 
+_CPU = torch.device("cpu")
 _IN_PLACE_OPERATORS = frozenset(
     f"__{name}__"
     for name in [
@@ -36,23 +37,22 @@ _IN_PLACE_OPERATORS = frozenset(
 
 _AutocastState = tuple[str, bool, torch.dtype, bool]
 
-RandomState = dict[str, torch.Tensor]
-"""State of the default generators, by kind of device."""
+RandomState = dict[torch.device, torch.Tensor]
+"""State of the default generators, by device."""
 
 
 class CallState:
     """What a call was made under.
 
     Args:
-        device_type: where it computes.
+        device: where it computes.
         random: whether it may draw random numbers.
         values: of its arguments; generators among them are part of the state.
     """
 
-    def __init__(self, device_type: str, random: bool, values: Iterable[object]) -> None:
-        self.device_type = device_type
-        self._autocast = [_autocast_state(kind) for kind in sorted({"cpu", device_type})]
-        self._random = random_state(device_type) if random else None
+    def __init__(self, device: torch.device, random: bool, values: Iterable[object]) -> None:
+        self._autocast = [_autocast_state(kind) for kind in sorted({"cpu", device.type})]
+        self._random = random_state(device) if random else None
         self._generators = [
             (value, value.get_state()) for value in values if isinstance(value, torch.Generator)
         ]
@@ -118,29 +118,32 @@ def _autocast(state: _AutocastState) -> torch.autocast:
     return torch.autocast(device_type, dtype=dtype, enabled=enabled, cache_enabled=cache)
 
 
-def random_state(device_type: str) -> RandomState:
-    """Return the state of the generators that a computation on such a device draws from."""
-    states = {"cpu": torch.get_rng_state()}
-    if device_type != "cpu":
-        states[device_type] = torch.get_device_module(device_type).get_rng_state()
+def random_state(device: torch.device) -> RandomState:
+    """Return the state of the generators that work on ``device`` draws from: its own and the CPU's."""
+    states = {_CPU: torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device] = torch.get_device_module(device).get_rng_state(device)
     return states
 
 
 def set_random_state(states: RandomState) -> None:
     """Let the generators go on from ``states``."""
-    for kind, state in states.items():
-        (torch if kind == "cpu" else torch.get_device_module(kind)).set_rng_state(state)
+    for device, state in states.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.get_device_module(device).set_rng_state(state, device)
 
 
 def same_random_state(one: RandomState, other: RandomState) -> bool:
     """Whether nothing was drawn between the two."""
-    return all(torch.equal(state, other[kind]) for kind, state in one.items())
+    return all(torch.equal(state, other[device]) for device, state in one.items())
 
 
 @contextmanager
 def _replayed(states: RandomState) -> Iterator[None]:
     """Run with the random state of the forward, and leave the present one as it was."""
-    present = {kind: random_state(kind)[kind] for kind in states}
+    present = {device: random_state(device)[device] for device in states}
     try:
         set_random_state(states)
         yield

@@ -12,7 +12,7 @@ class PendingTime(Protocol):
     """A measured wait whose length is not known yet."""
 
     def elapsed_ms(self) -> float | None:
-        """Return the length in ms, or ``None`` while the device has not got there."""
+        """Return the length in ms (0: nothing to wait for), ``None`` while the device is not there."""
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,8 @@ class Counters:
         """Is told of each wait while a step is observed."""
 
     def stalled(self, waited: PendingTime | None) -> None:
-        """Compute waited for a copy; ``None``: it did not have to."""
+        """Compute may have to wait for a copy, how long the device will tell; ``None``: it does not."""
         if waited is not None:
-            self.stalls += 1
             self._pending.append(waited)
             if len(self._pending) >= self._settle_at:  # nobody may ever ask for a snapshot
                 self._settle()
@@ -148,6 +147,7 @@ class Counters:
             elapsed = waited.elapsed_ms()
             if elapsed is None:
                 still.append(waited)
-            else:
+            elif elapsed > 0:
+                self.stalls += 1
                 self._stall_ms += elapsed
         self._pending = still

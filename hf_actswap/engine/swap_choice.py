@@ -35,7 +35,8 @@ TOO_LATE_BACK = "backward needs it before its copy back could be complete"
 NO_HOST_MEMORY = "host memory"
 
 ROUNDING_MS = 1e-7
-_SEARCH_STEPS = 50_000
+_SEARCH_STEPS = 12_000
+"""Four times as many find 0.05 % more bytes for 320 candidates, in four to six times the time (12 ms)."""
 
 
 @dataclass(slots=True)

@@ -145,10 +145,10 @@ class SwapGroup:
             source = torch.empty(0, dtype=torch.uint8, device=source.device)
             source.set_(storage, start, (stop - start,), (1,))
         host.hold(source.dtype, source.shape)
-        self._copy_out = transfer.offload(source, host)
+        # At once, between two calls, where no interrupt comes: `__del__` takes back what has begun.
+        self._copy_out, counters.live_swaps = transfer.offload(source, host), counters.live_swaps + 1
         counters.offloads += 1
         counters.offloaded_bytes += host.size_bytes
-        counters.live_swaps += 1
 
     def covers(self, view: View, version: int) -> bool:
         """Whether the copy holds what ``view`` shows, as it is at ``version``."""

@@ -61,6 +61,9 @@ class Transfer(Protocol):
     def free_bytes(self) -> int | None:
         """Device memory that this process can still use; ``None``: the same as the host's."""
 
+    def empty_cache(self) -> None:
+        """Give cached device memory back to the device. Between steps only."""
+
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
         """Copy ``source`` (contiguous, on the device) to ``host``, which has been told to hold it."""
 
@@ -149,6 +152,9 @@ class BlockingTransfer:
     def free_bytes(self) -> int | None:
         """Device and host are the same memory."""
         return None
+
+    def empty_cache(self) -> None:
+        """Nothing of ours is cached."""
 
 
 _NO_TIME = _Spent(0.0)
@@ -285,6 +291,9 @@ class RecordingTransfer:
     def free_bytes(self) -> int | None:
         """Device and host are the same memory."""
         return None
+
+    def empty_cache(self) -> None:
+        """Nothing of ours is cached."""
 
     def complete(self, count: int | None = None) -> None:
         """Let the ``count`` oldest copies complete; ``None``: all."""

@@ -20,19 +20,29 @@ Streams and lifetimes, for one device:
   memory, whatever its size, is enqueued on the same stream behind it.
 * **A reload that nobody waited for** (its graph died): its block would go back to the compute pool while
   the in stream still writes it, so whoever drops it calls ``wait`` first.
+* **Which streams wait.** Memory goes back to the pool of the stream that was current when it was allocated.
+  That need not be the stream that is current when a copy is waited for: a graph in a reference cycle is freed
+  by the garbage collector, which runs at any allocation, also while a copy stream is current; and parts of a
+  model may run on a stream of their own. So every stream that ever asked for a copy waits (mostly there is
+  one), beside the current one. A block that is read on another stream than it was prefetched on is recorded
+  on its reader (``record_stream``): nothing else orders its reuse behind the read.
 * **Pieces.** A block is copied piece by piece (32 MiB): the copy engine serves other streams in between, so
   a batch on its way to the device does not wait behind a gigabyte.
 
 The compute stream is read at each call: FSDP2 and custom functions run on others, and backward runs on a
-thread of its own. Events carry no timing, except the pair around a wait that was late, and stamps. They are
-pooled: creating one costs more than recording it. An event goes back to the pool when the last object that
-could ask for it is gone; a wait that was enqueued on it refers to the recording, not to the event (CUDA:
-``cudaStreamWaitEvent`` captures the event's contents at the call), so recording it again is safe.
+thread of its own. A ``torch.Stream`` keeps the streams to go back to on itself when it is entered, so two
+threads must not enter one at once: a lock is around it. Events carry no timing, except stamps and the pair
+around a wait for a copy that was not complete. The host usually runs ahead of the device, so such a wait is
+no stall yet: the time between the two events tells. All but stamps are pooled: creating an event costs more
+than recording it. An event goes back to the pool when the last object that could ask for it is gone; a wait
+that was enqueued on it refers to the recording, not to the event (CUDA: ``cudaStreamWaitEvent`` captures the
+event's contents at the call), so recording it again is safe.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from threading import Lock
 from typing import Literal
 
 import torch
@@ -42,21 +52,42 @@ from .link import Link, measure_link
 from .stats import PendingTime
 from .transfer import BlockingTransfer, Copy, Stamp, Transfer
 
+TIMED_WAIT_MS = 0.02
+"""What two timing events around a wait for a complete copy are apart at most: no stall."""
+
+
+class _Events:
+    """Events to be used again, of one kind.
+
+    Args:
+        device: with an index.
+        timing: whether they carry a time.
+    """
+
+    def __init__(self, device: torch.device, timing: bool) -> None:
+        self._device, self._timing = device, timing
+        self._free: deque[torch.Event] = deque()
+
+    def recorded_on(self, stream: torch.Stream) -> _Event:
+        """Record an event; it is free again when what is returned is gone."""
+        try:
+            event = self._free.pop()
+        except IndexError:
+            event = torch.Event(self._device, enable_timing=self._timing)
+        event.record(stream)
+        return _Event(self._free, event)
+
 
 class _Event:
-    """An event without timing that returns to its pool."""
+    """A recorded event that returns to its pool."""
 
-    __slots__ = ("_pool", "event")
+    __slots__ = ("_free", "event")
 
-    def __init__(self, pool: deque[torch.Event], device: torch.device) -> None:
-        self._pool = pool
-        try:
-            self.event = pool.pop()
-        except IndexError:
-            self.event = torch.Event(device)
+    def __init__(self, free: deque[torch.Event], event: torch.Event) -> None:
+        self._free, self.event = free, event
 
     def __del__(self) -> None:
-        self._pool.append(self.event)
+        self._free.append(self.event)
 
     def synchronize(self) -> None:
         """Wait, on the host, for what was recorded."""
@@ -66,13 +97,15 @@ class _Event:
 class _TimedWait:
     """The time between two events on the compute stream."""
 
-    def __init__(self, before: torch.Event, after: torch.Event) -> None:
+    def __init__(self, before: _Event, after: _Event) -> None:
         self._before, self._after = before, after
 
     def elapsed_ms(self) -> float | None:
-        if not self._after.query():
+        """See `PendingTime`."""
+        if not self._after.event.query():
             return None
-        return float(self._before.elapsed_time(self._after))
+        elapsed_ms = float(self._before.event.elapsed_time(self._after.event))
+        return elapsed_ms if elapsed_ms > TIMED_WAIT_MS else 0.0
 
 
 class _StreamStamp:
@@ -88,26 +121,38 @@ class _StreamStamp:
 
 
 class _StreamCopy:
-    """A copy on one of the copy streams, complete when its event is."""
+    """A copy on one of the copy streams, complete when its event is.
 
-    __slots__ = ("_device", "done")
+    Args:
+        owner: of the streams and events.
+        done: the end of the copy.
+        block: of a copy in: what it fills, with the stream that it was allocated on.
+    """
 
-    def __init__(self, device: torch.device, done: _Event) -> None:
-        self._device = device
+    __slots__ = ("_block", "_owner", "done")
+
+    def __init__(
+        self, owner: StreamTransfer, done: _Event, block: tuple[torch.Tensor, torch.Stream] | None = None
+    ) -> None:
+        self._owner, self._block = owner, block
         self.done = done
 
     def wait(self) -> PendingTime | None:
         """See `Copy`."""
-        compute = torch.accelerator.current_stream(self._device)
-        done = self.done.event
+        compute = torch.accelerator.current_stream(self._owner.device)
+        done, timing = self.done.event, self._owner.timing
+        for stream in self._owner.compute_streams:
+            if stream != compute:
+                stream.wait_event(done)
+        block, self._block = self._block, None
+        if block is not None and block[1] != compute:
+            block[0].record_stream(compute)
         if done.query():
             compute.wait_event(done)  # already complete; keeps the allocator's order without a stall
             return None
-        before, after = (torch.Event(self._device, enable_timing=True) for _ in range(2))
-        before.record(compute)
+        before = timing.recorded_on(compute)
         compute.wait_event(done)
-        after.record(compute)
-        return _TimedWait(before, after)
+        return _TimedWait(before, timing.recorded_on(compute))
 
 
 class StreamTransfer:
@@ -115,73 +160,87 @@ class StreamTransfer:
 
     Args:
         device: with an index.
+
+    Attributes:
+        compute_streams: those that have asked for copies.
+        timing: events for waits.
     """
 
     overlaps = True
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
+        self.compute_streams: list[torch.Stream] = []
+        self.timing = _Events(device, timing=True)
+        self._events = _Events(device, timing=False)
         self._out = torch.Stream(device)
         self._in = torch.Stream(device)
-        self._events: deque[torch.Event] = deque()
+        self._entering = Lock()
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
         """See `Transfer`."""
-        self._out.wait_event(self._recorded_on(torch.accelerator.current_stream(self._device)).event)
+        compute = self._compute_stream()
+        self._out.wait_event(self._events.recorded_on(compute).event)
         if host.last_use is not None:
             self._out.wait_event(host.last_use.event)
             host.last_use = None
-        with self._out:
+        with self._entering, self._out:
             for target, part in host.pairs(source):
                 target.copy_(part, non_blocking=True)
-        return _StreamCopy(self._device, self._recorded_on(self._out))
+        return _StreamCopy(self, self._events.recorded_on(self._out))
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """See `Transfer`."""
-        block = host.new_block(self._device)
-        self._in.wait_event(self._recorded_on(torch.accelerator.current_stream(self._device)).event)
+        compute = self._compute_stream()
+        block = host.new_block(self.device)
+        self._in.wait_event(self._events.recorded_on(compute).event)
         if isinstance(after, _StreamCopy):
             self._in.wait_event(after.done.event)
-        with self._in:
+        with self._entering, self._in:
             for part, target in host.pairs(block):
                 target.copy_(part, non_blocking=True)
-        done = self._recorded_on(self._in)
-        host.last_use = done
-        return block, _StreamCopy(self._device, done)
+        host.last_use = done = self._events.recorded_on(self._in)
+        return block, _StreamCopy(self, done, (block, compute))
 
     def host_reader_done(self, host: HostBuffer) -> None:
         """The block's ``last_use`` orders the next writer."""
 
     def stamp(self) -> Stamp:
         """See `Transfer`."""
-        event = torch.Event(self._device, enable_timing=True)
-        event.record(torch.accelerator.current_stream(self._device))
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device))
         return _StreamStamp(event)
 
     def copy_stamp(self, way: Literal["out", "in"]) -> Stamp:
         """Mark the present place in the order of the copies out, or in."""
-        event = torch.Event(self._device, enable_timing=True)
+        event = torch.Event(self.device, enable_timing=True)
         event.record(self._out if way == "out" else self._in)
         return _StreamStamp(event)
 
     def synchronize(self) -> None:
         """See `Transfer`."""
-        torch.accelerator.synchronize(self._device)
+        torch.accelerator.synchronize(self.device)
 
     def link(self) -> Link | None:
         """See `Transfer`."""
-        return measure_link(self._device)
+        return measure_link(self.device)
 
     def free_bytes(self) -> int | None:
         """Free on the device, or cached by this process and unused."""
-        free_bytes, _ = torch.accelerator.get_memory_info(self._device)
-        reserved = torch.accelerator.memory_reserved(self._device)
-        return int(free_bytes) + int(reserved) - int(torch.accelerator.memory_allocated(self._device))
+        free_bytes, _ = torch.accelerator.get_memory_info(self.device)
+        reserved = torch.accelerator.memory_reserved(self.device)
+        return int(free_bytes) + int(reserved) - int(torch.accelerator.memory_allocated(self.device))
 
-    def _recorded_on(self, stream: torch.Stream) -> _Event:
-        event = _Event(self._events, self._device)
-        event.event.record(stream)
-        return event
+    def empty_cache(self) -> None:
+        """See `Transfer`."""
+        torch.accelerator.empty_cache()
+
+    def _compute_stream(self) -> torch.Stream:
+        """The stream that asks for a copy."""
+        compute = torch.accelerator.current_stream(self.device)
+        if compute not in self.compute_streams:
+            self.compute_streams.append(compute)
+        return compute
 
 
 def transfer_of(device: torch.device) -> Transfer:

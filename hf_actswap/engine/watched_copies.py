@@ -134,6 +134,10 @@ class WatchedTransfer:
         """See `Transfer`."""
         return self._inner.free_bytes()
 
+    def empty_cache(self) -> None:
+        """See `Transfer`."""
+        self._inner.empty_cache()
+
     def _range(self, what: str, name: OpName) -> AbstractContextManager[object]:
         if not self._profiled:
             return nullcontext()

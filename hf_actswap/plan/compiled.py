@@ -8,6 +8,7 @@ holds ``_orig_mod``), so that nothing of the compiler is imported.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torch import nn
 
@@ -24,6 +25,13 @@ def uncompiled(module: nn.Module) -> nn.Module:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of ``module`` itself is compiled; a compiled module inside it does not count."""
     return uncompiled(module) is not module or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def runs_cuda_graphs(module: nn.Module) -> bool:
+    """Whether calls of ``module`` are compiled into CUDA graphs (``reduce-overhead``, ``max-autotune``)."""
+    called: Any = getattr(module, "_compiled_call_impl", None) or (module if is_compiled(module) else None)
+    config: dict[str, Any] = getattr(called, "get_compiler_config", dict)() or {}
+    return bool(config.get("triton.cudagraphs"))
 
 
 def called_modules(layer: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -23,6 +23,12 @@ _HOW_TO_COMPILE = (
     "Compile the layers first, one by one: `layer.compile()`, or regional compilation "
     "(ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION=1 beside torch_compile=True)."
 )
+_CUDA_GRAPHS = Problem(
+    "swap_config",
+    "compiled layers that are not run as CUDA graphs",
+    "torch.compile with CUDA graphs: they keep what they save at fixed addresses, so swapping frees nothing",
+    'Compile with the default mode or "max-autotune-no-cudagraphs".',
+)
 _DATA_DEPENDENT = "routed experts depend on data, which breaks the graph"
 _UNSEEN = "nothing in it is a function that the tracer names"
 
@@ -56,6 +62,8 @@ def problems_of_compiled(plan: MemoryPlan, outline: Outline) -> list[Problem]:
         problems += _problems_of_tags(named, outline)
     if outline.compiled:
         problems += _problems_of_whole_model(plan)
+    if outline.cuda_graphs and any(row.fate == "swap" and row.scope in compiled for row in plan.rows):
+        problems.append(_CUDA_GRAPHS)
     return problems
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import nn
 
 from ..errors import PlanError, Problem
-from .compiled import is_compiled, named_op_modules, uncompiled
+from .compiled import is_compiled, named_op_modules, runs_cuda_graphs, uncompiled
 from .families import ATTENTION_MODULES
 from .fsdp2 import FSDP2_METHOD
 from .gradient_checkpointing import is_checkpointed
@@ -115,6 +115,7 @@ class Outline:
         why_not: why they are not known.
         compiled: whether the layers run inside one compiled region: the model, or a module around its layers,
             is compiled as a whole.
+        cuda_graphs: whether compiled layers, or the compiled model, run as CUDA graphs.
         sharded: whether FSDP2 gathers weights of the model.
     """
 
@@ -126,6 +127,7 @@ class Outline:
     functions_known: bool = True
     why_not: str = ""
     compiled: bool = False
+    cuda_graphs: bool = False
     sharded: bool = False
 
     @property
@@ -188,6 +190,7 @@ def outline(model: nn.Module) -> Outline:
         logger.debug("no recording on fake tensors", exc_info=True)
         records = [LayerRecord() for _ in layers]
     embedding, final_norm, head = _surroundings(root, path)
+    around = (*nesting, *_around(root, path))
     return Outline(
         family=str(getattr(getattr(root, "config", None), "model_type", "") or ""),
         layers=tuple(
@@ -199,7 +202,8 @@ def outline(model: nn.Module) -> Outline:
         head=head,
         functions_known=known,
         why_not=why_not,
-        compiled=any(map(is_compiled, (*nesting, *_around(root, path)))),
+        compiled=any(map(is_compiled, around)),
+        cuda_graphs=any(map(runs_cuda_graphs, (*around, *layers))),
         sharded=any(hasattr(type(module), FSDP2_METHOD) for module in model.modules()),
     )
 

@@ -27,6 +27,7 @@ from torch import nn
 
 from ..engine.agreement import rank
 from ..engine.install import AppliedPlan
+from ..engine.interrupts import uninterrupted
 from ..engine.stats import SwapStats
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline
@@ -181,6 +182,7 @@ class Planner:
         """Let `remove` do one thing more."""
         self._undo.append(step)
 
+    @uninterrupted()
     def remove(self) -> None:
         """Take everything off the model. Safe to call again."""
         if isinstance(self._phase, WarmUp):

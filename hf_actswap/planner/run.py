@@ -16,6 +16,7 @@ from ..engine.agreement import from_all_ranks
 from ..engine.around import Before, Undo, compiled_around, replace_call
 from ..engine.evictable import IdleTensors
 from ..engine.install import AppliedPlan
+from ..engine.interrupts import uninterrupted
 from ..engine.stats import SwapStats
 from ..engine.swapped_storages import Keeper
 from ..engine.transfer import Stamp, Transfer
@@ -92,6 +93,7 @@ class Run:
             total += applied.stats()
         return total
 
+    @uninterrupted()
     def switch(self, plan: MemoryPlan | None, guarded: bool) -> None:
         """Take off what is on, and put ``plan`` on (``None``: nothing is swapped or recomputed).
 
@@ -107,6 +109,7 @@ class Run:
         self.put_around()
         self.rescue(guarded)
 
+    @uninterrupted()
     def use(self, plan: AppliedPlan | MemoryPlan) -> AppliedPlan:
         """Let another plan act from the next forward on, and suspend the one that is on.
 
@@ -155,6 +158,7 @@ class Run:
         compiled = compiled_around(self.model, self.outline)
         return unwrapped(self.model) if compiled is None else compiled  # which may have no truth value
 
+    @uninterrupted()
     def watch(self, before: Before, around_call: Callable[[nn.Module], list[Undo]]) -> None:
         """Be there at each forward of the model, around everything else of ours.
 
@@ -169,12 +173,14 @@ class Run:
         ]
         self.put_around()
 
+    @uninterrupted()
     def rescue(self, on: bool) -> None:
         """From the next forward on, survive running out of memory, or do no longer."""
         self._guard(on)
         if self.applied is not None:
             self.applied.keep_by(self.keeper if on else None)
 
+    @uninterrupted()
     def take_off(self) -> None:
         """Take all plans off, the last that was put on first, and keep what they counted."""
         self.take_around()
@@ -182,12 +188,14 @@ class Run:
         for applied in reversed(list(self._plans)):
             self.drop(applied)
 
+    @uninterrupted()
     def put_around(self) -> None:
         """Guard the calls of compiled modules and watch, from outside of all that is around them by now."""
         self._guard_calls()
         for put in self._watching:
             self._around += put()
 
+    @uninterrupted()
     def take_around(self) -> None:
         """Undo `put_around`, before what it is around is taken off. Safe to call again."""
         undo, self._around = self._around, []
@@ -233,6 +241,7 @@ class Run:
             offloaded_bytes=(self.stats() - self._stats).offloaded_bytes,
         )
 
+    @uninterrupted()
     def close(self) -> None:
         """Take everything off the model."""
         self._watching = []

@@ -16,6 +16,7 @@ from ..engine.around import Hook
 from ..engine.evictable import IdleTensors
 from ..engine.host_budget import HostMemory
 from ..engine.host_pool import HostPool
+from ..engine.interrupts import uninterrupted
 from ..engine.transfer import Transfer
 from ..engine.transfer_streams import transfer_of
 from ..errors import ActSwapError, PlanError, Problem
@@ -89,12 +90,14 @@ def start_planner(
     def made_for(shape: tuple[int, ...]) -> MadeFor:
         return _made_for(model, outline, fixed, memory, device, shape)
 
-    planner = Planner(run, made_for, _known_plan(memory, made_for(())))
-    batches = unwrapped(model).register_forward_pre_hook(Hook(least.forward_starts), with_kwargs=True)
-    planner.on_remove(batches.remove)
-    if optimizer is not None and counts_steps:
-        steps = inner_optimizer(optimizer).register_step_post_hook(lambda *_: planner.step_ended())
-        planner.on_remove(steps.remove)
+    known = _known_plan(memory, made_for(()))
+    with uninterrupted():
+        planner = Planner(run, made_for, known)
+        batches = unwrapped(model).register_forward_pre_hook(Hook(least.forward_starts), with_kwargs=True)
+        planner.on_remove(batches.remove)
+        if optimizer is not None and counts_steps:
+            steps = inner_optimizer(optimizer).register_step_post_hook(lambda *_: planner.step_ended())
+            planner.on_remove(steps.remove)
     return planner
 
 

@@ -13,6 +13,7 @@ import logging
 from dataclasses import replace
 
 from ..engine.agreement import from_all_ranks
+from ..engine.interrupts import uninterrupted
 from ..engine.link import Link
 from ..plan.outline import unwrapped
 from .held_forwards import HeldForwards
@@ -66,12 +67,9 @@ class WarmUp:
         """Return what was recorded, once all ranks have it; every rank must call it."""
         self._steps_left -= 1
         self._micro_batches, self._forwards = max(self._forwards, 1), 0
-        recorder, self._recorder = self._recorder, None
-        profile = None
-        if recorder is not None:
-            self._stop(recorder)
-            if all(from_all_ranks(recorder.complete)):
-                profile = self._profile(recorder)
+        recorder, profile = self._stopped(), None
+        if recorder is not None and all(from_all_ranks(recorder.complete)):
+            profile = self._profile(recorder)
         if self._steps_left == 1:
             self._memory, profile = profile if self._micro_batches == 1 else None, None
         if profile is not None and self._memory is not None:
@@ -87,17 +85,21 @@ class WarmUp:
 
     def close(self) -> None:
         """Stop recording. Safe to call again."""
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None:
-            self._stop(recorder)
+        self._stopped()
 
-    def _stop(self, recorder: StepRecorder) -> None:
-        self._run.take_around()
-        recorder.stop()
+    @uninterrupted()
+    def _stopped(self) -> StepRecorder | None:
+        """Stop recording; return what recorded, if anything did."""
+        recorder, self._recorder = self._recorder, None
         held, self._held = self._held, None
+        if recorder is not None:
+            self._run.take_around()
+            recorder.stop()
         if held is not None:
             held.stop()
+        return recorder
 
+    @uninterrupted()
     def _next(self) -> None:
         """Prepare the step that comes: the last two are recorded, without a plan."""
         run = self._run

@@ -127,3 +127,9 @@ def compiled(model: nn.Module, compile_layer: Callable[[nn.Module], None]) -> nn
     for layer in model.model.layers:
         compile_layer(layer)
     return model
+
+
+def moving(plan: MemoryPlan | str) -> MemoryPlan | str:
+    """Return a plan whose text has its size threshold off: tiny models are too small for it."""
+    memory = "\nmemory: {min_tensor_mib: 0.0000001}\nmodel"
+    return plan.replace("\nmodel", memory, 1) if isinstance(plan, str) else plan

@@ -110,7 +110,7 @@ class SimulatedTransfer:
         slowdown: copies last this many times as long as ``link`` says.
 
     Attributes:
-        links_measured: how often `link` was called.
+        links_measured, caches_emptied: how often `link` and `empty_cache` were called.
     """
 
     overlaps = True
@@ -121,7 +121,7 @@ class SimulatedTransfer:
         self._clock, self._link, self._free_bytes, self._slowdown = clock, link, free_bytes, slowdown
         self._out_end_ms = self._in_end_ms = 0.0
         self._flying: list[SimulatedCopy] = []
-        self.links_measured = 0
+        self.links_measured = self.caches_emptied = 0
         clock.listeners.append(self._land)
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> SimulatedCopy:
@@ -162,6 +162,10 @@ class SimulatedTransfer:
     def free_bytes(self) -> int | None:
         """See `Transfer`."""
         return self._free_bytes
+
+    def empty_cache(self) -> None:
+        """See `Transfer`."""
+        self.caches_emptied += 1
 
     def _fly(
         self, pairs: list[tuple[torch.Tensor, torch.Tensor]], host: HostBuffer, finish_ms: float

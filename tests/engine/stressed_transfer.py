@@ -60,12 +60,12 @@ class StressedTransfer(StreamTransfer):
 
     def _delay(self, stream: torch.Stream) -> None:
         """Spin behind all that compute was given so far, and sometimes let compute spin ahead of that."""
-        compute = torch.accelerator.current_stream(self._device)
+        compute = torch.accelerator.current_stream(self.device)
         if self._random.random() < 0.05:
             torch.cuda._sleep(max(self._spins_cycles))
         cycles = self._random.choice(self._spins_cycles)
         if cycles:
-            enqueued = torch.Event(self._device)
+            enqueued = torch.Event(self.device)
             enqueued.record(compute)
             stream.wait_event(enqueued)
             with stream:
@@ -75,7 +75,7 @@ class StressedTransfer(StreamTransfer):
         """Take what was let go out of the compute stream's pool, write NaN over it, and give it back."""
         sizes_bytes, self.released_bytes = self.released_bytes, []
         taken = [
-            torch.full((size_bytes,), NAN_BYTE, dtype=torch.uint8, device=self._device)
+            torch.full((size_bytes,), NAN_BYTE, dtype=torch.uint8, device=self.device)
             for size_bytes in sizes_bytes
         ]
         del taken
@@ -84,14 +84,14 @@ class StressedTransfer(StreamTransfer):
 class StressedCopy(_StreamCopy):
     """Tells its transfer that it was waited for; the memory is let go just after."""
 
-    __slots__ = ("_owner", "_size_bytes", "_way")
+    __slots__ = ("_reuse", "_size_bytes", "_way")
 
     def __init__(self, owner: StressedTransfer, way: Way, size_bytes: int, copy: Copy) -> None:
         assert isinstance(copy, _StreamCopy)
-        super().__init__(copy._device, copy.done)
-        self._owner, self._way, self._size_bytes = owner, way, size_bytes
+        super().__init__(owner, copy.done, copy._block)
+        self._reuse, self._way, self._size_bytes = owner, way, size_bytes
 
     def wait(self) -> object:
         """See `hf_actswap.engine.transfer.Copy`."""
-        self._owner.released_bytes.append(self._size_bytes)
-        return None if self._owner.never_waits == self._way else super().wait()
+        self._reuse.released_bytes.append(self._size_bytes)
+        return None if self._reuse.never_waits == self._way else super().wait()

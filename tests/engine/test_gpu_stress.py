@@ -19,7 +19,7 @@ from hf_actswap import MemoryPlan
 from hf_actswap.engine import StreamTransfer
 from tests.engine import gpu_stress_worker
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
-from tests.engine.gpu_stress import BY_LAYER, LIVES_OF_COMPILED, PLANS, Stress, compiled, small_llama
+from tests.engine.gpu_stress import BY_LAYER, LIVES_OF_COMPILED, PLANS, Stress, compiled, moving, small_llama
 from tests.engine.graph_lives import GRAPH_LIVES
 from tests.engine.pretended_streams import pretend
 from tests.engine.stressed_transfer import StressedTransfer
@@ -179,7 +179,7 @@ def test_the_stress_runs_on_pretended_streams(
     plan: MemoryPlan | str, cpu_stress: Stress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spins = pretend(monkeypatch)
-    assert cpu_stress.wrong_under(_moving(plan), StressedTransfer(CPU), len(GRAPH_LIVES)) == 0
+    assert cpu_stress.wrong_under(moving(plan), StressedTransfer(CPU), len(GRAPH_LIVES)) == 0
     assert any(spins)
 
 
@@ -209,9 +209,3 @@ def test_the_worker_runs_on_the_cpu() -> None:
 @pytest.mark.dist
 def test_the_worker_shards_on_the_cpu() -> None:
     assert "right under FSDP2" in run_worker("fsdp2", "cpu")
-
-
-def _moving(plan: MemoryPlan | str) -> MemoryPlan | str:
-    """A text with its size threshold off: these models are too small for it."""
-    memory = "\nmemory: {min_tensor_mib: 0.0000001}\nmodel"
-    return plan.replace("\nmodel", memory, 1) if isinstance(plan, str) else plan

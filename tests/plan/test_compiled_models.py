@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actswap import outline
+from hf_actswap import PlanError, load_config, outline, resolve_plan
 from hf_actswap.plan.gradient_checkpointing import checkpoints_its_call
 from hf_actswap.plan.opnames import function_name
 
@@ -180,3 +180,16 @@ def test_nodes_under_gradient_checkpointing(reentrant: bool, tiny_model: MakeMod
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     seen = 0 if checkpoints_its_call(model.model.layers[0]) else 1
     assert [layer.nodes for layer in outline(model).layers] == ([seen, seen] if reentrant else eager)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["layers", "model"])
+def test_swap_beside_cuda_graphs_is_refused(whole: bool, tiny_model: MakeModel) -> None:
+    """Catches swaps of what a CUDA graph reads at a fixed address."""
+    model = tiny_model("llama")
+    for module in [model] if whole else model.model.layers:
+        module.compile(mode="reduce-overhead")
+    shape = outline(model)
+    config = load_config({"swap_config": {"swap": True}})
+    with pytest.raises(PlanError, match="max-autotune-no-cudagraphs"):
+        resolve_plan(config, shape)
+    resolve_plan(load_config({}), shape)

@@ -21,7 +21,9 @@ from typing import Any
 
 # Run as a script from a checkout, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
+# isort: split
 import torch
 from torch.func import functional_call
 

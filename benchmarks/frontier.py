@@ -21,11 +21,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-# The same for all rows, and before torch reads it: what swap frees and takes again must not fragment.
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 # Run as a script from a checkout, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
+# isort: split
 import torch
 
 from benchmarks.frontier_longest import longest_results

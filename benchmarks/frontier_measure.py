@@ -12,7 +12,6 @@ import logging
 import math
 import statistics
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch._dynamo.callback import CallbackArgs, callback_handler
 
-from benchmarks.frontier_fingerprint import Fingerprint, differing, fingerprints, useless
+from benchmarks.exactness import Fingerprint, deterministic, differing, fingerprints, useless
 from benchmarks.frontier_memory import CopyMeter, StorageMeter, give_back_cached_memory, pinned_bytes
 from benchmarks.frontier_planned import Planned
 from benchmarks.frontier_result import Result
@@ -254,7 +253,7 @@ def _outcome(result: Result, step: TrainingStep, row: Row) -> dict[str, Fingerpr
     """
     step.zero_gradients()
     copies = CopyMeter() if row.counts_copies else nullcontext()
-    with nullcontext() if row.compiles else _deterministic(), step.context():
+    with nullcontext() if row.compiles else deterministic(), step.context():
         with copies:
             output = step.forward()
         if step.device.type != "cpu" and result.resting_bytes is not None:
@@ -278,15 +277,3 @@ def _norm(step: TrainingStep) -> float:
     gradients = [weight.grad for weight in step.weights().values() if weight.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     return math.hypot(*torch.stack(norms).tolist())
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Kernels that give the same bits each time; uninitialised memory reads as NaN meanwhile."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one for each kernel that has no such variant
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)

@@ -28,11 +28,14 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
+# isort: split
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.exactness import deterministic
 from benchmarks.frontier_machine import commit, hardware, versions
 from hf_actswap.engine import Transfer
 from hf_actswap.engine.host_pool import HostPool
@@ -242,10 +245,11 @@ def measure(case: str, options: argparse.Namespace, device: torch.device) -> Row
     """Train under one case."""
     subject = Subject(case, options, device)
     before = None
-    for number in range(WARMUP_STEPS + options.steps):
-        if number == WARMUP_STEPS and subject.states is not None:
-            before = subject.states.stats()
-        subject.step(number)
+    with deterministic(fill=False):
+        for number in range(WARMUP_STEPS + options.steps):
+            if number == WARMUP_STEPS and subject.states is not None:
+                before = subject.states.stats()
+            subject.step(number)
     row = Row(case, statistics.median(subject.step_ms), statistics.median(subject.optimizer_ms))
     row.freed_share = min(subject.freed)
     if subject.states is not None and before is not None:

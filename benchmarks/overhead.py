@@ -36,7 +36,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
+# isort: split
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,11 +23,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-# The same for all rows, and before torch reads it: what swap frees and takes again must not fragment.
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 # Run as a script from a checkout, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
+# isort: split
 import torch
 
 from benchmarks import frontier

@@ -16,7 +16,6 @@ import argparse
 import gc
 import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -26,13 +25,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
+# isort: split
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.exactness import deterministic
 from benchmarks.frontier_machine import accelerator_name, commit, hardware, versions
 from hf_actswap import apply
 from hf_actswap.planner import BudgetError, CountingMeter, Planner
@@ -140,7 +140,7 @@ def train(case: str, share: float, needed_bytes: int | None, options: argparse.N
     device = torch.device(options.device)
     limit = None if needed_bytes is None else int(share * needed_bytes)
     done = Training(case, share, limit)
-    with _limited(device, limit) as counted:
+    with deterministic(fill=False), _limited(device, limit) as counted:
         try:
             _train(done, options, device, counted)
         except (BudgetError, torch.OutOfMemoryError) as error:
@@ -255,8 +255,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train four times, say what happened, write it; return 1 if it is not as it must be."""
     options = parse(argv)
     device = torch.device(options.device)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
     plain = train("plain", 1.0, None, options)
     enough, little = SHARES
     trainings = [

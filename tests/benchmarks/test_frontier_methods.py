@@ -15,8 +15,8 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 import hf_actswap
+from benchmarks.exactness import differing, fingerprint, fingerprints, useless
 from benchmarks.frontier_configs import swap_everything
-from benchmarks.frontier_fingerprint import differing, fingerprint, fingerprints, useless
 from benchmarks.frontier_measure import Reference, measure_row
 from benchmarks.frontier_memory import CopyMeter, StorageMeter
 from benchmarks.frontier_methods import (
@@ -161,7 +161,7 @@ def test_fingerprint_sees_a_flipped_bit_a_swap_and_a_sign_of_zero() -> None:
 def test_fingerprint_of_long_tensors_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(1000)
     whole = fingerprint(values)
-    monkeypatch.setattr("benchmarks.frontier_fingerprint._ELEMENTS_AT_ONCE", 64)
+    monkeypatch.setattr("benchmarks.exactness._ELEMENTS_AT_ONCE", 64)
     assert fingerprint(values) == whole
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.exactness import deterministic
 from hf_actswap import apply, outline
 from hf_actswap.engine import StreamTransfer
 from hf_actswap.planner import AllocatorMeter, BudgetError
@@ -68,15 +69,9 @@ def clean() -> None:
 
 @pytest.fixture(autouse=True)
 def _clean_device() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    fills, torch.utils.deterministic.fill_uninitialized_memory = (
-        torch.utils.deterministic.fill_uninitialized_memory,
-        False,
-    )
     clean()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fills
+    with deterministic(fill=False):
+        yield
     torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
     torch._dynamo.reset()
     clean()
@@ -116,8 +111,8 @@ def train(memory: dict[str, Any] | None, steps: int = STEPS, compiled: bool = Fa
 
 @pytest.fixture(scope="module")
 def unplanned() -> Trained:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    return train(None)
+    with deterministic(fill=False):
+        return train(None)
 
 
 def timed_ms(run: Callable[[], Any], times: int = 3) -> float:

@@ -30,9 +30,8 @@ from torch.func import functional_call
 from benchmarks.byte_calls import Call, CallFollower, Clock, Rates, Stopwatch
 from benchmarks.byte_rows import ByteRow, byte_rows
 from benchmarks.byte_table import print_byte_table
-from benchmarks.frontier_machine import accelerator_name, commit, hardware, versions
-from benchmarks.frontier_stack import DecoderStack
-from benchmarks.frontier_workloads import PRESETS, Workload
+from benchmarks.records import accelerator_name, commit, hardware, versions
+from benchmarks.workloads import PRESETS, DecoderStack, Workload
 from hf_actswap import outline
 from hf_actswap.plan import Outline
 from hf_actswap.plan.dry_run import fakes_only, one_sequence_each

@@ -5,7 +5,7 @@
     python benchmarks/frontier.py --longest --rows eager actswap-everything-auto
 
 Exit status 1: a row that must be exact is not, a row failed, or eager itself cannot be trusted. What the
-numbers mean: `README.md` beside this file. The rows stand in `frontier_rows.py`.
+numbers mean: `README.md` beside this file. The rows stand in `rows.py`.
 """
 
 from __future__ import annotations
@@ -29,15 +29,21 @@ import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 import torch
 
 from benchmarks.frontier_longest import longest_results
-from benchmarks.frontier_machine import accelerator_name, commit, hardware, versions
-from benchmarks.frontier_measure import Reference, empty_result, measure_row
 from benchmarks.frontier_minutes import Job, Minutes, jobs_of
-from benchmarks.frontier_planned import options_of
-from benchmarks.frontier_result import Result, fill_ratios, write_results
-from benchmarks.frontier_rows import EAGER, ROWS, Row
-from benchmarks.frontier_stack import TrainingStep, training_step
 from benchmarks.frontier_table import print_table
-from benchmarks.frontier_workloads import DEFAULT_PRESETS, PRESETS, Workload, fitted
+from benchmarks.measure import Reference, empty_result, measure_row
+from benchmarks.methods import options_of
+from benchmarks.records import (
+    Result,
+    accelerator_name,
+    commit,
+    fill_ratios,
+    hardware,
+    versions,
+    write_results,
+)
+from benchmarks.rows import EAGER, ROWS, Row
+from benchmarks.workloads import DEFAULT_PRESETS, PRESETS, TrainingStep, Workload, fitted, training_step
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.frontier_measure import Reference, empty_result, measure_row
 from benchmarks.frontier_minutes import Minutes
-from benchmarks.frontier_result import Result
-from benchmarks.frontier_rows import Row
-from benchmarks.frontier_stack import training_step
-from benchmarks.frontier_workloads import Workload
+from benchmarks.measure import Reference, empty_result, measure_row
+from benchmarks.records import Result
+from benchmarks.rows import Row
+from benchmarks.workloads import Workload, training_step
 
 _WARMUP_STEPS = 3
 """``auto`` measures in the first steps what it does in the next."""

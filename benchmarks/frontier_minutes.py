@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.frontier_rows import EAGER, Row
-from benchmarks.frontier_workloads import Workload, layer_saved_bytes
+from benchmarks.rows import EAGER, Row
+from benchmarks.workloads import Workload, layer_saved_bytes
 
 COMPILE_S = 25.0
 """One layer, forward and backward, cold."""

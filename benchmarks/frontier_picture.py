@@ -24,7 +24,7 @@ from matplotlib.transforms import Bbox
 # Run as a script from a checkout, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.frontier_result import by_workload
+from benchmarks.records import by_workload
 
 Row = Mapping[str, Any]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.frontier_result import Result
-from benchmarks.frontier_workloads import Workload
+from benchmarks.records import Result
+from benchmarks.workloads import Workload
 
 _WIDTH_WITHOUT_TERMINAL = 140
 _HEADINGS = ("ms", "x", "activation MiB", "x", "reserved MiB", "host MiB", "swapped MiB", "stall ms")

@@ -36,7 +36,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.exactness import deterministic
-from benchmarks.frontier_machine import commit, hardware, versions
+from benchmarks.records import commit, hardware, versions
 from hf_actswap.engine import Transfer
 from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.link import Link

@@ -43,7 +43,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.frontier_machine import commit, hardware, versions
 from benchmarks.overhead_cases import (
     CASES,
     IDENTITY,
@@ -56,6 +55,7 @@ from benchmarks.overhead_cases import (
     same,
     saved_tensors,
 )
+from benchmarks.records import commit, hardware, versions
 from hf_actswap.engine import AppliedPlan, RecordingTransfer, Transfer, install
 from hf_actswap.plan import MemoryPlan
 from hf_actswap.plan.outline import outline

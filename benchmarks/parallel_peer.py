@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from benchmarks.frontier_machine import commit, hardware, versions
 from benchmarks.parallel_peer_cases import BFLOAT16_REDUCTION, PEER, RANKS, Shape, run_on_rank
+from benchmarks.records import commit, hardware, versions
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -31,8 +31,8 @@ import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 import torch
 
 from benchmarks import frontier
-from benchmarks.frontier_machine import accelerator_name
-from benchmarks.frontier_rows import PLANNER_ROWS, ROWS, Row
+from benchmarks.records import accelerator_name
+from benchmarks.rows import PLANNER_ROWS, ROWS, Row
 from benchmarks.verdict import newest
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -33,7 +33,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.exactness import deterministic
-from benchmarks.frontier_machine import accelerator_name, commit, hardware, versions
+from benchmarks.records import accelerator_name, commit, hardware, versions
 from hf_actswap import apply
 from hf_actswap.planner import BudgetError, CountingMeter, Planner
 

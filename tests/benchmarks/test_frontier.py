@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from benchmarks import frontier, frontier_picture
-from benchmarks.frontier_methods import actswap, nothing
-from benchmarks.frontier_result import Result
-from benchmarks.frontier_rows import ROWS, Row
-from benchmarks.frontier_stack import TrainingStep
-from benchmarks.frontier_workloads import DEFAULT_PRESETS, PRESETS, fitted, head_bytes, layer_bytes
+from benchmarks.methods import actswap, nothing
+from benchmarks.records import Result
+from benchmarks.rows import ROWS, Row
+from benchmarks.workloads import DEFAULT_PRESETS, PRESETS, TrainingStep, fitted, head_bytes, layer_bytes
 
 LAYERS, TOKENS, STEPS = 2, 32, 1
 TINY = ("--device", "cpu", "--layers", str(LAYERS), "--tokens", str(TOKENS), "--steps", str(STEPS))

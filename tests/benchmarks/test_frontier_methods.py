@@ -16,10 +16,9 @@ from torch._functorch import config as functorch_config
 
 import hf_actswap
 from benchmarks.exactness import differing, fingerprint, fingerprints, useless
-from benchmarks.frontier_configs import swap_everything
-from benchmarks.frontier_measure import Reference, measure_row
-from benchmarks.frontier_memory import CopyMeter, StorageMeter
-from benchmarks.frontier_methods import (
+from benchmarks.measure import Reference, measure_row
+from benchmarks.meters import CopyMeter, StorageMeter
+from benchmarks.methods import (
     TRL_MODULE,
     actswap,
     compiled,
@@ -28,9 +27,8 @@ from benchmarks.frontier_methods import (
     trl_offloading,
     without_key,
 )
-from benchmarks.frontier_rows import EAGER, ROWS, Row
-from benchmarks.frontier_stack import TrainingStep, training_step
-from benchmarks.frontier_workloads import PRESETS
+from benchmarks.rows import EAGER, ROWS, Row, swap_everything
+from benchmarks.workloads import PRESETS, TrainingStep, training_step
 
 CPU = torch.device("cpu")
 

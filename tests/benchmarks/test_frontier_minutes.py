@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from benchmarks.frontier import ACCELERATOR_MINUTES
 from benchmarks.frontier_minutes import COMPILE_AGAIN_S, COMPILE_S, Minutes, affordable, jobs_of
-from benchmarks.frontier_rows import ROWS
-from benchmarks.frontier_workloads import DEFAULT_PRESETS, PRESETS
+from benchmarks.rows import ROWS
+from benchmarks.workloads import DEFAULT_PRESETS, PRESETS
 
 WORKLOADS = [PRESETS[name] for name in DEFAULT_PRESETS["accelerator"]]
 JOBS = jobs_of(WORKLOADS, ROWS)

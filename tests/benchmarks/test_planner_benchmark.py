@@ -11,11 +11,11 @@ import pytest
 
 from benchmarks import planner, planner_oom
 from benchmarks.frontier_minutes import affordable, jobs_of
-from benchmarks.frontier_planned import Budget, options_of
-from benchmarks.frontier_result import Result
-from benchmarks.frontier_rows import BUDGETS, EAGER, PLANNER_ROWS, ROWS
-from benchmarks.frontier_workloads import PRESETS
+from benchmarks.methods import Budget, options_of
 from benchmarks.planner_paper import Paper
+from benchmarks.records import Result
+from benchmarks.rows import BUDGETS, EAGER, PLANNER_ROWS, ROWS
+from benchmarks.workloads import PRESETS
 
 GIB = 2**30
 MINUTES = 7.4

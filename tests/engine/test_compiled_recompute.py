@@ -16,7 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from benchmarks.frontier_rows import COMPILED_LEAN_MIX, COMPILED_MIX
+from benchmarks.rows import COMPILED_LEAN_MIX, COMPILED_MIX
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, outline, resolve_plan
 from hf_actswap.engine.compiled_regions import region_rules
 from hf_actswap.plan.actions import COMPILE_BUDGET

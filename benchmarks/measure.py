@@ -21,12 +21,11 @@ import torch
 from torch._dynamo.callback import CallbackArgs, callback_handler
 
 from benchmarks.exactness import Fingerprint, deterministic, differing, fingerprints, useless
-from benchmarks.frontier_memory import CopyMeter, StorageMeter, give_back_cached_memory, pinned_bytes
-from benchmarks.frontier_planned import Planned
-from benchmarks.frontier_result import Result
-from benchmarks.frontier_rows import Row
-from benchmarks.frontier_stack import TrainingStep, timed_step_ms
-from benchmarks.frontier_workloads import Workload
+from benchmarks.meters import CopyMeter, StorageMeter, give_back_cached_memory, pinned_bytes
+from benchmarks.methods import Planned
+from benchmarks.records import Result
+from benchmarks.rows import Row
+from benchmarks.workloads import TrainingStep, Workload, timed_step_ms
 from hf_actswap import AppliedPlan
 from hf_actswap.engine import SwapStats
 from hf_actswap.planner import BudgetError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import verdict
-from benchmarks.verdict_planner import judge_planner
+from benchmarks.verdict import judge_planner
 from tests.benchmarks.made_up_rows import GIB, Row, measured
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.verdict import SHAPES
-from benchmarks.verdict_planner import judge_planner, lower_left, time_on
+from benchmarks.verdict import SHAPES, judge_planner, lower_left, time_on
 from tests.benchmarks.made_up_rows import GIB, Row, measured
 
 

@@ -8,11 +8,16 @@ is stable, within a budget that others' peaks give.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,7 +38,10 @@ from hf_actswap.planner import CountingMeter, Planner
 from hf_actswap.planner.trials import best_trial
 
 TRL_MODULE = "trl.models.activation_offloading"
-"""Importing it pulls in torch, accelerate and transformers only: trl's packages load the rest lazily."""
+"""It imports torch, psutil, accelerate and transformers only: trl's packages load the rest lazily."""
+TRL_VARIABLE = "HF_ACTSWAP_TRL"
+"""Names a folder that holds this one file of TRL, for machines without the rest."""
+_TRL_FILE = "trl/models/activation_offloading.py"
 
 _SHARE_OF_HOST_MEMORY = 0.6
 _PINNED_OVER_SAVED = 1.3
@@ -227,6 +235,28 @@ def save_on_cpu(step: TrainingStep, _options: object) -> Iterator[None]:
     yield from _with_context(step, lambda: hooks(pin_memory=device_type != "cpu", device_type=device_type))
 
 
+def trl_module() -> ModuleType:
+    """Return TRL's module, from the folder that ``HF_ACTSWAP_TRL`` names or as installed.
+
+    Raises:
+        ImportError: it is neither there nor here.
+    """
+    folder = os.environ.get(TRL_VARIABLE)
+    if not folder or TRL_MODULE in sys.modules:
+        return importlib.import_module(TRL_MODULE)
+    path = Path(folder, _TRL_FILE)
+    if not path.is_file():
+        raise ImportError(f"no such file: {path}")
+    # By itself: its package would look for the rest of TRL, and it needs nothing of that.
+    spec = importlib.util.spec_from_file_location(TRL_MODULE, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"not a module: {path}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules[TRL_MODULE] = module
+    return module
+
+
 @contextmanager
 def trl_offloading(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[None]:
     """Put TRL's activation offloading around every step, as its trainers do.
@@ -235,7 +265,7 @@ def trl_offloading(step: TrainingStep, options: Mapping[str, Any] | None) -> Ite
         step: the hooks that TRL leaves on an output head are taken off at exit.
         options: ``checkpointing``: transformers' checkpointing as well.
     """
-    module = importlib.import_module(TRL_MODULE)
+    module = trl_module()
     with ExitStack() as stack:
         stack.enter_context(_hooks_restored(step.model))
         if (options or {}).get("checkpointing"):
@@ -349,9 +379,12 @@ def no_trl(step: TrainingStep) -> str:
     if no_device(step):
         return no_device(step)
     try:
-        importlib.import_module(TRL_MODULE)
+        trl_module()
     except ImportError as error:
-        return f"TRL cannot be imported ({error}): pip install 'hf-actswap[bench]'"
+        return (
+            f"TRL cannot be imported ({error}): pip install 'hf-actswap[bench]', or let {TRL_VARIABLE} name "
+            f"a folder in which its module lies ({_TRL_FILE})"
+        )
     return ""
 
 

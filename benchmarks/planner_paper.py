@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
 
-from benchmarks.frontier_table import print_table
+from benchmarks.frontier import print_table
 from benchmarks.records import Result, commit, versions
 from benchmarks.rows import ELEMENTWISE, MIXED, eager_mix, swap_everything
 from benchmarks.workloads import PRESETS, Workload, llama_config

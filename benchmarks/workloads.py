@@ -37,7 +37,6 @@ class Workload:
         steps: timed steps.
         warmup_steps: steps before them.
         expected_ms: of an eager step on an H200, to plan the minutes of a run with.
-        handicap: how much less its rows matter than those of other workloads when minutes are short.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Workload:
     steps: int = 10
     warmup_steps: int = 5
     expected_ms: float = 10.0
-    handicap: int = 0
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -105,10 +103,10 @@ PRESETS: dict[str, Workload] = {
         Workload("cpu", **_TINY),
         Workload("cpu-model", **{**_TINY, "layers": 2}, head=True),
         Workload("7b-8k", **_7B, layers=16, tokens=8192, expected_ms=390),
-        Workload("7b-32k", **_7B, layers=6, tokens=32768, expected_ms=840, handicap=2),
-        Workload("8b-8k-model", **_8B, layers=8, tokens=8192, head=True, expected_ms=330, handicap=1),
-        Workload("8b-8k", **_8B, layers=16, tokens=8192, expected_ms=420, handicap=4),
-        Workload("8b-32k", **_8B, layers=6, tokens=32768, expected_ms=850, handicap=5),
+        Workload("7b-32k", **_7B, layers=6, tokens=32768, expected_ms=840),
+        Workload("8b-8k-model", **_8B, layers=8, tokens=8192, head=True, expected_ms=330),
+        Workload("8b-8k", **_8B, layers=16, tokens=8192, expected_ms=420),
+        Workload("8b-32k", **_8B, layers=6, tokens=32768, expected_ms=850),
     )
 }
 DEFAULT_PRESETS = {"cpu": ("cpu", "cpu-model"), "accelerator": ("7b-8k", "7b-32k", "8b-8k-model")}

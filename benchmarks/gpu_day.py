@@ -182,7 +182,7 @@ STAGES = {
     1: Stage("smoke", 115, (Suite("smoke", (SMOKE,)),)),
     2: Stage(
         "GPU tests",
-        450,
+        440,
         (
             Suite("GPU tests", TIMED_TESTS, "gpu"),
             Suite("GPU tests", GPU_TESTS, "gpu", without=TIMED_TESTS, processes=4),

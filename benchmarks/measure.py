@@ -107,11 +107,9 @@ class Bench:
                 result = empty_result(row, workload)
                 result.status, result.reason = "out of memory", str(error).splitlines()[0]
                 return result
-        if not compared:
-            return measure_row(self._step, row, Reference(fault="gradients are not compared"), config)
-        if self._reference is None:
+        if compared and self._reference is None:
             self._reference = Reference.of(self._step)
-        return measure_row(self._step, row, self._reference, config)
+        return measure_row(self._step, row, self._reference if compared else None, config)
 
     def clear(self) -> None:
         """Free the model."""
@@ -151,13 +149,15 @@ def empty_result(row: Row, workload: Workload) -> Result:
     )
 
 
-def measure_row(step: TrainingStep, row: Row, reference: Reference, config: Any = None) -> Result:
+def measure_row(
+    step: TrainingStep, row: Row, reference: Reference | None = None, config: Any = None
+) -> Result:
     """Measure one row; what goes wrong becomes its status, so that the others are still measured.
 
     Args:
         step: left as it was.
         row: put on it.
-        reference: what rows that compile nothing are compared with.
+        reference: what rows that compile nothing are compared with; ``None``: they are not.
         config: of the row, where it depends on what was measured; ``None``: as the row says.
     """
     result = empty_result(row, step.workload)
@@ -314,10 +314,10 @@ def _fill_cpu_bytes(result: Result, step: TrainingStep) -> None:
     result.peak_allocated_bytes = result.resting_bytes + meter.peak_bytes()
 
 
-def _fill_outcome(result: Result, step: TrainingStep, row: Row, reference: Reference) -> None:
+def _fill_outcome(result: Result, step: TrainingStep, row: Row, reference: Reference | None) -> None:
     """Loss, gradient norm and the comparison with eager."""
     found = _outcome(result, step, row)
-    if row.compiles:
+    if row.compiles or reference is None:
         return
     if reference.fault:
         result.reason = f"exactness cannot be judged: {reference.fault}"

@@ -93,7 +93,7 @@ def test_trl_is_entered_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeOffloading()
     monkeypatch.setitem(sys.modules, TRL_MODULE, fake)  # type: ignore[arg-type]
     step = tiny()
-    result = measure_row(step, Row("trl", trl_offloading), Reference(fault="not compared"))
+    result = measure_row(step, Row("trl", trl_offloading))
     assert result.status == "measured", result.reason
     # Warm-up, timed, under the meter, and the outcome.
     assert fake.entered == 4
@@ -132,7 +132,7 @@ def test_compiled_row_runs_and_its_compilation_is_counted_apart() -> None:
     row = Row("compiled", compiled, {"backend": "aot_eager"}, compile_group="1.0")
     step = tiny("cpu")
     eager = measure_row(step, EAGER, Reference.of(step))
-    result = measure_row(step, row, Reference(fault="not compared"))
+    result = measure_row(step, row)
     assert result.status == "measured", result.reason
     assert result.first_step_compile_ms is not None
     assert result.first_step_ms is not None

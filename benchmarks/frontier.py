@@ -97,11 +97,9 @@ def _jobs(
 
 def _draw(records: Records, path: Path) -> None:
     try:
-        from benchmarks.frontier_picture import draw  # here, because matplotlib is an extra
+        from benchmarks.pictures import draw  # here, because matplotlib is an extra
     except ImportError as error:
-        sys.stderr.write(
-            f"no picture ({error}); draw it later: python benchmarks/frontier_picture.py RESULTS\n"
-        )
+        sys.stderr.write(f"no picture ({error}); draw it later: python benchmarks/pictures.py RESULTS\n")
         return
     draw(list(records), path)
     sys.stderr.write(f"written: {path}\n")

@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.parallel_picture import draw_curves
+from benchmarks.pictures import draw_curves
 from benchmarks.records import commit, hardware, versions
 
 REPOSITORY = Path(__file__).resolve().parent.parent

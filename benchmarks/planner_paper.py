@@ -213,9 +213,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [asdict(result) for result in results]
     path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     try:
-        from benchmarks.frontier_picture import draw  # here, because matplotlib is an extra
+        from benchmarks.pictures import draw  # here, because matplotlib is an extra
     except ImportError as error:
-        sys.stderr.write(f"no picture ({error}): python benchmarks/frontier_picture.py {path}\n")
+        sys.stderr.write(f"no picture ({error}): python benchmarks/pictures.py {path}\n")
         return 0
     draw(rows, path.with_suffix(".png"))
     return 0

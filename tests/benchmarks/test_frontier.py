@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import frontier, frontier_picture
+from benchmarks import frontier, pictures
 from benchmarks.methods import actswap, nothing
 from benchmarks.records import Result
 from benchmarks.rows import ROWS, Row
@@ -135,17 +135,17 @@ def test_picture_is_a_png_of_plausible_size(folder: Path) -> None:
 
 def test_picture_can_be_drawn_from_the_results_later(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "again.json").write_bytes((folder / "out.json").read_bytes())
-    frontier_picture.main([str(tmp_path / "again.json")])
+    pictures.main([str(tmp_path / "again.json")])
     assert (tmp_path / "again.png").read_bytes() == (folder / "out.png").read_bytes()
 
 
 def test_results_are_complete_without_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "benchmarks.frontier_picture", None)
+    monkeypatch.setitem(sys.modules, "benchmarks.pictures", None)
     status, rows = run(tmp_path / "out.json", "--rows", "eager")
     assert (status, list(rows)) == (0, ["eager"])
-    assert "draw it later: python benchmarks/frontier_picture.py RESULTS" in capsys.readouterr().err
+    assert "draw it later: python benchmarks/pictures.py RESULTS" in capsys.readouterr().err
     assert not (tmp_path / "out.png").exists()
 
 

@@ -18,32 +18,26 @@ Exit status 1: something failed. `verdict.py` then judges the results.
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
 
 # Run as a script from a checkout, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
 # isort: split
-from benchmarks.child import Child
-from benchmarks.harness import Job, Session, Worker, frontier_jobs, in_words, longest_jobs, serve
-from benchmarks.records import REPOSITORY, Record, Records, commit, file_name, results_folder, write_text
+from benchmarks.harness import Job, Session, Worker, frontier_jobs, longest_jobs, serve
+from benchmarks.records import REPOSITORY, Record, Records, commit, file_name, results_folder
 from benchmarks.rows import ROWS
+from benchmarks.suites import Place, Suite, SuiteRun
 from benchmarks.trainings import OPTIMIZER_STATES, OUT_OF_MEMORY, Sizes, training_jobs
 from benchmarks.workloads import PRESETS, Workload, fitted
 
@@ -60,28 +54,6 @@ SLACK_S = 12.0
 _IMPORTS_S = 10.0
 """Of this process, which count to the first stage's time."""
 _MOST_LOG_BYTES = 8 * 2**20
-_TEST_LIMIT_S = 240.0
-_MOST_ATTEMPTS = 2
-"""At a test whose process dies: the first time another test may have been the reason."""
-
-
-@dataclass(frozen=True)
-class Suite:
-    """Tests that pytest runs in one go.
-
-    Args:
-        name: in the results.
-        paths: files, or ids of tests.
-        marker: only what is marked so.
-        without: ids that are left out: they run elsewhere.
-        processes: at most; one where pytest-xdist is not installed.
-    """
-
-    name: str
-    paths: tuple[str, ...]
-    marker: str = ""
-    without: tuple[str, ...] = ()
-    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -233,21 +205,6 @@ TINY_SIZES = {
 _TINY_LONGEST_TOKENS = 128
 
 
-@dataclass
-class TestRecord(Record):
-    """One test.
-
-    Args:
-        method: its id.
-        properties: what it recorded.
-    """
-
-    __test__ = False  # says to pytest
-
-    method: str
-    properties: dict[str, Any] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class Machine:
     """Where it runs, found out without touching the device: what keeps results must outlive what measures.
@@ -338,6 +295,7 @@ class Day:
         if machine.is_cpu:  # on a shared machine several threads wait for each other
             self.environment["OMP_NUM_THREADS"] = "1"
         self.worker = Worker(command, self.stderr, self.environment)
+        self.place = Place(self.folder, self.stderr, self.environment, options.processes, self.say)
         self.session = Session(
             Records(self.folder / file, recorded),
             self.worker,
@@ -371,7 +329,7 @@ class Day:
         self.say(f"stage {number}: {stage.title}, {limit_s:.0f} s")
         done: list[Record] = []
         for tests in stage.tests:
-            done += SuiteRun(self, tests, deadline_s).run()
+            done += SuiteRun(tests, self.session, self.place, deadline_s).run()
         jobs = [job for job in jobs_of(stage, self.machine, self.options.compile) if self._is_asked(job)]
         done += self.session.run(jobs, self.say, deadline_s, SLACK_S)
         _shorten(self.stderr)
@@ -394,178 +352,6 @@ class Day:
 
     def _is_asked(self, job: Job) -> bool:
         return not self.options.only or getattr(job.blank(), "method", "") in self.options.only
-
-
-class SuiteRun:
-    """Tests under pytest, in processes of their own; each test is a row.
-
-    Args:
-        day: the call of the command.
-        tests: which.
-        deadline_s: of the clock: they end then.
-    """
-
-    def __init__(self, day: Day, tests: Suite, deadline_s: float) -> None:
-        self._day, self._session, self._tests, self._deadline_s = day, day.session, tests, deadline_s
-        self._attempts: Counter[str] = Counter()
-        self._done: list[Record] = []
-        self._parts: dict[str, list[dict[str, Any]]] = {}
-        self._running: dict[str, float] = {}
-
-    def run(self) -> list[Record]:
-        """Run pytest until every test that is not settled is recorded, or the time is over."""
-        while self._deadline_s > self._session.clock():
-            before = len(self._done) + sum(self._attempts.values())
-            if self._one_pass() or len(self._done) + sum(self._attempts.values()) == before:
-                break
-        self._write_junit()
-        return self._done
-
-    def _one_pass(self) -> bool:
-        """Run pytest once; return whether nothing is left to do."""
-        self._parts, self._running = {}, {}
-        with tempfile.TemporaryDirectory() as folder:
-            settled = Path(folder, "settled.json")
-            settled.write_text(json.dumps(self._settled()), encoding="utf-8")
-            environment = {**self._day.environment, "HF_ACTSWAP_SETTLED": str(settled)}
-            environment["HF_ACTSWAP_RESULTS"] = str(self._day.folder.resolve())
-            child = Child(self._command(), self._day.stderr, environment)
-            crashes = sum(self._attempts.values())
-            try:
-                ended = self._follow(child)
-            finally:
-                child.stop()
-        return ended and sum(self._attempts.values()) == crashes
-
-    def _command(self) -> list[str]:
-        # Not pyproject.toml's options: pytest-timeout, whose setting they know, need not be there.
-        command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib"]
-        command += ["-p", "tests.row_reports", "-p", "no:cacheprovider", "--rootdir", str(REPOSITORY)]
-        command += [] if not self._tests.marker else ["-m", self._tests.marker]
-        for test in self._tests.without:
-            command += ["--deselect", test]
-        processes = min(self._tests.processes, self._day.options.processes)
-        if processes > 1 and importlib.util.find_spec("xdist") is not None:
-            command += ["-n", str(processes), "--dist", "worksteal"]
-        return [*command, *self._tests.paths]
-
-    def _settled(self) -> list[str]:
-        """Ids of tests that need not run: what was skipped is tried once in each call."""
-        lines = [line for line in self._session.records if line["kind"] == "test"]
-        mine = [line for line in lines if line["device"] == self._session.device]
-        settled = {line["method"] for line in mine if self._session.is_settled_line(line)}
-        return sorted(settled | {getattr(record, "method", "") for record in self._done})
-
-    def _follow(self, child: Child) -> bool:
-        """Record what the process reports; return whether it came to its end."""
-        while True:
-            now_s = self._session.clock()
-            hangs_at_s = min(
-                (began_s + _TEST_LIMIT_S for began_s in self._running.values()), default=now_s + 3600
-            )
-            try:
-                line = child.next_line(max(min(self._deadline_s, hangs_at_s) - now_s, 0.0))
-            except queue.Empty:
-                return self._cut(child)
-            if line is None:
-                self._died(child)
-                return False
-            event = json.loads(line)
-            if event["event"] == "end":
-                return True
-            self._take(event)
-
-    def _take(self, event: Mapping[str, Any]) -> None:
-        test = event["id"]
-        if event["event"] == "start":
-            self._running[test] = self._session.clock()
-        elif event["event"] == "report":
-            self._parts.setdefault(test, []).append(dict(event))
-        elif event["event"] == "crash":
-            if self._running.pop(test, None) is not None:
-                self._crashed(test, event["text"])
-        elif self._running.pop(test, None) is not None or test in self._parts:
-            parts = self._parts.pop(test, [])
-            outcomes = [part["outcome"] for part in parts]
-            status = next((one for one in ("failed", "skipped") if one in outcomes), "passed")
-            texts = [part["text"] for part in parts if part["outcome"] != "passed"]
-            properties = {name: value for part in parts for name, value in part.get("properties", {}).items()}
-            seconds = sum(part.get("seconds", 0.0) for part in parts)
-            self._record(test, status, "\n".join(texts), seconds, properties)
-
-    def _crashed(self, test: str, told: str) -> None:
-        """Its process died, perhaps of another test: it is tried again, once."""
-        self._attempts[test] += 1
-        if self._attempts[test] >= _MOST_ATTEMPTS:
-            self._record(test, "failed", told)
-
-    def _died(self, child: Child) -> None:
-        status, told = child.stop()
-        for test in list(self._running):
-            self._crashed(test, f"pytest's process ended with status {status}\n{told}")
-        self._running = {}
-
-    def _cut(self, child: Child) -> bool:
-        """The time is over, or a test hangs; return whether nothing can be done any more."""
-        _, told = child.stop(says=True)
-        now_s = self._session.clock()
-        for test, began_s in self._running.items():
-            if now_s - began_s >= _TEST_LIMIT_S:
-                seconds = now_s - began_s
-                self._record(test, "timed out", f"{told}\nno end after {seconds:.0f} s", seconds)
-        self._running = {}
-        if now_s < self._deadline_s:
-            return False
-        self._day.say(f"{self._tests.name}: the stage's time is over; call it again for what is left")
-        return True
-
-    def _record(
-        self,
-        test: str,
-        status: Any,
-        told: str = "",
-        seconds: float | None = None,
-        properties: Mapping[str, Any] | None = None,
-    ) -> None:
-        record = TestRecord(
-            test, dict(properties or {}), kind="test", workload=self._tests.name, status=status
-        )
-        record.wall_s = seconds
-        if status != "passed":
-            record.reason = next((line for line in reversed(told.splitlines()) if line.strip()), "")[:300]
-        if record.failed:
-            record.traceback = told
-        self._session.record(record)
-        self._done.append(record)
-        self._day.say(f"{self._tests.name} {test}: {in_words(record)}")
-
-    def _write_junit(self) -> None:
-        """Write what is known of all tests, of this call or of an earlier one."""
-        suite = ElementTree.Element("testsuite", name="gpu_day")
-        lines = [line for line in self._session.records if line["kind"] == "test"]
-        for line in lines:
-            file, _, name = line["method"].partition("::")
-            case = ElementTree.SubElement(
-                suite, "testcase", classname=file, name=name, time=f"{line['wall_s'] or 0:.3f}"
-            )
-            for key, value in line["properties"].items():
-                ElementTree.SubElement(case, "property", name=key, value=str(value))
-            if line["status"] in ("failed", "timed out"):
-                ElementTree.SubElement(case, "failure", message=_printable(line["reason"])).text = _printable(
-                    line["traceback"]
-                )
-            elif line["status"] == "skipped":
-                ElementTree.SubElement(case, "skipped", message=_printable(line["reason"]))
-        for name, statuses in (("failures", ("failed", "timed out")), ("skipped", ("skipped",))):
-            suite.set(name, str(sum(line["status"] in statuses for line in lines)))
-        suite.set("tests", str(len(lines)))
-        text = ElementTree.tostring(suite, encoding="unicode")
-        write_text(self._day.folder / "gpu_day_tests.xml", text)
-
-
-def _printable(text: str) -> str:
-    """Without what XML cannot hold."""
-    return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())
 
 
 def _shorten(path: Path) -> None:

@@ -29,9 +29,16 @@ class Child:
         command: what it runs.
         stderr: the file that all else that it writes is appended to.
         environment: of the process, beside ours.
+        folder: where it runs; ``None``: where we do.
     """
 
-    def __init__(self, command: Sequence[str], stderr: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        stderr: Path,
+        environment: Mapping[str, str],
+        folder: Path | None = None,
+    ) -> None:
         self._stderr = stderr
         stderr.parent.mkdir(parents=True, exist_ok=True)
         reading, writing = os.pipe()
@@ -42,6 +49,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
+                cwd=folder,
                 env={**os.environ, **environment, REPORTS_VARIABLE: str(writing)},
                 text=True,
                 pass_fds=(writing,),

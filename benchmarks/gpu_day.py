@@ -18,6 +18,7 @@ Exit status 1: something failed. `verdict.py` then judges the results.
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import subprocess
 import sys
@@ -35,7 +36,16 @@ import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
 # isort: split
 from benchmarks.harness import Job, Session, Worker, frontier_jobs, longest_jobs, serve
-from benchmarks.records import REPOSITORY, Record, Records, commit, file_name, results_folder
+from benchmarks.methods import TRL_VARIABLE
+from benchmarks.records import (
+    REPOSITORY,
+    RESULTS_VARIABLE,
+    Record,
+    Records,
+    commit,
+    file_name,
+    results_folder,
+)
 from benchmarks.rows import ROWS
 from benchmarks.suites import Place, Suite, SuiteRun
 from benchmarks.trainings import OPTIMIZER_STATES, OUT_OF_MEMORY, Sizes, training_jobs
@@ -397,6 +407,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.worker:
         serve(options.device)
         return 0
+    for name in (RESULTS_VARIABLE, TRL_VARIABLE):  # for processes that run elsewhere, too
+        if os.environ.get(name):
+            os.environ[name] = str(Path(os.environ[name]).resolve())
     machine = Machine.found(options.device)
     if options.compile is None:
         options.compile = not machine.is_cpu

@@ -115,8 +115,7 @@ class SuiteRun:
             settled = Path(folder, "settled.json")
             settled.write_text(json.dumps(self._settled()), encoding="utf-8")
             environment = {**self._place.environment, "HF_ACTSWAP_SETTLED": str(settled)}
-            environment["HF_ACTSWAP_RESULTS"] = str(self._place.folder.resolve())
-            child = Child(self._command(), self._place.stderr, environment)
+            child = Child(self._command(), self._place.stderr, environment, REPOSITORY)
             crashes = sum(self._attempts.values())
             try:
                 ended = self._follow(child)

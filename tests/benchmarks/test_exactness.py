@@ -52,7 +52,7 @@ def test_nobody_else_sets_the_mode(repository: Path) -> None:
     assert found == {"exactness.py", Path(__file__).name}
 
 
-@pytest.mark.parametrize("command", ["frontier", "gpu_day", "byte_values", "overhead"])
+@pytest.mark.parametrize("command", ["gpu_day", "byte_values"])
 def test_settings_are_there_before_torch_is(command: str, repository: Path) -> None:
     """As a script and as a module: PyTorch reads them once."""
     script = (

@@ -338,6 +338,8 @@ class Day:
         deadline_s = began_s + limit_s
         self.say(f"stage {number}: {stage.title}, {limit_s:.0f} s")
         done: list[Record] = []
+        if stage.tests:
+            self.worker.stop()  # which would hold memory beside them
         for tests in stage.tests:
             done += SuiteRun(tests, self.session, self.place, deadline_s).run()
         jobs = [job for job in jobs_of(stage, self.machine, self.options.compile) if self._is_asked(job)]

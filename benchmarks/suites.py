@@ -101,11 +101,13 @@ class SuiteRun:
 
     def run(self) -> list[Record]:
         """Run pytest until every test that is not settled is recorded, or the time is over."""
-        while self._deadline_s > self._session.clock():
-            before = len(self._done) + sum(self._attempts.values())
-            if self._one_pass() or len(self._done) + sum(self._attempts.values()) == before:
-                break
-        self._write_junit()
+        try:
+            while self._deadline_s > self._session.clock():
+                before = len(self._done) + sum(self._attempts.values())
+                if self._one_pass() or len(self._done) + sum(self._attempts.values()) == before:
+                    break
+        finally:
+            self._write_junit()
         return self._done
 
     def _one_pass(self) -> bool:
@@ -234,8 +236,9 @@ class SuiteRun:
             case = ElementTree.SubElement(
                 suite, "testcase", classname=file, name=name, time=f"{line['wall_s'] or 0:.3f}"
             )
+            properties = ElementTree.SubElement(case, "properties")
             for key, value in line["properties"].items():
-                ElementTree.SubElement(case, "property", name=key, value=str(value))
+                ElementTree.SubElement(properties, "property", name=key, value=_printable(str(value)))
             if line["status"] in ("failed", "timed out"):
                 ElementTree.SubElement(case, "failure", message=_printable(line["reason"])).text = _printable(
                     line["traceback"]

@@ -42,23 +42,19 @@ demo: $(VENV)/.run
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		recipes/llama_swap.py recipes/sample_cpu.yaml --dataset sample
 
-# Not strict: pytest-timeout, whose setting and marker the tests use, may not be installed there. Matrix products
-# repeat their bits on every stream only with a workspace of fixed size.
-REPEATABLE = CUBLAS_WORKSPACE_CONFIG=:4096:8
+# Not strict: pytest-timeout, whose setting and marker the tests use, may not be installed there.
 ON_GPU = $(PYTHON) $(NOT_STRICT)
-SANITIZED = $(REPEATABLE) compute-sanitizer --tool memcheck --error-exitcode 1
+SANITIZED = compute-sanitizer --tool memcheck --error-exitcode 1
 FOR_SANITIZER = $(ON_GPU) tests/engine/test_gpu_stress.py -k for_the_sanitizer
-# Each under eight minutes; the colon stands for a space. What one of them finds does not stop the next.
-GPU_BENCHMARKS = frontier.py planner.py planner.py:--curve:7b-8k planner.py:--curve:7b-32k planner_oom.py \
-	optimizer_states.py verdict.py
+# All stages one after the other, each under eight minutes: what is in the results is not measured again. What one
+# of them finds does not stop the next.
 gpu:
-	$(REPEATABLE) $(ON_GPU) -m gpu
-	@if command -v compute-sanitizer; then $(MAKE) --no-print-directory sanitize; \
-	else echo "compute-sanitizer is not on the PATH (it comes with the CUDA toolkit): that check is left out"; fi
-	@status=0; for command in $(GPU_BENCHMARKS); do \
-		echo "python benchmarks/$$command" | tr : ' '; \
-		$(PYTHON) benchmarks/$$(echo $$command | tr : ' ') || status=1; \
-	done; exit $$status
+	@status=0; \
+	$(PYTHON) benchmarks/gpu_day.py || status=1; \
+	if command -v compute-sanitizer; then $(MAKE) --no-print-directory sanitize || status=1; \
+	else echo "compute-sanitizer is not on the PATH (it comes with the CUDA toolkit): that check is left out"; fi; \
+	$(PYTHON) benchmarks/verdict.py || status=1; \
+	exit $$status
 
 # Twice: every tensor memory of its own, so that nothing outside of one is touched unseen; and memory that is
 # given and taken in the order of streams, where what another stream still uses must not be given back. Its

@@ -1,1 +1,20 @@
-"""Measurements: scripts of the repository, not part of the installed package."""
+"""Benchmarks. Not part of the installed package; see `README.md` here.
+
+Importing this package sets what PyTorch reads from the environment, so that all rows and all tests on an
+accelerator run under the same settings, unless the environment says otherwise. Import it ahead of PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+
+SETTINGS = {
+    # What swap frees and takes again must not fragment.
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    # Without a workspace of fixed size matrix products may differ in their last bits from stream to stream,
+    # and PyTorch's deterministic mode refuses to run them.
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+for _name, _value in SETTINGS.items():
+    os.environ.setdefault(_name, _value)

@@ -4,76 +4,43 @@
     python benchmarks/frontier.py --preset cpu --rows actswap-mixed --layers 2
     python benchmarks/frontier.py --longest --rows eager actswap-everything-auto
 
+Measures in this process, as long as it takes: for the CPU, and for a row or two. On an accelerator
+`gpu_day.py` measures the same rows within a time, each under a limit. Rows that the results file holds
+already are not measured again without ``--again``.
+
 Exit status 1: a row that must be exact is not, a row failed, or eager itself cannot be trusted. What the
-numbers mean: `README.md` beside this file. The rows stand in `frontier_rows.py`.
+numbers mean: `README.md` beside this file. The rows stand in `rows.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-# The same for all rows, and before torch reads it: what swap frees and takes again must not fragment.
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 # Run as a script from a checkout, installed or not.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
+# isort: split
 import torch
+from rich.console import Console
+from rich.table import Table
 
-from benchmarks.frontier_longest import longest_results
-from benchmarks.frontier_machine import accelerator_name, commit, hardware, versions
-from benchmarks.frontier_measure import Reference, empty_result, measure_row
-from benchmarks.frontier_minutes import Job, Minutes, jobs_of
-from benchmarks.frontier_planned import options_of
-from benchmarks.frontier_result import Result, fill_ratios, write_results
-from benchmarks.frontier_rows import EAGER, ROWS, Row
-from benchmarks.frontier_stack import TrainingStep, training_step
-from benchmarks.frontier_table import print_table
-from benchmarks.frontier_workloads import DEFAULT_PRESETS, PRESETS, Workload, fitted
+from benchmarks.harness import Answers, FrontierJob, Session, frontier_jobs, longest_jobs
+from benchmarks.records import Record, Records, Result, device_named, file_name, origin, results_folder
+from benchmarks.rows import EAGER, ROWS, Row, with_bases
+from benchmarks.workloads import DEFAULT_PRESETS, PRESETS, Workload, fitted
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).resolve().parent / "results"
-ACCELERATOR_MINUTES = 7.9
 _CHANGES = ("layers", "tokens", "dtype", "steps")
 """Arguments that replace a preset's value."""
-
-
-@dataclass
-class Run:
-    """What the command line asked for, and what came of it so far.
-
-    Args:
-        device, compiling: where, and whether rows that compile are measured.
-        origin: of every row: the device's name, versions, commit, environment.
-        path: of the results; ``None``: a narrowed run, nothing is written.
-        minutes: watches the time.
-        results: in the order in which they were measured.
-    """
-
-    device: torch.device
-    compiling: bool
-    origin: dict[str, Any]
-    path: Path | None
-    minutes: Minutes
-    results: list[Result]
-
-    def add(self, result: Result) -> None:
-        """Keep a result, say so, and write the file anew: a run that is stopped leaves what it has."""
-        for name, value in self.origin.items():
-            setattr(result, name, value)
-        self.results.append(result)
-        reason = f" ({result.reason})" if result.reason else ""
-        sys.stderr.write(f"{result.workload} {result.method}: {result.status}{reason}\n")
-        if self.path:
-            write_results(self.results, self.path)
+_WIDTH_WITHOUT_TERMINAL = 140
+_HEADINGS = ("ms", "x", "activation MiB", "x", "reserved MiB", "host MiB", "swapped MiB", "stall ms")
 
 
 def main(argv: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> int:
@@ -84,98 +51,66 @@ def main(argv: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> int:
         rows: the table to choose from.
     """
     arguments = _parse(argv, rows)
-    device = _device(arguments.device)
-    compiling = arguments.compile if arguments.compile is not None else device.type != "cpu"
-    limit = arguments.minutes or (None if device.type == "cpu" else ACCELERATOR_MINUTES)
-    minutes = Minutes(limit)
-    path = arguments.out or (_default_path(arguments, device) if _is_complete(arguments) else None)
-    run = Run(device, compiling, _origin(device), path, minutes, [])
+    device = device_named(arguments.device)
+    about = origin(device)
+    path = arguments.out or (_default_path(arguments, about["device"]) if _is_complete(arguments) else None)
+    again = set(arguments.again or ()) if arguments.again is not None else None
+    session = Session(
+        Records(path),
+        Answers(device, rows),
+        about,
+        lambda name: again is not None and (not again or name in again),
+    )
     chosen = [row for row in rows if not arguments.rows or row.name in arguments.rows]
-    workloads = _workloads(arguments, device)
-    if arguments.longest is not None:
-        _search_longest(run, workloads, chosen, arguments.longest)
-    else:
-        _measure_all(run, workloads, _with_bases(chosen, rows))
-    if run.path:
-        sys.stderr.write(f"written: {run.path}\n")
+    done: list[Record] = []
+    for workload in _workloads(arguments, device):
+        jobs = _jobs(arguments, device, workload, chosen, rows)
+        deadline_s = None if arguments.minutes is None else session.clock() + 60 * arguments.minutes
+        done += session.run(jobs, _say, deadline_s)
+        lines = [line for job in jobs if (line := session.find(job)) is not None]
+        print_table(workload, [Result(**line) for line in lines])
+    if path:
+        sys.stderr.write(f"written: {path}\n")
         if arguments.longest is None:
-            _draw(run.results, run.path.with_suffix(".png"))
-    return 1 if any(_is_bad(result) for result in run.results) else 0
+            _draw(session.records, path.with_suffix(".png"))
+    return 1 if any(_is_bad(record) for record in done) else 0
 
 
-def _draw(results: Sequence[Result], path: Path) -> None:
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def _jobs(
+    arguments: argparse.Namespace,
+    device: torch.device,
+    workload: Workload,
+    chosen: Sequence[Row],
+    rows: Sequence[Row],
+) -> list[FrontierJob]:
+    on_cpu = device.type == "cpu"
+    compiling = arguments.compile if arguments.compile is not None else not on_cpu
+    if arguments.longest is None:
+        return frontier_jobs([workload], with_bases(chosen, rows), compiling)
+    limit_tokens = arguments.longest or (1024 if on_cpu else 2**20)
+    return longest_jobs(workload, [row for row in chosen if compiling or not row.compiles], limit_tokens)
+
+
+def _draw(records: Records, path: Path) -> None:
     try:
-        from benchmarks.frontier_picture import draw  # here, because matplotlib is an extra
+        from benchmarks.pictures import draw  # here, because matplotlib is an extra
     except ImportError as error:
-        sys.stderr.write(
-            f"no picture ({error}); draw it later: python benchmarks/frontier_picture.py RESULTS\n"
-        )
+        sys.stderr.write(f"no picture ({error}); draw it later: python benchmarks/pictures.py RESULTS\n")
         return
-    draw([asdict(result) for result in results], path)
+    draw(list(records), path)
     sys.stderr.write(f"written: {path}\n")
 
 
-def _is_bad(result: Result) -> bool:
+def _is_bad(record: Record) -> bool:
     """A broken row, or an eager one that nothing can be compared with (out of memory is no fault)."""
-    untrusted = result.method == EAGER.name and result.status == "measured" and not result.exact
-    return result.failed or (untrusted and not result.longest)
-
-
-def _measure_all(run: Run, workloads: Sequence[Workload], rows: Sequence[Row]) -> None:
-    jobs = jobs_of(workloads, rows)
-    for workload in workloads:
-        step = training_step(workload, run.device)
-        results, eager, reference = [], None, Reference()
-        for job in [job for job in jobs if job.workload is workload]:
-            result = _measure_job(run, step, job, jobs[jobs.index(job) :], reference, results)
-            eager = result if job.row is EAGER else eager
-            if job.row is EAGER:
-                run.minutes.eager_took(workload, result.ms)
-            fill_ratios(result, eager)
-            run.add(result)
-            results.append(result)
-        del step  # before the next is built
-        gc.collect()
-        print_table(workload, results)
-
-
-def _with_bases(chosen: Sequence[Row], rows: Sequence[Row]) -> list[Row]:
-    """Eager first, then what was chosen with the rows that budgets are taken from, in the table's order."""
-    names = {row.name for row in chosen}
-    names |= {base for row in chosen if row.budget is not None for base in row.budget.needs}
-    return [EAGER, *(row for row in rows if row.name in names and row.name != EAGER.name)]
-
-
-def _measure_job(
-    run: Run,
-    step: TrainingStep,
-    job: Job,
-    ahead: Sequence[Job],
-    reference: Reference,
-    results: Sequence[Result],
-) -> Result:
-    reason, config = run.minutes.why_not(job, ahead), None
-    if job.row.compiles and not run.compiling:
-        reason = "compiling is slow on the CPU; ask for it with --compile"
-    if not reason and job.row.budget is not None:
-        config = options_of(job.row.budget, job.row.compiles, results)
-        reason = config if isinstance(config, str) else ""
-    if not reason:
-        return measure_row(step, job.row, reference, config)
-    result = empty_result(job.row, step.workload)
-    result.status, result.reason = "skipped", reason
-    return result
-
-
-def _search_longest(run: Run, workloads: Sequence[Workload], rows: Sequence[Row], limit_tokens: int) -> None:
-    rows = [row for row in rows if run.compiling or not row.compiles]
-    limit = limit_tokens or (1024 if run.device.type == "cpu" else 2**20)
-    for workload in workloads:
-        results = []
-        for result in longest_results(workload, rows, run.device, limit, run.minutes):
-            run.add(result)
-            results.append(result)
-        print_table(workload, results)
+    if record.failed or not isinstance(record, Result):
+        return record.failed
+    untrusted = record.method == EAGER.name and record.status == "measured" and not record.exact
+    return untrusted and not record.longest
 
 
 def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespace:
@@ -183,14 +118,21 @@ def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespac
         description=(__doc__ or "").partition("\n\n")[0],
         epilog="Rows: " + ", ".join(row.name for row in rows),
     )
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    parser.add_argument("--device", default=found.type if found else "cpu")
+    parser.add_argument("--device", help="default: the accelerator, where there is one")
     parser.add_argument("--preset", nargs="+", choices=PRESETS, help="default: what suits the device")
     parser.add_argument("--layers", type=int, help="decoder layers (default: the preset's)")
     parser.add_argument("--tokens", type=int, help="length of the one sequence (default: the preset's)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: the preset's")
     parser.add_argument("--steps", type=int, help="timed steps per row (default: the preset's)")
-    parser.add_argument("--rows", nargs="+", choices=[row.name for row in rows], metavar="ROW")
+    names = [row.name for row in rows]
+    parser.add_argument("--rows", nargs="+", choices=names, metavar="ROW")
+    parser.add_argument(
+        "--again",
+        nargs="*",
+        choices=[EAGER.name, *names],
+        metavar="ROW",
+        help="measure rows again that the results hold (default: all of them)",
+    )
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
@@ -199,8 +141,7 @@ def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespac
     parser.add_argument(
         "--minutes",
         type=float,
-        help="leave the least important rows out when the run would take longer "
-        f"(default: {ACCELERATOR_MINUTES:g} on an accelerator, none on the CPU)",
+        help="of a workload: leave rows out that would take longer (default: as long as it takes)",
     )
     parser.add_argument(
         "--longest",
@@ -208,7 +149,7 @@ def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespac
         nargs="?",
         const=0,
         metavar="TOKENS",
-        help="double the length until a row no longer fits, at most to TOKENS, and report the longest",
+        help="double the length until a row no longer fits, at most to TOKENS",
     )
     parser.add_argument(
         "--out", type=Path, help="JSON file, the picture beside it (default: in results/, complete runs only)"
@@ -223,13 +164,6 @@ def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespac
     return arguments
 
 
-def _device(name: str) -> torch.device:
-    """The device with an index, which streams and memory statistics want."""
-    device = torch.device(name)
-    has_index = device.type == "cpu" or device.index is not None
-    return device if has_index else torch.device(device.type, torch.accelerator.current_device_index())
-
-
 def _workloads(arguments: argparse.Namespace, device: torch.device) -> list[Workload]:
     """The presets that suit the device, changed as asked, and scaled down to its memory."""
     suited = DEFAULT_PRESETS["cpu" if device.type == "cpu" else "accelerator"]
@@ -242,32 +176,67 @@ def _workloads(arguments: argparse.Namespace, device: torch.device) -> list[Work
     return [fitted(workload, free_bytes) for workload in workloads]
 
 
-def _origin(device: torch.device) -> dict[str, Any]:
-    """What is the same in every row."""
-    found, machine, checkout = versions(), hardware(device), commit(REPOSITORY)
-    return {
-        "device": "cpu" if device.type == "cpu" else machine["name"],
-        "torch": found["torch"],
-        "transformers": found["transformers"],
-        "commit": checkout["id"],
-        "environment": {
-            "hardware": machine,
-            "versions": found,
-            "tracked_files_changed": checkout["dirty"],
-            "allocator": os.environ["PYTORCH_ALLOC_CONF"],
-        },
-    }
-
-
 def _is_complete(arguments: argparse.Namespace) -> bool:
     """Whether nothing narrows the run, so that it may stand among the recorded ones."""
     return all(getattr(arguments, name) is None for name in ("preset", *_CHANGES, "rows", "compile"))
 
 
-def _default_path(arguments: argparse.Namespace, device: torch.device) -> Path:
-    name = "cpu" if device.type == "cpu" else accelerator_name(device).lower().replace(" ", "-")
+def _default_path(arguments: argparse.Namespace, device: str) -> Path:
     what = "frontier" if arguments.longest is None else "longest"
-    return RESULTS / f"{what}_{name}_{datetime.now():%Y%m%d}.json"
+    return results_folder() / f"{what}_{file_name(device)}_{datetime.now():%Y%m%d}.json"
+
+
+def print_table(workload: Workload, results: Sequence[Result], console: Console | None = None) -> None:
+    """Print one line per measured row, and below what is to be said of rows.
+
+    Args:
+        workload: for the title.
+        results: eager first.
+        console: where to; by default the standard output.
+    """
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=_WIDTH_WITHOUT_TERMINAL)
+    searched = any(result.longest for result in results)
+    title = f"{workload.name}: {workload.title}, forward + backward; x: against eager"
+    table = Table(title=title, title_justify="left")
+    table.add_column("row", no_wrap=True)
+    for heading in (*(("tokens",) if searched else ()), *_HEADINGS):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("exact", no_wrap=True)
+    for result in [result for result in results if result.status == "measured"]:
+        name, *cells = _cells(result)
+        table.add_row(name, *([f"{result.seq:,}"] if searched else []), *cells)
+    console.print(table)
+    for result in results:
+        if result.reason or result.differing:
+            differs = f"differs in {', '.join(result.differing[:5])}" if result.differing else ""
+            console.print(
+                f"{result.method}: {result.status}. {result.reason}{differs}", markup=False, highlight=False
+            )
+
+
+def _cells(result: Result) -> list[str]:
+    return [
+        result.method,
+        "-" if result.ms is None else f"{result.ms:.1f}",
+        _ratio(result, "ms"),
+        _mebibytes(result.activation_bytes),
+        _ratio(result, "activation"),
+        _mebibytes(result.peak_reserved_bytes),
+        _mebibytes(result.host_bytes),
+        _mebibytes(result.swapped_bytes),
+        "-" if result.stall_ms is None else f"{result.stall_ms:.2f}",
+        "-" if result.exact is None else "yes" if result.exact else "NO",
+    ]
+
+
+def _ratio(result: Result, name: str) -> str:
+    return f"{result.ratios[name]:.2f}" if name in result.ratios else "-"
+
+
+def _mebibytes(value: float | None) -> str:
+    return "-" if value is None else f"{value / 2**20:.1f}"
 
 
 if __name__ == "__main__":

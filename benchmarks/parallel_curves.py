@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from safetensors.torch import load_file
 
-from benchmarks.frontier_machine import commit, hardware, versions
-from benchmarks.parallel_picture import draw_curves
+from benchmarks.pictures import draw_curves
+from benchmarks.records import commit, hardware, versions
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -5,8 +5,14 @@
 
 The same Llama, with the same weights and ids, in one launch of two gloo processes: divided by transformers
 (``from_pretrained`` with its ``tp_plan``) and by `patch_model`, with and without sequence parallelism. A row
-counts a step of one rank (`parallel_counts` says how) and holds the median of its time, steps of different
-rows alternating. Loss and gradient norm must agree before anything is compared.
+counts a step of one rank and holds the median of its time, steps of different rows alternating. Loss and
+gradient norm must agree before anything is compared.
+
+Collectives are seen where PyTorch dispatches them, below both ``torch.distributed``'s calls and DTensor's
+functional ones, so that two implementations are counted by one rule. Bytes on the wire are those that a rank
+sends in a ring: ``(n - 1) / n`` of the whole for an all-gather or a reduce-scatter, twice that for an
+all-reduce, which is one after the other (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms";
+the same factors as in the documentation of ``nccl-tests``).
 
 Two claims are judged, for rows that sum over the ranks in the dtype in which transformers does: ours saves
 fewer bytes for backward, and sends at most as many, re-gathers apart. If one fails the exit status is 1. Time
@@ -16,23 +22,425 @@ is recorded, not judged: on a CPU, processes of one machine communicate through 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
+import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields, replace
-from datetime import datetime
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
+# isort: split
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.distributed import DistributedConfig
 
-from benchmarks.frontier_machine import commit, hardware, versions
-from benchmarks.parallel_peer_cases import BFLOAT16_REDUCTION, PEER, RANKS, Shape, run_on_rank
+from benchmarks.records import commit, hardware, versions
+from hf_actswap.config.schema import ParallelConfig
+from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
+from hf_actswap.parallel.patch_model import patch_model
+
+KINDS = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "reducescatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "broadcast": "broadcast",
+}
+_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+_RING_FACTOR = {"all_reduce": 2}
+"""How often ``(n - 1) / n`` of a collective's whole bytes pass; 1 where a kind is not named."""
+
+REGATHER = "re-gather"
+"""The kind under which gathers of saved shards in backward are counted, apart from all others."""
+
+
+def ring_bytes(kind: str, whole_bytes: int, ranks: int) -> int:
+    """Return what a rank sends in a collective whose larger side has ``whole_bytes``."""
+    return _RING_FACTOR.get(kind, 1) * whole_bytes * (ranks - 1) // ranks
+
+
+def kind_of(operator: Any) -> str | None:
+    """Return the kind of collective that an operator is, or ``None``."""
+    if operator.namespace not in _NAMESPACES:
+        return None
+    name = operator._schema.name.split("::")[1].replace("_", "")
+    return next((kind for start, kind in KINDS.items() if name.startswith(start)), None)
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by (phase, kind).
+
+    Attributes:
+        phase: of the step, set by whoever runs it.
+        calls: how many; ``whole_bytes``: of the larger side of each, summed.
+    """
+
+    def __init__(self, phase: str = "forward") -> None:
+        super().__init__()
+        self.phase = phase
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.whole_bytes: Counter[tuple[str, str]] = Counter()
+        self._again = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented  # what they are made of comes by again
+        result = func(*args, **(kwargs or {}))
+        kind = kind_of(func)
+        if kind is not None:
+            leaves = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+            key = self.phase, REGATHER if self._again else kind
+            self.calls[key] += 1
+            self.whole_bytes[key] += max(leaf.nbytes for leaf in leaves)
+        return result
+
+    @contextmanager
+    def telling_regathers(self) -> Iterator[None]:
+        """Count the gathers that a column-parallel layer starts in backward as `REGATHER`."""
+        module: Any = importlib.import_module(
+            "hf_actswap.parallel.column_input"
+        )  # the package's name is a function
+        own = module.begin_gather
+
+        def begin(*args: Any) -> Any:
+            self._again = True
+            try:
+                return own(*args)
+            finally:
+                self._again = False
+
+        module.begin_gather = begin
+        try:
+            yield
+        finally:
+            module.begin_gather = own
+
+    def wire_bytes(self, ranks: int) -> dict[tuple[str, str], int]:
+        """Return what this rank sends, by (phase, kind)."""
+        return {
+            (phase, kind): ring_bytes(kind, whole, ranks) for (phase, kind), whole in self.whole_bytes.items()
+        }
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, or what an asynchronous collective wrote."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor._local_tensor
+    return plain(tensor.elem) if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+class SavedBytes:
+    """Bytes that autograd saves for backward: each storage once, parameters excluded.
+
+    Args:
+        parameters: of the model.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._excluded = {_key(plain(p.detach())) for p in parameters}
+        self._found: dict[int, torch.Tensor] = {}
+        """Kept, so that no address comes twice."""
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return the context to run the forward in."""
+        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
+
+    def total_bytes(self) -> int:
+        """Return the sum."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._found.values())
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        found = plain(tensor)
+        if found.untyped_storage().nbytes() and _key(found) not in self._excluded:
+            self._found.setdefault(_key(found), found.detach())
+        return tensor
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class PeakBytes(TorchDispatchMode):
+    """Most bytes alive at one time, of storages made inside: all, and those as wide as the vocabulary.
+
+    Args:
+        widths: last sizes of a tensor that make it one of logits.
+    """
+
+    def __init__(self, widths: Iterable[int]) -> None:
+        super().__init__()
+        self.peak_bytes = self.peak_logits_bytes = 0
+        self._widths = frozenset(widths)
+        self._alive: dict[int, tuple[StorageWeakRef, int, bool]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        given = {_key(leaf) for leaf in tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor}
+        for leaf in tree_leaves(result):
+            if type(leaf) is torch.Tensor and _key(leaf) not in given:
+                storage = leaf.untyped_storage()
+                is_logits = leaf.dim() > 1 and leaf.shape[-1] in self._widths
+                self._alive[_key(leaf)] = StorageWeakRef(storage), storage.nbytes(), is_logits
+        self._alive = {key: found for key, found in self._alive.items() if not found[0].expired()}
+        self.peak_bytes = max(self.peak_bytes, sum(size for _, size, _ in self._alive.values()))
+        logits = sum(size for _, size, is_logits in self._alive.values() if is_logits)
+        self.peak_logits_bytes = max(self.peak_logits_bytes, logits)
+        return result
+
+
+RANKS = 2
+PEER = "transformers tp_plan"
+SEED = 7
+LIMIT_S = 300
+BFLOAT16_REDUCTION = "sums in bf16"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the model and of a step.
+
+    Args:
+        hidden, inner, heads, kv_heads, layers, vocabulary: of the Llama.
+        length: tokens a sequence; ``batch``: sequences.
+    """
+
+    hidden: int = 512
+    inner: int = 1376
+    heads: int = 8
+    kv_heads: int = 4
+    layers: int = 4
+    vocabulary: int = 8192
+    length: int = 512
+    batch: int = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to divide the model.
+
+    Args:
+        name: of the row.
+        sequence_parallel: of ours; ``None``: transformers' own.
+        reduces_in_float32: activations and their gradients are summed over the ranks in float32 (our
+            default), else in their own dtype, as transformers does.
+    """
+
+    name: str
+    sequence_parallel: bool | None
+    reduces_in_float32: bool = True
+
+
+def cases_of(dtype: torch.dtype) -> tuple[Case, ...]:
+    """Return the rows of one dtype; what ranks sum in matters below float32 only."""
+    ours = (Case("hf_actswap tp + sp", True), Case("hf_actswap tp", False))
+    if dtype == torch.float32:
+        return Case(PEER, None), *ours
+    lean = tuple(Case(f"{case.name}, {BFLOAT16_REDUCTION}", case.sequence_parallel, False) for case in ours)
+    return Case(PEER, None), *ours, *lean
+
+
+@dataclass
+class Row:
+    """One case on one rank.
+
+    Args:
+        saved_bytes: held by autograd between forward and backward, parameters excluded.
+        peak_bytes: most that the step's own tensors take at one time; ``peak_logits_bytes`` of those that are
+            as wide as the vocabulary, or as a rank's part of it.
+        parameter_bytes, gradient_bytes: that this rank holds.
+        calls, whole_bytes, wire_bytes: of collectives, ``phase kind`` -> number, bytes of the larger side,
+            bytes that a rank sends in a ring.
+        sent_bytes: sum of ``wire_bytes``, re-gathers apart; ``regathered_bytes``: those.
+        ms: median of the timed steps (forward, backward, sum of tagged gradients); each in ``step_ms``.
+        ms_ratio: to transformers' own, median of the ratios of the same round.
+    """
+
+    case: str
+    dtype: str
+    rank: int
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    saved_bytes: int = 0
+    peak_bytes: int = 0
+    peak_logits_bytes: int = 0
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    calls: dict[str, int] = field(default_factory=dict)
+    whole_bytes: dict[str, int] = field(default_factory=dict)
+    wire_bytes: dict[str, int] = field(default_factory=dict)
+    sent_bytes: int = 0
+    regathered_bytes: int = 0
+    ms: float = 0.0
+    ms_ratio: float = 0.0
+    step_ms: list[float] = field(default_factory=list)
+
+
+def whole_model(shape: Shape) -> LlamaForCausalLM:
+    """Return the model of one process, the same in each call."""
+    torch.manual_seed(SEED)
+    settings = LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.inner,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=shape.length,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(settings).train()
+
+
+class Subject:
+    """A model in parts, and its step.
+
+    Args:
+        case: how it is divided.
+        shape: of model and step.
+        dtype: of weights and activations.
+        folder: with the saved weights, from which transformers divides while it loads.
+    """
+
+    def __init__(self, case: Case, shape: Shape, dtype: torch.dtype, folder: Path) -> None:
+        self.case, self.shape, self.dtype = case, shape, dtype
+        self.step_s: list[float] = []
+        self.model: Any
+        if case.sequence_parallel is None:
+            layout = DistributedConfig(tp_size=RANKS, tp_plan="auto")
+            self.model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=layout)
+        else:
+            self.model = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+            settings = ParallelConfig(
+                tensor_parallel_size=RANKS, sequence_parallel_enabled=case.sequence_parallel
+            )
+            reduce_dtype = torch.float32 if case.reduces_in_float32 else None
+            patch_model(self.model, settings, dist.group.WORLD, reduce_dtype=reduce_dtype)
+        self.model.train()
+        generator = torch.Generator().manual_seed(SEED)
+        size = (shape.batch, shape.length)
+        self.ids = torch.randint(0, shape.vocabulary, size, generator=generator)
+
+    def step(self, phase: Callable[[str], None] = lambda _: None) -> float:
+        """Run forward, backward and what is to be summed after it; return the loss."""
+        self.model.zero_grad(set_to_none=True)
+        phase("forward")
+        loss = self.model(input_ids=self.ids, labels=self.ids).loss
+        phase("backward")
+        loss.backward()
+        phase("after backward")
+        if self.case.sequence_parallel is not None:
+            allreduce_sequence_parallel_gradients(self.model, dist.group.WORLD)
+        return float(plain(loss.detach()))
+
+    def timed_step(self) -> None:
+        """Note the seconds of a step that all ranks begin together."""
+        dist.barrier()
+        start = time.perf_counter()
+        self.step()
+        self.step_s.append(time.perf_counter() - start)
+
+    def row(self) -> Row:
+        """Count what a step does. Four steps, for one observer does not see another's work."""
+        row = Row(self.case.name, str(self.dtype).removeprefix("torch."), dist.get_rank())
+        seen = Collectives()
+        with seen.telling_regathers(), seen:
+            row.loss = self.step(lambda name: setattr(seen, "phase", name))
+        row.calls = {" ".join(key): number for key, number in seen.calls.items()}
+        row.whole_bytes = {" ".join(key): size for key, size in seen.whole_bytes.items()}
+        row.wire_bytes = {" ".join(key): size for key, size in seen.wire_bytes(RANKS).items()}
+        row.regathered_bytes = sum(v for key, v in row.wire_bytes.items() if key.endswith(REGATHER))
+        row.sent_bytes = sum(row.wire_bytes.values()) - row.regathered_bytes
+        row.grad_norm = self._grad_norm()
+        row.parameter_bytes = sum(plain(p.detach()).nbytes for p in self.model.parameters())
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        row.gradient_bytes = sum(plain(gradient).nbytes for gradient in gradients)
+        saved = SavedBytes(self.model.parameters())
+        with ExitStack() as hooks:
+            self.step(lambda name: hooks.enter_context(saved.hooks()) if name == "forward" else hooks.close())
+        row.saved_bytes = saved.total_bytes()
+        peak = PeakBytes({self.shape.vocabulary, self.shape.vocabulary // RANKS})
+        with peak:
+            self.step()
+        row.peak_bytes, row.peak_logits_bytes = peak.peak_bytes, peak.peak_logits_bytes
+        return row
+
+    def _grad_norm(self) -> float:
+        """Norm of the whole model's gradients: parts of all ranks, replicas (of norms: one dim) once."""
+        squares = [torch.zeros(()), torch.zeros(())]
+        for parameter in self.model.parameters():
+            gradient = parameter.grad
+            if isinstance(gradient, DTensor):
+                squares[0] += plain(gradient.full_tensor()).float().square().sum()
+            elif gradient is not None:
+                squares[parameter.dim() > 1] += gradient.float().square().sum()
+        dist.all_reduce(squares[1])
+        return float((squares[0] + squares[1]).sqrt())
+
+
+def measure_dtype(shape: Shape, dtype: torch.dtype, rounds: int, warmup: int, folder: Path) -> list[Row]:
+    """Count and time all cases of a dtype; steps of different cases alternate."""
+    subjects = [Subject(case, shape, dtype, folder) for case in cases_of(dtype)]
+    rows = [subject.row() for subject in subjects]
+    for count in range(warmup + rounds):
+        first = count % len(subjects)
+        for subject in (*subjects[first:], *subjects[:first]):
+            subject.timed_step()
+    peer_s = subjects[0].step_s[warmup:]
+    for row, subject in zip(rows, subjects, strict=True):
+        timed = subject.step_s[warmup:]
+        row.step_ms = [seconds * 1e3 for seconds in timed]
+        row.ms = statistics.median(row.step_ms)
+        row.ms_ratio = statistics.median(own / peer for own, peer in zip(timed, peer_s, strict=True))
+    return rows
+
+
+def run_on_rank(
+    rank: int, folder: str, shape: dict[str, int], dtypes: Sequence[str], rounds: int, warmup: int
+) -> None:
+    """Measure and write ``rows.<rank>.pt``."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS))
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), RANKS)
+    limit = timedelta(seconds=LIMIT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
+    try:
+        weights = Path(folder, "weights")
+        if rank == 0:
+            whole_model(Shape(**shape)).save_pretrained(weights)
+        dist.barrier()
+        rows: list[Row] = []
+        for dtype in dtypes:
+            rows += measure_dtype(Shape(**shape), getattr(torch, dtype), rounds, warmup, weights)
+        torch.save([asdict(row) for row in rows], Path(folder, f"rows.{rank}.pt"))
+    finally:
+        dist.destroy_process_group()
+
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -119,11 +527,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=10, help="timed steps of each row")
     parser.add_argument("--warmup", type=int, default=2, help="steps before")
     parser.add_argument("--limit_s", type=float, default=900)
-    for field in fields(Shape):
-        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    for item in fields(Shape):
+        parser.add_argument(f"--{item.name}", type=int, default=item.default)
     parser.add_argument("--out", type=Path, help="where to write; by default into results/")
     options = parser.parse_args(argv)
-    shape = replace(Shape(), **{field.name: getattr(options, field.name) for field in fields(Shape)})
+    shape = replace(Shape(), **{item.name: getattr(options, item.name) for item in fields(Shape)})
     rows = measure(shape, options.dtypes, options.rounds, options.warmup, options.limit_s)
     wrong = failures(rows)
     document = {

@@ -11,7 +11,7 @@ collective of the tensor axis). What the data axis does is by its definition:
 - FSDP2 (`hf_actswap.parallel.Patched.shard_over_data`) gathers the parameters in
   forward and again in backward, and reduce-scatters the gradients: Rajbhandari et al. 2020, "ZeRO", section
   7: 3 parts of communication where data parallelism has 2.
-- Bytes sent are those of a ring, see `parallel_counts.ring_bytes`.
+- Bytes sent are those of a ring, see `parallel_peer.ring_bytes`.
 
 Saved tensors of a layer, nothing recomputed or swapped, with PyTorch's flash attention and Hugging Face's
 RMSNorm, which computes in float32: its input there, the normalised tensor and the output, which is the
@@ -32,7 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.parallel_counts import REGATHER, ring_bytes
+from benchmarks.parallel_peer import REGATHER, ring_bytes
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GIB = 2**30

@@ -28,12 +28,10 @@ import torch
 from torch import nn
 from transformers import LlamaForCausalLM, LlamaModel
 
-from benchmarks.frontier_configs import ELEMENTWISE, MIXED, eager_mix, swap_everything
-from benchmarks.frontier_machine import commit, versions
-from benchmarks.frontier_result import Result
-from benchmarks.frontier_stack import llama_config
-from benchmarks.frontier_table import print_table
-from benchmarks.frontier_workloads import PRESETS, Workload
+from benchmarks.frontier import print_table
+from benchmarks.records import Result, commit, versions
+from benchmarks.rows import ELEMENTWISE, MIXED, eager_mix, swap_everything
+from benchmarks.workloads import PRESETS, Workload, llama_config
 from hf_actswap import outline, resolve_plan
 from hf_actswap.config import load_config
 from hf_actswap.plan import MemoryPlan, Outline
@@ -215,9 +213,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [asdict(result) for result in results]
     path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     try:
-        from benchmarks.frontier_picture import draw  # here, because matplotlib is an extra
+        from benchmarks.pictures import draw  # here, because matplotlib is an extra
     except ImportError as error:
-        sys.stderr.write(f"no picture ({error}): python benchmarks/frontier_picture.py {path}\n")
+        sys.stderr.write(f"no picture ({error}): python benchmarks/pictures.py {path}\n")
         return 0
     draw(rows, path.with_suffix(".png"))
     return 0

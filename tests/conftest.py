@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+import benchmarks  # noqa: F401  (settings of PyTorch on an accelerator, ahead of its import)
+
 # The models of the tests are tiny: more threads than one only wait for each other, here and in children.
 os.environ["OMP_NUM_THREADS"] = "1"
 

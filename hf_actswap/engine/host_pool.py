@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -60,6 +61,7 @@ class HostPool:
 
     Attributes:
         peak_bytes: most `used_bytes` so far.
+        allocating_ms: what allocating slabs, and page-locking them, has taken so far.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class HostPool:
         self._closed = False
         self._used_bytes = 0
         self.peak_bytes = 0
+        self.allocating_ms = 0.0
         self._target_bytes = 0
         self._reserving = False
         self._thread: threading.Thread | None = None
@@ -233,13 +236,20 @@ class HostPool:
         if want <= 0 or self._blocks.joined_bytes + want < size_bytes:
             return False
         try:
-            self._add_slab(self._source.allocate(want))
+            self._add_slab(self._allocate(want))
         except (RuntimeError, MemoryError, OSError) as error:
             if not self._warned:
                 self._warned = True
                 logger.warning("No more host memory (%s): what does not fit stays on the device.", error)
             return False
         return True
+
+    def _allocate(self, size_bytes: int) -> torch.Tensor:
+        """One thread at a time: while one reserves, nobody else grows the pool."""
+        started = time.perf_counter()
+        slab = self._source.allocate(size_bytes)
+        self.allocating_ms += (time.perf_counter() - started) * 1e3
+        return slab
 
     def _allowed(self, want_bytes: int) -> int:
         """As much of ``want_bytes`` as the cap and the machine allow."""
@@ -260,7 +270,7 @@ class HostPool:
         """The reserving thread: allocates without the lock, so that blocks can be taken meanwhile."""
         try:
             while size_bytes := self._next_reserved_bytes():
-                slab = self._source.allocate(size_bytes)
+                slab = self._allocate(size_bytes)
                 with self._lock:
                     self._add_slab(slab)  # also if closed meanwhile: `close` waits for us, then frees
                 self._report()

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
+from .host_pool import HostPool
+
 
 class PendingTime(Protocol):
     """A measured wait whose length is not known yet."""
@@ -33,6 +35,8 @@ class SwapStats:
         host_bytes: host memory in use now (not a total).
         host_peak_bytes: most host memory in use at once (not a total).
         host_pool_bytes: host memory held, in use or not (not a total).
+        pinning_ms: what allocating that memory took, on an accelerator page-locking it (not a total: plans
+            that share host memory share the number). Compute runs meanwhile, or waits for it.
         live_swaps: swapped storages whose graph still lives (not a total).
     """
 
@@ -49,6 +53,7 @@ class SwapStats:
     host_bytes: int = 0
     host_peak_bytes: int = 0
     host_pool_bytes: int = 0
+    pinning_ms: float = 0.0
     live_swaps: int = 0
 
     def __sub__(self, earlier: SwapStats) -> SwapStats:
@@ -84,7 +89,9 @@ class SwapStats:
 
 
 _LOGGED = ("offloaded_bytes", "prefetched_bytes", "stalls", "stall_ms", "recomputes", "host_peak_bytes")
-_NOT_TOTALS = frozenset({"refused", "host_bytes", "host_peak_bytes", "host_pool_bytes", "live_swaps"})
+_NOT_TOTALS = frozenset(
+    {"refused", "host_bytes", "host_peak_bytes", "host_pool_bytes", "pinning_ms", "live_swaps"}
+)
 
 _PENDING_WAITS = 1024
 """Waits that are added up at the latest when there are so many."""
@@ -120,8 +127,12 @@ class Counters:
             if self.listener is not None:
                 self.listener(waited)
 
-    def snapshot(self, host_bytes: int, host_peak_bytes: int, host_pool_bytes: int) -> SwapStats:
-        """Return the totals; waits whose end the device has not reached are counted next time."""
+    def snapshot(self, pool: HostPool | None) -> SwapStats:
+        """Return the totals; waits whose end the device has not reached are counted next time.
+
+        Args:
+            pool: the host memory of now; ``None``: there is none yet.
+        """
         self._settle()
         return SwapStats(
             forwards=self.forwards,
@@ -134,9 +145,10 @@ class Counters:
             stall_ms=self._stall_ms,
             recomputes=self.recomputes,
             refused=dict(self.refused),
-            host_bytes=host_bytes,
-            host_peak_bytes=host_peak_bytes,
-            host_pool_bytes=host_pool_bytes,
+            host_bytes=0 if pool is None else pool.used_bytes,
+            host_peak_bytes=0 if pool is None else pool.peak_bytes,
+            host_pool_bytes=0 if pool is None else pool.held_bytes,
+            pinning_ms=0.0 if pool is None else pool.allocating_ms,
             live_swaps=self.live_swaps,
         )
 

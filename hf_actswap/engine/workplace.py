@@ -128,10 +128,7 @@ class Workplace:
 
     def stats(self) -> SwapStats:
         """What was counted, and the host memory of now."""
-        if self.setting is None:
-            return self._counters.snapshot(0, 0, 0)
-        pool = self.setting.pool
-        return self._counters.snapshot(pool.used_bytes, pool.peak_bytes, pool.held_bytes)
+        return self._counters.snapshot(None if self.setting is None else self.setting.pool)
 
     def close(self) -> None:
         """Give the host memory back, unless others share it. Safe to call again."""

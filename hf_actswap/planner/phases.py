@@ -3,8 +3,8 @@
 ======== ============================================ =================================================
 phase    what is on the model                         ends
 ======== ============================================ =================================================
-warm-up  evictable tickets, the guard; the last step  after ``warmup_steps`` steps
-         is recorded
+warm-up  evictable tickets, the guard; the last step  after ``warmup_steps`` steps, at least 3 where
+         is recorded                                  layers are compiled
 search   one plan after another, the guard            after ``search_steps`` steps, or when nothing that
                                                       is untried could be faster
 stable   the best measured plan, or the one of a      when a batch is larger than any before, or a step
@@ -44,7 +44,7 @@ from .shape_buckets import BatchSize, RecordedStep
 from .stable import MOST_PLANS, Stable
 from .states.optimizer_states import OptimizerStates
 from .trials import Trial
-from .warm_up import WarmUp
+from .warm_up import WarmUp, first_steps
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class Planner:
         if known is not None and known.made_for is not None:
             self._phase = self._stable_from(known, known.made_for.batch_shape)
         else:
-            self._phase = WarmUp(run, run.memory.warmup_steps)
+            self._phase = WarmUp(run, first_steps(run))
         run.watch(self._forward_starts, self._second_try.around)
 
     @property

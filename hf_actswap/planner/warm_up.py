@@ -27,6 +27,27 @@ from .shape_buckets import Module, ModuleWeights, RecordedStep, tokens_of
 
 logger = logging.getLogger(__name__)
 
+LEAST_COMPILED_STEPS = 3
+"""Of a first warm-up, where layers are compiled. Their first step compiles them and measures kernels, whose
+buffers are no memory of a step: the step whose memory is recorded must be a later one, and not the last,
+whose times are."""
+
+
+def first_steps(run: Run) -> int:
+    """Return the steps of the first warm-up: as many as asked for, but see `LEAST_COMPILED_STEPS`."""
+    asked = run.memory.warmup_steps
+    compiled = run.outline.compiled or any(layer.compiled for layer in run.outline.layers)
+    if not compiled or asked >= LEAST_COMPILED_STEPS:
+        return asked
+    logger.info(
+        "%s: %d warm-up steps instead of memory.warmup_steps: %d, because the layers are compiled: the "
+        "memory of the first step is also the compiler's",
+        run.name,
+        LEAST_COMPILED_STEPS,
+        asked,
+    )
+    return LEAST_COMPILED_STEPS
+
 
 class WarmUp:
     """See the module's text.

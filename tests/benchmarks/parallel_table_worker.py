@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.parallel_counts import Collectives, SavedBytes
+from benchmarks.parallel_peer import Collectives, SavedBytes
 from benchmarks.parallel_table import Llama, Setting
 from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients

@@ -14,10 +14,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_actswap
 from benchmarks import byte_values
-from benchmarks.byte_calls import Rates, Stopwatch, work_of
-from benchmarks.byte_rows import ByteRow, row_of, without
-from benchmarks.byte_table import by_shape, forward_ms, held_rows, page_situations, page_values, unit_bytes
-from benchmarks.byte_values import SHAPES, TINY, layer_rows
+from benchmarks.byte_calls import ByteRow, Rates, Stopwatch, row_of, without, work_of
+from benchmarks.byte_values import (
+    SHAPES,
+    TINY,
+    by_shape,
+    forward_ms,
+    held_rows,
+    layer_rows,
+    page_situations,
+    page_values,
+    unit_bytes,
+)
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 RATES = Rates(gemm_tflops=600, attention_tflops=450, hbm_tb_per_s=4.1)
@@ -239,9 +247,9 @@ def test_a_measured_layer_has_the_order_that_the_page_says(repository: Path) -> 
 
 
 def test_the_picture_is_drawn_from_the_recorded_rows(repository: Path) -> None:
-    byte_picture = pytest.importorskip("benchmarks.byte_picture", reason="matplotlib is not installed")
+    pictures = pytest.importorskip("benchmarks.pictures", reason="matplotlib is not installed")
     (path,) = re.findall(r"!\[.*?\]\((.*?)\)", page(repository))
-    digest = byte_picture.digest(recorded(repository, "arithmetic"))
+    digest = pictures.digest(recorded(repository, "arithmetic"))
     assert digest.encode() in (repository / "docs" / path).read_bytes()
 
 

@@ -15,12 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import frontier, frontier_picture
-from benchmarks.frontier_methods import actswap, nothing
-from benchmarks.frontier_result import Result
-from benchmarks.frontier_rows import ROWS, Row
-from benchmarks.frontier_stack import TrainingStep
-from benchmarks.frontier_workloads import DEFAULT_PRESETS, PRESETS, fitted, head_bytes, layer_bytes
+from benchmarks import frontier, pictures
+from benchmarks.methods import actswap, nothing
+from benchmarks.records import Result
+from benchmarks.rows import ROWS, Row
+from benchmarks.workloads import (
+    DEFAULT_PRESETS,
+    PRESETS,
+    DecoderStack,
+    TrainingStep,
+    fitted,
+    head_bytes,
+    layer_bytes,
+)
 
 LAYERS, TOKENS, STEPS = 2, 32, 1
 TINY = ("--device", "cpu", "--layers", str(LAYERS), "--tokens", str(TOKENS), "--steps", str(STEPS))
@@ -128,17 +135,17 @@ def test_picture_is_a_png_of_plausible_size(folder: Path) -> None:
 
 def test_picture_can_be_drawn_from_the_results_later(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "again.json").write_bytes((folder / "out.json").read_bytes())
-    frontier_picture.main([str(tmp_path / "again.json")])
+    pictures.main([str(tmp_path / "again.json")])
     assert (tmp_path / "again.png").read_bytes() == (folder / "out.png").read_bytes()
 
 
 def test_results_are_complete_without_matplotlib(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "benchmarks.frontier_picture", None)
+    monkeypatch.setitem(sys.modules, "benchmarks.pictures", None)
     status, rows = run(tmp_path / "out.json", "--rows", "eager")
     assert (status, list(rows)) == (0, ["eager"])
-    assert "draw it later: python benchmarks/frontier_picture.py RESULTS" in capsys.readouterr().err
+    assert "draw it later: python benchmarks/pictures.py RESULTS" in capsys.readouterr().err
     assert not (tmp_path / "out.png").exists()
 
 
@@ -275,6 +282,7 @@ def test_broken_row_fails_the_run_and_the_others_are_measured(tmp_path: Path) ->
     assert status == 1
     assert rows["broken"]["status"] == "failed"
     assert rows["broken"]["reason"] == "ValueError: no such thing"
+    assert "in broken" in rows["broken"]["traceback"]
     assert rows[swap.name]["exact"] is True
 
 
@@ -292,7 +300,7 @@ def test_row_without_memory_is_recorded_and_fails_nothing(tmp_path: Path) -> Non
 
 def test_eager_that_differs_from_itself_judges_nobody(tmp_path: Path, monkeypatch: Any) -> None:
     """The gradients change from step to step: rows are measured, and the run fails."""
-    backward = frontier.TrainingStep.__subclasses__()[0].backward
+    backward = DecoderStack.backward
     calls = []
 
     def unsteady(step: TrainingStep, output: torch.Tensor) -> None:
@@ -300,7 +308,7 @@ def test_eager_that_differs_from_itself_judges_nobody(tmp_path: Path, monkeypatc
         calls.append(output)
         step.weights()["layers.0.mlp.up_proj.weight"].grad.add_(len(calls))  # type: ignore[union-attr]
 
-    monkeypatch.setattr(frontier.TrainingStep.__subclasses__()[0], "backward", unsteady)
+    monkeypatch.setattr(DecoderStack, "backward", unsteady)
     status, rows = run(tmp_path / "out.json", rows=(Row("other", nothing, must_be_exact=True),))
     assert status == 1
     reason = "exactness cannot be judged: two eager steps differ: layers.0.mlp.up_proj.weight"
@@ -317,15 +325,20 @@ def test_bfloat16(tmp_path: Path) -> None:
     assert rows["actswap-mixed"]["recomputes"] > 0
 
 
+def lengths(out: Path) -> dict[tuple[str, int], str]:
+    found = json.loads(out.read_text(encoding="utf-8"))
+    assert all(row["longest"] and row["exact"] is None for row in found)
+    return {(row["method"], row["seq"]): row["status"] for row in found}
+
+
 @pytest.mark.slow
 def test_longest_doubles_the_length_up_to_the_limit(tmp_path: Path) -> None:
     chosen = ("--longest", str(4 * TOKENS), "--rows", "eager", "actswap-everything-20")
-    status, rows = run(tmp_path / "out.json", *chosen)
+    status, _ = run(tmp_path / "out.json", *chosen)
     assert status == 0
-    assert list(rows) == ["eager", "actswap-everything-20"]
-    for row in rows.values():
-        assert (row["longest"], row["seq"], row["status"]) == (True, 4 * TOKENS, "measured")
-        assert row["reason"] == f"more than {4 * TOKENS} tokens were not tried"
+    names = ("eager", "actswap-everything-20")
+    expected = {(name, factor * TOKENS): "measured" for name in names for factor in (1, 2, 4)}
+    assert lengths(tmp_path / "out.json") == expected
     assert not (tmp_path / "out.png").exists()
 
 
@@ -338,10 +351,37 @@ def test_longest_ends_where_a_row_no_longer_fits(tmp_path: Path) -> None:
             with without_memory(step, config):
                 yield None
 
-    _, rows = run(tmp_path / "out.json", "--longest", rows=(Row("method", fits_twice),))
-    assert rows["method"]["seq"] == 2 * TOKENS
-    ended = f"{4 * TOKENS} tokens: out of memory (Tried to allocate 20.00 GiB.)"
-    assert (rows["method"]["status"], rows["method"]["reason"]) == ("measured", ended)
+    run(tmp_path / "out.json", "--longest", str(8 * TOKENS), rows=(Row("method", fits_twice),))
+    assert lengths(tmp_path / "out.json") == {
+        ("method", TOKENS): "measured",
+        ("method", 2 * TOKENS): "measured",
+        ("method", 4 * TOKENS): "out of memory",
+        ("method", 8 * TOKENS): "skipped",
+    }
+
+
+def test_rows_that_the_file_holds_are_not_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    rows = (Row("one", nothing), Row("two", nothing))
+    run(out, "--rows", "one", rows=rows)
+    _, before = run(out, rows=rows)
+    assert "cpu one: is in the results" in capsys.readouterr().err
+    assert list(before) == ["eager", "one", "two"]
+    _, after = run(out, "--again", "one", rows=rows)
+    assert {name: after[name]["run"] == before[name]["run"] for name in after} == {
+        "eager": True,
+        "one": False,
+        "two": True,
+    }
+
+
+def test_what_pinning_took_is_recorded_apart(tmp_path: Path) -> None:
+    _, rows = run(tmp_path / "out.json", "--rows", "actswap-everything-20")
+    assert rows["eager"]["first_step_pinning_ms"] is None
+    ours = rows["actswap-everything-20"]
+    assert 0 < ours["first_step_pinning_ms"] <= ours["pinning_ms"] < ours["first_step_ms"]
 
 
 def test_row_names_are_unique_and_say_which_are_ours() -> None:

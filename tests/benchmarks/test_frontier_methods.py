@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,22 +16,21 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 import hf_actswap
-from benchmarks.frontier_configs import swap_everything
-from benchmarks.frontier_fingerprint import differing, fingerprint, fingerprints, useless
-from benchmarks.frontier_measure import Reference, measure_row
-from benchmarks.frontier_memory import CopyMeter, StorageMeter
-from benchmarks.frontier_methods import (
+from benchmarks.exactness import differing, fingerprint, fingerprints, useless
+from benchmarks.measure import Reference, measure_row
+from benchmarks.meters import CopyMeter, StorageMeter
+from benchmarks.methods import (
     TRL_MODULE,
     actswap,
     compiled,
     hf_checkpointing,
     save_on_cpu,
+    trl_module,
     trl_offloading,
     without_key,
 )
-from benchmarks.frontier_rows import EAGER, ROWS, Row
-from benchmarks.frontier_stack import TrainingStep, training_step
-from benchmarks.frontier_workloads import PRESETS
+from benchmarks.rows import EAGER, ROWS, Row, swap_everything
+from benchmarks.workloads import PRESETS, TrainingStep, training_step
 
 CPU = torch.device("cpu")
 
@@ -93,8 +93,7 @@ def test_trl_is_entered_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeOffloading()
     monkeypatch.setitem(sys.modules, TRL_MODULE, fake)  # type: ignore[arg-type]
     step = tiny()
-    measure_row(step, EAGER, Reference())
-    result = measure_row(step, Row("trl", trl_offloading), Reference(fault="not compared"))
+    result = measure_row(step, Row("trl", trl_offloading))
     assert result.status == "measured", result.reason
     # Warm-up, timed, under the meter, and the outcome.
     assert fake.entered == 4
@@ -109,11 +108,31 @@ def test_trl_loads_without_datasets() -> None:
     assert hasattr(importlib.import_module(TRL_MODULE), "get_act_offloading_ctx_manager")
 
 
+def test_trl_is_loaded_from_the_folder_that_a_variable_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its package, which would look for what is not there, is never imported."""
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.delitem(sys.modules, TRL_MODULE, raising=False)
+    monkeypatch.setenv("HF_ACTSWAP_TRL", str(tmp_path))
+    with pytest.raises(ImportError, match="no such file"):
+        trl_module()
+    file = tmp_path / "trl" / "models" / "activation_offloading.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("found = 1\n", encoding="utf-8")
+    assert trl_module().found == 1
+    assert trl_module() is trl_module()
+    monkeypatch.delitem(sys.modules, TRL_MODULE)
+    monkeypatch.delenv("HF_ACTSWAP_TRL")
+    with pytest.raises(ImportError):
+        trl_module()
+
+
 def test_compiled_row_runs_and_its_compilation_is_counted_apart() -> None:
     row = Row("compiled", compiled, {"backend": "aot_eager"}, compile_group="1.0")
     step = tiny("cpu")
-    eager = measure_row(step, EAGER, Reference())
-    result = measure_row(step, row, Reference())
+    eager = measure_row(step, EAGER, Reference.of(step))
+    result = measure_row(step, row)
     assert result.status == "measured", result.reason
     assert result.first_step_compile_ms is not None
     assert result.first_step_ms is not None
@@ -161,7 +180,7 @@ def test_fingerprint_sees_a_flipped_bit_a_swap_and_a_sign_of_zero() -> None:
 def test_fingerprint_of_long_tensors_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(1000)
     whole = fingerprint(values)
-    monkeypatch.setattr("benchmarks.frontier_fingerprint._ELEMENTS_AT_ONCE", 64)
+    monkeypatch.setattr("benchmarks.exactness._ELEMENTS_AT_ONCE", 64)
     assert fingerprint(values) == whole
 
 
@@ -230,7 +249,7 @@ def test_the_eager_mix_swaps_what_the_second_rule_keeps() -> None:
 def test_the_eager_mix_is_exact_and_below_the_peak_of_checkpointing() -> None:
     step = training_step(replace(PRESETS["cpu"], layers=6, tokens=128, warmup_steps=1, steps=1), CPU)
     rows = {row.name: row for row in ROWS}
-    reference = Reference()
+    reference = Reference.of(step)
     names = ("eager", "hf-checkpointing", "actswap-elementwise", "actswap-mix-eager")
     found = {name: measure_row(step, rows[name], reference) for name in names}
     assert all(result.exact for result in found.values()), [result.reason for result in found.values()]

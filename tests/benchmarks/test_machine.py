@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.frontier_machine import hardware, link_gb_per_s
+from benchmarks.records import hardware, link_gb_per_s
 from hf_actswap.engine.link import Link
 
 

@@ -8,8 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.overhead import Row, compare_chains, main, measure, table
-from benchmarks.overhead_cases import CASES, IDENTITY, LAYERS, NOTHING, OPS_PER_MODULE
+from benchmarks.overhead import (
+    CASES,
+    IDENTITY,
+    LAYERS,
+    NOTHING,
+    OPS_PER_MODULE,
+    Row,
+    compare_chains,
+    main,
+    measure,
+    table,
+)
 
 CHAIN_TENSORS = 2 * LAYERS * OPS_PER_MODULE
 

@@ -17,7 +17,7 @@ from benchmarks.parallel_curves import (
     run,
     table,
 )
-from benchmarks.parallel_picture import draw_curves
+from benchmarks.pictures import draw_curves
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXT = REPOSITORY.parent / "shared" / "wikitext-2" / "valid.txt"

@@ -9,8 +9,16 @@ import pytest
 import torch
 
 from benchmarks import parallel_peer
-from benchmarks.parallel_counts import Collectives, PeakBytes, SavedBytes, kind_of, ring_bytes
-from benchmarks.parallel_peer_cases import PEER, Shape, cases_of
+from benchmarks.parallel_peer import (
+    PEER,
+    Collectives,
+    PeakBytes,
+    SavedBytes,
+    Shape,
+    cases_of,
+    kind_of,
+    ring_bytes,
+)
 
 SHAPE = Shape(hidden=64, inner=96, heads=4, kv_heads=2, layers=2, vocabulary=320, length=32)
 TINY = [part for name, value in vars(SHAPE).items() for part in (f"--{name}", str(value))]

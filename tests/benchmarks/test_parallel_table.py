@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import parallel_table
-from benchmarks.parallel_counts import REGATHER, ring_bytes
+from benchmarks.parallel_peer import REGATHER, ring_bytes
 from benchmarks.parallel_table import (
     LLAMA_3_70B,
     Setting,

@@ -1,33 +1,29 @@
-"""The planner among the methods of the frontier, its minutes, and its results put together."""
+"""The planner among the methods of the frontier, and plans on paper."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import planner, planner_oom
-from benchmarks.frontier_minutes import affordable, jobs_of
-from benchmarks.frontier_planned import Budget, options_of
-from benchmarks.frontier_result import Result
-from benchmarks.frontier_rows import BUDGETS, EAGER, PLANNER_ROWS, ROWS
-from benchmarks.frontier_workloads import PRESETS
+from benchmarks import frontier
+from benchmarks.methods import Budget, options_of
 from benchmarks.planner_paper import Paper
+from benchmarks.records import Result
+from benchmarks.rows import BUDGETS, PLANNER_ROWS, ROWS
+from benchmarks.workloads import PRESETS
 
 GIB = 2**30
-MINUTES = 7.4
-"""Of the 7.9 of a run, half of one goes to the start."""
-TINY = ("--device", "cpu", "--layers", "3", "--tokens", "64", "--steps", "2")
+TINY = ("--device", "cpu", "--preset", "cpu", "--layers", "3", "--tokens", "64", "--steps", "2")
 METHODS = ("actswap_plan_checkpointing", "actswap_plan_half", "actswap_plan_reduce")
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     out = tmp_path_factory.mktemp("planner") / "out.json"
-    assert planner.main([*TINY, "--rows", *METHODS, "--out", str(out)]) == 0
+    assert frontier.main([*TINY, "--rows", *METHODS, "--out", str(out)]) == 0
     assert [path.name for path in sorted(out.parent.iterdir())] == ["out.json", "out.png"]
     return {row["method"]: row for row in json.loads(out.read_text(encoding="utf-8"))}
 
@@ -89,40 +85,6 @@ def test_every_planner_row_is_named_for_what_it_is() -> None:
         assert all(names.index(base) < names.index(row.name) for base in row.budget.needs)
 
 
-def test_what_the_claims_need_and_each_curve_fit_into_their_minutes() -> None:
-    at = {name: PRESETS[name] for name in planner.PRESETS["accelerator"]}
-    jobs = jobs_of(list(at.values()), [EAGER, *planner.PLANNER_TABLE])
-    needed = [job for job in jobs if job.urgency <= 1]
-    assert set(needed) <= set(affordable(jobs, MINUTES * 60))
-    names = {(job.workload.name, job.row.name) for job in needed}
-    for workload in at:
-        for name in ("checkpointing", "compiled_checkpointing", "half", "compiled_half"):
-            assert (workload, f"actswap_plan_{name}") in names
-    bases = {base for row in PLANNER_ROWS if row.budget for base in row.budget.needs}
-    chosen = [row for row in planner.PLANNER_TABLE if row.name in planner.CURVE or row.name in bases]
-    curve = jobs_of([at["7b-8k"]], [EAGER, *chosen])
-    assert affordable(curve, MINUTES * 60) == curve
-
-
-def test_rows_measured_again_take_the_place_of_the_old(tmp_path: Path) -> None:
-    shape = {"model": "m", "layers": 1, "seq": 1, "batch": 1, "head": False, "device": "d"}
-
-    def row(method: str, status: str = "measured", **values: Any) -> dict[str, Any]:
-        return {**shape, "method": method, "status": status, "ms": None, **values}
-
-    old = [row("a", ms=1.0), row("b", ms=2.0), row("a", ms=3.0, seq=2)]
-    new = [row("a", ms=4.0), row("b", "skipped"), row("c", "skipped")]
-    joined = planner.joined(old, new)
-    assert [(item["method"], item["seq"], item["ms"]) for item in joined] == [
-        ("a", 1, 4.0),
-        ("b", 1, 2.0),
-        ("a", 2, 3.0),
-        ("c", 1, None),
-    ]
-    others = [row("a", ms=9.0), row("p", ms=5.0), row("q"), row("p", ms=6.0, device="other")]
-    assert [item["method"] for item in planner.beside(joined, others)] == ["a", "b", "a", "c", "p"]
-
-
 def test_plans_on_paper_lie_below_checkpointing() -> None:
     tiny = replace(PRESETS["7b-8k"], layers=4, tokens=4096)
     found = {item.method: item for item in Paper(tiny, "H200").run((0.5,))}
@@ -133,34 +95,3 @@ def test_plans_on_paper_lie_below_checkpointing() -> None:
         assert planned.ms < checkpointing.ms
     assert found["eager"].ms <= found["actswap_plan_half"].ms <= found["actswap_plan_checkpointing"].ms
     assert found["measured eager"].ms == 388
-
-
-@pytest.mark.slow
-def test_out_of_memory_is_survived_where_it_can_be(tmp_path: Path) -> None:
-    assert planner_oom.main(["--device", "cpu", "--out", str(tmp_path / "out.json")]) == 0
-    plain, without, planned, hopeless = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert planned["losses"] == plain["losses"]
-    assert (without["losses"], planned["phases"][-1]) == ([], "stable")
-    assert "At least" in hopeless["error"] or "at least" in hopeless["error"]
-
-
-def test_out_of_memory_that_goes_wrong_is_named() -> None:
-    def training(case: str, **values: Any) -> planner_oom.Training:
-        return replace(planner_oom.Training(case), **values)
-
-    plain = training("plain", losses=[1.0])
-    without = training("without", error="OutOfMemoryError")
-    planned = training("planned", losses=[1.0], phases=["stable"], limit_bytes=10, peak_bytes=9)
-    hopeless = training("planned", error="BudgetError: expected at least 5")
-    assert planner_oom.problems([plain, without, planned, hopeless]) == []
-    for number, changed in (
-        (1, {"error": ""}),
-        (2, {"losses": [2.0]}),
-        (2, {"error": "OutOfMemoryError"}),
-        (2, {"phases": ["search"]}),
-        (2, {"peak_bytes": 11}),
-        (3, {"error": ""}),
-    ):
-        trainings = [plain, without, planned, hopeless]
-        trainings[number] = replace(trainings[number], **changed)
-        assert len(planner_oom.problems(trainings)) == 1, (number, changed)

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.exactness import deterministic
 from hf_actswap import MemoryPlan, load_config, outline, resolve_plan
 from hf_actswap.engine import StreamTransfer, Transfer, install
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
@@ -39,8 +40,8 @@ def main(arguments: list[str]) -> None:
     accelerator = torch.accelerator.current_accelerator()
     on_cpu = "cpu" in arguments or accelerator is None
     device = torch.device("cpu") if on_cpu else torch.device(accelerator.type, 0)  # type: ignore[union-attr]
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    sys.stdout.write(TASKS[arguments[0]](device) + "\n")
+    with deterministic():
+        sys.stdout.write(TASKS[arguments[0]](device) + "\n")
 
 
 def stressed(device: torch.device) -> Transfer:

@@ -173,6 +173,8 @@ def test_the_pool_does_not_grow_over_fifty_steps(case: str) -> None:
     assert len({step.offloaded_bytes for step in steps}) == 1
     assert len({step.prefetched_bytes for step in steps}) == 1
     assert {step.host_pool_bytes for step in steps} == {steps[0].offloaded_bytes}
+    assert steps[0].pinning_ms > 0
+    assert {step.pinning_ms for step in steps} == {steps[0].pinning_ms}
     assert {(step.live_swaps, step.host_bytes, step.late_prefetches) for step in steps} == {(0, 0, 0)}
 
 
@@ -246,5 +248,5 @@ def test_waits_are_added_up_where_nobody_asks_for_statistics(monkeypatch: pytest
         monkeypatch.setattr(_Wait, "over", number >= 5_000)
         counters.stalled(_Wait())
     assert sum(type(held) is _Wait for held in gc.get_objects()) <= 2_000
-    stats = counters.snapshot(0, 0, 0)
+    stats = counters.snapshot(None)
     assert (stats.stalls, stats.stall_ms) == (20_000, 20_000.0)

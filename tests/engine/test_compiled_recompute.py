@@ -16,7 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from benchmarks.frontier_rows import COMPILED_LEAN_MIX, COMPILED_MIX
+from benchmarks.rows import compiled_lean_mix, compiled_mix
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, outline, resolve_plan
 from hf_actswap.engine.compiled_regions import region_rules
 from hf_actswap.plan.actions import COMPILE_BUDGET
@@ -371,16 +371,19 @@ def test_swap_acts_on_what_is_still_saved() -> None:
 
 @pytest.mark.parametrize(
     ("mix", "inside"),
-    [(COMPILED_MIX, QUERY + KEY + VALUE), (COMPILED_LEAN_MIX, 0)],
+    [(compiled_mix, QUERY + KEY + VALUE), (compiled_lean_mix, 0)],
 )
-def test_the_mixes_of_the_benchmark(mix: dict[str, Any], inside: int) -> None:
-    expected = step(compiled_llama(2))
+def test_the_mixes_of_the_benchmark(mix: Callable[[int], dict[str, Any]], inside: int) -> None:
+    """The last layer's share stays: backward asks for it at once."""
+    layers = 3
+    expected = step(compiled_llama(layers))
     torch._dynamo.reset()
-    model = compiled_llama(2)
-    with apply(model, {**mix, "memory": {"min_tensor_mib": 0.0001}}) as applied:
+    model = compiled_llama(layers)
+    with apply(model, {**mix(layers), "memory": {"min_tensor_mib": 0.0001}}) as applied:
         assert_bitwise_equal(step(model), expected)
         saved = X + inside + ATTENDED + LOGSUMEXP + PROJECTED + 2 * RSTD
-        assert applied.stats().offloaded_bytes == 2 * saved
+        assert applied.stats().offloaded_bytes == (layers - 1) * saved
+        assert {row.scope for row in applied.plan.rows if row.fate == "swap"} == set(range(layers - 1))
 
 
 def test_swap_beside_a_budget() -> None:

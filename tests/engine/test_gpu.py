@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.exactness import deterministic
 from hf_actswap import MemoryPlan
 from hf_actswap.engine import AppliedPlan
 from tests.engine.tiny_models import (
@@ -37,9 +38,8 @@ every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> object:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with deterministic():
+        yield
 
 
 def device() -> torch.device:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.exactness import deterministic
 from hf_actswap import MemoryPlan
 from hf_actswap.engine import StreamTransfer
 from tests.engine import gpu_stress_worker
@@ -34,14 +35,13 @@ every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 
 
 @pytest.fixture(scope="module")
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+def repeatable() -> Iterator[None]:
+    with deterministic():
+        yield
 
 
 @pytest.fixture(scope="module")
-def stress(deterministic: None) -> Stress:
+def stress(repeatable: None) -> Stress:
     """Eager layers."""
     found = Stress(small_llama(device()), (BATCH, LENGTH))
     found.learn()
@@ -49,7 +49,7 @@ def stress(deterministic: None) -> Stress:
 
 
 @pytest.fixture(scope="module")
-def compiled_stress(deterministic: None) -> Iterator[Stress]:
+def compiled_stress(repeatable: None) -> Iterator[Stress]:
     """Layers compiled in place; compiled once for all plans."""
     torch._dynamo.reset()
     model = compiled(small_llama(device()), lambda layer: layer.compile(dynamic=False))

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -465,3 +466,21 @@ def test_a_second_reservation_raises_the_goal() -> None:
         gate.release()
     pool.wait_reserved()
     assert pool.held_bytes == 6 * MIB
+
+
+def test_the_time_of_allocating_is_counted_and_that_of_using_again_is_not() -> None:
+    source = WatchedSlabs()
+    source.on_allocate = lambda: time.sleep(0.02)
+    pool = HostPool(source, slab_bytes=MIB)
+    pool.reserve(2 * MIB)
+    pool.wait_reserved()
+    reserved_ms = pool.allocating_ms
+    assert reserved_ms >= 40
+    buffers = [taken(pool, MIB) for _ in range(2)]
+    assert pool.allocating_ms == reserved_ms
+    taken(pool, MIB)  # the pool grows
+    assert pool.allocating_ms >= reserved_ms + 20
+    grown_ms = pool.allocating_ms
+    pool.give_back(buffers[0])
+    taken(pool, MIB)
+    assert pool.allocating_ms == grown_ms

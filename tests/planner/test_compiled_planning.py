@@ -212,6 +212,25 @@ def unplanned() -> Trained:
     return train(compiled_llama, steps=9)
 
 
+@pytest.mark.parametrize(
+    ("build", "asked", "steps"),
+    [(tiny_llama, 1, 1), (compiled_llama, 1, 3), (compiled_llama, 2, 3), (compiled_llama, 4, 4)],
+)
+def test_the_memory_of_the_step_that_compiles_is_not_recorded(
+    build: Callable[[], Any], asked: int, steps: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build()
+    memory = {"mode": "adaptive", "warmup_steps": asked}
+    with (
+        caplog.at_level("INFO"),
+        apply(model, {"memory": memory}, optimizer=torch.optim.SGD(model.parameters())),
+    ):
+        pass
+    said = [record.getMessage() for record in caplog.records if "warm-up" in record.getMessage()]
+    assert said[-1] == f"adaptive: warm-up, {steps} step(s)"
+    assert [text for text in said if f"warmup_steps: {asked}, because" in text] == said[: int(steps > asked)]
+
+
 @pytest.mark.slow
 def test_three_phases_of_compiled_layers(unplanned: Trained) -> None:
     compiled: list[int] = []

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from benchmarks.exactness import deterministic
 from hf_actswap.engine.evictable import IdleTensors
 from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.slabs import PinnedSlabs
@@ -64,7 +65,8 @@ def _clean_device() -> Iterator[None]:
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    yield
+    with deterministic(fill=False):
+        yield
     torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
     gc.collect()
     torch.cuda.empty_cache()

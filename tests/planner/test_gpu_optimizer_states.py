@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.exactness import deterministic
 from hf_actswap.engine import StreamTransfer
 from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.slabs import PinnedSlabs
@@ -29,9 +30,8 @@ KINDS: dict[str, Make] = {
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> object:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+    with deterministic():
+        yield
 
 
 def device() -> torch.device:

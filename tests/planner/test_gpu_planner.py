@@ -1,7 +1,8 @@
 """The planner where an allocator counts: what its looks cost, the budget held, the first step survived.
 
-Small beside `benchmarks/planner.py`, which measures the same on real shapes. The profile that is recorded
-here is kept beside the benchmarks' results, so that machines without an accelerator can plan from it.
+Small beside the rows of the planner in `benchmarks/gpu_day.py`, which measures the same on real shapes. The
+profile that is recorded here is kept beside the benchmarks' results, so that machines without an accelerator
+can plan from it.
 """
 
 from __future__ import annotations
@@ -10,14 +11,14 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.exactness import deterministic
+from benchmarks.records import file_name, results_folder
 from hf_actswap import apply, outline
 from hf_actswap.engine import StreamTransfer
 from hf_actswap.planner import AllocatorMeter, BudgetError
@@ -34,20 +35,23 @@ pytestmark = [
 DEVICE = torch.device("cuda", 0)
 GIB = 2**30
 LAYERS, TOKENS, WIDTH = 8, 8192, 2048
+RECORDED_LAYERS, RECORDED_WIDTH = 4, 4096
+"""Of the recorded step: its kernels take several times as long as the host does to launch and record them, so
+that the device never waits, and the times of spans are those of kernels."""
 MOST_RECORDING = 2.0
 """A recorded step may take so many times as long as one that is not."""
 STEPS = 13
 
 
-def llama(compiled: bool = False) -> Any:
+def llama(compiled: bool = False, layers: int = LAYERS, width: int = WIDTH) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=1024,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH * 11 // 4,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=WIDTH // 128,
-        num_key_value_heads=WIDTH // 128,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 128,
+        num_key_value_heads=width // 128,
         max_position_embeddings=TOKENS,
         use_cache=False,
         dtype=torch.bfloat16,
@@ -68,15 +72,9 @@ def clean() -> None:
 
 @pytest.fixture(autouse=True)
 def _clean_device() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    fills, torch.utils.deterministic.fill_uninitialized_memory = (
-        torch.utils.deterministic.fill_uninitialized_memory,
-        False,
-    )
     clean()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = fills
+    with deterministic(fill=False):
+        yield
     torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
     torch._dynamo.reset()
     clean()
@@ -91,7 +89,10 @@ def one_step(model: Any, number: int = 0) -> float:
 
 
 def train(memory: dict[str, Any] | None, steps: int = STEPS, compiled: bool = False) -> Trained:
-    """Train with AdamW; peaks are what the allocator held in the whole step."""
+    """Train with AdamW; peaks are what the allocator held in the whole step.
+
+    Segments are expandable (`benchmarks.SETTINGS`): else what is held would be fragments, too.
+    """
     model = llama(compiled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     trained = Trained()
@@ -116,8 +117,8 @@ def train(memory: dict[str, Any] | None, steps: int = STEPS, compiled: bool = Fa
 
 @pytest.fixture(scope="module")
 def unplanned() -> Trained:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    return train(None)
+    with deterministic(fill=False):
+        return train(None)
 
 
 def timed_ms(run: Callable[[], Any], times: int = 3) -> float:
@@ -133,10 +134,11 @@ def timed_ms(run: Callable[[], Any], times: int = 3) -> float:
 
 
 def test_recording_costs_little_and_the_profile_is_kept(
-    repository: Path, record_property: Callable[[str, object], None]
+    record_property: Callable[[str, object], None],
 ) -> None:
-    """With the allocator asked at each span, and without; each figure is in the report (``--junit-xml``)."""
-    model, transfer, meter = llama(), StreamTransfer(DEVICE), AllocatorMeter(DEVICE)
+    """With the allocator asked at each span, and without; each figure is in the report."""
+    model = llama(layers=RECORDED_LAYERS, width=RECORDED_WIDTH)
+    transfer, meter = StreamTransfer(DEVICE), AllocatorMeter(DEVICE)
     for _ in range(2):
         one_step(model)
     recorders: list[StepRecorder] = []
@@ -156,8 +158,8 @@ def test_recording_costs_little_and_the_profile_is_kept(
         device_bytes=meter.limit_bytes(),
         link=transfer.link(),
     )
-    name = torch.cuda.get_device_name(DEVICE).lower().replace(" ", "-")
-    path = repository / "benchmarks" / "results" / f"profile_{name}_{datetime.now():%Y%m%d}.json"
+    path = results_folder() / f"profile_{file_name(torch.cuda.get_device_name(DEVICE))}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(profile_to_json(profile), encoding="utf-8")
     assert profile_from_json(path.read_text(encoding="utf-8")) == profile
     json.loads(path.read_text(encoding="utf-8"))

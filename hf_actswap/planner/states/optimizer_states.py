@@ -30,6 +30,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -135,8 +136,7 @@ class OptimizerStates:
 
     def stats(self) -> SwapStats:
         """Return totals of the states' copies; ``forwards`` are steps of the optimizer."""
-        held = self._residence.total_bytes
-        return self._counters.snapshot(held, self._pool.peak_bytes, self._pool.held_bytes)
+        return replace(self._counters.snapshot(self._pool), host_bytes=self._residence.total_bytes)
 
     def attach(self) -> None:
         """Put everything on the optimizer and the model; states that exist begin to leave. Not twice."""

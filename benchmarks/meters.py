@@ -99,5 +99,8 @@ def give_back_cached_memory(device: torch.device) -> None:
     if device.type == "cpu":
         return
     torch.accelerator.empty_cache()
-    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", torch._C._host_emptyCache)
-    empty_host_cache()
+    # PyTorch 2.11 has the private name only, and builds for the CPU alone may have none.
+    public = getattr(torch.accelerator, "empty_host_cache", None)
+    empty_host_cache = public or getattr(torch._C, "_host_emptyCache", None)
+    if empty_host_cache is not None:
+        empty_host_cache()

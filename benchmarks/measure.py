@@ -12,8 +12,8 @@ import logging
 import math
 import statistics
 import time
-import warnings
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from torch._dynamo.callback import CallbackArgs, callback_handler
 
-from benchmarks.frontier_fingerprint import Fingerprint, differing, fingerprints, useless
-from benchmarks.frontier_memory import CopyMeter, StorageMeter, give_back_cached_memory, pinned_bytes
-from benchmarks.frontier_planned import Planned
-from benchmarks.frontier_result import Result
-from benchmarks.frontier_rows import Row
-from benchmarks.frontier_stack import TrainingStep, timed_step_ms
-from benchmarks.frontier_workloads import Workload
+from benchmarks.exactness import Fingerprint, deterministic, differing, fingerprints, useless
+from benchmarks.meters import CopyMeter, StorageMeter, give_back_cached_memory, pinned_bytes
+from benchmarks.methods import Planned
+from benchmarks.records import Result
+from benchmarks.rows import EAGER, ROWS, Row
+from benchmarks.workloads import TrainingStep, Workload, timed_step_ms, training_step
 from hf_actswap import AppliedPlan
 from hf_actswap.engine import SwapStats
 from hf_actswap.planner import BudgetError
@@ -35,11 +34,13 @@ from hf_actswap.planner import BudgetError
 logger = logging.getLogger(__name__)
 
 _OVERRIDES_SHOWN = 20
+_LEFT_OVER_BYTES = 2**29
+"""Above the model, its gradients and its input: workspaces, frozen weights."""
 
 
 @dataclass
 class Reference:
-    """Eager's output and gradients as fingerprints; empty before eager was measured.
+    """Eager's output and gradients as fingerprints.
 
     Args:
         expected: fingerprints by name.
@@ -48,6 +49,86 @@ class Reference:
 
     expected: dict[str, Fingerprint] = field(default_factory=dict)
     fault: str = ""
+
+    @classmethod
+    def of(cls, step: TrainingStep) -> Reference:
+        """Run two eager steps, whose bits must be the same. A fault is noted, and raised by nobody."""
+        try:
+            found, again = (_fingerprints_of_step(step) for _ in range(2))
+            bad = useless(_gradients(step))
+        except Exception as error:
+            return cls(fault=f"eager, with deterministic kernels: {type(error).__name__}: {error}")
+        finally:
+            _clean_up(step)
+        if bad:
+            return cls(found, f"eager gives zeros or no finite numbers: {', '.join(bad[:5])}")
+        changed = differing(again, found)
+        return cls(found, f"two eager steps differ: {', '.join(changed[:5])}" if changed else "")
+
+
+def _fingerprints_of_step(step: TrainingStep) -> dict[str, Fingerprint]:
+    step.zero_gradients()
+    with deterministic():
+        output = step.forward()
+        step.backward(output)
+        step.synchronize()
+    return fingerprints({"output": output, **_gradients(step)})
+
+
+class Bench:
+    """Measures rows one after another, and keeps the model of the workload that was asked for last.
+
+    Args:
+        device: where.
+        rows: to choose from, by name.
+    """
+
+    def __init__(self, device: torch.device, rows: Sequence[Row] = ROWS) -> None:
+        self.device = device
+        self._rows = {row.name: row for row in (EAGER, *rows)}
+        self._step: TrainingStep | None = None
+        self._reference: Reference | None = None
+
+    def measure(self, workload: Workload, name: str, config: Any = None, compared: bool = True) -> Result:
+        """Measure one row; what goes wrong becomes its status.
+
+        Args:
+            workload: shapes.
+            name: of the row.
+            config: of the row, where it depends on what was measured; ``None``: as the row says.
+            compared: with eager's bits.
+        """
+        row = self._rows[name]
+        if self._step is None or self._step.workload != workload:
+            self.clear()
+            try:
+                self._step = training_step(workload, self.device)
+            except torch.OutOfMemoryError as error:
+                result = empty_result(row, workload)
+                result.status, result.reason = "out of memory", str(error).splitlines()[0]
+                return result
+        if compared and self._reference is None:
+            self._reference = Reference.of(self._step)
+        return measure_row(self._step, row, self._reference if compared else None, config)
+
+    def clear(self) -> None:
+        """Free the model."""
+        self._step = self._reference = None
+        gc.collect()
+        give_back_cached_memory(self.device)
+
+    def is_sound(self) -> bool:
+        """Whether another row can be measured here: the device answers, and nothing of a row was left."""
+        if self.device.type == "cpu":
+            return True
+        try:
+            torch.accelerator.synchronize(self.device)
+            left_bytes = torch.accelerator.memory_allocated(self.device)
+        except RuntimeError as error:  # a CUDA context in which a kernel failed answers nothing any more
+            logger.warning("the device does not answer: %s", error)
+            return False
+        resting_bytes = 0 if self._step is None else self._step.resting_bytes()
+        return left_bytes <= resting_bytes + _LEFT_OVER_BYTES
 
 
 def empty_result(row: Row, workload: Workload) -> Result:
@@ -68,13 +149,15 @@ def empty_result(row: Row, workload: Workload) -> Result:
     )
 
 
-def measure_row(step: TrainingStep, row: Row, reference: Reference, config: Any = None) -> Result:
+def measure_row(
+    step: TrainingStep, row: Row, reference: Reference | None = None, config: Any = None
+) -> Result:
     """Measure one row; what goes wrong becomes its status, so that the others are still measured.
 
     Args:
         step: left as it was.
         row: put on it.
-        reference: filled by the first row that compiles nothing, compared with by the others.
+        reference: what rows that compile nothing are compared with; ``None``: they are not.
         config: of the row, where it depends on what was measured; ``None``: as the row says.
     """
     result = empty_result(row, step.workload)
@@ -123,6 +206,7 @@ def _note_failure(result: Result, error: Exception) -> None:
     else:
         logger.exception("row %s failed", result.method)
         result.status, result.reason = "failed", f"{type(error).__name__}: {text}"
+        result.traceback = traceback.format_exc()
 
 
 def _resting_bytes(step: TrainingStep) -> int:
@@ -136,10 +220,13 @@ def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | Plann
 
     The peaks are read after each step: the planner resets them at the start of the next.
     """
+    pinned_ms = applied.stats().pinning_ms if applied else 0.0
     with _compile_time() as compile_ms:
         result.step_ms = [timed_step_ms(step)]
         result.first_step_ms = result.step_ms[0]
         result.first_step_compile_ms = sum(compile_ms)
+    if applied:
+        result.first_step_pinning_ms = applied.stats().pinning_ms - pinned_ms
     if isinstance(applied, Planned):
         result.warmup_steps = min(result.warmup_steps, 2)  # it has trained already
     result.step_ms += [timed_step_ms(step) for _ in range(result.warmup_steps - 1)]
@@ -197,6 +284,7 @@ def _fill_swap_numbers(result: Result, total: SwapStats, steps: int) -> None:
     result.stall_ms = per_step(total.stall_ms)
     result.recomputes = per_step(total.recomputes)
     result.refused_bytes = per_step(sum(total.refused.values()))
+    result.pinning_ms = total.pinning_ms
 
 
 def _fill_host_bytes(
@@ -226,20 +314,11 @@ def _fill_cpu_bytes(result: Result, step: TrainingStep) -> None:
     result.peak_allocated_bytes = result.resting_bytes + meter.peak_bytes()
 
 
-def _fill_outcome(result: Result, step: TrainingStep, row: Row, reference: Reference) -> None:
-    """Loss, gradient norm and the comparison with eager, whose own second step must give the same again."""
+def _fill_outcome(result: Result, step: TrainingStep, row: Row, reference: Reference | None) -> None:
+    """Loss, gradient norm and the comparison with eager."""
     found = _outcome(result, step, row)
-    if row.compiles:
+    if row.compiles or reference is None:
         return
-    if not reference.expected and not reference.fault:
-        reference.expected = found
-        bad = useless(_gradients(step))
-        if bad:
-            reference.fault = f"eager gives zeros or no finite numbers: {', '.join(bad[:5])}"
-        found = _outcome(result, step, row)
-        changed = differing(found, reference.expected)
-        if changed and not reference.fault:
-            reference.fault = f"two eager steps differ: {', '.join(changed[:5])}"
     if reference.fault:
         result.reason = f"exactness cannot be judged: {reference.fault}"
         return
@@ -254,7 +333,7 @@ def _outcome(result: Result, step: TrainingStep, row: Row) -> dict[str, Fingerpr
     """
     step.zero_gradients()
     copies = CopyMeter() if row.counts_copies else nullcontext()
-    with nullcontext() if row.compiles else _deterministic(), step.context():
+    with nullcontext() if row.compiles else deterministic(), step.context():
         with copies:
             output = step.forward()
         if step.device.type != "cpu" and result.resting_bytes is not None:
@@ -278,15 +357,3 @@ def _norm(step: TrainingStep) -> float:
     gradients = [weight.grad for weight in step.weights().values() if weight.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     return math.hypot(*torch.stack(norms).tolist())
-
-
-@contextmanager
-def _deterministic() -> Iterator[None]:
-    """Kernels that give the same bits each time; uninitialised memory reads as NaN meanwhile."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one for each kernel that has no such variant
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)

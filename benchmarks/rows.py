@@ -1,28 +1,23 @@
-"""The rows of the frontier, as data. Adding a row is adding one entry to `ROWS`.
+"""The rows of the frontier, as data, with their configurations. Adding a row is adding one entry to `ROWS`.
 
 Rows that compile stand in groups: one group compiles one graph, later rows of it find it in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from benchmarks.frontier_configs import (
-    COMPILED_LEAN_MIX,
-    COMPILED_MIX,
-    ELEMENTWISE,
-    FUSED,
-    MIXED,
-    eager_mix,
-    recipe_with_auto,
-    swap_everything,
-)
-from benchmarks.frontier_methods import (
+import yaml
+
+from benchmarks.methods import (
+    Budget,
     Obstacle,
     Setup,
     actswap,
+    actswap_plan,
     compiled,
     hf_checkpointing,
     no_compiler,
@@ -36,10 +31,111 @@ from benchmarks.frontier_methods import (
     trl_offloading,
     without_key,
 )
-from benchmarks.frontier_planned import Budget, actswap_plan
-from benchmarks.frontier_stack import TrainingStep
+from benchmarks.workloads import TrainingStep
 
-_JUDGED = ("7b-8k", "7b-32k")
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
+
+def swap_everything(prefetch: int | str) -> dict[str, Any]:
+    """All that any layer saves."""
+    return {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": prefetch, "layers": True}]}}
+
+
+def recipe_with_auto(name: str) -> Callable[[int], dict[str, Any]]:
+    """Return a recipe's swap section with every prefetch ``auto``, less the layers that a model lacks."""
+
+    def config(layers: int) -> dict[str, Any]:
+        document = yaml.safe_load((RECIPES / name).read_text(encoding="utf-8"))
+        rules = [_with_auto(rule, layers) for rule in document["swap_config"]["op_swap"]]
+        return {"swap_config": {"swap": True, "op_swap": [rule for rule in rules if rule["layers"]]}}
+
+    return config
+
+
+def _with_auto(rule: Mapping[str, Any], layers: int) -> dict[str, Any]:
+    present = [layer for layer in rule["layers"] if layer < layers]
+    return {**rule, "backward_prefetch": "auto", "layers": present}
+
+
+MIXED = {
+    "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": True}]},
+    "recompute_config": {
+        "select_recompute": {
+            r"feed_forward\.mul": True,
+            r"feed_forward\.w1\.activation\.silu": True,
+            r".*_norm": True,
+        }
+    },
+}
+"""Recompute what is cheap, swap the rest."""
+
+_ELEMENTWISE = {
+    r"input_layernorm\..*": True,
+    r"post_attention_layernorm\..*": True,
+    r"mlp\.act_fn\.silu": True,
+    r"mlp\.mul": True,
+}
+ELEMENTWISE = {"recompute_config": {"select_recompute": _ELEMENTWISE}}
+"""All elementwise ops of a layer recomputed, nothing else. The rotation of q and k stays: run again it would
+hold as much as it drops."""
+
+FUSED = {"recompute_config": {"select_recompute": _ELEMENTWISE, "fused": True}}
+
+
+def eager_mix(layers: int) -> dict[str, Any]:
+    """Swap x, q, k, v, the attention output and the sum after it; recompute gate, up and elementwise ops.
+
+    What is swapped is dear to compute again, and about as much as the link hides at 8,192 tokens (of a 7B
+    layer 6 hidden states of 64 MiB, where 6.5 go meanwhile). The last layer keeps its share, because
+    backward asks for it at once. The reference would keep what a recomputed op reads (x, and the sum).
+    """
+    swapped = list(range(max(1, layers - 1)))
+    products = {r"mlp\.gate_proj\.linear": True, r"mlp\.up_proj\.linear": True}
+    return {
+        "swap_config": {
+            "swap": True,
+            "layer_swap": [{"backward_prefetch": 30, "layers": swapped}],
+            "select_recompute_input": True,
+        },
+        "recompute_config": {"select_recompute": {**_ELEMENTWISE, **products}},
+    }
+
+
+_REBUILT = {
+    "feed_forward": True,
+    r"input_layernorm\.mul": True,
+    r"post_attention_layernorm\.mul": True,
+}
+
+
+def compiled_mix(layers: int) -> dict[str, Any]:
+    """Rebuild 10 of 16 hidden states of a compiled layer (7B): gate, up, their product, both normed inputs.
+
+    Six are swapped: x, q, k, v, the attention core's output and its projection; in the last layer they stay,
+    because backward asks for them at once. At 8,192 tokens they are 6.0 GB, 110 ms of a link that has about
+    103 ms of forward to hide them in, and the two products done again are 29 ms on top of 329 (HF
+    checkpointing: 502); at 32,768 tokens 146 ms of 206, and 43 on top of 740 (1060).
+    """
+    swapped = list(range(max(1, layers - 1)))
+    return {
+        "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 60, "layers": swapped}]},
+        "recompute_config": {"select_recompute": _REBUILT},
+    }
+
+
+def compiled_lean_mix(layers: int) -> dict[str, Any]:
+    """Rebuild q, k and v too: half the bytes on the link for 16 ms more at 8,192 tokens (24 at 32,768)."""
+    return {
+        **compiled_mix(layers),
+        "recompute_config": {
+            "select_recompute": {**_REBUILT, "attention": True},
+            "select_recompute_exclude": {r"attention\.flash_attention": True},
+        },
+    }
+
+
+def _in_compiled(mix: Callable[[int], dict[str, Any]]) -> Callable[[int], dict[str, Any]]:
+    return lambda layers: {"actswap": mix(layers)}
 
 
 @dataclass(frozen=True)
@@ -55,8 +151,6 @@ class Row:
             differently, so exactness is not judged there.
         counts_copies: another's method that copies to the host, and does not count how much.
         obstacles: why the row cannot be measured here; the first that says something is named.
-        needed_at: the presets at which ``verdict.py`` needs it.
-        rank: 1 to 3; what is left out first when minutes are short is 3.
         relative_time: of a step, against eager, to plan the minutes with.
         pinned_share: bytes of pinned memory against the bytes that eager saves, for the same.
         budget: of the planner; its configuration is filled in when what the budget needs has been measured.
@@ -69,8 +163,6 @@ class Row:
     compile_group: str = ""
     counts_copies: bool = False
     obstacles: tuple[Obstacle, ...] = (no_obstacle,)
-    needed_at: tuple[str, ...] = ()
-    rank: int = 1
     relative_time: float = 1.0
     pinned_share: float = 0.0
     budget: Budget | None = None
@@ -92,7 +184,7 @@ EAGER = Row("eager", nothing)
 """What all ratios and all gradients are compared with; always measured, and first."""
 
 _PEERS = (
-    Row("hf-checkpointing", hf_checkpointing, needed_at=_JUDGED, relative_time=1.3),
+    Row("hf-checkpointing", hf_checkpointing, relative_time=1.3),
     Row(
         "hf-checkpointing-offload",
         hf_checkpointing,
@@ -107,7 +199,6 @@ _PEERS = (
         trl_offloading,
         counts_copies=True,
         obstacles=(no_trl, no_room_on_host),
-        needed_at=_JUDGED[:1],
         relative_time=2.5,
         pinned_share=1.2,
     ),
@@ -117,7 +208,6 @@ _PEERS = (
         {"checkpointing": True},
         counts_copies=True,
         obstacles=(no_trl,),
-        rank=3,
         relative_time=1.4,
         pinned_share=0.05,
     ),
@@ -126,7 +216,6 @@ _PEERS = (
         save_on_cpu,
         counts_copies=True,
         obstacles=(no_device, no_room_on_host),
-        rank=3,
         relative_time=4.5,
         pinned_share=1.8,
     ),
@@ -138,7 +227,6 @@ _OURS = (
         actswap,
         {"swap_config": {"swap": True, "default_prefetch": "auto"}},
         must_be_exact=True,
-        needed_at=_JUDGED,
         relative_time=1.05,
         pinned_share=0.1,
     ),
@@ -147,7 +235,6 @@ _OURS = (
         actswap,
         recipe_with_auto("case3_op_swap.yaml"),
         must_be_exact=True,
-        needed_at=_JUDGED,
         relative_time=1.05,
         pinned_share=0.2,
     ),
@@ -156,7 +243,6 @@ _OURS = (
         actswap,
         swap_everything(20),
         must_be_exact=True,
-        needed_at=_JUDGED[:1],
         relative_time=2.3,
         pinned_share=1.0,
     ),
@@ -173,7 +259,6 @@ _OURS = (
         actswap,
         {"recompute_config": {"recompute": True}},
         must_be_exact=True,
-        rank=3,
         relative_time=1.3,
     ),
     Row(
@@ -181,18 +266,16 @@ _OURS = (
         actswap,
         MIXED,
         must_be_exact=True,
-        rank=2,
         relative_time=1.6,
         pinned_share=0.5,
     ),
-    Row("actswap-elementwise", actswap, ELEMENTWISE, must_be_exact=True, rank=2, relative_time=1.1),
+    Row("actswap-elementwise", actswap, ELEMENTWISE, must_be_exact=True, relative_time=1.1),
     Row(
         "actswap-elementwise-fused",
         actswap,
         FUSED,
         compile_group="fused",
         obstacles=(without_key("fused"), no_compiler),
-        needed_at=_JUDGED[:1],
         relative_time=1.05,
     ),
     Row(
@@ -200,24 +283,22 @@ _OURS = (
         actswap,
         eager_mix,
         must_be_exact=True,
-        needed_at=_JUDGED[:1],
         relative_time=1.2,
         pinned_share=0.3,
     ),
 )
 
 
-def _compiled_row(name: str, group: str, config: Mapping[str, Any], **values: Any) -> Row:
+def _compiled_row(name: str, group: str, config: Any, **values: Any) -> Row:
     return Row(name, compiled, config, compile_group=group, obstacles=(no_compiler,), **values)
 
 
 _COMPILED = (
-    _compiled_row("compiled", "1.0", {}, needed_at=_JUDGED, relative_time=0.9),
+    _compiled_row("compiled", "1.0", {}, relative_time=0.9),
     _compiled_row(
         "actswap-compiled-auto",
         "1.0",
         {"actswap": swap_everything("auto")},
-        needed_at=_JUDGED,
         relative_time=0.95,
         pinned_share=0.3,
     ),
@@ -230,20 +311,18 @@ _COMPILED = (
         pinned_share=0.3,
     ),
     _compiled_row("compiled-checkpointing", "checkpointing", {"checkpointing": True}, relative_time=1.3),
-    _compiled_row("compiled-budget-0.2", "0.2", {"memory_budget": 0.2}, rank=2, relative_time=1.05),
+    _compiled_row("compiled-budget-0.2", "0.2", {"memory_budget": 0.2}, relative_time=1.05),
     _compiled_row(
         "actswap-compiled-mix",
         "mix",
-        {"actswap": COMPILED_MIX},
-        needed_at=_JUDGED,
+        _in_compiled(compiled_mix),
         relative_time=0.95,
         pinned_share=0.3,
     ),
     _compiled_row(
         "actswap-compiled-lean-mix",
         "lean-mix",
-        {"actswap": COMPILED_LEAN_MIX},
-        rank=2,
+        _in_compiled(compiled_lean_mix),
         relative_time=1.0,
         pinned_share=0.15,
     ),
@@ -261,7 +340,7 @@ BUDGETS = {
 """Of the planner, the smallest first; figures are percent of eager's activation peak."""
 
 REDUCED = "actswap_plan_reduce"
-_PLANNED: dict[str, Any] = {"rank": 3, "relative_time": 1.1, "pinned_share": 0.3}
+_PLANNED: dict[str, Any] = {"relative_time": 1.1, "pinned_share": 0.3}
 
 PLANNER_ROWS: tuple[Row, ...] = (
     *(
@@ -287,3 +366,10 @@ ROWS: tuple[Row, ...] = (
     *(row for row in PLANNER_ROWS if not row.compiles),
     *_BY_GROUP,
 )
+
+
+def with_bases(chosen: Sequence[Row], rows: Sequence[Row] = ROWS) -> list[Row]:
+    """Return eager, then what was chosen with the rows that budgets are taken from, in the table's order."""
+    names = {row.name for row in chosen}
+    names |= {base for row in chosen if row.budget is not None for base in row.budget.needs}
+    return [EAGER, *(row for row in rows if row.name in names and row.name != EAGER.name)]

@@ -1,0 +1,434 @@
+"""All that is to be measured on an accelerator, in stages of less than eight minutes each.
+
+    python benchmarks/gpu_day.py --stage 1-4            25 minutes: smoke, GPU tests, the claims
+    python benchmarks/gpu_day.py --stage 3              again: what stage 3 had no time for
+    python benchmarks/gpu_day.py --list                 what there is, and what of it is in the results
+    python benchmarks/gpu_day.py --device cpu           a dry run on the CPU, tiny
+
+A row that the results hold is not measured again, whatever commit it is of, without ``--again``; one that had
+no time, or failed at another commit, is. Each result is written as soon as it is there. A row that fails,
+hangs or takes its process along is recorded with its traceback, and the next one begins (`harness` says how).
+Results go into the folder that ``HF_ACTSWAP_RESULTS`` names (by default ``results/`` here): five files.
+``HF_ACTSWAP_COMMIT`` says which commit it is where there is no git; ``HF_ACTSWAP_TRL`` names a folder with
+TRL's one module where TRL is not installed.
+
+Exit status 1: something failed. `verdict.py` then judges the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+
+# Run as a script from a checkout, installed or not.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
+
+# isort: split
+from benchmarks.harness import Job, Session, Worker, frontier_jobs, longest_jobs, serve
+from benchmarks.methods import TRL_VARIABLE
+from benchmarks.records import (
+    REPOSITORY,
+    RESULTS_VARIABLE,
+    Record,
+    Records,
+    commit,
+    file_name,
+    results_folder,
+)
+from benchmarks.rows import ROWS
+from benchmarks.suites import Place, Suite, SuiteRun
+from benchmarks.trainings import OPTIMIZER_STATES, OUT_OF_MEMORY, Sizes, training_jobs
+from benchmarks.workloads import PRESETS, Workload, fitted
+
+ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+"""Of all processes that measure or test, beside `benchmarks.SETTINGS`."""
+SLACK_S = 12.0
+"""What still runs so long after a stage's time is ended."""
+_IMPORTS_S = 10.0
+"""Of this process, which count to the first stage's time."""
+_MOST_LOG_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one call measures.
+
+    Args:
+        title: for people.
+        limit_s: seconds that it may take.
+        tests: run before the rows.
+        rows: preset, and rows in the order in which they matter; one whose estimate does not fit into what
+            is left is left out, and the next may fit.
+        trainings: kinds of `benchmarks.trainings`.
+        longest: preset, and rows whose longest sequence is searched.
+    """
+
+    title: str
+    limit_s: float
+    tests: tuple[Suite, ...] = ()
+    rows: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    trainings: tuple[str, ...] = ()
+    longest: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+SMOKE = "tests/engine/test_device_smoke.py"
+TIMED_TESTS = (
+    "tests/engine/test_link.py",
+    "tests/planner/test_gpu_planner.py::test_recording_costs_little_and_the_profile_is_kept",
+)
+"""Whose times others on the device would falsify."""
+GPU_TESTS = (
+    "tests/engine/test_gpu_stress.py",
+    "tests/engine/test_gpu.py",
+    "tests/planner/test_gpu_guard.py",
+    "tests/planner/test_gpu_planner.py",
+    "tests/planner/test_gpu_optimizer_states.py",
+    "tests/engine/test_slabs.py",
+    "tests/engine/test_with_liger.py",
+    "tests/parallel/test_random_streams.py",
+    "tests/benchmarks/test_byte_values.py",
+    "tests/benchmarks/test_frontier_methods.py",
+    "tests/benchmarks/test_machine.py",
+    "tests/robustness/test_growth.py",
+)
+
+CLAIMS = (
+    "eager",
+    "hf-checkpointing",
+    "compiled",
+    "actswap-compiled-auto",
+    "actswap-compiled-mix",
+    "actswap-compiled-lean-mix",
+    "actswap_plan_compiled_checkpointing",
+    "actswap_plan_checkpointing",
+    "actswap-default-auto",
+)
+"""Rows of the claims, first what decides most."""
+CLAIMS_8K = (
+    *CLAIMS,
+    "actswap-mix-eager",
+    "trl-offloading",
+    "actswap-everything-20",
+    "actswap-everything-auto",
+    "actswap-case3-auto",
+    "actswap-elementwise-fused",
+    "actswap_plan_half",
+    "actswap_plan_reduce",
+    "actswap_plan_compiled_half",
+)
+CLAIMS_32K = (
+    *CLAIMS,
+    "actswap-mix-eager",
+    "actswap-case3-auto",
+    "actswap_plan_half",
+    "actswap_plan_reduce",
+    "actswap_plan_compiled_half",
+)
+_PEERS = (
+    "hf-checkpointing-offload",
+    "trl-offloading-checkpointing",
+    "compiled-budget-0.5",
+    "compiled-budget-0.2",
+    "compiled-checkpointing",
+    "trl-offloading",
+    "save-on-cpu",
+)
+_LONGEST = (
+    "hf-checkpointing",
+    "hf-checkpointing-offload",
+    "actswap-mix-eager",
+    "actswap-everything-auto",
+    "eager",
+)
+_CURVE = tuple(row.name for row in ROWS if row.budget is not None)
+_ALL = tuple(row.name for row in ROWS)
+
+STAGES = {
+    1: Stage("smoke", 115, (Suite("smoke", (SMOKE,)),)),
+    2: Stage(
+        "GPU tests",
+        440,
+        (
+            Suite("GPU tests", TIMED_TESTS, "gpu"),
+            Suite("GPU tests", GPU_TESTS, "gpu", without=TIMED_TESTS, processes=4),
+        ),
+    ),
+    3: Stage("claims at 7b-8k", 440, rows=(("7b-8k", CLAIMS_8K),)),
+    4: Stage("claims at 7b-32k", 440, rows=(("7b-32k", CLAIMS_32K),)),
+    5: Stage("out of memory, optimizer states", 460, trainings=(OUT_OF_MEMORY, OPTIMIZER_STATES)),
+    6: Stage(
+        "longest sequences",
+        460,
+        longest=(("8b-8k-model", _LONGEST),),
+    ),
+    7: Stage(
+        "the rest of the curves",
+        460,
+        rows=(
+            ("7b-8k", (*_PEERS, *_CURVE)),
+            ("7b-32k", (*_PEERS, *_CURVE)),
+            ("8b-8k-model", _ALL),
+            ("7b-8k", _ALL),
+            ("7b-32k", _ALL),
+        ),
+    ),
+}
+
+SIZES = {
+    OUT_OF_MEMORY: Sizes("6 layers, 32k", 14, 6, 4096, 32768, 4096, expected_s=30.0),
+    OPTIMIZER_STATES: Sizes("8 layers, 8k", 10, 8, 4096, 8192, 32000, expected_s=25.0),
+}
+STAND_INS: dict[str, Workload] = {
+    name: replace(
+        PRESETS["cpu-model" if PRESETS[name].head else "cpu"],
+        name=f"{name}, tiny",
+        layers=2,
+        tokens=64 if PRESETS[name].tokens > 8192 else 32,
+        warmup_steps=2,
+        steps=2,
+        expected_ms=20.0,
+    )
+    for name in ("7b-8k", "7b-32k", "8b-8k-model")
+}
+"""Of the workloads, in a dry run on the CPU."""
+TINY_SIZES = {
+    OUT_OF_MEMORY: Sizes("tiny", 4, 2, 64, 64, 64, expected_s=2.0),
+    OPTIMIZER_STATES: Sizes("tiny", 2, 2, 64, 32, 256, min_tensor_bytes=1024, expected_s=2.0),
+}
+_TINY_LONGEST_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where it runs, found out without touching the device: what keeps results must outlive what measures.
+
+    Args:
+        device: for PyTorch.
+        name: of the device.
+        memory_bytes: of the device; ``None``: nothing is scaled down to it.
+    """
+
+    device: str
+    name: str
+    memory_bytes: int | None = None
+
+    @classmethod
+    def found(cls, device: str | None) -> Machine:
+        """Ask NVIDIA's tool; another's device must be named.
+
+        Args:
+            device: named by the user; ``None``: nobody did.
+
+        Raises:
+            SystemExit: there is none.
+        """
+        if device == "cpu":
+            return cls("cpu", "cpu")
+        command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+            name, mebibytes = done.stdout.splitlines()[0].rsplit(",", 1)
+            return cls(device or "cuda:0", name.strip(), int(mebibytes) * 2**20)
+        except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+            if device is None:
+                raise SystemExit(
+                    "no accelerator: nvidia-smi does not answer. Name another's with --device; a dry run on "
+                    "the CPU is --device cpu"
+                ) from None
+            return cls(device, device)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether this is a dry run."""
+        return self.device == "cpu"
+
+
+def jobs_of(stage: Stage, machine: Machine, compiling: bool) -> list[Job]:
+    """Return the jobs of a stage, in the order in which they run, each once."""
+    rows = {row.name: row for row in ROWS}
+    jobs: list[Job] = []
+    for preset, names in stage.rows:
+        chosen = [rows[name] for name in names]
+        jobs += frontier_jobs([_workload(preset, machine)], chosen, compiling)
+    for kind in stage.trainings:
+        jobs += training_jobs(kind, (TINY_SIZES if machine.is_cpu else SIZES)[kind])
+    for preset, names in stage.longest:
+        # Lengths are not scaled down to the memory: where it ends is what is asked.
+        workload = STAND_INS[preset] if machine.is_cpu else PRESETS[preset]
+        limit_tokens = _TINY_LONGEST_TOKENS if machine.is_cpu else 2**20
+        jobs += longest_jobs(workload, [rows[name] for name in names], limit_tokens)
+    return list({job.title: job for job in jobs}.values())
+
+
+def _workload(preset: str, machine: Machine) -> Workload:
+    if machine.is_cpu:
+        return STAND_INS[preset]
+    if machine.memory_bytes is None:
+        return PRESETS[preset]
+    return fitted(PRESETS[preset], machine.memory_bytes)
+
+
+class Day:
+    """A call of the command.
+
+    Args:
+        machine: where.
+        options: of the command line.
+    """
+
+    def __init__(self, machine: Machine, options: argparse.Namespace) -> None:
+        self.machine, self.options = machine, options
+        self.folder = results_folder()
+        file = f"gpu_day_{file_name(machine.name)}.json"
+        recorded = REPOSITORY / "benchmarks" / "results" / file
+        self.stderr = self.folder / "gpu_day_stderr.txt"
+        _shorten(self.stderr)
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", "--device", machine.device]
+        self.environment = dict(ENVIRONMENT)
+        if machine.is_cpu:  # on a shared machine several threads wait for each other
+            self.environment["OMP_NUM_THREADS"] = "1"
+        self.worker = Worker(command, self.stderr, self.environment)
+        self.place = Place(self.folder, self.stderr, self.environment, options.processes, self.say)
+        self.session = Session(
+            Records(self.folder / file, recorded),
+            self.worker,
+            {
+                "device": machine.name,
+                "commit": commit(REPOSITORY)["id"],
+                **{name: metadata.version(name) for name in ("torch", "transformers")},
+            },
+            lambda name: options.again is not None and (not options.again or name in options.again),
+        )
+
+    def say(self, text: str) -> None:
+        """Print a line, and add it to the log."""
+        line = f"{datetime.now():%H:%M:%S} {text}"
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "gpu_day.log").open("a", encoding="utf-8") as log:
+            log.write(f"{line}\n")
+
+    def run(self, number: int, began_s: float) -> bool:
+        """Run a stage; return whether nothing failed.
+
+        Args:
+            number: of `STAGES`.
+            began_s: of the clock, when its time began.
+        """
+        stage = STAGES[number]
+        limit_s = stage.limit_s if self.options.minutes is None else 60 * self.options.minutes
+        deadline_s = began_s + limit_s
+        self.say(f"stage {number}: {stage.title}, {limit_s:.0f} s")
+        done: list[Record] = []
+        if stage.tests:
+            self.worker.stop()  # which would hold memory beside them
+        for tests in stage.tests:
+            done += SuiteRun(tests, self.session, self.place, deadline_s).run()
+        jobs = [job for job in jobs_of(stage, self.machine, self.options.compile) if self._is_asked(job)]
+        done += self.session.run(jobs, self.say, deadline_s, SLACK_S)
+        _shorten(self.stderr)
+        count = Counter(record.status for record in done)
+        told = ", ".join(f"{number} {status}" for status, number in count.items()) or "nothing was left to do"
+        self.say(f"stage {number} took {time.monotonic() - began_s:.0f} s: {told}")
+        return not any(record.failed for record in done)
+
+    def tell_what_there_is(self, numbers: Sequence[int]) -> None:
+        """Print all rows of stages, what they would take, and which are in the results."""
+        for number in numbers:
+            stage = STAGES[number]
+            sys.stdout.write(f"stage {number}: {stage.title}, at most {stage.limit_s:.0f} s\n")
+            for tests in stage.tests:
+                sys.stdout.write(f"  {tests.name}: {' '.join(tests.paths)}\n")
+            for job in jobs_of(stage, self.machine, self.options.compile):
+                line = self.session.find(job)
+                state = "not measured" if line is None else line["status"]
+                sys.stdout.write(f"  {job.title}: about {job.estimate_s(self.session):.0f} s, {state}\n")
+
+    def _is_asked(self, job: Job) -> bool:
+        return not self.options.only or getattr(job.blank(), "method", "") in self.options.only
+
+
+def _shorten(path: Path) -> None:
+    """Keep the end of a file that has grown long."""
+    if path.is_file() and path.stat().st_size > _MOST_LOG_BYTES:
+        path.write_bytes(path.read_bytes()[-_MOST_LOG_BYTES // 2 :])
+
+
+def _numbers(text: str) -> list[int]:
+    """Read ``3`` or ``1-4``."""
+    first, _, last = text.partition("-")
+    numbers = list(range(int(first), int(last or first) + 1))
+    if not numbers or not set(numbers) <= set(STAGES):
+        raise argparse.ArgumentTypeError(f"stages are {min(STAGES)} to {max(STAGES)}, found {text}")
+    return numbers
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument(
+        "--stage", nargs="+", type=_numbers, metavar="N", help="numbers, or ranges as 1-4 (default: all)"
+    )
+    parser.add_argument("--list", action="store_true", help="say what there is, and measure nothing")
+    parser.add_argument("--device", help="default: the NVIDIA GPU, where there is one; cpu: a dry run, tiny")
+    parser.add_argument("--only", nargs="+", metavar="ROW", help="of the rows, not of the tests")
+    parser.add_argument(
+        "--again", nargs="*", metavar="ROW", help="measure again what the results hold (default: all of it)"
+    )
+    parser.add_argument("--minutes", type=float, help="of each stage (default: its own)")
+    parser.add_argument("--processes", type=int, default=4, help="that run tests at once, at most")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="default: not on the CPU, where it is slow"
+    )
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    options.stage = [number for numbers in options.stage or [list(STAGES)] for number in numbers]
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run stages; return the exit status."""
+    options = _parse(argv)
+    if options.worker:
+        serve(options.device)
+        return 0
+    for name in (RESULTS_VARIABLE, TRL_VARIABLE):  # for processes that run elsewhere, too
+        if os.environ.get(name):
+            os.environ[name] = str(Path(os.environ[name]).resolve())
+    machine = Machine.found(options.device)
+    if options.compile is None:
+        options.compile = not machine.is_cpu
+    day = Day(machine, options)
+    if options.list:
+        day.tell_what_there_is(options.stage)
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    good, began_s = True, time.monotonic() - _IMPORTS_S
+    try:
+        for number in options.stage:
+            good = day.run(number, began_s) and good
+            began_s = time.monotonic()
+    finally:
+        day.worker.stop()
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

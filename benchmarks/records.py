@@ -1,0 +1,377 @@
+"""What is recorded: one line of the results file, the file, and where and with what a number was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import accelerate
+import torch
+import transformers
+
+from hf_actswap.engine.link import Link, measure_link
+from hf_actswap.version import __version__
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+RESULTS_VARIABLE = "HF_ACTSWAP_RESULTS"
+COMMIT_VARIABLE = "HF_ACTSWAP_COMMIT"
+_RATE = "_bytes_per_ms"
+_GB_PER_S_IN_BYTES_PER_MS = 1e6
+
+Status = Literal["measured", "passed", "skipped", "left out", "out of memory", "timed out", "failed"]
+"""``skipped`` cannot be measured there; ``left out`` could, had there been time."""
+
+Key = tuple[Any, ...]
+Line = dict[str, Any]
+"""A record as it stands in the file."""
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What every line of a results file says.
+
+    Args:
+        kind: what was measured: ``frontier``, ``test``, ``out of memory`` or ``optimizer states``.
+        workload: the preset's name, or that of a group of tests.
+        status, reason: whether it was measured, and why not.
+        traceback: of a failure; of a process that hung or died, the end of what it wrote.
+        wall_s: seconds that the row took, with all that is not timed.
+        run: of the command that measured it, when it began. Two rows of one run share machine and driver.
+        device, torch, transformers, commit: where and with what.
+        environment: hardware, link, allocator settings, versions.
+    """
+
+    kind: str = "frontier"
+    workload: str = ""
+    status: Status = "measured"
+    reason: str = ""
+    traceback: str = ""
+    wall_s: float | None = None
+    run: str = ""
+    device: str = ""
+    torch: str = ""
+    transformers: str = ""
+    commit: str | None = None
+    environment: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """Whether something is broken. Out of memory is not: it says what does not fit."""
+        return self.status in ("failed", "timed out")
+
+
+@dataclass
+class Result(Record):
+    """One method on one workload; ``None`` where there is no number.
+
+    Args:
+        method: name of the row; ours begin with ``actswap``.
+        compiled: the layers are compiled.
+        model, layers, seq, batch: shapes; ``seq`` in tokens.
+        head: the whole model with its loss; otherwise the decoder stack.
+        ms: median of the timed steps, forward and backward, device-synchronised.
+        activation_bytes: most device memory above parameters, gradients and input, in the timed steps.
+        peak_allocated_bytes, peak_reserved_bytes: most that the allocator gave out, and held.
+        host_bytes: memory held on the host for swapped tensors.
+        swapped_bytes: copied from the device to the host in one step.
+        first_step_ms: of the very first step, compilation and pinning included.
+        loss: of the whole model; of a stack the mean of output times the fixed gradient at the output.
+        grad_norm: of all weights' gradients.
+
+        dtype: of weights and activations.
+        config: what was put on the model.
+        step_ms: of every step in order, the warm-up's first.
+        warmup_steps: how many of them are warm-up.
+        first_step_compile_ms: the part of ``first_step_ms`` that ``torch.compile`` took.
+        first_step_pinning_ms: of ours, what page-locking host memory took in it; ``pinning_ms``: until the
+            last step.
+        held_bytes: alive at the end of forward, above the resting state; the output included.
+        resting_bytes: allocated before the method was put on.
+        prefetched_bytes, stalls, stall_ms, recomputes, refused_bytes: the engine's counters of one step.
+        overrides: what rules changed of the configuration, in words.
+        must_be_exact: output and gradients must equal eager's bit for bit.
+        exact, differing: whether they do, ``None``: not judged; and where not.
+        ratios: against eager in the same file.
+        budget_bytes: of the planner: the most that a step may use.
+        predicted_peak_bytes, predicted_ms: of its plan, on paper: all device memory in use, and the step.
+        steps_to_stable: of the planner: steps until it was stable; ``planner_step_ms``: each of them;
+            ``None``: it was not, when the steps were timed.
+        planning_s: the longest of its searches on paper.
+        trials: plans that it tried on the machine.
+        longest: of a search for the longest sequence.
+    """
+
+    method: str
+    compiled: bool
+    model: str
+    layers: int
+    seq: int
+    batch: int
+    head: bool
+    ms: float | None = None
+    activation_bytes: int | None = None
+    peak_allocated_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    host_bytes: int | None = None
+    swapped_bytes: float | None = None
+    first_step_ms: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+
+    dtype: str = ""
+    config: Any = None
+    step_ms: list[float] = field(default_factory=list)
+    warmup_steps: int = 0
+    first_step_compile_ms: float | None = None
+    first_step_pinning_ms: float | None = None
+    pinning_ms: float | None = None
+    held_bytes: int | None = None
+    resting_bytes: int | None = None
+    prefetched_bytes: float | None = None
+    stalls: float | None = None
+    stall_ms: float | None = None
+    recomputes: float | None = None
+    refused_bytes: float | None = None
+    overrides: list[str] = field(default_factory=list)
+    must_be_exact: bool = False
+    exact: bool | None = None
+    differing: list[str] = field(default_factory=list)
+    ratios: dict[str, float] = field(default_factory=dict)
+    budget_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    predicted_ms: float | None = None
+    steps_to_stable: int | None = None
+    planner_step_ms: list[float] = field(default_factory=list)
+    planning_s: float | None = None
+    trials: int | None = None
+    longest: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether the run must not be trusted, or the row is broken."""
+        wrong = self.must_be_exact and self.status == "measured" and self.exact is False
+        return super().failed or wrong
+
+
+def fill_ratios(result: Result, eager: Result | None) -> None:
+    """Set the ratios to eager's numbers, where both have them."""
+    for name in ("ms", "held_bytes", "activation_bytes"):
+        value, base = getattr(result, name), getattr(eager, name, None)
+        if value is not None and base:
+            result.ratios[name.partition("_")[0]] = value / base
+
+
+KEY_FIELDS = (
+    "method",
+    "kind",
+    "workload",
+    "model",
+    "layers",
+    "seq",
+    "batch",
+    "head",
+    "dtype",
+    "longest",
+    "device",
+)
+"""What tells one thing that is measured from another."""
+
+
+def key_of(line: Mapping[str, Any]) -> Key:
+    """Return what a line is of: two lines with the same key are two measurements of one thing."""
+    return tuple(line.get(name) or None for name in KEY_FIELDS)
+
+
+class Records:
+    """The lines of a results file, each thing once, written anew at every change.
+
+    Args:
+        path: of the file, whose lines are there from the beginning; ``None``: nothing is written.
+        known: another file, whose lines are taken where ``path`` is not there yet.
+    """
+
+    def __init__(self, path: Path | None = None, known: Path | None = None) -> None:
+        self.path = path
+        source = next((one for one in (path, known) if one is not None and one.is_file()), None)
+        lines = [] if source is None else json.loads(source.read_text(encoding="utf-8"))
+        self._lines: dict[Key, Line] = {key_of(line): line for line in lines}
+
+    def __iter__(self) -> Iterator[Line]:
+        return iter(list(self._lines.values()))
+
+    def find(self, key: Key) -> Line | None:
+        """Return the line of a key, or ``None``."""
+        return self._lines.get(key)
+
+    def put(self, record: Record) -> None:
+        """Add a line, in place of an earlier one of the same key, and write the file.
+
+        A line that says that there was no time does not replace one that says more.
+        """
+        line = asdict(record)
+        key = key_of(line)
+        if record.status != "left out" or key not in self._lines:
+            self._lines[key] = line
+        if self.path is not None:
+            write_text(self.path, json.dumps(list(self._lines.values()), indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that whoever is stopped meanwhile leaves the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
+def results_folder() -> Path:
+    """Return where results go: the folder that ``HF_ACTSWAP_RESULTS`` names, or ``results/`` here."""
+    named = os.environ.get(RESULTS_VARIABLE)
+    return Path(named) if named else REPOSITORY / "benchmarks" / "results"
+
+
+def by_workload(rows: Iterable[Mapping[str, Any]]) -> dict[Key, list[Mapping[str, Any]]]:
+    """Group rows of a file by what was run, in the order of the file."""
+    groups: dict[Key, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("model", "layers", "seq", "batch", "head"))
+        groups.setdefault(key, []).append(row)
+    return groups
+
+
+def origin(device: torch.device) -> dict[str, Any]:
+    """Return the fields of `Record` that are the same in every row of a run on ``device``."""
+    found, machine, checkout = versions(), hardware(device), commit(REPOSITORY)
+    return {
+        "device": "cpu" if device.type == "cpu" else machine["name"],
+        "torch": found["torch"],
+        "transformers": found["transformers"],
+        "commit": checkout["id"],
+        "environment": {
+            "hardware": machine,
+            "versions": found,
+            "tracked_files_changed": checkout["dirty"],
+            "allocator": os.environ["PYTORCH_ALLOC_CONF"],
+        },
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a number depends on."""
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "accelerate": accelerate.__version__,
+        "hf_actswap": __version__,
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def commit(repository: Path) -> dict[str, Any]:
+    """Return the commit of the checkout and whether tracked files differ from it.
+
+    Outside of git it is what ``HF_ACTSWAP_COMMIT`` says, or ``None``.
+    """
+    head = _git(repository, "rev-parse", "HEAD")
+    changes = _git(repository, "status", "--porcelain", "--untracked-files=no")
+    told = os.environ.get(COMMIT_VARIABLE) or None
+    return {"id": head or told, "dirty": bool(changes) if changes is not None else None}
+
+
+def _git(repository: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=repository, capture_output=True, text=True, check=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Return the device's name and memory and, on an accelerator, its link as measured now."""
+    if device.type == "cpu":
+        return {
+            "device": "cpu",
+            "name": _processor(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        }
+    free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
+    return {
+        "device": device.type,
+        "name": accelerator_name(device),
+        "memory_bytes": total_bytes,
+        "free_bytes": free_bytes,
+        "host_name_of_processor": _processor(),
+        "link_gb_per_s": link_gb_per_s(measure_link(device)),
+    }
+
+
+def available_host_bytes() -> int:
+    """Return the bytes of host memory that can be had without swapping to disk."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def device_named(name: str | None = None) -> torch.device:
+    """Return a device with an index, which streams and memory statistics want.
+
+    Args:
+        name: ``None``: the accelerator, or the CPU where there is none.
+    """
+    if name is None:
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        name = found.type if found else "cpu"
+    device = torch.device(name)
+    has_index = device.type == "cpu" or device.index is not None
+    return device if has_index else torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def accelerator_name(device: torch.device) -> str:
+    """Return the name of an accelerator; its type where its backend tells none."""
+    backend = getattr(torch, device.type, None)
+    name = getattr(backend, "get_device_name", None)
+    return str(name(device)) if name else device.type
+
+
+def file_name(device_name: str) -> str:
+    """Return a device's name as a part of a file's name: letters, digits, ``.``, ``_`` and ``-`` only."""
+    kept = (
+        letter if letter.isascii() and (letter.isalnum() or letter in "._") else "-"
+        for letter in device_name.lower()
+    )
+    return "-".join(part for part in "".join(kept).split("-") if part)
+
+
+def _processor() -> str:
+    """The model of the CPU: `platform` leaves it empty on Linux."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def link_gb_per_s(link: Link) -> dict[str, float]:
+    """Return the rates of a link in GB/s (10^9 bytes), under the names of `Link` without their unit.
+
+    ``out`` is device to host; ``out_beside_in`` is that rate while the other direction is busy too.
+    """
+    names = [item.name for item in fields(link) if item.name.endswith(_RATE)]
+    return {name.removesuffix(_RATE): getattr(link, name) / _GB_PER_S_IN_BYTES_PER_MS for name in names}

@@ -1,0 +1,526 @@
+"""Trainings with an optimizer: out of memory survived, and AdamW's states on the host between steps.
+
+*Out of memory*: a Llama trains with fused AdamW: *plain* with as much memory as there is, whose peak is what
+it needs; *without the planner* and *planned* with a share of that (``set_per_process_memory_fraction``).
+Planned, at 0.6 of it, every step must succeed, the first one included, and the losses must be plain's bit for
+bit; at 0.3, where nothing can help, it must say how much would do.
+
+*Optimizer states*: each case has a model of its own, and all see the same data: *plain* has the states on the
+device, *synchronous* moves them to page-locked memory behind each step and back before the next, one copy
+after another while nothing else runs, and the others are `OptimizerStates` with more or less of the states on
+the device at once. Plain is measured first and last. No step can be shorter than the copies of its states,
+both ways at once.
+
+Kernels are the deterministic ones in both, so that the bits of different cases can be compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.exactness import deterministic, fingerprint
+from benchmarks.meters import give_back_cached_memory
+from benchmarks.records import Line, Record, Records
+from hf_actswap import apply
+from hf_actswap.engine import Transfer
+from hf_actswap.engine.host_pool import HostPool
+from hf_actswap.engine.slabs import PageableSlabs, PinnedSlabs
+from hf_actswap.engine.transfer_streams import transfer_of
+from hf_actswap.planner import BudgetError, CountingMeter, Planner
+from hf_actswap.planner.states.optimizer_states import OptimizerStates
+
+OUT_OF_MEMORY, OPTIMIZER_STATES = "out of memory", "optimizer states"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a Llama in training.
+
+    Args:
+        name: of the workload, in the results.
+        steps: that are measured.
+        layers, hidden, vocabulary: of the model; its feed-forward is 11/4 as wide, its heads are 128 wide.
+        tokens: of the one sequence.
+        micro_batches: forwards and backwards of a step.
+        min_tensor_bytes: states that are smaller stay on the device.
+        expected_s: of one case, about, to plan the minutes of a run with.
+    """
+
+    name: str
+    steps: int
+    layers: int
+    hidden: int
+    tokens: int
+    vocabulary: int
+    micro_batches: int = 1
+    min_tensor_bytes: int = 2**20
+    expected_s: float = 5.0
+
+    def model(self, device: torch.device, dtype: torch.dtype) -> Any:
+        """Return the model, the same in each call."""
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.hidden * 11 // 4,
+            num_hidden_layers=self.layers,
+            num_attention_heads=max(1, self.hidden // 128),
+            num_key_value_heads=max(1, self.hidden // 128),
+            max_position_embeddings=self.tokens,
+            use_cache=False,
+            dtype=dtype,
+        )
+        with device:
+            return LlamaForCausalLM(config).to(dtype).train()
+
+    def ids(self, step: int, device: torch.device) -> torch.Tensor:
+        """Return the token ids of a step, shape (micro-batches, 1, tokens)."""
+        generator = torch.Generator().manual_seed(step)
+        shape = (self.micro_batches, 1, self.tokens)
+        return torch.randint(0, self.vocabulary, shape, generator=generator).to(device)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training.
+
+    Args:
+        kind: `OUT_OF_MEMORY` or `OPTIMIZER_STATES`.
+        method: its name.
+        planned: by the planner.
+        share: of the memory that plain needs, that it may use; ``None``: no limit.
+        resident: of the states, how much stays on the device at once; ``None``: all, and nothing of ours.
+        effort: how long it takes, against ``Sizes.expected_s``.
+    """
+
+    kind: str
+    method: str
+    planned: bool = False
+    share: float | None = None
+    resident: float | None = None
+    effort: float = 1.0
+
+
+PLAIN, SYNCHRONOUS = "plain", "synchronous"
+OUT_OF_MEMORY_CASES = (
+    Case(OUT_OF_MEMORY, PLAIN),
+    Case(OUT_OF_MEMORY, "without the planner at 0.6", share=0.6, effort=0.5),
+    Case(OUT_OF_MEMORY, "planned at 0.6", planned=True, share=0.6, effort=3.0),
+    Case(OUT_OF_MEMORY, "planned at 0.3", planned=True, share=0.3),
+)
+STATES_CASES = (
+    Case(OPTIMIZER_STATES, PLAIN),
+    Case(OPTIMIZER_STATES, "ours, a tenth resident", resident=0.1),
+    Case(OPTIMIZER_STATES, SYNCHRONOUS),
+    Case(OPTIMIZER_STATES, "ours, a third resident", resident=1 / 3),
+    Case(OPTIMIZER_STATES, "ours, all resident", resident=1.0),
+    Case(OPTIMIZER_STATES, "plain, again"),
+)
+STATES_WARMUP_STEPS = 3
+
+
+@dataclass
+class Training(Record):
+    """What became of one training under a limit of memory.
+
+    Args:
+        method: of `Case`.
+        share: of plain's peak, that it may use; ``limit_bytes``: the same in bytes; ``None``: no limit.
+        losses: of each step.
+        step_ms: of each step.
+        phases: the planner's, in which each step ran.
+        peak_bytes: the most that the allocator held in any step, but for warm-up, where the planner itself
+            reads and resets the counter.
+        stable_peak_bytes: the same of stable steps.
+        error: how it ended, where it did not end well.
+        settings: `Sizes`.
+    """
+
+    method: str
+    share: float | None = None
+    limit_bytes: int | None = None
+    losses: list[float] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+    phases: list[str] = field(default_factory=list)
+    peak_bytes: int = 0
+    stable_peak_bytes: int = 0
+    error: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class StatesRow(Record):
+    """One case of the optimizer's states; times are medians over the measured steps.
+
+    Args:
+        method: of `Case`.
+        step_ms: forwards, backwards and the optimizer's step.
+        optimizer_ms: of that, the optimizer's step alone, as the device sees it.
+        state_bytes: of the optimizer's states.
+        freed_share: of these, what is not on the device when forward ends.
+        forward_peak_bytes, step_peak_bytes: most device memory in use until backward ends, and in the step.
+        moved_bytes: copied in one step, both ways together.
+        stall_ms: in one step, compute waits for copies.
+        pinning_ms: what page-locking the host memory took, in warm-up.
+        parameters: digest of their fingerprints after the last step; the same for all cases.
+        settings: `Sizes`.
+    """
+
+    method: str
+    step_ms: float | None = None
+    optimizer_ms: float | None = None
+    state_bytes: int = 0
+    freed_share: float = 0.0
+    forward_peak_bytes: int | None = None
+    step_peak_bytes: int | None = None
+    moved_bytes: int = 0
+    stall_ms: float = 0.0
+    pinning_ms: float = 0.0
+    parameters: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrainingJob:
+    """A case to be measured; see `harness.Job`."""
+
+    case: Case
+    sizes: Sizes
+
+    @property
+    def title(self) -> str:
+        return f"{self.case.kind} {self.case.method}"
+
+    def blank(self) -> Training | StatesRow:
+        known: dict[str, Any] = {"kind": self.case.kind, "workload": self.sizes.name}
+        known["settings"] = asdict(self.sizes)
+        if self.case.kind == OUT_OF_MEMORY:
+            return Training(self.case.method, self.case.share, **known)
+        return StatesRow(self.case.method, **known)
+
+    def estimate_s(self, _session: object) -> float:
+        return self.sizes.expected_s * self.case.effort
+
+    def request(self, records: Records) -> dict[str, Any] | str:
+        needed_bytes = None
+        if self.case.share is not None:
+            needed_bytes = self._needed_bytes(records)
+            if needed_bytes is None:
+                return "what plain needs was not measured"
+        return {
+            "kind": self.case.kind,
+            "method": self.case.method,
+            "sizes": asdict(self.sizes),
+            "needed_bytes": needed_bytes,
+        }
+
+    def is_same(self, line: Line) -> bool:
+        return bool(line["settings"] == asdict(self.sizes))
+
+    def _needed_bytes(self, records: Records) -> int | None:
+        wanted = (OUT_OF_MEMORY, self.sizes.name, PLAIN, "measured", "")
+        names = ("kind", "workload", "method", "status", "error")
+        found = [line for line in records if tuple(line.get(name) for name in names) == wanted]
+        return found[-1]["peak_bytes"] if found else None
+
+
+def training_jobs(kind: str, sizes: Sizes) -> list[TrainingJob]:
+    """Return all cases of a kind, in an order in which each finds what it needs."""
+    cases = OUT_OF_MEMORY_CASES if kind == OUT_OF_MEMORY else STATES_CASES
+    return [TrainingJob(case, sizes) for case in cases]
+
+
+def training_answer(request: Mapping[str, Any], device: torch.device) -> Line:
+    """Measure what a `TrainingJob` asks for; return the fields of its record."""
+    sizes = Sizes(**request["sizes"])
+    cases = (*OUT_OF_MEMORY_CASES, *STATES_CASES)
+    case = next(one for one in cases if (one.kind, one.method) == (request["kind"], request["method"]))
+    try:
+        if case.kind == OUT_OF_MEMORY:
+            return asdict(train(case, sizes, request["needed_bytes"], device))
+        return asdict(measure_states(case, sizes, device))
+    finally:
+        gc.collect()
+        give_back_cached_memory(device)
+
+
+class _Counted(CountingMeter):
+    """A device that is always on: who starts and stops its meter changes nothing."""
+
+    def on(self) -> None:
+        super().start()
+
+    def off(self) -> None:
+        super().stop()
+
+    def start(self) -> None:
+        """It counts already."""
+
+    def stop(self) -> None:
+        """It goes on counting."""
+
+
+@contextmanager
+def _limited(device: torch.device, limit_bytes: int | None) -> Iterator[_Counted | None]:
+    """Give a training so much memory, on an accelerator by the allocator, on the CPU by a count."""
+    if device.type == "cpu":
+        counted = _Counted(limit_bytes)
+        counted.on()
+        try:
+            yield counted
+        finally:
+            counted.off()
+        return
+    _, total_bytes = torch.accelerator.get_memory_info(device)
+    share = 1.0 if limit_bytes is None else limit_bytes / total_bytes
+    torch.cuda.set_per_process_memory_fraction(share, device)
+    try:
+        yield None
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def train(case: Case, sizes: Sizes, needed_bytes: int | None, device: torch.device) -> Training:
+    """Train once under a limit of memory.
+
+    Args:
+        case: of `OUT_OF_MEMORY_CASES`.
+        sizes: of model and steps.
+        needed_bytes: plain's peak.
+        device: where.
+    """
+    limit_bytes = None
+    if case.share is not None and needed_bytes is not None:
+        limit_bytes = int(case.share * needed_bytes)
+    known: dict[str, Any] = {"kind": case.kind, "workload": sizes.name, "settings": asdict(sizes)}
+    done = Training(case.method, case.share, limit_bytes, **known)
+    with deterministic(fill=False), _limited(device, limit_bytes) as counted:
+        try:
+            _train(done, case, sizes, device, counted)
+        except (BudgetError, torch.OutOfMemoryError) as error:
+            done.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return done
+
+
+def _train(done: Training, case: Case, sizes: Sizes, device: torch.device, counted: _Counted | None) -> None:
+    model = sizes.model(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    planner: Any = None
+    if case.planned:
+        planner = apply(model, {"memory": {"mode": "adaptive"}}, optimizer=optimizer, meter=counted)
+    try:
+        for number in range(sizes.steps):
+            _step(done, sizes.ids(number, device), model, optimizer, planner, counted)
+    finally:
+        if planner is not None:
+            planner.remove()
+
+
+def _step(
+    done: Training,
+    batches: torch.Tensor,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    planner: Planner | None,
+    counted: _Counted | None,
+) -> None:
+    phase = planner.phase if planner is not None else ""
+    device = batches.device
+    _reset(device, counted)
+    start = time.perf_counter()
+    for ids in batches:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    done.losses.append(loss.item())
+    peak_bytes = _peak_bytes(device, counted)
+    optimizer.step()
+    optimizer.zero_grad()
+    peak_bytes = max(peak_bytes, _peak_bytes(device, counted))
+    done.step_ms.append((time.perf_counter() - start) * 1e3)
+    done.phases.append(phase)
+    if phase != "warm-up":
+        done.peak_bytes = max(done.peak_bytes, peak_bytes)
+    if phase == "stable":
+        done.stable_peak_bytes = max(done.stable_peak_bytes, peak_bytes)
+
+
+def _reset(device: torch.device, counted: _Counted | None) -> None:
+    if counted is not None:
+        counted.reset_peak()
+    else:
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def _peak_bytes(device: torch.device, counted: _Counted | None) -> int:
+    if counted is not None:
+        return counted.peak_bytes()
+    return int(torch.accelerator.max_memory_reserved(device))
+
+
+class SynchronousStates:
+    """States go to page-locked memory behind a step, and come back before the next, while all else waits.
+
+    Args:
+        optimizer: whose states; moved as they are, tensor by tensor.
+        device: where the step wants them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._device, self._pinned = device, device.type != "cpu"
+        self._host: dict[torch.Tensor, torch.Tensor] = {}
+        optimizer.register_step_pre_hook(self._back)
+        optimizer.register_step_post_hook(self._away)
+
+    def _away(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for state in moving(optimizer):
+            if state not in self._host:
+                self._host[state] = torch.empty_like(state, device="cpu", pin_memory=self._pinned)
+            self._host[state].copy_(state)
+            state.data = self._host[state]
+
+    def _back(self, *_: object) -> None:
+        for state in self._host:
+            state.data = state.data.to(self._device, copy=True)
+
+
+def moving(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the states that are worth moving."""
+    return [
+        state
+        for entries in optimizer.state.values()
+        for state in entries.values()
+        if isinstance(state, torch.Tensor) and state.numel() > 1
+    ]
+
+
+class Subject:
+    """A model in training, under one case of the optimizer's states.
+
+    Args:
+        case: of `STATES_CASES`.
+        sizes: of model and steps.
+        device: where.
+    """
+
+    def __init__(self, case: Case, sizes: Sizes, device: torch.device) -> None:
+        self.case, self.sizes, self.device = case, sizes, device
+        self.model: nn.Module = sizes.model(device, torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.states: OptimizerStates | None = None
+        self.transfer: Transfer | None = None
+        self._pool: HostPool | None = None
+        self.freed: list[float] = []
+        self.step_ms: list[float] = []
+        self.optimizer_ms: list[float] = []
+        self.forward_peaks: list[int] = []
+        self.step_peaks: list[int] = []
+        if case.method == SYNCHRONOUS:
+            SynchronousStates(self.optimizer, device)
+        elif case.resident is not None:
+            self._keep_on_host(case.resident)
+
+    def _keep_on_host(self, share: float) -> None:
+        streams = self.device.type != "cpu"
+        self.transfer = transfer_of(self.device)
+        self._pool = HostPool(PinnedSlabs(self.device, frozenset())) if streams else HostPool(PageableSlabs())
+        total = 2 * sum(item.nbytes for item in self.model.parameters())
+        decoder: Any = self.model.get_submodule("model")
+        self.states = OptimizerStates(
+            self.optimizer,
+            self.transfer,
+            self._pool,
+            model=self.model,
+            layers=list(decoder.layers),
+            resident_bytes=int(share * total),
+            min_tensor_bytes=self.sizes.min_tensor_bytes,
+        )
+        self.states.attach()
+
+    def step(self, number: int) -> None:
+        """Train one step on the data of ``number``."""
+        batches = self.sizes.ids(number, self.device)
+        self._forget_peak()
+        start = self._now()
+        for ids in batches:
+            loss = self.model(input_ids=ids, labels=ids).loss
+            self._note_freed()
+            loss.backward()
+            del loss
+        between = self._now()
+        forward_peak = self._peak()
+        self._forget_peak()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        end = self._now()
+        if number >= STATES_WARMUP_STEPS:
+            self.step_ms.append((end - start) * 1e3)
+            self.optimizer_ms.append((end - between) * 1e3)
+            if forward_peak is not None:
+                self.forward_peaks.append(forward_peak)
+                self.step_peaks.append(self._peak() or 0)
+
+    def _note_freed(self) -> None:
+        states = moving(self.optimizer) if self.states is None else []
+        total = sum(item.nbytes for item in states)
+        if self.states is not None:
+            if self.states.state_bytes:
+                self.freed.append(1 - self.states.device_bytes / self.states.state_bytes)
+        elif total:
+            self.freed.append(1.0 if self.case.method == SYNCHRONOUS else 0.0)
+
+    def _now(self) -> float:
+        """Wait for the device first. Copies out of the step before may still run: they are ours to hide."""
+        if self.device.type != "cpu":
+            torch.accelerator.current_stream(self.device).synchronize()
+        return time.perf_counter()
+
+    def _peak(self) -> int | None:
+        return None if self.device.type == "cpu" else int(torch.accelerator.max_memory_allocated(self.device))
+
+    def _forget_peak(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self.device)
+
+    def finish(self) -> None:
+        """Take everything off and free the host memory."""
+        if self.states is not None:
+            self.states.remove()
+        if self._pool is not None:
+            self._pool.close()
+
+
+def measure_states(case: Case, sizes: Sizes, device: torch.device) -> StatesRow:
+    """Train under one case of the optimizer's states."""
+    known: dict[str, Any] = {"kind": case.kind, "workload": sizes.name, "settings": asdict(sizes)}
+    subject, row = Subject(case, sizes, device), StatesRow(case.method, **known)
+    before = None
+    with deterministic(fill=False):
+        for number in range(STATES_WARMUP_STEPS + sizes.steps):
+            if number == STATES_WARMUP_STEPS and subject.states is not None:
+                before = subject.states.stats()
+            subject.step(number)
+    row.step_ms = statistics.median(subject.step_ms)
+    row.optimizer_ms = statistics.median(subject.optimizer_ms)
+    row.freed_share = min(subject.freed)
+    if subject.states is not None and before is not None:
+        change = subject.states.stats() - before
+        row.moved_bytes = (change.offloaded_bytes + change.prefetched_bytes) // sizes.steps
+        row.stall_ms, row.pinning_ms = change.stall_ms / sizes.steps, change.pinning_ms
+    if subject.forward_peaks:
+        row.forward_peak_bytes, row.step_peak_bytes = max(subject.forward_peaks), max(subject.step_peaks)
+    subject.finish()
+    row.state_bytes = sum(item.nbytes for item in moving(subject.optimizer))
+    parts = [fingerprint(parameter) for parameter in subject.model.parameters()]
+    row.parameters = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return row

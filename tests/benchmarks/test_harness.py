@@ -1,0 +1,398 @@
+"""Jobs are measured once, each result is kept at once, and nothing that fails or hangs ends the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.harness import (
+    COMPILE_AGAIN_S,
+    COMPILE_S,
+    LEAST_LIMIT_S,
+    FrontierJob,
+    Line,
+    Request,
+    Session,
+    Unanswered,
+    Worker,
+    frontier_jobs,
+    longest_jobs,
+)
+from benchmarks.methods import actswap, nothing
+from benchmarks.records import Records, Result, commit, file_name, key_of, results_folder
+from benchmarks.rows import EAGER, ROWS, Row
+from benchmarks.workloads import PRESETS, Workload
+
+TINY = replace(PRESETS["cpu"], layers=1, tokens=8, steps=1, warmup_steps=1, expected_ms=1000.0)
+ABOUT = {"device": "d", "commit": "one"}
+ONE, TWO, THREE = (Row(name, nothing) for name in ("one", "two", "three"))
+
+
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Asked:
+    """Stands for what measures: every row takes ``seconds``, unless the test says otherwise."""
+
+    clock: Clock
+    seconds: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.rows: list[str] = []
+        self.limits: dict[str, float | None] = {}
+        self.configs: dict[str, Any] = {}
+        self.fails: dict[str, Unanswered] = {}
+        self.answers: dict[str, Line] = {}
+
+    def __call__(self, request: Request, limit_s: float | None) -> Line:
+        if request["kind"] == "origin":
+            return {"torch": "2.x", "device": "another name", "environment": {"link": 1}}
+        name = request["row"]
+        self.rows.append(name)
+        self.limits[name], self.configs[name] = limit_s, request["config"]
+        self.clock.now_s += self.seconds
+        if name in self.fails:
+            raise self.fails[name]
+        return {"ms": 1000.0, "status": "measured", "no such field": 1, **self.answers.get(name, {})}
+
+
+def session_with(path: Path | None, asked: Asked, about: dict[str, Any] = ABOUT, **settings: Any) -> Session:
+    return Session(Records(path), asked, about, clock=asked.clock, **settings)
+
+
+def jobs(*rows: Row, workload: Workload = TINY) -> list[FrontierJob]:
+    return frontier_jobs([workload], rows)
+
+
+def run(session: Session, found: Sequence[FrontierJob], deadline_s: float | None = None) -> list[str]:
+    said: list[str] = []
+    session.run(found, said.append, deadline_s, slack_s=10.0)
+    return said
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "folder" / "rows.json"
+
+
+def lines(path: Path) -> dict[str, Line]:
+    found: list[Line] = json.loads(path.read_text(encoding="utf-8"))
+    assert len(found) == len({line["method"] for line in found})
+    return {line["method"]: line for line in found}
+
+
+def test_what_is_recorded_is_not_measured_again(path: Path) -> None:
+    clock = Clock()
+    asked = Asked(clock)
+    assert len(run(session_with(path, asked), jobs(ONE, TWO))) == 2
+    again = Asked(clock)
+    said = run(session_with(path, again, {**ABOUT, "commit": "two"}), jobs(ONE, TWO, THREE))
+    assert again.rows == ["three"]
+    assert said[:2] == ["cpu one: is in the results", "cpu two: is in the results"]
+    found = lines(path)
+    assert [found[name]["commit"] for name in ("one", "two", "three")] == ["one", "one", "two"]
+    assert found["one"]["device"] == "d"
+    assert found["one"]["environment"] == {"link": 1}
+    assert found["three"]["run"]
+
+
+def test_rows_are_measured_again_on_request_and_where_they_have_changed(path: Path) -> None:
+    clock = Clock()
+    run(session_with(path, Asked(clock)), jobs(ONE, TWO, THREE))
+    for again, rows, expected in (
+        (lambda name: name == "two", (ONE, TWO, THREE), ["two"]),
+        (lambda _name: True, (ONE, TWO), ["one", "two"]),
+        (lambda _name: False, (replace(ONE, config={"a": 1}), TWO), ["one"]),
+    ):
+        asked = Asked(clock)
+        session = session_with(path, asked, again=again)
+        run(session, jobs(*rows))
+        assert asked.rows == expected
+        run(session, jobs(*rows))
+        assert asked.rows == expected  # once in a run
+    asked = Asked(clock)
+    run(session_with(path, asked, {**ABOUT, "device": "another"}), jobs(TWO))
+    assert asked.rows == ["two"]
+
+
+@pytest.mark.parametrize("status", ["failed", "timed out"])
+def test_a_failure_is_recorded_and_the_next_row_begins(path: Path, status: str) -> None:
+    clock = Clock()
+    asked = Asked(clock)
+    asked.fails["one"] = Unanswered(status, "it broke", "Traceback ...")
+    said = run(session_with(path, asked), jobs(ONE, TWO))
+    assert asked.rows == ["one", "two"]
+    found = lines(path)
+    assert (found["one"]["status"], found["one"]["reason"]) == (status, "it broke")
+    assert found["one"]["traceback"] == "Traceback ..."
+    assert found["two"]["ms"] == 1000.0
+    assert said[0].startswith(f"cpu one: {status}, it broke, 1.0 s")
+
+
+@pytest.mark.parametrize(("commit_now", "expected"), [("one", []), ("two", ["one"]), (None, ["one"])])
+def test_what_failed_is_tried_again_where_it_may_have_been_mended(
+    path: Path, commit_now: str | None, expected: list[str]
+) -> None:
+    clock = Clock()
+    failing = Asked(clock)
+    failing.fails["one"] = Unanswered("failed", "it broke", "")
+    run(session_with(path, failing), jobs(ONE, TWO))
+    asked = Asked(clock)
+    run(session_with(path, asked, {**ABOUT, "commit": commit_now}), jobs(ONE, TWO))
+    assert asked.rows == expected
+    assert lines(path)["one"]["status"] == ("measured" if expected else "failed")
+
+
+def test_each_result_is_written_before_the_next_row_begins(path: Path) -> None:
+    clock = Clock()
+
+    class Looking(Asked):
+        def __call__(self, request: Request, limit_s: float | None) -> Line:
+            if request.get("row") == "two":
+                assert lines(path)["one"]["status"] == "measured"
+                raise KeyboardInterrupt
+            return super().__call__(request, limit_s)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(session_with(path, Looking(clock)), jobs(ONE, TWO))
+    assert list(lines(path)) == ["one"]
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_what_does_not_fit_into_the_time_is_left_out_and_measured_in_the_next_call(path: Path) -> None:
+    clock = Clock()
+    asked = Asked(clock, seconds=4.0)
+    long = replace(TINY, steps=100)
+    found = [*jobs(ONE), *jobs(TWO, workload=replace(long, name="long")), *jobs(THREE)]
+    estimate_s = found[0].estimate_s(session_with(None, asked))
+    assert estimate_s == pytest.approx(3.5)
+    run(session_with(path, asked), found, clock.now_s + 10.0)
+    assert asked.rows == ["one", "three"]
+    left_out = lines(path)["two"]
+    assert left_out["status"] == "left out"
+    assert left_out["reason"] == "takes about 102 s, and 6 s were left"
+    again = Asked(clock)
+    run(session_with(path, again), found)
+    assert again.rows == ["two"]
+
+
+def test_each_row_has_a_limit_and_no_row_outlasts_the_stage(path: Path) -> None:
+    clock = Clock()
+    asked = Asked(clock, seconds=30.0)
+    long = replace(TINY, name="long", steps=100)
+    session = session_with(path, asked)
+    run(session, [*jobs(ONE), *jobs(TWO, workload=long)])
+    assert asked.limits == {
+        "one": pytest.approx(LEAST_LIMIT_S + 3 * 3.5),
+        "two": pytest.approx(LEAST_LIMIT_S + 3 * 102.5),
+    }
+    asked.fails["three"] = Unanswered("timed out", "no answer after 35 s", "stacks")
+    run(session, jobs(THREE), clock.now_s + 25.0)
+    assert asked.limits["three"] == 35.0
+    # The row itself did nothing wrong: it is measured in the next call.
+    assert lines(path)["three"]["status"] == "left out"
+    assert lines(path)["three"]["reason"] == "the time of the run was over"
+
+
+def test_a_row_that_had_no_time_does_not_replace_one_that_was_measured(path: Path) -> None:
+    clock = Clock()
+    asked = Asked(clock)
+    run(session_with(path, asked), jobs(ONE))
+    run(session_with(path, asked, again=lambda _name: True), jobs(ONE), clock.now_s)
+    assert lines(path)["one"]["status"] == "measured"
+
+
+def test_budgets_are_taken_from_what_is_recorded(path: Path) -> None:
+    rows = {row.name: row for row in ROWS}
+    planned = rows["actswap_plan_checkpointing"]
+    clock = Clock()
+    asked = Asked(clock)
+    said = run(session_with(path, asked), jobs(planned))
+    assert asked.rows == []
+    assert said[0].startswith("cpu actswap_plan_checkpointing: skipped, its budget is the peak of hf-check")
+    peaks = {"activation_bytes": 10, "peak_allocated_bytes": 30, "peak_reserved_bytes": 40}
+    asked.answers = {"eager": peaks, "hf-checkpointing": {**peaks, "peak_reserved_bytes": 25}}
+    run(session_with(path, asked), jobs(EAGER, rows["hf-checkpointing"]))
+    asked.answers = {}
+    other = replace(TINY, name="another workload")
+    run(session_with(path, asked), [*jobs(planned), *jobs(planned, workload=other)])
+    assert asked.configs[planned.name]["budget_bytes"] == 25
+    assert asked.rows.count(planned.name) == 1  # nothing is known of the other workload
+
+
+def test_ratios_are_to_the_eager_row_of_the_file(path: Path) -> None:
+    clock = Clock()
+    asked = Asked(clock)
+    asked.answers["one"] = {"ms": 1500.0}
+    run(session_with(path, asked), jobs(EAGER))
+    run(session_with(path, asked), jobs(ONE))
+    assert lines(path)["one"]["ratios"] == {"ms": 1.5}
+
+
+def test_a_slow_machine_is_noticed_at_eager() -> None:
+    clock = Clock()
+    asked = Asked(clock)
+    session = session_with(None, asked)
+    (job,) = jobs(ONE)
+    before_s = job.estimate_s(session)
+    asked.answers["eager"] = {"ms": 3000.0}
+    run(session, jobs(EAGER))
+    assert job.estimate_s(session) == pytest.approx(3 * before_s)
+
+
+def test_the_first_row_of_a_compile_group_pays_for_the_compilation() -> None:
+    rows = {row.name: row for row in ROWS}
+    session = session_with(None, Asked(Clock()))
+    first, again = jobs(rows["compiled"], rows["actswap-compiled-auto"])
+    steps_s = 3.5 * first.row.relative_time
+    assert first.estimate_s(session) == pytest.approx(COMPILE_S + steps_s)
+    run(session, [first])
+    assert first.estimate_s(session) == pytest.approx(COMPILE_AGAIN_S + steps_s)
+    assert again.estimate_s(session) < COMPILE_S
+    (planned,) = jobs(rows["actswap_plan_compiled_half"])
+    assert planned.estimate_s(session) > 4 * COMPILE_AGAIN_S + COMPILE_S  # each trial compiles
+
+
+def test_a_search_for_the_longest_ends_where_one_does_not_fit(path: Path) -> None:
+    found = longest_jobs(TINY, [ONE, TWO], 32)
+    assert [job.workload.tokens for job in found] == [8, 16, 32] * 2
+
+    class Full(Asked):
+        def __call__(self, request: Request, limit_s: float | None) -> Line:
+            answer = super().__call__(request, limit_s)
+            fits = request["kind"] == "origin" or request["workload"]["tokens"] < 16
+            return answer if fits else {**answer, "status": "out of memory"}
+
+    asked = Full(Clock())
+    said = run(session_with(path, asked), found)
+    assert asked.rows == ["one", "one", "two", "two"]
+    assert said[2].startswith("cpu one at 32 tokens: skipped, 16 tokens were too many")
+    assert session_with(path, asked).is_settled(found[1])
+
+
+def test_lines_of_different_shapes_are_different_things(path: Path) -> None:
+    results = [
+        Result("a", False, "m", 1, 1, 1, False, device="d"),
+        Result("a", False, "m", 1, 2, 1, False, device="d"),
+        Result("a", False, "m", 1, 1, 1, False, device="e"),
+        Result("a", False, "m", 1, 1, 1, False, device="d", longest=True),
+    ]
+    records = Records(path)
+    for result in results:
+        records.put(result)
+        records.put(replace(result, ms=1.0))
+    assert [line["ms"] for line in Records(path)] == [1.0] * 4
+    assert len({key_of(asdict(result)) for result in results}) == 4
+    copied = Records(path.with_name("new.json"), known=path)
+    assert len(list(copied)) == 4
+
+
+SERVER = """
+import faulthandler, os, signal, sys, time
+faulthandler.register(signal.SIGUSR1, all_threads=True)
+reports = os.fdopen(int(os.environ["HF_ACTSWAP_REPORTS"]), "w")
+def say(text):
+    reports.write(text + "\\n")
+    reports.flush()
+say("ready")
+print("what anybody prints is no answer")
+def hang_in_here():
+    time.sleep(600)
+for line in sys.stdin:
+    if "hang" in line:
+        hang_in_here()
+    if "die" in line:
+        sys.stderr.write("the last words\\n")
+        os._exit(9)
+    say('{"pid": %d, "ends": %s}' % (os.getpid(), "true" if "bad" in line else "false"))
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    found = Worker([sys.executable, "-u", "-c", SERVER], tmp_path / "stderr.txt", {"A": "b"})
+    yield found
+    found.stop()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_worker_answers_until_it_cannot_be_trusted(worker: Worker, tmp_path: Path) -> None:
+    first, second = worker({"kind": "a"}, 30), worker({"kind": "b"}, 30)
+    assert first == second
+    assert set(first) == {"pid"}
+    ended = worker({"kind": "bad"}, 30)
+    assert ended == first
+    assert not is_running(first["pid"])
+    assert worker({"kind": "a"}, 30) != first
+    assert "what anybody prints" in (tmp_path / "stderr.txt").read_text(encoding="utf-8")
+
+
+def test_a_worker_that_hangs_is_ended_and_tells_where(worker: Worker) -> None:
+    pid = worker({"kind": "a"}, 30)["pid"]
+    with pytest.raises(Unanswered) as raised:
+        worker({"kind": "hang"}, 0.5)
+    assert (raised.value.status, raised.value.reason) == ("timed out", "no answer after 0 s")
+    assert "hang_in_here" in raised.value.told
+    assert not is_running(pid)
+    assert worker({"kind": "a"}, 30)["pid"] != pid
+
+
+def test_a_worker_that_dies_leaves_its_last_words(worker: Worker) -> None:
+    with pytest.raises(Unanswered) as raised:
+        worker({"kind": "die"}, 30)
+    assert (raised.value.status, raised.value.reason) == ("failed", "its process ended with status 9")
+    assert raised.value.told.endswith("the last words\n")
+    assert worker({"kind": "a"}, 30)["pid"]
+
+
+def test_the_commit_is_what_git_says_or_else_the_environment(
+    tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ACTSWAP_COMMIT", "told")
+    assert commit(tmp_path) == {"id": "told", "dirty": None}
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=repository, capture_output=True, text=True, check=False
+    )
+    if head.returncode == 0:
+        assert commit(repository)["id"] == head.stdout.strip()
+    monkeypatch.delenv("HF_ACTSWAP_COMMIT")
+    assert commit(tmp_path)["id"] is None
+
+
+def test_the_folder_of_the_results(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_ACTSWAP_RESULTS", raising=False)
+    assert results_folder() == repository / "benchmarks" / "results"
+    monkeypatch.setenv("HF_ACTSWAP_RESULTS", str(tmp_path))
+    assert results_folder() == tmp_path
+    assert file_name("NVIDIA H100 80GB HBM3 (ä)") == "nvidia-h100-80gb-hbm3"
+
+
+def test_rows_that_measure_nothing_of_ours_need_no_plan() -> None:
+    """The configuration of a row is what tells whether it has changed: it must be plain values."""
+    for row in ROWS:
+        json.dumps(row.config_for(4))
+        if row.setup is actswap:
+            assert row.config_for(4)

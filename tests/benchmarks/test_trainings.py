@@ -1,0 +1,95 @@
+"""The trainings with an optimizer run where there is no accelerator, and show what they are to show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.records import Records
+from benchmarks.trainings import (
+    OPTIMIZER_STATES,
+    OUT_OF_MEMORY,
+    OUT_OF_MEMORY_CASES,
+    PLAIN,
+    STATES_CASES,
+    SYNCHRONOUS,
+    Sizes,
+    Training,
+    TrainingJob,
+    measure_states,
+    train,
+    training_answer,
+    training_jobs,
+)
+
+CPU = torch.device("cpu")
+STATES = Sizes("tiny", 2, 2, 64, 32, 256, micro_batches=2, min_tensor_bytes=1024)
+MEMORY = Sizes("tiny", 12, 4, 64, 512, 64)
+
+
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_one_thread")
+def test_states_on_the_host_train_to_the_same_bits() -> None:
+    rows = [measure_states(case, STATES, CPU) for case in STATES_CASES]
+    assert len({row.parameters for row in rows}) == 1
+    for case, row in zip(STATES_CASES, rows, strict=True):
+        assert (row.step_ms or 0) > (row.optimizer_ms or 0) > 0
+        assert row.state_bytes > 0
+        if case.resident is not None:
+            assert row.moved_bytes >= 1.8 * row.state_bytes
+            assert row.stall_ms > 0
+            assert row.pinning_ms > 0
+            assert row.freed_share >= 0.9
+        else:
+            assert row.freed_share == (1.0 if case.method == SYNCHRONOUS else 0.0)
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_one_thread")
+def test_out_of_memory_is_survived_where_it_can_be() -> None:
+    plain = train(OUT_OF_MEMORY_CASES[0], MEMORY, None, CPU)
+    without, planned, hopeless = (
+        train(case, MEMORY, plain.peak_bytes, CPU) for case in OUT_OF_MEMORY_CASES[1:]
+    )
+    assert planned.losses == plain.losses
+    assert (without.losses, planned.phases[-1]) == ([], "stable")
+    assert planned.peak_bytes <= (planned.limit_bytes or 0)
+    assert "at least" in hopeless.error.lower()
+
+
+def test_a_limit_is_a_share_of_what_plain_needed() -> None:
+    jobs = {job.case.method: job for job in training_jobs(OUT_OF_MEMORY, MEMORY)}
+    records = Records()
+    reason = "what plain needs was not measured"
+    planned = jobs["planned at 0.6"]
+    assert planned.request(records) == reason
+    about = {"kind": OUT_OF_MEMORY, "workload": MEMORY.name}
+    records.put(Training(PLAIN, peak_bytes=100, error="OutOfMemoryError: all of it", **about))
+    assert planned.request(records) == reason
+    records.put(Training(PLAIN, peak_bytes=100, **about))
+    request = planned.request(records)
+    assert isinstance(request, dict)
+    assert request["needed_bytes"] == 100
+    other = TrainingJob(planned.case, replace(MEMORY, name="other"))
+    assert other.request(records) == reason
+
+
+def test_a_request_is_answered_by_the_fields_of_its_record() -> None:
+    job = training_jobs(OPTIMIZER_STATES, STATES)[0]
+    request = job.request(Records())
+    assert isinstance(request, dict)
+    line = training_answer(request, CPU)
+    assert (line["method"], line["kind"], line["workload"]) == (PLAIN, OPTIMIZER_STATES, "tiny")
+    assert job.is_same(line)
+    assert not TrainingJob(job.case, replace(STATES, layers=3)).is_same(line)

@@ -21,18 +21,28 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
 
+from ..config.json_reader import JsonReader, Rule, read_text
 from ..parallel.full_state import Progress
 from ..parallel.patch_model import Patched
 from .optimizer_parameters import full_optimizer_state, own_optimizer_state
+from .parallel_limits import ParallelTrainingError
 from .replicated_batches import answering
 
 LAYOUT_FILE = "parallel_layout.json"
 OPTIMIZER_FILE, SCHEDULER_FILE = "optimizer.pt", "scheduler.pt"
 """Names that the Trainer gives them."""
+
+_MAX_LAYOUT_BYTES = 64 * 1024
+_Size = Annotated[int, Rule("a whole number from 1 on", lambda size: size >= 1)]
+
+
+class _Layout(TypedDict):
+    processes: _Size
+    tensor_parallel_size: _Size
 
 
 @contextmanager
@@ -89,6 +99,9 @@ def random_states_by_data_rank(
         processes: ranks of this training.
         process_index: this rank.
         tensor_parallel_size: ranks per model, in this training.
+
+    Raises:
+        ParallelTrainingError: the file that says how many ranks there were is damaged.
     """
     folder = Path(checkpoint)
     written = _layout_of(folder)
@@ -104,10 +117,13 @@ def random_states_by_data_rank(
         yield place
 
 
-def _layout_of(folder: Path) -> dict[str, int]:
+def _layout_of(folder: Path) -> _Layout:
     file = folder / LAYOUT_FILE
     if file.is_file():
-        found: dict[str, int] = json.loads(file.read_text(encoding="utf-8"))
+        text = read_text(str(file), _MAX_LAYOUT_BYTES, ParallelTrainingError)
+        reader = JsonReader(text, "layout", ParallelTrainingError, str(file))
+        found: _Layout = reader.read(_Layout, ("layout",), reader.document)
+        reader.finish()
         return found
     return {"processes": max(1, len(list(folder.glob("rng_state_*.pth")))), "tensor_parallel_size": 1}
 

@@ -192,7 +192,5 @@ def read_profile(path: str) -> ProfileFile:
         expected = "a file that `hf-actswap profile --output` has written"
         raise ProfileError([Problem(path, expected, error.strerror or str(error))]) from None
     reader = JsonReader(text, "profile", PlanError, path)
-    profile = profile_from_document(reader)
     made_for: MadeFor = reader.value(MadeFor, "made_for") if "made_for" in reader.document else {}
-    reader.finish()
-    return ProfileFile(path, profile, made_for)
+    return ProfileFile(path, profile_from_document(reader), made_for)

@@ -199,7 +199,7 @@ class MemoryPlan:
 
     @classmethod
     def from_document(cls, reader: JsonReader) -> MemoryPlan:
-        """Read a plan from a document that may hold other sections too; see `from_json`."""
+        """Read a plan from a document that may hold other sections too; raises all faults of the reader."""
         reader.check_format(PLAN_FORMAT, PLAN_FORMAT_VERSION)
         num_layers = reader.value(LayerCount, "num_layers")
         reader.finish()

@@ -114,7 +114,5 @@ def read_plan(path: str | os.PathLike[str]) -> FilePlan:
     except OSError as error:
         raise PlanError([Problem("memory.plan_file", "a file", f"'{name}': {error.strerror}")]) from None
     reader = JsonReader(text, "plan", PlanError, name)
-    plan = MemoryPlan.from_document(reader)
     sections = reader.fields(FilePlan, without=["plan"])
-    reader.finish()
-    return FilePlan(plan, **sections)
+    return FilePlan(MemoryPlan.from_document(reader), **sections)

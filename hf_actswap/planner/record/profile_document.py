@@ -85,7 +85,7 @@ def profile_from_json(text: str, source: str = "") -> Profile:
 
 
 def profile_from_document(reader: JsonReader) -> Profile:
-    """Read a profile from a document that may hold other sections too; see `profile_from_json`."""
+    """Read a profile from a document that may hold other sections too; raises all faults of the reader."""
     reader.check_format(FORMAT, FORMAT_VERSION)
     for name, columns in (("span_columns", _SPAN), ("use_columns", _USE)):
         found = reader.document.get(name)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypedDict
 
-from ..config.json_reader import Count, JsonReader, read_text
+from ..config.json_documents import Count, JsonReader, read_text, write_whole
 from ..errors import ActSwapError, PlanError, Problem
 from ..planner.profile import Profile
 from ..planner.record.profile_document import profile_from_document, profile_to_json
@@ -172,11 +171,7 @@ def write_profile(path: str, profile: Profile, found: Subject, step: StepShape, 
     """
     made_for = {"model": found.document(), "step": step.document(), "measured_layers": measured_layers}
     text = profile_to_json(profile)
-    draft = Path(f"{path}.draft")
-    draft.write_text(
-        f'{{\n"made_for":{json.dumps(made_for)},\n{text.removeprefix("{").lstrip()}', encoding="utf-8"
-    )
-    draft.replace(path)
+    write_whole(path, f'{{\n"made_for":{json.dumps(made_for)},\n{text.removeprefix("{").lstrip()}')
 
 
 def read_profile(path: str) -> ProfileFile:

@@ -10,7 +10,7 @@ import typer
 from rich.console import RenderableType
 
 from ..config import load_config
-from ..config.json_reader import JsonReader, read_text
+from ..config.json_documents import JsonReader, read_text
 from ..config.published import MAX_PLAN_BYTES, PLAN_FORMAT, PLAN_FORMAT_VERSION
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan import load_plan

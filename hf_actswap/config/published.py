@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypedDict
 from ..errors import ConfigError, Problem
 from .card import CARD_FILE_NAME, CARD_MARK, card
 from .hub import CONFIG_FILE_NAME, PushOptions, upload
-from .json_reader import JsonReader, read_text
+from .json_documents import JsonReader, read_text
 
 PLAN_FILE_NAME = "plan.json"
 MAX_PLAN_BYTES = 16 * 1024 * 1024

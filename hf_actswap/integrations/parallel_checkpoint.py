@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypedDict
 
 import torch
 
-from ..config.json_reader import JsonReader, Rule, read_text
+from ..config.json_documents import JsonReader, Rule, read_text
 from ..parallel.full_state import Progress
 from ..parallel.patch_model import Patched
 from .optimizer_parameters import full_optimizer_state, own_optimizer_state

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from ..config.json_reader import Bytes, Count, JsonReader, Rule, is_share
+from ..config.json_documents import Bytes, Count, JsonReader, Rule, is_share
 from ..config.published import PLAN_FORMAT, PLAN_FORMAT_VERSION
 from ..errors import PlanError
 

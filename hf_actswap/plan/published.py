@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..config.hub import HubOptions, fetch, split_hub_id
-from ..config.json_reader import read_text
+from ..config.json_documents import read_text
 from ..config.published import MAX_PLAN_BYTES, PLAN_FILE_NAME
 from ..errors import PlanError, Problem
 from .actions import MemoryPlan

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ..config.json_reader import Bytes, Count
+from ..config.json_documents import Bytes, Count
 from .actions import MemoryPlan, PlanRow, Scope
 from .kept_inside import KeptInside
 from .outline import OUTPUT, is_below

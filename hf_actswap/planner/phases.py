@@ -283,7 +283,15 @@ class Planner:
         logger.info("%s: stable: %s", run.name, _in_words(best))
         if fits and rank() == 0 and self._made_for is not None and run.memory.plan_file is not None:
             made_for = self._made_for(task.profile.batch_shape)
-            write_plan(run.memory.plan_file, best.plan, made_for, _numbers(best, budget))
+            try:
+                write_plan(run.memory.plan_file, best.plan, made_for, _numbers(best, budget))
+            except OSError as error:
+                logger.warning(
+                    "%s: the plan is on, but cannot be written to %s (%s). The training goes on.",
+                    run.name,
+                    run.memory.plan_file,
+                    error.strerror,
+                )
 
 
 def _more_telling(step: RecordedStep, before: RecordedStep | None) -> RecordedStep:

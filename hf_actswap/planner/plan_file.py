@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from ..config.json_reader import Bytes, Count, JsonReader, read_text
+from ..config.json_documents import Bytes, Count, JsonReader, read_text, write_whole
 from ..config.published import MAX_PLAN_BYTES
 from ..errors import PlanError, Problem
 from ..plan.actions import MemoryPlan
@@ -91,15 +91,16 @@ def write_plan(
         plan: that was found.
         made_for: what it was found for.
         measured: numbers about it, for people.
+
+    Raises:
+        OSError: it cannot be written.
     """
     document: dict[str, Any] = json.loads(plan.to_json())
     document["made_for"] = asdict(made_for)
     document["measured"] = dict(measured)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    draft.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    draft.replace(target)
+    write_whole(target, json.dumps(document, indent=1) + "\n")
 
 
 def read_plan(path: str | os.PathLike[str]) -> FilePlan:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ..config.json_reader import Bytes, Count, Ms, Rule, Share
+from ..config.json_documents import Bytes, Count, Ms, Rule, Share
 from ..engine.link import Link
 from ..plan.actions import LayerCount
 from ..plan.saved_bytes import OpCall, SavedBytes

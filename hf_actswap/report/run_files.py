@@ -16,13 +16,14 @@ All but ``run.json`` may be missing. Sizes in bytes and times in ms, of rank 0.
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
-from ..config.json_reader import Bytes, Count, JsonReader, read_text
+from ..config.json_documents import Bytes, Count, JsonReader, read_text, write_whole
 from ..engine.step_record import (
     ComputePart,
     MeasuredCopy,
@@ -35,6 +36,8 @@ from ..errors import ActSwapError, Problem
 from ..plan import MemoryPlan
 from ..planner.profile import Profile
 from ..planner.record.profile_document import profile_from_json, profile_to_json
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "actswap"
 RUN, PLAN, STEPS, PLANNER = "run.json", "plan.json", "steps.jsonl", "planner.json"
@@ -141,15 +144,35 @@ class RecordedRun:
 class RunFiles:
     """Writes the files of one run; each whole or not at all, but for the lines.
 
+    No training ends because its record cannot be written: the first time that fails, a warning says so, and
+    nothing more is written.
+
     Args:
         output_dir: of the training. Files of an earlier run in it are replaced.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str]) -> None:
         self.folder = Path(output_dir) / FOLDER
+        self._writes = True
+        self._attempt(self._begin)
+
+    def _begin(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (RUN, PLAN, STEPS, PLANNER, PROFILE, TIMELINE, MEMORY):
             (self.folder / name).unlink(missing_ok=True)
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        if not self._writes:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._writes = False
+            logger.warning(
+                "The record of the run in %s cannot be written (%s), and ends here. The training goes on.",
+                self.folder,
+                error.strerror,
+            )
 
     def write(self, name: str, document: Mapping[str, Any]) -> None:
         """Write a document."""
@@ -175,13 +198,24 @@ class RunFiles:
 
     def add_step(self, line: Mapping[str, Any]) -> None:
         """Add the line of a step."""
-        with open(self.folder / STEPS, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line, default=float) + "\n")
+        text = json.dumps(line, default=_number_or_text) + "\n"
+
+        def write() -> None:
+            with open(self.folder / STEPS, "a", encoding="utf-8") as file:
+                file.write(text)
+
+        self._attempt(write)
 
     def _write(self, name: str, text: str) -> None:
-        draft = self.folder / f".{name}.{os.getpid()}"
-        draft.write_text(text + "\n", encoding="utf-8")
-        draft.replace(self.folder / name)
+        self._attempt(lambda: write_whole(self.folder / name, text + "\n"))
+
+
+def _number_or_text(value: Any) -> float | str:
+    """A tensor or a number of NumPy's as a number; what else a training logs as text."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> RecordedRun:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any, get_args, get_type_hints
 
-from ...config.json_reader import Bytes, JsonReader, Read, Rule
+from ...config.json_documents import Bytes, JsonReader, Read, Rule
 from ...config.reader import Path
 from ...errors import PlanError
 from ...plan.actions import LayerCount, Scope, scope_rule

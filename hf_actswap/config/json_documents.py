@@ -1,4 +1,4 @@
-"""JSON documents that this library has written, read back by the types that its dataclasses declare.
+"""JSON documents that this library writes, read back by the types that its dataclasses declare.
 
 What a type asks for beyond itself is written where the type is, ``Annotated[int, Rule(...)]``. All that is
 wrong with a document is named at once: the place, what was expected, what stands there. No text makes the
@@ -8,8 +8,10 @@ reading hang, or raise anything else.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, fields
+from pathlib import Path as FilePath
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints, is_typeddict
 
@@ -64,6 +66,22 @@ def read_text(path: str, max_bytes: int, error: type[ActSwapError]) -> str:
     except UnicodeDecodeError as fault:
         problem = Problem("document", "text in UTF-8", f"byte {fault.start} that is not")
         raise error([problem], path) from None
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file, whole or not at all: what stands there stays until the new text is on the disk.
+
+    Raises:
+        OSError: it cannot be written; nothing is left of the attempt.
+    """
+    target = FilePath(path)
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(target)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
 
 
 class JsonReader:

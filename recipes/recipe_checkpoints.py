@@ -18,11 +18,10 @@ from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_actswap.integrations.parallel_checkpoint import LAYOUT_FILE
+from hf_actswap.integrations.parallel_checkpoint import LAYOUT_FILE, STATE_FILE
 
 logger = logging.getLogger("llama_swap")
 
-STATE_FILE = "trainer_state.json"
 INCOMPLETE_FILE = "checkpoint-is-incomplete.txt"
 """With ``enable_jit_checkpoint`` the Trainer itself says so."""
 _NEEDED = {

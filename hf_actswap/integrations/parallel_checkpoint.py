@@ -16,6 +16,7 @@ first rank which trained on its data.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from pathlib import Path
 from typing import Annotated, Any, TypedDict
 
 import torch
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import get_last_checkpoint
 
 from ..config.json_documents import JsonReader, Rule, read_text
 from ..parallel.full_state import Progress
@@ -33,7 +36,7 @@ from .parallel_limits import ParallelTrainingError
 from .replicated_batches import answering
 
 LAYOUT_FILE = "parallel_layout.json"
-OPTIMIZER_FILE, SCHEDULER_FILE = "optimizer.pt", "scheduler.pt"
+OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE = "optimizer.pt", "scheduler.pt", "trainer_state.json"
 """Names that the Trainer gives them."""
 
 _MAX_LAYOUT_BYTES = 64 * 1024
@@ -80,6 +83,28 @@ def load_optimizer_and_scheduler(checkpoint: str, optimizer: Any, scheduler: Any
     full = torch.load(files[0], map_location="cpu", mmap=True, weights_only=True)
     optimizer.load_state_dict(own_optimizer_state(optimizer.optimizer, patched, full))
     scheduler.load_state_dict(torch.load(files[1], map_location="cpu", weights_only=True))
+
+
+def checkpoint_fact(asked: str | bool | None, output_dir: str | None) -> str:
+    """Return which checkpoint this rank would go on from, in words that are the same on all ranks.
+
+    Args:
+        asked: ``resume_from_checkpoint`` of ``Trainer.train``.
+        output_dir: of the training, whose last checkpoint is meant by ``True``.
+    """
+    if not asked:
+        return "none"
+    folder = output_dir or "."
+    found = (
+        asked if isinstance(asked, str) else get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    )
+    if found is None:
+        return "no checkpoint in output_dir"
+    try:
+        state = TrainerState.load_from_json(os.path.join(found, STATE_FILE))
+    except (OSError, ValueError, TypeError):
+        return f"no {STATE_FILE} in {os.path.basename(os.path.normpath(found))}"
+    return f"the checkpoint of step {state.global_step}"
 
 
 def write_layout(folder: str, processes: int, tensor_parallel_size: int) -> None:

@@ -7,10 +7,11 @@ import os
 from ..config.hub import HubOptions, fetch, split_hub_id
 from ..config.json_documents import read_text
 from ..config.published import MAX_PLAN_BYTES, PLAN_FILE_NAME
-from ..errors import PlanError, Problem
+from ..errors import PlanError, Problem, short_traceback
 from .actions import MemoryPlan
 
 
+@short_traceback
 def load_plan(
     name_or_path: str | os.PathLike[str],
     *,

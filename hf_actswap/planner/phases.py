@@ -28,6 +28,7 @@ from torch import nn
 from ..engine.agreement import rank
 from ..engine.install import AppliedPlan
 from ..engine.stats import SwapStats
+from ..errors import short_traceback
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline
 from .bucket_plans import BucketPlans, ShapeBucket
@@ -136,6 +137,7 @@ class Planner:
         """The states that ``preference: memory_saving`` keeps on the host, with statistics of their own."""
         return self._run.states
 
+    @short_traceback
     def step_ended(self) -> None:
         """The optimizer has stepped. Every rank must call it.
 
@@ -286,12 +288,8 @@ class Planner:
             try:
                 write_plan(run.memory.plan_file, best.plan, made_for, _numbers(best, budget))
             except OSError as error:
-                logger.warning(
-                    "%s: the plan is on, but cannot be written to %s (%s). The training goes on.",
-                    run.name,
-                    run.memory.plan_file,
-                    error.strerror,
-                )
+                said = "%s: the plan is on, but cannot be written to %s (%s)"
+                logger.warning(said, run.name, run.memory.plan_file, error.strerror)
 
 
 def _more_telling(step: RecordedStep, before: RecordedStep | None) -> RecordedStep:

@@ -18,7 +18,7 @@ from .config.schema import MemoryConfig
 from .engine import AppliedPlan, Transfer, install
 from .engine.host_budget import HostMemory, Progress
 from .engine.swapped_storages import Keeper
-from .errors import PlanError, Problem
+from .errors import PlanError, Problem, short_traceback
 from .parallel import Replicas, enclosing_group, tensor_parallel_group
 from .parallel.gathered_inputs import keep_gathered_inputs
 from .plan import MemoryPlan, Outline, outline, resolve_plan
@@ -32,6 +32,7 @@ from .report import PinningBar, PlannerBar
 logger = logging.getLogger(__name__)
 
 
+@short_traceback
 def apply(
     model: nn.Module,
     config_or_plan: ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | os.PathLike[str] | None,

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,36 @@ class PlanError(ActSwapError):
     """The document does not fit the model, or asks for what cannot be applied to it."""
 
     subject = "plan"
+
+
+def short_traceback(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let an `ActSwapError` leave a public function with the user's own frames, and without what led to it.
+
+    The message says what is wrong with what the user wrote; how it was found is no news to them. Frames of
+    this package and of `_LIBRARIES` are left out. Every other error comes as it is.
+    """
+
+    @functools.wraps(call)
+    def called(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return call(*args, **kwargs)
+        except ActSwapError as error:
+            raise error.with_traceback(_frames_of_user(error.__traceback__)) from None
+
+    return called
+
+
+_LIBRARIES = frozenset({"accelerate", "contextlib", "torch", "transformers", "trl"})
+
+
+def _frames_of_user(traceback: TracebackType | None) -> TracebackType | None:
+    if traceback is None:
+        return None
+    rest, frame = _frames_of_user(traceback.tb_next), traceback.tb_frame
+    package = frame.f_globals.get("__name__", "").partition(".")[0]
+    if package in _LIBRARIES or package == __package__:
+        return rest
+    return TracebackType(rest, frame, traceback.tb_lasti, traceback.tb_lineno)
 
 
 def nearest(name: str, valid: Sequence[str]) -> str:

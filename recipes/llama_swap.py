@@ -41,6 +41,9 @@ from transformers import (
 
 from hf_actswap import ActSwapTrainer
 from hf_actswap.errors import ActSwapError
+from hf_actswap.integrations.parallel_checkpoint import checkpoint_fact
+from hf_actswap.parallel.lost_ranks import LostRankError
+from hf_actswap.parallel.rank_agreement import failing_together, shared_store
 
 logger = logging.getLogger("llama_swap")
 
@@ -196,21 +199,25 @@ def run(argv: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> None:
         RecipeError: the run cannot start as asked.
         ActSwapError: the file, the command line or the plan is wrong.
     """
-    model_args, data_args, args = parse_arguments(argv)
-    refuse_lonely_processes(args)
+    with shared_store():  # until there is a process group
+        model_args, data_args, args = parse_arguments(argv)
     logging.getLogger("llama_swap").setLevel(logging.INFO if args.process_index == 0 else logging.WARNING)
     logging.getLogger("hf_actswap").setLevel(logging.INFO)
-    checkpoint = checkpoint_to_resume(args)
+    with failing_together("start", args.ddp_timeout) as facts:
+        refuse_lonely_processes(args)
+        checkpoint = checkpoint_to_resume(args)
+        facts["resume_from_checkpoint"] = checkpoint_fact(checkpoint, args.output_dir)
     # Inside train(): after evaluate() alone, accelerate takes the model for prepared and does not wrap it
     # again for training, and several processes train apart without a word.
     if data_args.eval_before and args.do_eval and checkpoint is None:
         args.eval_on_start = True
     set_seed(args.seed)
 
-    tokenizer, train_blocks, eval_blocks, facts = prepare_data(
-        model_args, data_args, args, resumed=checkpoint is not None
-    )
-    model = build_model(model_args, tokenizer, data_args.block_size)
+    with failing_together("data and model", args.ddp_timeout):
+        tokenizer, train_blocks, eval_blocks, metrics = prepare_data(
+            model_args, data_args, args, resumed=checkpoint is not None
+        )
+        model = build_model(model_args, tokenizer, data_args.block_size)
     logger.info("%s with %.2f M parameters", type(model).__name__, model.num_parameters() / 1e6)
     trainer_class = Trainer if args.actswap is None else ActSwapTrainer
     trainer = trainer_class(
@@ -222,8 +229,8 @@ def run(argv: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> None:
         data_collator=default_data_collator,
         callbacks=[StateLast(), *callbacks],
     )
-    trainer.log_metrics("data", facts)
-    trainer.save_metrics("data", facts)
+    trainer.log_metrics("data", metrics)
+    trainer.save_metrics("data", metrics)
     if args.do_train:
         train(trainer, checkpoint)
     if args.do_eval:
@@ -237,7 +244,7 @@ def main() -> None:
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     try:
         run(sys.argv[1:], [stop])
-    except (RecipeError, ActSwapError) as error:
+    except (RecipeError, ActSwapError, LostRankError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
     # Only when the model and its data-parallel wrapper are gone: freed after the group, they may hang.
     gc.collect()

@@ -34,6 +34,7 @@ from hf_actswap.config.keys import FOREIGN_SECTIONS, OUR_SECTIONS, unknown_key_h
 from hf_actswap.config.mindspeed_keys import MODE_FLAGS
 from hf_actswap.config.yaml_text import parse_yaml
 from hf_actswap.errors import Problem
+from hf_actswap.parallel.rank_agreement import failing_together
 
 logger = logging.getLogger("llama_swap")
 
@@ -60,7 +61,15 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments,
         RecipeError: the file cannot be read.
         SystemExit: a value has the wrong type (by argparse, which says which), or ``--help``.
     """
-    parser, command_line = build_parser(), list(argv)
+    parser = build_parser()
+    with failing_together("arguments"):  # a file that one rank cannot read would leave the others waiting
+        written = _written(list(argv), parser)
+    model, data, args, _ = parser.parse_dict({**TRAINER_DEFAULTS, **derived_defaults(written), **written})
+    return model, data, args
+
+
+def _written(command_line: list[str], parser: HfArgumentParser) -> dict[str, Any]:
+    """What the file and the command line say, by the names of the arguments."""
     tokens: list[str] = []
     values: dict[str, Any] = {}
     sections: dict[str, Any] = {}
@@ -78,8 +87,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments,
         written["actswap"] = None
     _settle_layer_count(written, sections)
     written["actswap"] = with_mode(written["actswap"], flags)
-    model, data, args, _ = parser.parse_dict({**TRAINER_DEFAULTS, **derived_defaults(written), **written})
-    return model, data, args
+    return written
 
 
 def _explicit(tokens: Sequence[str], parser: HfArgumentParser) -> dict[str, Any]:

@@ -18,11 +18,10 @@ from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_actswap.integrations.parallel_checkpoint import LAYOUT_FILE
+from hf_actswap.integrations.parallel_checkpoint import LAYOUT_FILE, STATE_FILE
 
 logger = logging.getLogger("llama_swap")
 
-STATE_FILE = "trainer_state.json"
 INCOMPLETE_FILE = "checkpoint-is-incomplete.txt"
 """With ``enable_jit_checkpoint`` the Trainer itself says so."""
 _NEEDED = {
@@ -102,12 +101,13 @@ def _step(checkpoint: Path) -> int:
 
 
 def _json_of(path: Path) -> dict[str, int]:
-    """The mapping in a file; empty if there is no file or no whole document."""
+    """The whole numbers of the mapping in a file; empty if there is no file or no whole document."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return document if isinstance(document, dict) else {}
+    items = document.items() if isinstance(document, dict) else ()
+    return {name: value for name, value in items if type(value) is int}
 
 
 def _is_whole_safetensors(path: Path) -> bool:
@@ -124,7 +124,7 @@ def _is_whole_safetensors(path: Path) -> bool:
             return False
         try:
             header = json.loads(file.read(header_bytes))
-        except ValueError:
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            return path.stat().st_size == 8 + header_bytes + max(ends, default=0)
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             return False
-    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return path.stat().st_size == 8 + header_bytes + max(ends, default=0)

@@ -8,21 +8,44 @@ family, layers, module names and batch must agree.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, get_args
+from typing import TypedDict
 
-from ..errors import ActSwapError, Problem
+from ..config.json_documents import Count, JsonReader, read_text, write_whole
+from ..errors import ActSwapError, PlanError, Problem
 from ..planner.profile import Profile
-from ..planner.record.profile_document import profile_from_json, profile_to_json
+from ..planner.record.profile_document import profile_from_document, profile_to_json
 from .options import AutocastName, OptimizerName
 from .step import StepShape
 from .subject import Subject
 
-_MAX_BYTES = 1 << 30
+_MAX_BYTES = 64 * 2**20
+"""Ten times the longest: a model of many experts, each with its ops."""
+
 _AGAIN = "Record it anew: hf-actswap profile."
 _MODEL_KEYS = ("family", "num_layers", "parameters", "dtype", "tensor_parallel_size")
+
+
+class _ModelFacts(TypedDict, total=False):
+    family: str
+    num_layers: int
+    parameters: int
+    dtype: str
+    tensor_parallel_size: int
+
+
+class _StepFacts(TypedDict, total=False):
+    autocast: AutocastName | None
+    optimizer: OptimizerName | None
+
+
+class MadeFor(TypedDict, total=False):
+    """What a profile says of itself, as far as it is read again."""
+
+    model: _ModelFacts
+    step: _StepFacts
+    measured_layers: Count
 
 
 class ProfileError(ActSwapError):
@@ -58,14 +81,14 @@ class ProfileFile:
 
     path: str
     profile: Profile
-    made_for: Mapping[str, Any]
+    made_for: MadeFor
 
     @property
     def measured_layers(self) -> int:
         """How many layers' times were measured."""
         if self.profile.source != "measured":
             return 0
-        return int(self.made_for.get("measured_layers", self.profile.num_layers))
+        return self.made_for.get("measured_layers", self.profile.num_layers)
 
     def described(self) -> str:
         """Return in a sentence where its times are from."""
@@ -115,7 +138,7 @@ class ProfileFile:
 
     def _differs(self, found: Subject) -> Iterator[tuple[str, str, str]]:
         model, wanted = self.made_for.get("model", {}), found.document()
-        own = {
+        own: dict[str, object] = {
             "family": self.profile.family,
             "num_layers": self.profile.num_layers,
             "tensor_parallel_size": 1,
@@ -126,8 +149,7 @@ class ProfileFile:
                 yield key, str(wanted[key]), str(own[key])
         if own["num_layers"] != wanted["num_layers"] or model:
             return
-        # A document may be damaged; then modules are missing, and there is less to compare.
-        for layer, modules in zip(found.shape.layers, self.profile.saved.modules, strict=False):
+        for layer, modules in zip(found.shape.layers, self.profile.saved.modules, strict=True):
             strange = sorted(modules - {"", *(op.path for op in layer.ops)})
             if strange:
                 yield f"layer {layer.index}", "modules of this model", ", ".join(strange[:3])
@@ -149,11 +171,7 @@ def write_profile(path: str, profile: Profile, found: Subject, step: StepShape, 
     """
     made_for = {"model": found.document(), "step": step.document(), "measured_layers": measured_layers}
     text = profile_to_json(profile)
-    draft = Path(f"{path}.draft")
-    draft.write_text(
-        f'{{\n"made_for":{json.dumps(made_for)},\n{text.removeprefix("{").lstrip()}', encoding="utf-8"
-    )
-    draft.replace(path)
+    write_whole(path, f'{{\n"made_for":{json.dumps(made_for)},\n{text.removeprefix("{").lstrip()}')
 
 
 def read_profile(path: str) -> ProfileFile:
@@ -163,30 +181,11 @@ def read_profile(path: str) -> ProfileFile:
         ProfileError: there is none.
         PlanError: it is no profile, or malformed.
     """
-    expected = "a file that `hf-actswap profile --output` has written"
     try:
-        if Path(path).stat().st_size > _MAX_BYTES:
-            raise ProfileError([Problem(path, expected, "a file of more than a GiB")])
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError([Problem(path, expected, " ".join(str(error).split()))]) from None
-    profile = profile_from_json(text)
-    made_for = json.loads(text).get("made_for", {})
-    if not _is_made_for(made_for):
-        raise ProfileError(
-            [Problem(f"{path}: made_for", "a model, a step and measured_layers", repr(made_for)[:99])]
-        )
-    return ProfileFile(path, profile, made_for)
-
-
-def _is_made_for(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    model, step = value.get("model", {}), value.get("step", {})
-    if not (isinstance(model, dict) and isinstance(step, dict)):
-        return False
-    known = step.get("autocast") in (None, *get_args(AutocastName)) and step.get("optimizer") in (
-        None,
-        *get_args(OptimizerName),
-    )
-    return known and type(value.get("measured_layers", 0)) is int
+        text = read_text(path, _MAX_BYTES, ProfileError)
+    except OSError as error:
+        expected = "a file that `hf-actswap profile --output` has written"
+        raise ProfileError([Problem(path, expected, error.strerror or str(error))]) from None
+    reader = JsonReader(text, "profile", PlanError, path)
+    made_for: MadeFor = reader.value(MadeFor, "made_for") if "made_for" in reader.document else {}
+    return ProfileFile(path, profile_from_document(reader), made_for)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import RenderableType
 
 from ..config import load_config
-from ..errors import ActSwapError, Problem
+from ..config.json_documents import JsonReader, read_text
+from ..config.published import MAX_PLAN_BYTES, PLAN_FORMAT, PLAN_FORMAT_VERSION
+from ..errors import ActSwapError, PlanError, Problem
 from ..plan import load_plan
 from . import options
 from .output import answer
@@ -95,10 +95,10 @@ def push(
 
 def _refuse_plan(name: str) -> None:
     """A plan alone would be a repository that does nothing for whoever names it in the training arguments."""
-    path = Path(name)
     try:
-        document = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else None
-    except (OSError, ValueError, RecursionError):
+        JsonReader(read_text(name, MAX_PLAN_BYTES, PlanError), "plan", PlanError).check_format(
+            PLAN_FORMAT, PLAN_FORMAT_VERSION
+        )
+    except (OSError, PlanError):
         return
-    if isinstance(document, dict) and document.get("format") == "hf_actswap.plan":
-        raise PushError([Problem("CONFIG", _EXPECTED, f"'{name}', a plan")])
+    raise PushError([Problem("CONFIG", _EXPECTED, f"'{name}', a plan")])

@@ -74,7 +74,14 @@ def report(
     as_json: options.Json = False,
 ) -> None:
     """Show a run: memory by fate, timeline, bytes by layer and op, predicted against measured."""
-    answer("report", as_json, lambda: Reported(write_report(run_dir, out, png)))
+
+    def ask() -> Reported:
+        try:
+            return Reported(write_report(run_dir, out, png))
+        except OSError as error:
+            raise typer.BadParameter(f"{error.filename or out}: {error.strerror}") from None
+
+    answer("report", as_json, ask)
 
 
 def _compared_table(compared: Iterable[Compared]) -> Table:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..errors import ConfigError, Problem
+from ..errors import ConfigError, Problem, short_traceback
 from . import dump, published
 from .hub import HubOptions, PushOptions
 from .keys import FOREIGN_SECTIONS, OUR_SECTIONS, meaningless
@@ -60,6 +60,7 @@ class ActSwapConfig:
         return dump.to_yaml(self)
 
     @classmethod
+    @short_traceback
     def from_pretrained(
         cls,
         name_or_path: str | os.PathLike[str],
@@ -148,6 +149,7 @@ class ActSwapConfig:
         return published.push(repo_id, _without_plan_file(self).to_yaml(), plan, base_model, options)
 
 
+@short_traceback
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | ActSwapConfig | None) -> ActSwapConfig:
     """Read a configuration.
 

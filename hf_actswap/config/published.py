@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from ..errors import ConfigError, Problem
 from .card import CARD_FILE_NAME, CARD_MARK, card
 from .hub import CONFIG_FILE_NAME, PushOptions, upload
+from .json_documents import JsonReader, read_text
 
 PLAN_FILE_NAME = "plan.json"
 MAX_PLAN_BYTES = 16 * 1024 * 1024
 
-_PLAN_FORMAT = "hf_actswap.plan"
+PLAN_FORMAT, PLAN_FORMAT_VERSION = "hf_actswap.plan", 1
 
 
 class Plan(Protocol):
@@ -28,6 +29,15 @@ PlanSource = str | os.PathLike[str] | Plan
 """A plan, or the file of one: what the planner wrote also says what it was measured on."""
 
 
+class _CardFacts(TypedDict, total=False):
+    """Of a plan's document, what a card shows."""
+
+    num_layers: int
+    rows: tuple[Any, ...]
+    made_for: Mapping[str, Any] | None
+    measured: Mapping[str, Any] | None
+
+
 def save(folder: str | os.PathLike[str], config_text: str, plan: PlanSource | None) -> None:
     """Write ``actswap_config.yaml``, and ``plan.json`` where a plan is given; the folder is made.
 
@@ -35,7 +45,7 @@ def save(folder: str | os.PathLike[str], config_text: str, plan: PlanSource | No
         ConfigError: ``plan`` is no plan.
         OSError: the folder cannot be written.
     """
-    files = _files(config_text, plan)
+    files, _ = _files(config_text, plan)
     os.makedirs(folder, exist_ok=True)
     for name, text in files.items():
         Path(folder, name).write_text(text, encoding="utf-8")
@@ -49,38 +59,28 @@ def push(
     Returns:
         The address of the commit.
     """
-    files = _files(config_text, plan)
-    document = json.loads(files[PLAN_FILE_NAME]) if PLAN_FILE_NAME in files else None
+    files, document = _files(config_text, plan)
     files[CARD_FILE_NAME] = card(repo_id, config_text, document, base_model)
     return upload(repo_id, files, options, CARD_MARK)
 
 
-def _files(config_text: str, plan: PlanSource | None) -> dict[str, str]:
+def _files(config_text: str, plan: PlanSource | None) -> tuple[dict[str, str], dict[str, Any] | None]:
+    """Return names and texts, and the plan's document."""
     files = {CONFIG_FILE_NAME: config_text}
     if plan is None:
-        return files
+        return files, None
     if isinstance(plan, str | os.PathLike):
         name = os.fsdecode(plan)
         try:
-            with open(name, encoding="utf-8") as file:
-                text = file.read(MAX_PLAN_BYTES + 1)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not text in UTF-8"
-            raise ConfigError([Problem("plan", "the file of a plan", f"'{name}': {reason}")]) from error
+            text = read_text(name, MAX_PLAN_BYTES, ConfigError)
+        except OSError as error:
+            problem = Problem("plan", "the file of a plan", f"'{name}': {error.strerror}")
+            raise ConfigError([problem]) from None
     else:
         name, text = "a plan", plan.to_json()
-    files[PLAN_FILE_NAME] = _checked(text, name)
-    return files
-
-
-def _checked(text: str, name: str) -> str:
-    document: Any = None
-    if len(text) <= MAX_PLAN_BYTES:
-        try:
-            document = json.loads(text)
-        except (ValueError, RecursionError):
-            document = None
-    if not isinstance(document, dict) or document.get("format") != _PLAN_FORMAT:
-        expected = f"a JSON document with format '{_PLAN_FORMAT}', at most {MAX_PLAN_BYTES} bytes"
-        raise ConfigError([Problem("plan", expected, f"'{name}', which is none")])
-    return text
+    reader = JsonReader(text, "plan", ConfigError, name)
+    reader.check_format(PLAN_FORMAT, PLAN_FORMAT_VERSION)
+    reader.read(_CardFacts, ("plan",), reader.document)
+    reader.finish()
+    files[PLAN_FILE_NAME] = text
+    return files, reader.document

@@ -13,6 +13,8 @@ from dataclasses import dataclass, fields
 import torch
 
 _MIB = 2**20
+_LEAST_MS = 1e-3
+"""CUDA's events tell half a microsecond apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +184,11 @@ def link_of_times(
     """Return the link on which ``moved_bytes`` each way took these times.
 
     Where both ran, the later one had the link for itself after the other's end: what it moved then at its
-    rate alone is not counted.
+    rate alone is not counted. A time below a microsecond, which a clock may say that was set back, counts as
+    one.
     """
-    out_rate, in_rate = moved_bytes / out_ms, moved_bytes / in_ms
-    together_ms = min(out_beside_ms, in_beside_ms)
+    out_rate, in_rate = (moved_bytes / max(ms, _LEAST_MS) for ms in (out_ms, in_ms))
+    together_ms = max(min(out_beside_ms, in_beside_ms), _LEAST_MS)
 
     def beside(ended_ms: float, alone: float) -> float:
         rate = (moved_bytes - (ended_ms - together_ms) * alone) / together_ms

@@ -79,12 +79,17 @@ class Transfer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostStamp:
-    """A time on the host's clock, in seconds."""
+    """A time on the host's clock, in seconds. Where that has been set back, no time has passed."""
 
     seconds: float
 
+    @classmethod
+    def now(cls) -> HostStamp:
+        """The present time."""
+        return cls(time.perf_counter())
+
     def ms_since(self, earlier: HostStamp) -> float:
-        return (self.seconds - earlier.seconds) * 1e3
+        return max(0.0, (self.seconds - earlier.seconds) * 1e3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,25 +127,25 @@ class BlockingTransfer:
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
         """See `Transfer`."""
-        start = time.perf_counter()
+        start = HostStamp.now()
         for target, part in host.pairs(source):
             target.copy_(part)
-        return _Done(_Spent((time.perf_counter() - start) * 1e3))
+        return _Done(_Spent(HostStamp.now().ms_since(start)))
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """See `Transfer`."""
-        start = time.perf_counter()
+        start = HostStamp.now()
         block = host.new_block(self._device)
         for part, target in host.pairs(block):
             target.copy_(part)
-        return block, _Done(_Spent((time.perf_counter() - start) * 1e3))
+        return block, _Done(_Spent(HostStamp.now().ms_since(start)))
 
     def host_reader_done(self, host: HostBuffer) -> None:
         """Nothing is in flight."""
 
     def stamp(self) -> Stamp:
         """See `Transfer`."""
-        return HostStamp(time.perf_counter())
+        return HostStamp.now()
 
     def synchronize(self) -> None:
         """Compute is done when its call returns."""
@@ -279,7 +284,7 @@ class RecordingTransfer:
 
     def stamp(self) -> Stamp:
         """See `Transfer`."""
-        return HostStamp(time.perf_counter())
+        return HostStamp.now()
 
     def synchronize(self) -> None:
         """Compute is done when its call returns."""

@@ -16,18 +16,21 @@ from transformers.training_args import TrainingArguments
 from ..apply import apply_plan, plan_while_training
 from ..config import ActSwapConfig, load_config
 from ..engine import AppliedPlan, SwapStats
-from ..errors import PlanError, Problem
+from ..errors import ConfigError, PlanError, Problem, short_traceback
 from ..parallel import tensor_parallel_group
+from ..parallel.rank_agreement import failing_together
 from ..plan import MemoryPlan, outline, resolve_plan
 from ..planner import Planner
 from ..report import PinningBar, plan_table
 from .calling_trainer import called_model, calling_trainer
 from .fused_head import take_fused_head
-from .launcher_traps import refuse_lonely_processes
+from .launcher_traps import refuse_lonely_processes, started_together
 from .logs import console_logging, worker_log
+from .parallel_checkpoint import checkpoint_fact
 from .parallel_limits import refusal
 from .parallel_training import ParallelTraining
 from .run_record import RunRecord
+from .shared_config import facts_of
 from .trainer_setup import begin_for_trainer
 
 logger = logging.getLogger(__name__)
@@ -67,14 +70,23 @@ class ActSwapCallback(TrainerCallback):
         parallel: the model in parts, from the Trainer's construction on, or ``None``.
 
     Raises:
-        ConfigError: the configuration is malformed.
+        ConfigError: the configuration is malformed. Where several processes were started, the construction of
+            the Trainer raises it, on the others `RankAgreementError`.
     """
 
+    @short_traceback
     def __init__(
         self, args: TrainingArguments | ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | None
     ) -> None:
         source = getattr(args, "actswap", None) if isinstance(args, TrainingArguments) else args
-        self._wish = source if isinstance(source, MemoryPlan) else load_config(source)
+        self._wish: ActSwapConfig | MemoryPlan = ActSwapConfig()
+        self._fault: ConfigError | None = None
+        try:
+            self._wish = source if isinstance(source, MemoryPlan) else load_config(source)
+        except ConfigError as error:
+            if not started_together():
+                raise
+            self._fault = error  # for `on_init_end`, where the other ranks hear of it
         self._before = SwapStats()
         self._step = SwapStats()
         self._logged: MemoryPlan | None = None
@@ -87,6 +99,7 @@ class ActSwapCallback(TrainerCallback):
         wish = self._wish
         return isinstance(wish, ActSwapConfig) and wish.parallel_config.tensor_parallel_size > 1
 
+    @short_traceback
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -96,7 +109,11 @@ class ActSwapCallback(TrainerCallback):
             MeshError: the launcher started trainings that do not know of each other, or too few processes.
             ParallelTrainingError, RankAgreementError, PatchError: the model cannot be divided as asked.
         """
-        refuse_lonely_processes(args.world_size)
+        with failing_together("configuration of the callback", args.ddp_timeout) as facts:
+            refuse_lonely_processes(args.world_size)
+            if self._fault is not None:
+                raise self._fault
+            facts.update(facts_of(self._wish))
         trainer = calling_trainer(self)
         if trainer is None:
             logger.warning("No Trainer found: the statistics stay in `applied.stats()` and reach no log.")
@@ -114,10 +131,14 @@ class ActSwapCallback(TrainerCallback):
         """
         train, log, step = trainer.train, trainer.log, trainer.training_step
 
+        @short_traceback
         @functools.wraps(train)
         def train_and_remove(*args: Any, **kwargs: Any) -> Any:
             if self.parallel is not None:
                 take_fused_head(self.parallel.patched)  # which TRL adds when the Trainer is constructed
+            with failing_together("checkpoint", trainer.args.ddp_timeout) as facts:
+                asked = kwargs.get("resume_from_checkpoint", next(iter(args), None))
+                facts["resume_from_checkpoint"] = checkpoint_fact(asked, trainer.args.output_dir)
             try:
                 return train(*args, **kwargs)
             finally:
@@ -140,6 +161,7 @@ class ActSwapCallback(TrainerCallback):
         trainer.train, trainer.log = train_and_remove, log_with_statistics
         trainer.training_step = step_with_second_try
 
+    @short_traceback
     def on_train_begin(
         self,
         args: TrainingArguments,
@@ -152,16 +174,17 @@ class ActSwapCallback(TrainerCallback):
         self.remove()  # auto_find_batch_size begins again without an end
         if model is None:
             raise ValueError("ActSwapCallback needs the model: it is a callback of the Trainer")
-        if args.n_gpu > 1:
-            raise PlanError([_SEVERAL_DEVICES])
-        if self._divides and self.parallel is None:
-            raise refusal("add_callback (parallel_config works for a callback of the constructor)")
         model = called_model(calling_trainer(self), model)
         wish, parallel = self._wish, self.parallel
         silent = PinningBar(shown=False) if args.disable_tqdm and state.is_world_process_zero else None
         with nullcontext() if parallel is None else tensor_parallel_group(parallel.patched.group):
-            shape = outline(model)
-            plan = wish if isinstance(wish, MemoryPlan) else resolve_plan(wish, shape)
+            with failing_together("plan", args.ddp_timeout):
+                if args.n_gpu > 1:
+                    raise PlanError([_SEVERAL_DEVICES])
+                if self._divides and parallel is None:
+                    raise refusal("add_callback (parallel_config works for a callback of the constructor)")
+                shape = outline(model)
+                plan = wish if isinstance(wish, MemoryPlan) else resolve_plan(wish, shape)
             if isinstance(wish, ActSwapConfig) and wish.memory.mode != "off":
                 with self._spoken(state):
                     self.applied = plan_while_training(

@@ -5,8 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+import torch.distributed as dist
+
 from ..errors import Problem
 from ..parallel.mesh import MeshError, launch_command, started_processes
+
+
+def started_together() -> bool:
+    """Whether this process is one of several, so far as the launcher says or a process group shows."""
+    in_group = dist.is_available() and dist.is_initialized()
+    return (dist.get_world_size() if in_group else started_processes(os.environ)) > 1
 
 
 def refuse_lonely_processes(num_processes: int, environment: Mapping[str, str] | None = None) -> None:

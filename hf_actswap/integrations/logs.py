@@ -6,6 +6,9 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import StringIO
+
+logger = logging.getLogger(__name__)
 
 _WORKER_FORMAT = "-%(levelname)s - %(message)s"
 """As in the log excerpts of the MindFormers documents, so that their ``grep`` commands print their lines."""
@@ -13,16 +16,22 @@ _WORKER_FORMAT = "-%(levelname)s - %(message)s"
 
 @contextmanager
 def worker_log(path: str, append: bool = False) -> Iterator[logging.Logger]:
-    """Write to a fresh file at ``path``, or behind what it holds; nothing else sees the lines."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    """Write to a fresh file at ``path``, or behind what it holds; nothing else sees the lines.
+
+    They are written at the end of the block. A file that cannot be written is a warning, and no more.
+    """
+    text = StringIO()
     worker = logging.Logger(f"hf_actswap.worker.{os.path.basename(path)}", logging.INFO)
-    handler = logging.FileHandler(path, mode="a" if append else "w", encoding="utf-8")
+    handler = logging.StreamHandler(text)
     handler.setFormatter(logging.Formatter(_WORKER_FORMAT))
     worker.addHandler(handler)
+    yield worker
     try:
-        yield worker
-    finally:
-        handler.close()
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        with open(path, "a" if append else "w", encoding="utf-8") as file:
+            file.write(text.getvalue())
+    except OSError as error:
+        logger.warning("%s cannot be written (%s). The training goes on.", path, error.strerror)
 
 
 @contextmanager

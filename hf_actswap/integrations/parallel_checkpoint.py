@@ -16,23 +16,36 @@ first rank which trained on its data.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypedDict
 
 import torch
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import get_last_checkpoint
 
+from ..config.json_documents import JsonReader, Rule, read_text
 from ..parallel.full_state import Progress
 from ..parallel.patch_model import Patched
 from .optimizer_parameters import full_optimizer_state, own_optimizer_state
+from .parallel_limits import ParallelTrainingError
 from .replicated_batches import answering
 
 LAYOUT_FILE = "parallel_layout.json"
-OPTIMIZER_FILE, SCHEDULER_FILE = "optimizer.pt", "scheduler.pt"
+OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE = "optimizer.pt", "scheduler.pt", "trainer_state.json"
 """Names that the Trainer gives them."""
+
+_MAX_LAYOUT_BYTES = 64 * 1024
+_Size = Annotated[int, Rule("a whole number from 1 on", lambda size: size >= 1)]
+
+
+class _Layout(TypedDict):
+    processes: _Size
+    tensor_parallel_size: _Size
 
 
 @contextmanager
@@ -72,6 +85,28 @@ def load_optimizer_and_scheduler(checkpoint: str, optimizer: Any, scheduler: Any
     scheduler.load_state_dict(torch.load(files[1], map_location="cpu", weights_only=True))
 
 
+def checkpoint_fact(asked: str | bool | None, output_dir: str | None) -> str:
+    """Return which checkpoint this rank would go on from, in words that are the same on all ranks.
+
+    Args:
+        asked: ``resume_from_checkpoint`` of ``Trainer.train``.
+        output_dir: of the training, whose last checkpoint is meant by ``True``.
+    """
+    if not asked:
+        return "none"
+    folder = output_dir or "."
+    found = (
+        asked if isinstance(asked, str) else get_last_checkpoint(folder) if os.path.isdir(folder) else None
+    )
+    if found is None:
+        return "no checkpoint in output_dir"
+    try:
+        state = TrainerState.load_from_json(os.path.join(found, STATE_FILE))
+    except (OSError, ValueError, TypeError):
+        return f"no {STATE_FILE} in {os.path.basename(os.path.normpath(found))}"
+    return f"the checkpoint of step {state.global_step}"
+
+
 def write_layout(folder: str, processes: int, tensor_parallel_size: int) -> None:
     """Write into a checkpoint how many ranks there are."""
     layout = {"processes": processes, "tensor_parallel_size": tensor_parallel_size}
@@ -89,6 +124,9 @@ def random_states_by_data_rank(
         processes: ranks of this training.
         process_index: this rank.
         tensor_parallel_size: ranks per model, in this training.
+
+    Raises:
+        ParallelTrainingError: the file that says how many ranks there were is damaged.
     """
     folder = Path(checkpoint)
     written = _layout_of(folder)
@@ -104,10 +142,13 @@ def random_states_by_data_rank(
         yield place
 
 
-def _layout_of(folder: Path) -> dict[str, int]:
+def _layout_of(folder: Path) -> _Layout:
     file = folder / LAYOUT_FILE
     if file.is_file():
-        found: dict[str, int] = json.loads(file.read_text(encoding="utf-8"))
+        text = read_text(str(file), _MAX_LAYOUT_BYTES, ParallelTrainingError)
+        reader = JsonReader(text, "layout", ParallelTrainingError, str(file))
+        found: _Layout = reader.read(_Layout, ("layout",), reader.document)
+        reader.finish()
         return found
     return {"processes": max(1, len(list(folder.glob("rng_state_*.pth")))), "tensor_parallel_size": 1}
 

@@ -29,13 +29,14 @@ from ..config import ActSwapConfig
 from ..parallel.data_sharding import sharded_parameters
 from ..parallel.gradient_norm import clip_grad_norm
 from ..parallel.gradients import TaggedGradients, refuse_unsummed
-from ..parallel.mesh import ParallelMesh, build_mesh
+from ..parallel.mesh import ParallelMesh, build_mesh, check_processes
 from ..parallel.patch_model import Patched, patch_model
-from ..parallel.rank_agreement import check_agreement, digest, parameters_fact
+from ..parallel.rank_agreement import check_agreement, digest, failing_together, parameters_fact
 from ..report import BytesBar
 from .optimizer_parameters import names_of_parameters, rebind
 from .parallel_weight_names import OwnNamesHook
 from .replicated_batches import gather_one_of_each, read_by_data_rank
+from .shared_config import facts_of
 
 
 class ParallelTraining:
@@ -182,7 +183,6 @@ def begin_parallel_training(
     config: ActSwapConfig,
     optimizer: torch.optim.Optimizer | None = None,
     timeout_s: float = 60.0,
-    facts: Mapping[str, str] | None = None,
 ) -> ParallelTraining:
     """Divide a model among the ranks and set an accelerator up for it. Every rank must call it.
 
@@ -192,7 +192,6 @@ def begin_parallel_training(
         config: with ``parallel_config``.
         optimizer: built on the whole model, before its first step: it is given the divided parameters.
         timeout_s: how long ranks wait for each other to agree on what they are about to do.
-        facts: what else the ranks must agree on.
 
     Raises:
         MeshError: the processes cannot hold the model so, or were not started together.
@@ -201,14 +200,12 @@ def begin_parallel_training(
         ValueError: the optimizer has begun, or holds parameters that the model has not.
     """
     parallel_config = config.parallel_config
+    with failing_together("training", timeout_s) as facts:
+        check_processes(parallel_config.tensor_parallel_size)
+        facts["processes"] = str(accelerator.num_processes)
+        facts["parameters"] = parameters_fact(model)
+        facts.update(facts_of(config))
     mesh = build_mesh(parallel_config.tensor_parallel_size, device_type=accelerator.device.type)
-    agreed = {
-        "processes": str(accelerator.num_processes),
-        "configuration": digest(config.to_yaml()),
-        "parameters": parameters_fact(model),
-        **(facts or {}),
-    }
-    check_agreement(agreed, timeout_s, "training")
     names = None if optimizer is None else names_of_parameters(model, optimizer)
     patched = patch_model(model, parallel_config, mesh.tensor_parallel_group, timeout_s=timeout_s)
     if optimizer is not None and names is not None:

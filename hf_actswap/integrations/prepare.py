@@ -13,13 +13,15 @@ from torch import nn
 from ..apply import apply
 from ..config import ActSwapConfig, load_config
 from ..engine import AppliedPlan
-from ..errors import Problem
+from ..errors import Problem, short_traceback
 from ..parallel import tensor_parallel_group
+from ..parallel.rank_agreement import failing_together
 from ..planner import Planner
 from .launcher_traps import refuse_lonely_processes
 from .optimizer_parameters import full_optimizer_state, own_optimizer_state
 from .parallel_limits import ParallelTrainingError
 from .parallel_training import ParallelTraining, begin_parallel_training
+from .shared_config import facts_of
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Prepared:
         )
 
 
+@short_traceback
 def prepare(
     accelerator: Any,
     model: nn.Module,
@@ -108,14 +111,19 @@ def prepare(
 
     Raises:
         ConfigError, PlanError: see `hf_actswap.apply`.
-        MeshError, RankAgreementError, PatchError, ValueError: see `begin_parallel_training`.
+        RankAgreementError: another rank failed, was given another configuration, or does not answer.
+        MeshError, PatchError, ValueError: see `begin_parallel_training`.
         ParallelTrainingError: the accelerator is set up for what does not go with a model in parts.
     """
-    loaded = load_config(config)
-    refuse_lonely_processes(accelerator.num_processes)
-    if loaded.parallel_config.tensor_parallel_size == 1:
-        if shard_over_data:
+    with failing_together("hf_actswap.prepare") as facts:
+        loaded = load_config(config)
+        refuse_lonely_processes(accelerator.num_processes)
+        facts.update(facts_of(loaded), shard_over_data=str(shard_over_data))
+        if loaded.parallel_config.tensor_parallel_size > 1:
+            _refuse(accelerator)
+        elif shard_over_data:
             raise ParallelTrainingError([_SHARDED_ALONE])
+    if loaded.parallel_config.tensor_parallel_size == 1:
         if loaded.memory.mode != "off" and optimizer is not None:  # it looks at what really trains, and where
             wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)
             applied = apply(wrapped, loaded, optimizer=prepared_optimizer)
@@ -125,7 +133,6 @@ def prepare(
             return Prepared(accelerator.prepare(model), None, applied, None, model, accelerator)
         wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)  # FSDP2 wants both at once
         return Prepared(wrapped, prepared_optimizer, applied, None, model, accelerator)
-    _refuse(accelerator)
     model = model.to(accelerator.device)
     parallel = begin_parallel_training(accelerator, model, loaded, optimizer)
     with tensor_parallel_group(parallel.patched.group):

@@ -23,6 +23,7 @@ from ..config import ActSwapConfig
 from ..engine import AppliedPlan, SwapStats
 from ..engine.agreement import world_size
 from ..engine.step_watch import MemoryWatch, TimeWatch
+from ..engine.transfer import HostStamp
 from ..plan import MemoryPlan
 from ..plan.outline import unwrapped
 from ..planner import CountingMeter, Planner
@@ -74,7 +75,7 @@ class RunRecord:
         self._meter: CountingMeter | None = None
         self._watched: AppliedPlan | None = None
         self._steps = self._steps_since_line = 0
-        self._since = time.perf_counter()
+        self._since = HostStamp.now()
         self._before = SwapStats()
         self._plan: MemoryPlan | None = None
         self._settled = False
@@ -117,14 +118,14 @@ class RunRecord:
         Args:
             line: what it logs, with ``step``.
         """
-        now, stats = time.perf_counter(), self._applied.stats()
+        now, stats = HostStamp.now(), self._applied.stats()
         steps = max(self._steps_since_line, 1)
         planner = self._applied if isinstance(self._applied, Planner) else None
         found = {
             **line,
             "phase": "" if planner is None else planner.phase,
             "steps": self._steps_since_line,
-            "step_ms": (now - self._since) * 1e3 / steps,
+            "step_ms": now.ms_since(self._since) / steps,
             **self._device_memory(),
             "stats": asdict(stats - self._before),
         }

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import short_traceback
 from ..parallel.lost_ranks import lost_rank_error
 from .callback import ActSwapCallback
 from .fused_head import take_fused_head
@@ -55,6 +56,7 @@ class ActSwapTrainerMixin:
     callback_handler: Any
     _whole_weights: dict[str, torch.Tensor] | None = None
 
+    @short_traceback
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if not any(isinstance(found, ActSwapCallback) for found in self.callback_handler.callbacks):
@@ -83,7 +85,7 @@ class ActSwapTrainerMixin:
             lost = None if self.parallel is None else lost_rank_error(error, None)
             if lost is None:
                 raise
-            raise lost from error
+            raise lost from None
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's, whose scale counts each model once, not each rank."""

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..config import ActSwapConfig
-from ..parallel.rank_agreement import digest
+from ..parallel.rank_agreement import failing_together
 from .parallel_limits import refusal, refuse_for_callback, refuse_unsupported
 from .parallel_training import ParallelTraining, begin_parallel_training
 
@@ -47,13 +47,13 @@ def begin_for_trainer(trainer: Any, config: ActSwapConfig) -> ParallelTraining:
     """
     size = config.parallel_config.tensor_parallel_size
     can_do_more = getattr(trainer, "holds_parallel_models", False)
-    refuse_unsupported(trainer, size)
-    if not can_do_more:
-        refuse_for_callback(trainer, size)
-    arguments = {name: str(getattr(trainer.args, name, None)) for name in AGREED_ARGUMENTS}
-    facts = {"training arguments": f"{digest(repr(arguments))}"}
+    with failing_together("training arguments", trainer.args.ddp_timeout) as facts:
+        refuse_unsupported(trainer, size)
+        if not can_do_more:
+            refuse_for_callback(trainer, size)
+        facts.update({name: str(getattr(trainer.args, name, None)) for name in AGREED_ARGUMENTS})
     parallel = begin_parallel_training(
-        trainer.accelerator, trainer.model, config, trainer.optimizer, trainer.args.ddp_timeout, facts
+        trainer.accelerator, trainer.model, config, trainer.optimizer, trainer.args.ddp_timeout
     )
     trainer.gather_function = functools.partial(
         trainer.accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 from transformers.training_args import TrainingArguments
 
 from ..config import ActSwapConfig, load_config
-from .hub_config import may_move, pin_together
+from ..errors import short_traceback
+from ..parallel.rank_agreement import failing_together, shared_store
+from .shared_config import facts_of, may_move, pin_together
 
 
 @dataclass
@@ -24,6 +26,7 @@ class ActSwapTrainingArguments(TrainingArguments):
     Raises:
         ConfigError: the configuration is malformed; before anything of the Trainer is set up. All ranks
             raise it if rank 0 cannot have it from the Hub.
+        RankAgreementError: that of another rank is malformed, or is another one.
     """
 
     # The order dict-before-str matters: with str first, the command line refuses inline JSON.
@@ -34,11 +37,14 @@ class ActSwapTrainingArguments(TrainingArguments):
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "actswap"]
 
+    @short_traceback
     def __post_init__(self) -> None:
         asked = self.actswap
-        if not may_move(asked):
-            load_config(asked)  # before the process group and the devices are set up
-        super().__post_init__()
+        with shared_store(self.ddp_timeout):  # until there is a process group
+            with failing_together("configuration", self.ddp_timeout) as facts:
+                # Before the process group and the devices are set up.
+                facts.update({"actswap": str(asked)} if may_move(asked) else facts_of(load_config(asked)))
+            super().__post_init__()
         if isinstance(asked, str) and may_move(asked):
             self.actswap = pin_together(asked, self.process_index, self.world_size)
 

@@ -176,7 +176,7 @@ def _run(
         lost = lost_rank_error(error, group)
         if lost is None:
             raise
-        raise lost from error
+        raise lost from None
 
 
 if torch.__version__ < "2.13":  # traced, it fills a copy of what a collective is to fill: wrong gradients

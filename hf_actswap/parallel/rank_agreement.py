@@ -1,8 +1,10 @@
 """All ranks agree on what they are about to do, or all of them say who does not, in bounded time.
 
 Ranks that hold different configurations or models do not fail where they differ: they wait for each other in
-some collective, for as long as the backend's timeout, and then say nothing of the cause. So each publishes
-a few short facts first, in the key-value store of the process group: no device, no collective, any backend.
+some collective, for as long as the backend's timeout, and then say nothing of the cause. So do the others
+when one rank fails by itself. So each publishes a few short facts first, or that it failed, in the key-value
+store of the process group: no device, no collective, any backend. Ahead of the process group that is the
+store in which the launcher lets it begin.
 
 Two rounds. In the first every rank reads every other's facts; in the second, every other's verdict. Without
 the second a rank that comes a moment too late would find all facts and go on, alone, when the others have
@@ -13,16 +15,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.rendezvous import rendezvous
 
 from ..errors import ActSwapError, Problem
+from .mesh import started_processes
+
+WAIT_S = 1800.0
+"""How long ranks wait for one that has more to do before: as long as collectives do, unless told."""
+
+READERS_S = 5.0
+"""How long a rank that fails waits for the others to read so: it may be the one that serves the store."""
 
 _AGREED = "agreed"
+_FAILURE = "failure"
 
 
 class RankAgreementError(ActSwapError):
@@ -48,15 +61,16 @@ def answering_ranks(
 
 @dataclass(frozen=True)
 class _Turn:
-    """One agreement: its keys in the store, the ranks, and for how long each round may take."""
+    """One agreement: its keys in the store, who takes part, and for how long each round may take."""
 
     store: dist.distributed_c10d.Store
     name: str
+    rank: int
     ranks: Sequence[int]
     timeout_s: float
 
-    def publish(self, round_name: str, rank: int, text: str) -> None:
-        self.store.set(self._key(round_name, rank), text)
+    def publish(self, round_name: str, text: str) -> None:
+        self.store.set(self._key(round_name, self.rank), text)
 
     def read(self, round_name: str) -> dict[int, str]:
         """What the ranks published; those that did not in time are not in it."""
@@ -64,8 +78,83 @@ class _Turn:
         present = answering_ranks(self.store, keys, self.timeout_s)
         return {rank: self.store.get(keys[rank]).decode() for rank in present}
 
+    def wait_for_readers(self, ranks: Sequence[int]) -> None:
+        """Wait until these ranks have read all that they will read, at most `READERS_S`."""
+        self.publish("read", "")
+        answering_ranks(self.store, {rank: self._key("read", rank) for rank in ranks}, READERS_S)
+
     def _key(self, round_name: str, rank: int) -> str:
         return f"hf_actswap/{self.name}/{round_name}/{rank}"
+
+
+@contextmanager
+def shared_store(timeout_s: float = WAIT_S) -> Iterator[tuple[dist.distributed_c10d.Store, int, int] | None]:
+    """Yield a store that all ranks share, this rank, and how many there are; ``None`` if it is alone.
+
+    Ahead of the process group the store is served by the launcher or, within this block, by rank 0. So let
+    the group begin within the block: else the others may connect to a store that is about to close.
+
+    Args:
+        timeout_s: how long to wait for the others.
+    """
+    if dist.is_available() and dist.is_initialized():
+        yield dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        return
+    found = None
+    if started_processes(os.environ) > 1 and os.environ.get("MASTER_PORT", "0") != "0":
+        with suppress(RuntimeError, ValueError):  # what it begins with may be something else than this store
+            found = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    yield found
+
+
+@contextmanager
+def failing_together(name: str, timeout_s: float = WAIT_S) -> Iterator[dict[str, str]]:
+    """A block that succeeds on all ranks or fails on all: every rank must come to it, and none may nest.
+
+    A rank that fails in it raises its own error, at the latest after `READERS_S`; the others raise one that
+    names the rank and that error, as soon as they come to the end of the block. Alone it does nothing.
+
+    Args:
+        name: what is done; each name counts its own calls.
+        timeout_s: how long a rank waits at the end of the block for the others.
+
+    Yields:
+        A dict for facts that must be the same on all ranks; see `check_agreement`.
+
+    Raises:
+        RankAgreementError: another rank failed, or its facts differ, or it did not come.
+    """
+    with shared_store(timeout_s) as shared:
+        facts: dict[str, str] = {}
+        turn = None
+        if shared is not None and shared[2] > 1:
+            store, rank, world_size = shared
+            turn = _next_turn(store, name, rank, range(world_size), timeout_s)
+        try:
+            yield facts
+        except BaseException as error:
+            if turn is not None:
+                _tell(turn, error)
+            raise
+        if turn is not None:
+            _agree(turn, facts)
+
+
+def _next_turn(
+    store: dist.distributed_c10d.Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float
+) -> _Turn:
+    count = store.add(f"hf_actswap/{name}/calls/{rank}", 1)
+    return _Turn(store, f"{name}/{count}", rank, ranks, timeout_s)
+
+
+def _tell(turn: _Turn, error: BaseException) -> None:
+    """Tell the others that this rank has failed; it need not hear them."""
+    said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
+    with suppress(RuntimeError):  # the store is gone, and the error is what counts
+        turn.publish("facts", json.dumps({_FAILURE: said}))
+        turn.publish("verdict", json.dumps([said]))
+        if isinstance(error, Exception):
+            turn.wait_for_readers(turn.ranks)
 
 
 def parameters_fact(model: nn.Module) -> str:
@@ -107,28 +196,33 @@ def check_agreement(
         RuntimeError: there is no process group.
     """
     everyone = range(dist.get_world_size()) if ranks is None else ranks
-    if len(everyone) == 1:
-        return
-    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
-    count = store.add(f"hf_actswap/{name}/calls/{rank}", 1)
-    turn = _Turn(store, f"{name}/{count}", everyone, timeout_s)
+    if len(everyone) > 1:
+        store = dist.distributed_c10d._get_default_store()
+        _agree(_next_turn(store, name, dist.get_rank(), everyone, timeout_s), facts)
+
+
+def _agree(turn: _Turn, facts: Mapping[str, str]) -> None:
     try:
-        turn.publish("facts", rank, json.dumps(dict(facts)))
+        turn.publish("facts", json.dumps(dict(facts)))
         found = turn.read("facts")
-        problems = [*_missing(found, turn, rank), *_differences(found)]
-        turn.publish("verdict", rank, json.dumps([str(p) for p in problems]) if problems else _AGREED)
+        problems = [*_missing(found, turn), *_differences(found)]
+        turn.publish("verdict", json.dumps([str(p) for p in problems]) if problems else _AGREED)
         if not problems:
             verdicts = turn.read("verdict")
-            problems = [*_missing(verdicts, turn, rank), *_refusals(verdicts)]
+            problems = [*_missing(verdicts, turn), *_refusals(verdicts)]
+        if problems:
+            turn.wait_for_readers(list(found))
     except RuntimeError as error:
         expected = "a store that answers"
         hint = "The process that serves it, usually rank 0, has ended; look for its error."
-        raise RankAgreementError([Problem(name, expected, str(error).splitlines()[0], hint)]) from error
+        problem = Problem(turn.name, expected, str(error).splitlines()[0], hint)
+        raise RankAgreementError([problem]) from None
     if problems:
-        raise RankAgreementError(problems, f"{name}, rank {rank} of {dist.get_world_size()}")
+        name = turn.name.rpartition("/")[0]
+        raise RankAgreementError(problems, f"{name}, rank {turn.rank} of {_listed(turn.ranks)}")
 
 
-def _missing(found: Mapping[int, str], turn: _Turn, rank: int) -> list[Problem]:
+def _missing(found: Mapping[int, str], turn: _Turn) -> list[Problem]:
     missing = [other for other in turn.ranks if other not in found]
     if not missing:
         return []
@@ -144,6 +238,9 @@ def _missing(found: Mapping[int, str], turn: _Turn, rank: int) -> list[Problem]:
 
 def _differences(found: Mapping[int, str]) -> list[Problem]:
     facts: dict[int, dict[str, str]] = {rank: json.loads(text) for rank, text in found.items()}
+    failed = {rank: of_rank[_FAILURE] for rank, of_rank in facts.items() if _FAILURE in of_rank}
+    if failed:
+        return [Problem(f"rank {rank}", "no error, as on all ranks", error) for rank, error in failed.items()]
     problems = []
     for key in dict.fromkeys(key for of_rank in facts.values() for key in of_rank):
         ranks_of: dict[str, list[int]] = {}

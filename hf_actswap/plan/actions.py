@@ -8,22 +8,32 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ..errors import PlanError, Problem
-
-FORMAT_VERSION = 1
+from ..config.json_documents import Bytes, Count, JsonReader, Rule, is_share
+from ..config.published import PLAN_FORMAT, PLAN_FORMAT_VERSION
+from ..errors import PlanError
 
 Fate = Literal["keep", "swap", "recompute", "re-gather", "slice"]
 FATES: tuple[Fate, ...] = ("keep", "swap", "recompute", "re-gather", "slice")
 Scope = int | Literal["embedding", "final_norm", "head"]
 SCOPES = ("embedding", "final_norm", "head")
+Layer = Annotated[int, Rule("a layer", lambda layer: layer >= 0)]
+LayerCount = Annotated[int, Rule("a number of layers, at most 10000", lambda count: 0 <= count <= 10_000)]
 
 COMPILE_BUDGET = "compile_budget"
 """Parameter of a layer's row (op path ``""``): the share of its activation memory that its compiled region
 may save, 0 to 1. The fate of that row is the fate of what the region saves."""
+
+_Parameters = Annotated[
+    Mapping[str, Any],
+    Rule(
+        f"a mapping, {COMPILE_BUDGET} in it from 0 to 1",
+        lambda parameters: is_share(parameters.get(COMPILE_BUDGET, 0)),
+    ),
+]
 
 RELEASE_PER_PREFETCH = 3
 """Forward hold per operator of backward lead (MindSpore, ``offload_activation.cc``: a constant)."""
@@ -39,8 +49,8 @@ class Windows:
             at the end of the model's forward.
     """
 
-    prefetch_ops: int
-    release_ops: int
+    prefetch_ops: Count
+    release_ops: Count
 
     @classmethod
     def of_prefetch(cls, prefetch_ops: int) -> Windows:
@@ -67,9 +77,9 @@ class PlanRow:
     scope: Scope
     op_path: str
     fate: Fate
-    ordinal: int | None = None
+    ordinal: Count | None = None
     windows: Windows | None = None
-    parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    parameters: _Parameters = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -119,14 +129,14 @@ class MemoryPlan:
     """
 
     rows: tuple[PlanRow, ...]
-    num_layers: int
+    num_layers: LayerCount
     family: str = ""
     overrides: tuple[Override, ...] = ()
-    min_tensor_bytes: int = 1024
-    host_memory_bytes: int | None = None
+    min_tensor_bytes: Bytes = 1024
+    host_memory_bytes: Bytes | None = None
     bind_numa: bool = True
     gather_weights_again: bool = False
-    keeps_gathered: tuple[int, ...] = ()
+    keeps_gathered: tuple[Layer, ...] = ()
     fused_recompute: bool = False
     lines: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -170,141 +180,43 @@ class MemoryPlan:
 
     def to_json(self) -> str:
         """Return the plan as JSON; `from_json` reads it back."""
-        document: dict[str, Any] = {"format": "hf_actswap.plan", "format_version": FORMAT_VERSION}
+        document: dict[str, Any] = {"format": PLAN_FORMAT, "format_version": PLAN_FORMAT_VERSION}
         document.update(asdict(self))
         return json.dumps(document, indent=1)
 
     @classmethod
-    def from_json(cls, text: str) -> MemoryPlan:
+    def from_json(cls, text: str, source: str = "") -> MemoryPlan:
         """Read a plan back.
 
+        Args:
+            text: of the document.
+            source: where it is from, for the message.
+
         Raises:
-            PlanError: not a plan, written by a newer format, or with malformed rows.
+            PlanError: not a plan, written by a newer format, or malformed; names every fault.
         """
-        return _PlanReader(text).plan()
+        return cls.from_document(JsonReader(text, "plan", PlanError, source))
+
+    @classmethod
+    def from_document(cls, reader: JsonReader) -> MemoryPlan:
+        """Read a plan from a document that may hold other sections too; raises all faults of the reader."""
+        reader.check_format(PLAN_FORMAT, PLAN_FORMAT_VERSION)
+        num_layers = reader.value(LayerCount, "num_layers")
+        reader.finish()
+        layer = f"a layer from 0 to {num_layers - 1}"
+        reader.stands_as(Scope, scope_rule(num_layers))
+        reader.stands_as(Layer, Rule(layer, lambda value: type(value) is int and 0 <= value < num_layers))
+        values = reader.fields(cls)
+        reader.finish()
+        return cls(**values)
 
 
-class _PlanReader:
-    """Reads a plan document and collects what is wrong with it."""
-
-    def __init__(self, text: str) -> None:
-        self.problems: list[Problem] = []
-        try:
-            self.document: Any = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError([Problem("plan", "a JSON document", f"no JSON: {error}")]) from None
-
-    def plan(self) -> MemoryPlan:
-        document = self.document
-        if not isinstance(document, dict) or document.get("format") != "hf_actswap.plan":
-            raise PlanError([Problem("plan.format", "'hf_actswap.plan'", repr(self._get("format")))])
-        if document.get("format_version") != FORMAT_VERSION:
-            raise PlanError(
-                [Problem("plan.format_version", str(FORMAT_VERSION), repr(document.get("format_version")))]
-            )
-        num_layers = document.get("num_layers")
-        if type(num_layers) is not int or num_layers < 0:
-            raise PlanError([Problem("plan.num_layers", "a number of layers", repr(num_layers))])
-        rows = [self._row(where, row, num_layers) for where, row in self._items("rows")]
-        overrides = [self._override(where, item) for where, item in self._items("overrides")]
-        texts: dict[str, Any] = {key: self._texts(key) for key in ("lines", "warnings", "unbuilt")}
-        sizes: dict[str, Any] = {"min_tensor_bytes": 1024, "host_memory_bytes": None}
-        for key, default in sizes.items():
-            sizes[key] = size = document.get(key, default)
-            if size != default and (type(size) is not int or size < 0):
-                self.problems.append(Problem(f"plan.{key}", "a number of bytes", repr(size)))
-        flags: dict[str, Any] = {"bind_numa": True, "gather_weights_again": False, "fused_recompute": False}
-        for key, default in flags.items():
-            flags[key] = flag = document.get(key, default)
-            if type(flag) is not bool:
-                self.problems.append(Problem(f"plan.{key}", "true or false", repr(flag)))
-        kept = document.get("keeps_gathered", [])
-        if not isinstance(kept, list) or any(
-            type(layer) is not int or not 0 <= layer < num_layers for layer in kept
-        ):
-            self.problems.append(Problem("plan.keeps_gathered", "a list of layers", repr(kept)))
-        if self.problems:
-            raise PlanError(self.problems)
-        return MemoryPlan(
-            rows=tuple(row for row in rows if row is not None),
-            num_layers=num_layers,
-            family=str(document.get("family", "")),
-            overrides=tuple(item for item in overrides if item is not None),
-            min_tensor_bytes=sizes["min_tensor_bytes"],
-            host_memory_bytes=sizes["host_memory_bytes"],
-            keeps_gathered=tuple(kept),
-            **flags,
-            **texts,
-        )
-
-    def _items(self, key: str) -> list[tuple[str, Any]]:
-        """The items of a list, each with its place."""
-        value = self.document.get(key, [])
-        if not isinstance(value, list):
-            self.problems.append(Problem(f"plan.{key}", "a list", repr(value)))
-            return []
-        return [(f"plan.{key}[{index}]", item) for index, item in enumerate(value)]
-
-    def _texts(self, key: str) -> tuple[str, ...]:
-        items = self._items(key)
-        self.problems += [
-            Problem(where, "a string", repr(item)) for where, item in items if not isinstance(item, str)
-        ]
-        return tuple(item for _, item in items)
-
-    def _override(self, where: str, item: Any) -> Override | None:
-        try:
-            return Override(**{**item, "layers": tuple(item["layers"])})
-        except (TypeError, KeyError):
-            names = ", ".join(field.name for field in fields(Override))
-            self.problems.append(Problem(where, f"a mapping of {names}", repr(item)))
-            return None
-
-    def _get(self, key: str) -> Any:
-        return self.document.get(key) if isinstance(self.document, dict) else self.document
-
-    def _row(self, where: str, row: Any, num_layers: int) -> PlanRow | None:
-        if not isinstance(row, dict):
-            self.problems.append(Problem(where, "a mapping", repr(row)))
-            return None
-        before = len(self.problems)
-        scope, fate, windows = row.get("scope"), row.get("fate"), row.get("windows")
-        known = scope in SCOPES or (type(scope) is int and 0 <= scope < num_layers)
-        if not known:
-            expected = f"a layer from 0 to {num_layers - 1}, or one of {', '.join(SCOPES)}"
-            self.problems.append(Problem(f"{where}.scope", expected, repr(scope)))
-        if fate not in FATES:
-            self.problems.append(Problem(f"{where}.fate", f"one of {', '.join(FATES)}", repr(fate)))
-        well_formed = isinstance(windows, dict) and all(
-            type(windows.get(name)) is int and windows[name] >= 0 for name in ("prefetch_ops", "release_ops")
-        )
-        if fate == "swap" and windows is not None and not well_formed:
-            expected = "prefetch_ops and release_ops, in operators, both >= 0, or null: chosen by measurement"
-            self.problems.append(Problem(f"{where}.windows", expected, repr(windows)))
-        if not isinstance(row.get("op_path"), str):
-            self.problems.append(Problem(f"{where}.op_path", "a string", repr(row.get("op_path"))))
-        ordinal, parameters = row.get("ordinal"), row.get("parameters") or {}
-        if ordinal is not None and (type(ordinal) is not int or ordinal < 0):
-            self.problems.append(Problem(f"{where}.ordinal", "a number of a call, or null", repr(ordinal)))
-        if not isinstance(parameters, dict):
-            self.problems.append(Problem(f"{where}.parameters", "a mapping", repr(parameters)))
-        elif not _is_share(parameters.get(COMPILE_BUDGET, 0)):
-            found = repr(parameters[COMPILE_BUDGET])
-            self.problems.append(Problem(f"{where}.parameters.{COMPILE_BUDGET}", "0 to 1", found))
-        if len(self.problems) > before:
-            return None
-        return PlanRow(
-            scope=row["scope"],
-            op_path=row["op_path"],
-            fate=row["fate"],
-            ordinal=ordinal,
-            windows=Windows(**windows) if isinstance(windows, dict) and well_formed else None,
-            parameters=parameters,
-        )
-
-
-def _is_share(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
+def scope_rule(num_layers: int) -> Rule:
+    """Return what a scope of a model of so many layers must be."""
+    return Rule(
+        f"a layer from 0 to {num_layers - 1}, or one of {', '.join(SCOPES)}",
+        lambda scope: scope in SCOPES or (type(scope) is int and 0 <= scope < num_layers),
+    )
 
 
 def folded(layers: tuple[int, ...]) -> str:

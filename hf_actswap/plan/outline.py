@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import nn
 
-from ..errors import PlanError, Problem
+from ..errors import PlanError, Problem, short_traceback
 from .compiled import is_compiled, named_op_modules, runs_cuda_graphs, uncompiled
 from .families import ATTENTION_MODULES
 from .fsdp2 import FSDP2_METHOD
@@ -160,6 +160,7 @@ def _from_wrapper_to_model(model: nn.Module) -> list[nn.Module]:
         nesting.append(inner)
 
 
+@short_traceback
 def outline(model: nn.Module) -> Outline:
     """Name the decoder layers and ops of a Hugging Face decoder.
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 
 from ..config.hub import HubOptions, fetch, split_hub_id
+from ..config.json_documents import read_text
 from ..config.published import MAX_PLAN_BYTES, PLAN_FILE_NAME
-from ..errors import PlanError, Problem
+from ..errors import PlanError, Problem, short_traceback
 from .actions import MemoryPlan
 
 
+@short_traceback
 def load_plan(
     name_or_path: str | os.PathLike[str],
     *,
@@ -36,15 +38,9 @@ def load_plan(
             repo_id, named = hub_id
             options = HubOptions(token, cache_dir, local_files_only)
             path = fetch(repo_id, PLAN_FILE_NAME, revision or named, options, MAX_PLAN_BYTES).path
-        with open(path, "rb") as file:
-            raw = file.read(MAX_PLAN_BYTES + 1)
+        text = read_text(path, MAX_PLAN_BYTES, PlanError)
     except OSError as error:
         reason = error.strerror or str(error)
         expected = f"a file, a folder that holds {PLAN_FILE_NAME}, or a Hub id (org/name)"
-        raise PlanError([Problem("plan", expected, f"'{name}': {reason}")]) from error
-    if len(raw) > MAX_PLAN_BYTES:
-        raise PlanError([Problem("plan", f"at most {MAX_PLAN_BYTES} bytes", "more")], name)
-    try:
-        return MemoryPlan.from_json(raw.decode("utf-8"))
-    except (UnicodeDecodeError, RecursionError) as error:
-        raise PlanError([Problem("plan", "a JSON document", type(error).__name__)], name) from error
+        raise PlanError([Problem("plan", expected, f"'{name}': {reason}")]) from None
+    return MemoryPlan.from_json(text, name)

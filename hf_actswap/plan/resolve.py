@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule, OpSwapRule
-from ..errors import PlanError, Problem
+from ..errors import PlanError, Problem, short_traceback
 from .actions import MemoryPlan, PlanRow
 from .comm_wishes import CommunicationPainter
 from .compiled_rules import by_layer, problems_of_compiled
@@ -43,6 +43,7 @@ _SELECTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
+@short_traceback
 def resolve_plan(config: ActSwapConfig, outline: Outline, stage: int | None = None) -> MemoryPlan:
     """Decide what happens to each op of each layer.
 

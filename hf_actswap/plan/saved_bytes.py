@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from ..config.json_documents import Bytes, Count
 from .actions import MemoryPlan, PlanRow, Scope
 from .kept_inside import KeptInside
 from .outline import OUTPUT, is_below
@@ -29,7 +30,7 @@ from .outline import OUTPUT, is_below
 _ALIGNMENT_BYTES = 64
 """Where a view that moves alone may begin, as in the engine."""
 
-OpCall = tuple[Scope | None, str, int | None]
+OpCall = tuple[Scope | None, str, Count | None]
 """Scope, op path inside it and ordinal of the call; scope ``None``: outside all scopes."""
 
 UseKind = Literal["saved", "module", "function", "returned"]
@@ -53,18 +54,18 @@ class Use:
     kind: UseKind
     at: OpCall
     producer: OpCall
-    start_bytes: int
-    stop_bytes: int
-    size_bytes: int
+    start_bytes: Bytes
+    stop_bytes: Bytes
+    size_bytes: Bytes
     version: int
-    order: int = 0
+    order: Count = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SavedStorage:
     """One storage and its uses in order."""
 
-    size_bytes: int
+    size_bytes: Bytes
     uses: tuple[Use, ...]
 
 

@@ -29,6 +29,7 @@ from ..engine.agreement import rank
 from ..engine.install import AppliedPlan
 from ..engine.interrupts import uninterrupted
 from ..engine.stats import SwapStats
+from ..errors import short_traceback
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline
 from .bucket_plans import BucketPlans, ShapeBucket
@@ -137,6 +138,7 @@ class Planner:
         """The states that ``preference: memory_saving`` keeps on the host, with statistics of their own."""
         return self._run.states
 
+    @short_traceback
     def step_ended(self) -> None:
         """The optimizer has stepped. Every rank must call it.
 
@@ -285,7 +287,11 @@ class Planner:
         logger.info("%s: stable: %s", run.name, _in_words(best))
         if fits and rank() == 0 and self._made_for is not None and run.memory.plan_file is not None:
             made_for = self._made_for(task.profile.batch_shape)
-            write_plan(run.memory.plan_file, best.plan, made_for, _numbers(best, budget))
+            try:
+                write_plan(run.memory.plan_file, best.plan, made_for, _numbers(best, budget))
+            except OSError as error:
+                said = "%s: the plan is on, but cannot be written to %s (%s)"
+                logger.warning(said, run.name, run.memory.plan_file, error.strerror)
 
 
 def _more_telling(step: RecordedStep, before: RecordedStep | None) -> RecordedStep:

@@ -11,15 +11,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
+from ..config.json_documents import Bytes, Count, JsonReader, read_text, write_whole
+from ..config.published import MAX_PLAN_BYTES
 from ..errors import PlanError, Problem
 from ..plan.actions import MemoryPlan
 from ..version import __version__
-
-_SECTION = "made_for"
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class MadeFor:
     """
 
     model: str
-    batch_shape: tuple[int, ...]
+    batch_shape: tuple[Count, ...]
     dtype: str
     device: str
-    world_size: int
+    world_size: Count
     wish: str
     versions: str = f"torch {torch.__version__}, hf_actswap {__version__}"
 
@@ -55,6 +55,12 @@ class MadeFor:
         ]
 
 
+class PlanNumbers(TypedDict, total=False):
+    """What was measured of a plan; of all that stands there, what is read again."""
+
+    budget_bytes: Bytes | None
+
+
 @dataclass(frozen=True)
 class FilePlan:
     """What a plan file holds.
@@ -62,12 +68,17 @@ class FilePlan:
     Args:
         plan: to apply.
         made_for: what it was found for; ``None`` where the file does not say.
-        budget_bytes: that it was found for; ``None`` where the file does not say.
+        measured: numbers about it.
     """
 
     plan: MemoryPlan
-    made_for: MadeFor | None
-    budget_bytes: int | None
+    made_for: MadeFor | None = None
+    measured: PlanNumbers | None = None
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """What the plan was found for; ``None`` where the file does not say."""
+        return (self.measured or {}).get("budget_bytes") or None
 
 
 def write_plan(
@@ -80,37 +91,29 @@ def write_plan(
         plan: that was found.
         made_for: what it was found for.
         measured: numbers about it, for people.
+
+    Raises:
+        OSError: it cannot be written.
     """
     document: dict[str, Any] = json.loads(plan.to_json())
-    document[_SECTION] = asdict(made_for)
+    document["made_for"] = asdict(made_for)
     document["measured"] = dict(measured)
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
-    draft.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    draft.replace(target)
+    write_whole(target, json.dumps(document, indent=1) + "\n")
 
 
 def read_plan(path: str | os.PathLike[str]) -> FilePlan:
     """Read a plan back.
 
     Raises:
-        PlanError: no plan, or a malformed one.
+        PlanError: the file cannot be read, holds no plan, or a malformed one.
     """
-    text = Path(path).read_text(encoding="utf-8")
-    plan = MemoryPlan.from_json(text)
-    document = json.loads(text)
-    section, measured = document.get(_SECTION), document.get("measured")
-    budget = measured.get("budget_bytes") if isinstance(measured, dict) else None
-    budget = budget if type(budget) is int and budget > 0 else None
-    if section is None:
-        return FilePlan(plan, None, budget)
+    name = os.fsdecode(path)
     try:
-        made_for = MadeFor(**{**section, "batch_shape": tuple(section["batch_shape"])})
-    except (TypeError, KeyError):
-        names = ", ".join(item.name for item in fields(MadeFor))
-        problem = Problem(
-            f"plan.{_SECTION}", f"a mapping of {names}", repr(section), "Leave the section out."
-        )
-        raise PlanError([problem], str(path)) from None
-    return FilePlan(plan, made_for, budget)
+        text = read_text(name, MAX_PLAN_BYTES, PlanError)
+    except OSError as error:
+        raise PlanError([Problem("memory.plan_file", "a file", f"'{name}': {error.strerror}")]) from None
+    reader = JsonReader(text, "plan", PlanError, name)
+    sections = reader.fields(FilePlan, without=["plan"])
+    return FilePlan(MemoryPlan.from_document(reader), **sections)

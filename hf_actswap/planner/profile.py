@@ -15,9 +15,11 @@ Three numberings meet here:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
+from ..config.json_documents import Bytes, Count, Ms, Rule, Share
 from ..engine.link import Link
+from ..plan.actions import LayerCount
 from ..plan.saved_bytes import OpCall, SavedBytes
 
 
@@ -40,15 +42,15 @@ class Span:
     """
 
     call: OpCall
-    first_order: int
-    last_order: int
-    first_op: int
-    num_ops: int
-    forward_ms: float
-    backward_ms: float
-    forward_base_bytes: int
-    backward_base_bytes: int
-    backward_place: int
+    first_order: Count
+    last_order: Count
+    first_op: Count
+    num_ops: Count
+    forward_ms: Ms
+    backward_ms: Ms
+    forward_base_bytes: Bytes
+    backward_base_bytes: Bytes
+    backward_place: Annotated[int, Rule("a turn, or -1", lambda place: place >= -1)]
     communicates: bool = False
     random: bool = False
 
@@ -75,11 +77,11 @@ class FrontierPoint:
         measured: whether a step has shown it; else it is a guess.
     """
 
-    share: float = 1.0
+    share: Share = 1.0
     recomputed: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
-    saved: float = 1.0
-    again: float = 0.0
+    saved: Share = 1.0
+    again: Ms = 0.0
     passing: float = 0.0
     measured: bool = False
 
@@ -118,21 +120,21 @@ class Profile:
 
     saved: SavedBytes
     spans: tuple[Span, ...]
-    num_layers: int
+    num_layers: LayerCount
     family: str
-    compiled_layers: frozenset[int]
+    compiled_layers: frozenset[Count]
     link: Link | None
     device: str
-    device_bytes: int
-    outside_ms: float
-    outside_base_bytes: int
-    optimizer_state_bytes: int
-    reserved_bytes: int
+    device_bytes: Bytes
+    outside_ms: Ms
+    outside_base_bytes: Bytes
+    optimizer_state_bytes: Bytes
+    reserved_bytes: Bytes
     signature: str
-    batch_shape: tuple[int, ...]
+    batch_shape: tuple[Count, ...]
     source: Literal["measured", "shapes"]
     frontier: tuple[FrontierPoint, ...] = ()
-    hooks: tuple[tuple[int, int], ...] = ()
+    hooks: tuple[tuple[Count, Count], ...] = ()
 
     @property
     def compute_ms(self) -> float:

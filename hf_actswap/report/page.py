@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 from ..plan import MemoryPlan
 from ..plan.actions import COMPILE_BUDGET, SCOPES, PlanRow, Scope, folded
 from .drawing import Drawing, colour_rules
 from .run_facts import Compared, RunFacts
-from .run_files import RecordedRun
+from .run_files import RecordedRun, RunAbout
 from .scales import ms_text, size_text
 
 WIDE_PX, NARROW_PX = 1000.0, 344.0
@@ -87,10 +86,8 @@ def page(run: RecordedRun, facts: RunFacts, pictures: Sequence[Picture]) -> str:
     if facts.refused:
         body += ["<h2>Planned to be swapped, and stayed</h2>", _refused_table(facts.refused)]
     body += ["<h2>Run</h2>", _about_table(about)]
-    if about.get("config"):
-        body.append(
-            f"<details><summary>Configuration</summary><pre>{escape(about['config'])}</pre></details>"
-        )
+    if config := about.get("config"):
+        body.append(f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>")
     return _HTML.format(
         title=escape(title), style=colour_rules() + _STYLE, body="\n".join(item for item in body if item)
     )
@@ -115,7 +112,7 @@ _HTML = """<!doctype html>
 """
 
 
-def _subtitle(about: Mapping[str, Any]) -> str:
+def _subtitle(about: RunAbout) -> str:
     parameters = float(about.get("parameters", 0))
     scaled = f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"
     ranks = int(about.get("world_size", 1))
@@ -267,7 +264,7 @@ def _refused_table(refused: Mapping[str, float]) -> str:
     return _table(("Why", "In a step"), rows, 1)
 
 
-def _about_table(about: Mapping[str, Any]) -> str:
+def _about_table(about: RunAbout) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
     device_bytes = about.get("device_bytes")
     device = str(about.get("device", "")) + (f", {size_text(device_bytes)}" if device_bytes else "")

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
+from ..errors import Problem
 from ..planner.cost.simulate import predict
 from ..planner.profile import Prediction
-from .run_files import RecordedRun
+from .run_files import PLAN, PROFILE, LoggedStep, RecordedRun, RecordedTrial, ReportError
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class RunFacts:
     host_bytes: int
     refused: Mapping[str, float]
     compared: Sequence[Compared]
-    trials: Sequence[Mapping[str, Any]]
+    trials: Sequence[RecordedTrial]
     budget_bytes: int | None
 
     def document(self) -> dict[str, Any]:
@@ -69,9 +70,16 @@ class RunFacts:
 
 
 def prediction_of(run: RecordedRun) -> Prediction | None:
-    """Return the step that was predicted for the plan that was on; ``None``: the planner recorded none."""
+    """Return the step that was predicted for the plan that was on; ``None``: the planner recorded none.
+
+    Raises:
+        ReportError: plan and profile are of different models.
+    """
     if run.profile is None or run.plan is None:
         return None
+    if run.plan.num_layers != run.profile.num_layers:
+        expected = f"{run.profile.num_layers}, as in {PROFILE}"
+        raise ReportError([Problem(f"{PLAN}: num_layers", expected, str(run.plan.num_layers))])
     return predict(run.profile, run.plan)
 
 
@@ -83,11 +91,11 @@ def run_facts(run: RecordedRun, prediction: Prediction | None) -> RunFacts:
     times = [float(line["step_ms"]) for line in settled]
     of_step = [_of_step(line) for line in settled]
     stats = of_step[-1] if of_step else {}
-    planner = run.planner or {}
+    planner = run.planner
     peaks = [int(line["peak_bytes"]) for line in run.steps if "peak_bytes" in line]
     if run.memory is not None and run.memory.samples:
         peaks = peaks or [max(sample.total_bytes for sample in run.memory.samples)]
-    peak_bytes = max(peaks, default=None) if not planner else peaks[-1] if peaks else None
+    peak_bytes = max(peaks, default=None) if planner is None else peaks[-1] if peaks else None
     step_ms = median(times) if times else None
     stall_ms = median([item["stall_ms"] for item in of_step]) if of_step else 0.0
     facts = RunFacts(
@@ -99,15 +107,15 @@ def run_facts(run: RecordedRun, prediction: Prediction | None) -> RunFacts:
         host_bytes=max((int(line["stats"]["host_peak_bytes"]) for line in run.steps), default=0),
         refused=stats.get("refused", {}),
         compared=(),
-        trials=planner.get("trials", ()),
-        budget_bytes=planner.get("budget_bytes"),
+        trials=() if planner is None else planner["trials"],
+        budget_bytes=None if planner is None else planner["budget_bytes"],
     )
     if prediction is None:
         return facts
     return RunFacts(**{**facts.__dict__, "compared": tuple(_compared(facts, prediction))})
 
 
-def _of_step(line: Mapping[str, Any]) -> dict[str, Any]:
+def _of_step(line: LoggedStep) -> dict[str, Any]:
     """The totals since the line before, of one step."""
     count = max(int(line.get("steps", 1)), 1)
     stats = line["stats"]

@@ -16,12 +16,14 @@ All but ``run.json`` may be missing. Sizes in bytes and times in ms, of rank 0.
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from ..config.json_documents import Bytes, Count, JsonReader, read_text, write_whole
 from ..engine.step_record import (
     ComputePart,
     MeasuredCopy,
@@ -35,9 +37,79 @@ from ..plan import MemoryPlan
 from ..planner.profile import Profile
 from ..planner.record.profile_document import profile_from_json, profile_to_json
 
+logger = logging.getLogger(__name__)
+
 FOLDER = "actswap"
 RUN, PLAN, STEPS, PLANNER = "run.json", "plan.json", "steps.jsonl", "planner.json"
 PROFILE, TIMELINE, MEMORY = "profile.json", "timeline.json", "memory.json"
+
+_MAX_BYTES = 256 * 2**20
+"""Of one file; a million lines of steps."""
+
+
+class RunAbout(TypedDict, total=False):
+    """``run.json``."""
+
+    started: str
+    versions: Mapping[str, str]
+    device: str
+    device_bytes: Bytes | None
+    world_size: Count
+    model: str
+    family: str
+    layers: Count
+    parameters: Count
+    weight_bytes: Bytes
+    planner: str
+    config: str | None
+
+
+class LoggedStats(TypedDict):
+    """Of `SwapStats` since the line before, what is read again."""
+
+    offloaded_bytes: int
+    stall_ms: float
+    host_peak_bytes: int
+    refused: Mapping[str, int]
+
+
+class _LoggedAlways(TypedDict):
+    step: int
+    step_ms: float
+    stats: LoggedStats
+
+
+class LoggedStep(_LoggedAlways, total=False):
+    """A line of ``steps.jsonl``; it holds what the training logged besides."""
+
+    phase: str
+    steps: Count
+    peak_bytes: Bytes
+
+
+class TrialStep(TypedDict):
+    """A step of a trial."""
+
+    step_ms: float
+    peak_bytes: Bytes
+    reserved_peak_bytes: Bytes
+    evicted_bytes: Bytes
+
+
+class RecordedTrial(TypedDict):
+    """One of the planner's trials."""
+
+    steps: tuple[TrialStep, ...]
+    predicted_peak_bytes: Bytes | None
+    predicted_step_ms: float | None
+    chosen: bool
+
+
+class RecordedPlanner(TypedDict):
+    """``planner.json``."""
+
+    budget_bytes: Bytes | None
+    trials: tuple[RecordedTrial, ...]
 
 
 class ReportError(ActSwapError):
@@ -60,10 +132,10 @@ class RecordedRun:
     """
 
     folder: Path
-    about: Mapping[str, Any]
+    about: RunAbout
     plan: MemoryPlan | None
-    steps: Sequence[Mapping[str, Any]]
-    planner: Mapping[str, Any] | None
+    steps: Sequence[LoggedStep]
+    planner: RecordedPlanner | None
     profile: Profile | None
     timeline: StepTimeline | None
     memory: StepMemory | None
@@ -72,15 +144,35 @@ class RecordedRun:
 class RunFiles:
     """Writes the files of one run; each whole or not at all, but for the lines.
 
+    No training ends because its record cannot be written: the first time that fails, a warning says so, and
+    nothing more is written.
+
     Args:
         output_dir: of the training. Files of an earlier run in it are replaced.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str]) -> None:
         self.folder = Path(output_dir) / FOLDER
+        self._writes = True
+        self._attempt(self._begin)
+
+    def _begin(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in (RUN, PLAN, STEPS, PLANNER, PROFILE, TIMELINE, MEMORY):
             (self.folder / name).unlink(missing_ok=True)
+
+    def _attempt(self, write: Callable[[], object]) -> None:
+        if not self._writes:
+            return
+        try:
+            write()
+        except OSError as error:
+            self._writes = False
+            logger.warning(
+                "The record of the run in %s cannot be written (%s), and ends here. The training goes on.",
+                self.folder,
+                error.strerror,
+            )
 
     def write(self, name: str, document: Mapping[str, Any]) -> None:
         """Write a document."""
@@ -106,13 +198,24 @@ class RunFiles:
 
     def add_step(self, line: Mapping[str, Any]) -> None:
         """Add the line of a step."""
-        with open(self.folder / STEPS, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line, default=float) + "\n")
+        text = json.dumps(line, default=_number_or_text) + "\n"
+
+        def write() -> None:
+            with open(self.folder / STEPS, "a", encoding="utf-8") as file:
+                file.write(text)
+
+        self._attempt(write)
 
     def _write(self, name: str, text: str) -> None:
-        draft = self.folder / f".{name}.{os.getpid()}"
-        draft.write_text(text + "\n", encoding="utf-8")
-        draft.replace(self.folder / name)
+        self._attempt(lambda: write_whole(self.folder / name, text + "\n"))
+
+
+def _number_or_text(value: Any) -> float | str:
+    """A tensor or a number of NumPy's as a number; what else a training logs as text."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return str(value)
 
 
 def read_run(run_dir: str | os.PathLike[str]) -> RecordedRun:
@@ -123,74 +226,56 @@ def read_run(run_dir: str | os.PathLike[str]) -> RecordedRun:
 
     Raises:
         ReportError: there is none, or it is damaged.
+        PlanError: the plan or the profile in it is damaged.
     """
     folder = Path(run_dir)
     if not (folder / RUN).is_file():
         folder = folder / FOLDER
     if not (folder / RUN).is_file():
         raise ReportError([Problem(str(run_dir), f"{FOLDER}/{RUN}, which a training leaves there", "none")])
-    plan, profile = _text(folder / PLAN), _text(folder / PROFILE)
-    timeline, memory = _json(folder / TIMELINE), _json(folder / MEMORY)
+    plan, profile = folder / PLAN, folder / PROFILE
+    return RecordedRun(
+        folder=folder,
+        about=_read(folder / RUN, RunAbout),
+        plan=MemoryPlan.from_json(_text(plan), str(plan)) if plan.is_file() else None,
+        steps=_lines(folder / STEPS),
+        planner=_read(folder / PLANNER, RecordedPlanner),
+        profile=profile_from_json(_text(profile), str(profile)) if profile.is_file() else None,
+        timeline=_read(folder / TIMELINE, StepTimeline),
+        memory=_read(folder / MEMORY, StepMemory),
+    )
+
+
+def _read(path: Path, kind: Any) -> Any:
+    """Read a document of a dataclass, whose rows stand as such, or of a ``TypedDict``; ``None``: no file."""
+    if not path.is_file():
+        return None
+    reader = JsonReader(_text(path), path.stem, ReportError, str(path))
+    reader.stands_as_row(ComputePart, MeasuredCopy, Stall, MemorySample)
+    found = reader.read(kind, (path.stem,), reader.document)
+    reader.finish()
+    return found
+
+
+def _lines(path: Path) -> Sequence[LoggedStep]:
+    """The last line may be cut off where a run was killed."""
+    lines = _text(path).split("\n")[:-1] if path.is_file() else []
+    # As one document, whose lines are those of the file.
+    reader = JsonReader('{"steps": [' + ",\n".join(lines) + "]}", path.stem, ReportError, str(path))
+    found: list[LoggedStep] = reader.document["steps"]
+    reader.read(tuple[LoggedStep, ...], ("steps",), found)
+    reader.finish()
+    return found
+
+
+def _text(path: Path) -> str:
     try:
-        return RecordedRun(
-            folder=folder,
-            about=_json(folder / RUN) or {},
-            plan=None if plan is None else MemoryPlan.from_json(plan),
-            steps=_lines(folder / STEPS),
-            planner=_json(folder / PLANNER),
-            profile=None if profile is None else profile_from_json(profile),
-            timeline=None if timeline is None else _timeline(timeline),
-            memory=None if memory is None else _memory(memory),
-        )
-    except (TypeError, KeyError) as error:
-        problem = Problem(str(folder), "files that this version has written", f"others: {error}")
-        raise ReportError([problem]) from None
-
-
-def _timeline(document: Mapping[str, Any]) -> StepTimeline:
-    return StepTimeline(
-        step_ms=document["step_ms"],
-        compute=tuple(ComputePart(*row) for row in document["compute"]),
-        copies=tuple(MeasuredCopy(*row) for row in document["copies"]),
-        stalls=tuple(Stall(*row) for row in document["stalls"]),
-        overlaps=document["overlaps"],
-    )
-
-
-def _memory(document: Mapping[str, Any]) -> StepMemory:
-    return StepMemory(
-        step_ms=document["step_ms"],
-        start_bytes=document["start_bytes"],
-        samples=tuple(MemorySample(*row) for row in document["samples"]),
-        parts=tuple(ComputePart(*row) for row in document["parts"]),
-    )
+        return read_text(str(path), _MAX_BYTES, ReportError)
+    except OSError as error:
+        raise ReportError([Problem(str(path), "a file that can be read", str(error.strerror))]) from None
 
 
 def _table(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], list):
         return "[\n" + ",\n".join(json.dumps(row) for row in value) + "\n]"
     return json.dumps(value)
-
-
-def _text(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8") if path.is_file() else None
-
-
-def _json(path: Path) -> Any:
-    text = _text(path)
-    return None if text is None else _parsed(path, text)
-
-
-def _lines(path: Path) -> list[Any]:
-    """The last line may be cut off where a run was killed."""
-    lines = (_text(path) or "").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
-    return [_parsed(path, line) for line in lines]
-
-
-def _parsed(path: Path, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ReportError([Problem(str(path), "JSON", f"no JSON: {error}")]) from None

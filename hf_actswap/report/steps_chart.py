@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from .drawing import Box, Drawing, Label, Stroke, text_width
+from .run_files import LoggedStep
 from .scales import Scale, tick_text
 
 _CUT = 4.0
 """Longer than this many medians is cut off, so that a first step of a minute leaves something to see."""
 
 
-def steps_chart(steps: Sequence[Mapping[str, Any]], width: float) -> Drawing:
+def steps_chart(steps: Sequence[LoggedStep], width: float) -> Drawing:
     """Draw it.
 
     Args:
@@ -59,7 +59,7 @@ class _Between:
 
 
 def _add_stages(
-    drawing: Drawing, steps: Sequence[Mapping[str, Any]], x: _Between, top: float, bottom: float
+    drawing: Drawing, steps: Sequence[LoggedStep], x: _Between, top: float, bottom: float
 ) -> None:
     phase, free = "", 0.0
     for line in steps:

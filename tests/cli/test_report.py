@@ -38,3 +38,10 @@ def test_a_folder_without_a_record(run: Run, tmp_path: Path) -> None:
     assert ended.code == 1
     (problem,) = ended.document["problems"]
     assert problem["expected"] == "actswap/run.json, which a training leaves there"
+
+
+def test_a_page_that_cannot_be_written(run: Run, tmp_path: Path) -> None:
+    for place in ("/dev/full", tmp_path):
+        ended = run("report", recorded(tmp_path / "run" / Path(place).name), "--out", place)
+        assert ended.code == 2
+        assert str(place) in ended.err

@@ -311,14 +311,17 @@ def test_a_plan_stands_beside_its_configuration(hub: HubServer, tmp_path: Path) 
 
 def test_no_plan(hub: HubServer, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("[1]")
-    for plan, found in ((tmp_path / "plan.json", "which is none"), (tmp_path / "no.json", "No such file")):
+    for plan, found in (
+        (tmp_path / "plan.json", r"expected a mapping, found \[1\]"),
+        (tmp_path / "no.json", "No such file"),
+    ):
         with pytest.raises(ConfigError, match=found):
             SWAP_ON.push_to_hub("org/new", plan=plan, token=TOKEN)
     assert hub.requests == []
     hub.repository("org/name").put({"plan.json": "[" * 100_000}, tag="deep")
     hub.repository("org/bare").put({CONFIG_FILE_NAME: TEXT})
     for name, found in (
-        ("org/name", "a JSON document"),
+        ("org/name", "at most 100 levels"),
         ("org/bare", "has no file plan.json"),
         ("no", "'no'"),
     ):

@@ -246,7 +246,7 @@ def test_a_model_patched_behind_a_trainers_back(two: Path) -> None:
 def test_ranks_that_differ_hear_it(two: Path) -> None:
     for rank in (0, 1):
         found = result(two, "differing ranks", rank)
-        assert "training arguments: expected the same on all ranks, found" in found["seed"]
+        assert "seed: expected the same on all ranks, found 0 on rank 0; 1 on rank 1" in found["seed"]
         assert "batch: expected the same on all ranks, found" in found["batch"]
 
 

@@ -30,7 +30,7 @@ def plan_rows(draw: st.DrawFn) -> list[PlanRow]:
         leads = st.integers(min_value=0, max_value=50)
         windows = Windows(draw(leads), draw(leads)) if fate == "swap" and draw(st.booleans()) else None
         parameters = draw(
-            st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), max_size=2)
+            st.dictionaries(st.text(max_size=3), st.integers(-9, 9) | st.text(max_size=3), max_size=2)
         )
         rows.append(PlanRow(scope, path, fate, ordinal, windows, parameters))
     return rows
@@ -65,7 +65,7 @@ def test_longest_path_then_ordinal(rows: list[PlanRow]) -> None:
     rows=plan_rows(),
     texts=st.lists(st.text(max_size=20), max_size=3),
     layers=st.lists(st.integers(min_value=0, max_value=9), max_size=4),
-    host=st.none() | st.integers(min_value=0),
+    host=st.none() | st.integers(min_value=0, max_value=2**63 - 1),
     bind=st.booleans(),
 )
 def test_json_there_and_back(
@@ -107,18 +107,21 @@ def document(**changes: Any) -> str:
 ROW: dict[str, Any] = {"scope": 0, "op_path": "mlp", "fate": "keep"}
 OVERRIDE_FIELDS = "where, layers, op_path, asked, got, reason"
 
+LAYERS = "a number of layers, at most 10000"
 MALFORMED = {
     "no-json": (
         "{",
         "plan: expected a JSON document, found no JSON: "
         "Expecting property name enclosed in double quotes: line 1 column 2 (char 1).",
     ),
-    "another-document": ('{"format": "x"}', "plan.format: expected 'hf_actswap.plan', found 'x'."),
-    "a-list": ("[]", "plan.format: expected 'hf_actswap.plan', found []."),
+    "another-document": ('{"format": "x"}', "plan.format: expected hf_actswap.plan, found 'x'."),
+    "a-list": ("[]", "plan: expected a mapping, found []."),
     "newer": (document(format_version=2), "plan.format_version: expected 1, found 2."),
-    "layers": (document(num_layers="2"), "plan.num_layers: expected a number of layers, found '2'."),
-    "layers-bool": (document(num_layers=True), "plan.num_layers: expected a number of layers, found True."),
+    "layers": (document(num_layers="2"), f"plan.num_layers: expected {LAYERS}, found '2'."),
+    "layers-bool": (document(num_layers=True), f"plan.num_layers: expected {LAYERS}, found true."),
+    "layers-many": (document(num_layers=10**9), f"plan.num_layers: expected {LAYERS}, found 1000000000."),
     "rows": (document(rows={"a": 1}), "plan.rows: expected a list, found {'a': 1}."),
+    "levels": ("[" * 10**5, "plan: expected at most 100 levels, found more."),
     "overrides": (document(overrides=1), "plan.overrides: expected a list, found 1."),
 }
 
@@ -145,6 +148,7 @@ def test_every_problem_of_a_document_is_named() -> None:
         {**ROW, "ordinal": True},
         {**ROW, "parameters": [1]},
         ROW,
+        {**ROW, "windos": None},
     ]
     text = document(
         rows=rows,
@@ -155,21 +159,27 @@ def test_every_problem_of_a_document_is_named() -> None:
         bind_numa=1,
     )
     scopes = "a layer from 0 to 1, or one of embedding, final_norm, head"
+    row = "a mapping of scope, op_path, fate, ordinal, windows, parameters"
     assert problems_of(text) == [
         f"plan.rows[0].scope: expected {scopes}, found 2.",
-        "plan.rows[0].fate: expected one of keep, swap, recompute, re-gather, slice, found 'offload'.",
-        "plan.rows[1]: expected a mapping, found 7.",
-        "plan.rows[2].windows: expected prefetch_ops and release_ops, in operators, both >= 0, "
-        "or null: chosen by measurement, found {'prefetch_ops': 1, 'release_ops': -1}.",
-        f"plan.rows[3].scope: expected {scopes}, found True.",
-        "plan.rows[3].op_path: expected a string, found None.",
-        "plan.rows[4].ordinal: expected a number of a call, or null, found -1.",
-        "plan.rows[5].ordinal: expected a number of a call, or null, found True.",
-        "plan.rows[6].parameters: expected a mapping, found [1].",
-        f"plan.overrides[0]: expected a mapping of {OVERRIDE_FIELDS}, found {{'where': 'x'}}.",
+        "plan.rows[0].fate: expected keep, swap, recompute, re-gather or slice, found 'offload'.",
+        f"plan.rows[1]: expected {row}, found 7.",
+        "plan.rows[2].windows.release_ops: expected a whole number from 0 on, found -1.",
+        f"plan.rows[3].scope: expected {scopes}, found true.",
+        "plan.rows[3].op_path: expected a text, found nothing.",
+        "plan.rows[4].ordinal: expected a whole number from 0 on or null, found -1.",
+        "plan.rows[5].ordinal: expected a whole number from 0 on or null, found true.",
+        "plan.rows[6].parameters: expected a mapping, compile_budget in it from 0 to 1, found [1].",
+        "plan.rows[8].windos: expected one of scope, op_path, fate, ordinal, windows, parameters, "
+        "found 'windos'.",
+        "plan.overrides[0].layers: expected a list, found nothing.",
+        *(
+            f"plan.overrides[0].{name}: expected a text, found nothing."
+            for name in ("op_path", "asked", "got", "reason")
+        ),
         f"plan.overrides[1]: expected a mapping of {OVERRIDE_FIELDS}, found 'y'.",
-        "plan.lines[1]: expected a string, found 3.",
-        "plan.min_tensor_bytes: expected a number of bytes, found None.",
-        "plan.host_memory_bytes: expected a number of bytes, found -5.",
+        "plan.min_tensor_bytes: expected a number of bytes, found null.",
+        "plan.host_memory_bytes: expected a number of bytes or null, found -5.",
         "plan.bind_numa: expected true or false, found 1.",
+        "plan.lines[1]: expected a text, found 3.",
     ]

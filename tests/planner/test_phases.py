@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +126,20 @@ def test_the_plan_file_spares_the_search(unplanned: Trained, tmp_path: Path) -> 
     assert second.losses == unplanned.losses[:4]
     other = train(tiny_llama, {**memory, "mode": "smart_swap"}, steps=3)
     assert other.phases[0] == "warm-up"  # not made for that wish
+
+
+def test_a_plan_file_on_a_full_disk(
+    unplanned: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "plan.json"
+    (tmp_path / f".plan.json.{os.getpid()}").symlink_to("/dev/full")
+    memory = {"mode": "adaptive", "budget_gib": 0.6 * unplanned.peak_bytes / GIB, "plan_file": str(path)}
+    found = train(tiny_llama, memory)
+    assert found.losses == unplanned.losses
+    assert found.phases[-1] == "stable"
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert f"the plan is on, but cannot be written to {path} (No space left on device)" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_malformed_plan_file_is_an_error(tmp_path: Path) -> None:

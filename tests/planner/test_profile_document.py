@@ -55,11 +55,11 @@ def put_use(column: int, value: Any) -> Change:
 
 
 MALFORMED: dict[str, tuple[Change, str]] = {
-    "format": (put("format", "hf_actswap.plan"), "profile.format: expected 'hf_actswap.profile'"),
+    "format": (put("format", "hf_actswap.plan"), "profile.format: expected hf_actswap.profile"),
     "version": (put("format_version", 2), "profile.format_version: expected 1, found 2"),
     "version of another type": (put("format_version", True), "profile.format_version"),
     "layers": (put("num_layers", -1), "profile.num_layers"),
-    "source": (put("source", "guessed"), "profile.source: expected 'measured' or 'shapes'"),
+    "source": (put("source", "guessed"), "profile.source: expected measured or shapes, found 'guessed'"),
     "time": (put("outside_ms", -0.5), "profile.outside_ms: expected a time in ms"),
     "infinite": (put("outside_ms", float("inf")), "profile.outside_ms"),
     "bytes": (put("device_bytes", 1.5), "profile.device_bytes"),
@@ -67,16 +67,22 @@ MALFORMED: dict[str, tuple[Change, str]] = {
     "no spans": (put("spans", None), "profile.spans: expected a list"),
     "span of another length": (
         lambda document: document["spans"][3].pop(),
-        r"profile.spans\[3\]: expected 12",
+        r"profile.spans\[3\]: expected a list of the values of call, first_order",
     ),
     "span's call": (put_in("spans", 2, 0, 10**6), r"profile.spans\[2\].call: expected a number of a call"),
     "span's time": (put_in("spans", 2, 5, None), r"profile.spans\[2\].forward_ms"),
     "span's flag": (put_in("spans", 2, 10, 2), r"profile.spans\[2\].communicates: expected 0 or 1"),
-    "hook": (put_in("hooks", 0, 1, -1), r"profile.hooks\[0\]: expected a number of a use, and an operator"),
+    "hook": (
+        put_in("hooks", 0, 1, -1),
+        r"profile.hooks\[0\]\[1\]: expected a whole number from 0 on, found -1",
+    ),
     "gap in uses": (put_in("spans", 2, 1, 10**6), r"profile.spans\[2\].first_order"),
     "gap in operators": (put_in("spans", 2, 3, 10**6), r"profile.spans\[2\].first_op"),
-    "scope": (put_in("calls", 0, 0, "loss"), r"profile.calls\[0\]: expected a scope"),
-    "layer too high": (put_in("calls", 0, 0, 99), r"profile.calls\[0\]"),
+    "scope": (
+        put_in("calls", 0, 0, "loss"),
+        r"profile.calls\[0\]\[0\]: expected a layer from 0 to 1, or one of embedding",
+    ),
+    "layer too high": (put_in("calls", 0, 0, 99), r"profile.calls\[0\]\[0\]"),
     "ordinal": (put_in("calls", 0, 2, -1), r"profile.calls\[0\]"),
     "use's kind": (put_use(0, 4), r"profile.storages\[0\]\[1\].kind"),
     "use's producer": (put_use(2, -1), r"profile.storages\[0\]\[1\].producer"),

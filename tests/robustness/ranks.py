@@ -36,20 +36,14 @@ import llama_swap  # noqa: E402  (a script: its folder is on the path only now)
 import recipe_checkpoints  # noqa: E402
 import recipe_stop  # noqa: E402
 
-__all__ = ["Ranks", "fork_server", "ranks", "recipe_checkpoints", "recipe_stop"]
+__all__ = ["Ranks", "fork_server", "join_log", "ranks", "recipe_checkpoints", "recipe_stop"]
 
 _attempts = itertools.count()
 
 
 def run_recipe(argv: Sequence[str], environment: dict[str, str], log: str, report: str) -> None:
     """One rank: run the recipe; leave what it said in ``log``, and what memory it holds in ``report``."""
-    os.environ.update(environment)
-    torch.set_num_threads(1)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-    faulthandler.register(signal.SIGUSR1)
+    join_log(environment, log)
     pools: list[weakref.ref[host_pool.HostPool]] = []
     made = host_pool.HostPool.__init__
 
@@ -67,6 +61,17 @@ def run_recipe(argv: Sequence[str], environment: dict[str, str], log: str, repor
     held = [pool.held_bytes for one in pools if (pool := one()) is not None]
     Path(report).write_text(json.dumps({"pools": len(pools), "held_bytes": sum(held)}))
     sys.exit(code)
+
+
+def join_log(environment: dict[str, str], log: str) -> None:
+    """Take the environment of a rank, and say everything in the log of all."""
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
+    faulthandler.register(signal.SIGUSR1)
 
 
 def exit_code_of(main: Callable[[], None]) -> int | str | None:
@@ -142,7 +147,14 @@ def ranks(argv: Sequence[str], folder: Path, count: int) -> Iterator[Ranks]:
         folder: for the log and the reports.
         count: 1 trains alone.
     """
-    attempt = next(_attempts)
+    with started(run_recipe, [(list(argv),)] * count, folder) as running:
+        yield running
+
+
+@contextmanager
+def started(target: Callable[..., None], each: Sequence[tuple[Any, ...]], folder: Path) -> Iterator[Ranks]:
+    """Start ``target(*arguments, environment, log, report)`` on each rank, with arguments of its own."""
+    attempt, count = next(_attempts), len(each)
     log, reports = folder / f"log_{attempt}", [folder / f"report_{attempt}_{rank}" for rank in range(count)]
     log.touch()
     context = fork_server()
@@ -154,9 +166,8 @@ def ranks(argv: Sequence[str], folder: Path, count: int) -> Iterator[Ranks]:
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
             environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-        process = context.Process(
-            target=run_recipe, args=(list(argv), environment, str(log), str(reports[rank]))
-        )
+        arguments = (*each[rank], environment, str(log), str(reports[rank]))
+        process = context.Process(target=target, args=arguments)
         process.start()
         processes.append(process)
     running = Ranks(processes, log, reports)

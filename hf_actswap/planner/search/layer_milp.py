@@ -205,7 +205,8 @@ class _Program:
         """
         compute_ms = sum(sum(item.graph.forward_ms) + sum(item.graph.backward_ms) for item in self._segments)
         slack_ms = self._step_gap * compute_ms
-        gap = max(GAP, slack_ms / (bound + slack_ms)) if self._caps.device_bytes is not None else 5 * 1e-3
+        share = slack_ms / (max(bound, 0.0) + slack_ms) if slack_ms > 0 else 0.0
+        gap = max(GAP, share) if self._caps.device_bytes is not None else 5 * 1e-3
         matrix, low, high = self._matrix()
         integral = (np.arange(self._width) < self.columns).astype(float)
         found = milp(

@@ -1,4 +1,4 @@
-"""A configuration from the Hub for many processes: rank 0 asks which commit it is, and all take that one."""
+"""One configuration for many processes: the same on all of them, and of the Hub the same commit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,28 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
-from ..config import load_config
+from ..config import ActSwapConfig, load_config
 from ..config.hub import is_commit, split_hub_id
+from ..config.reader import show, where
 from ..errors import ConfigError
+from ..parallel.rank_agreement import digest, failing_together
+from ..plan import MemoryPlan
 from .logs import console_logging
 
 logger = logging.getLogger(__name__)
+
+
+def facts_of(config: ActSwapConfig | MemoryPlan) -> dict[str, str]:
+    """Return what ranks compare of their configurations or plans, a short text for each key."""
+    if isinstance(config, MemoryPlan):
+        return {"plan": digest(repr(config.rows))}
+    return {
+        where((section, key)): f"{show(value)} ({digest(repr(value))})"
+        if len(show(value)) == 60
+        else show(value)
+        for section, values in config.to_dict().items()
+        for key, value in values.items()
+    }
 
 
 def may_move(source: object) -> bool:
@@ -34,6 +50,7 @@ def pin_together(source: str, rank: int, world_size: int) -> str:
 
     Raises:
         ConfigError: on every rank, if rank 0 finds no configuration or a malformed one.
+        RankAgreementError: another rank cannot have it.
     """
     answer: list[Any] = [None]
     if rank == 0:
@@ -51,6 +68,7 @@ def pin_together(source: str, rank: int, world_size: int) -> str:
     if rank == 0 and pinned != source:
         with console_logging(logger):
             logger.info("The configuration %s is %s.", source, pinned)
-    if rank > 0:
-        load_config(pinned)
+    with failing_together("configuration of the Hub"):
+        if rank > 0:
+            load_config(pinned)
     return str(pinned)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,15 @@ class ActSwapError(ValueError):
 
 
 class ConfigError(ActSwapError):
-    """The document is malformed: raised by ``load_config`` with all of its problems."""
+    """The document is malformed: raised by ``load_config`` with all of its problems.
+
+    Attributes:
+        readable: an `ActSwapConfig` of the rest of the document, in which a model may show more mistakes;
+            ``None``: nothing can be said of the rest.
+    """
 
     subject = "configuration"
+    readable: Any = None
 
 
 class PlanError(ActSwapError):

@@ -14,7 +14,7 @@ from .hub import CONFIG_FILE_NAME, PushOptions, upload
 PLAN_FILE_NAME = "plan.json"
 MAX_PLAN_BYTES = 16 * 1024 * 1024
 
-_PLAN_FORMAT = "hf_actswap.plan"
+PLAN_FORMAT = "hf_actswap.plan"
 
 
 class Plan(Protocol):
@@ -80,7 +80,7 @@ def _checked(text: str, name: str) -> str:
             document = json.loads(text)
         except (ValueError, RecursionError):
             document = None
-    if not isinstance(document, dict) or document.get("format") != _PLAN_FORMAT:
-        expected = f"a JSON document with format '{_PLAN_FORMAT}', at most {MAX_PLAN_BYTES} bytes"
+    if not isinstance(document, dict) or document.get("format") != PLAN_FORMAT:
+        expected = f"a JSON document with format '{PLAN_FORMAT}', at most {MAX_PLAN_BYTES} bytes"
         raise ConfigError([Problem("plan", expected, f"'{name}', which is none")])
     return text

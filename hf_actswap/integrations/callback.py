@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,11 +14,11 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from ..apply import apply_plan, plan_while_training
-from ..config import ActSwapConfig, load_config
+from ..config import ActSwapConfig
 from ..engine import AppliedPlan, SwapStats
 from ..errors import PlanError, Problem
 from ..parallel import tensor_parallel_group
-from ..plan import MemoryPlan, outline, resolve_plan
+from ..plan import ConfigOrPlan, MemoryPlan, load_config_or_plan, outline, resolve_plan
 from ..planner import Planner
 from ..report import PinningBar, plan_table
 from .calling_trainer import called_model, calling_trainer
@@ -60,7 +60,8 @@ class ActSwapCallback(TrainerCallback):
     the first step. `ActSwapTrainer` does both.
 
     Args:
-        args: `ActSwapTrainingArguments`, or a configuration in any form that `load_config` takes, or a plan.
+        args: `ActSwapTrainingArguments`, or a configuration in any form that `load_config` takes, or a plan
+            or its file.
 
     Attributes:
         applied: the plan on the model, or the planner that changes it, or ``None`` outside training.
@@ -68,13 +69,12 @@ class ActSwapCallback(TrainerCallback):
 
     Raises:
         ConfigError: the configuration is malformed.
+        PlanError: the plan is malformed.
     """
 
-    def __init__(
-        self, args: TrainingArguments | ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | None
-    ) -> None:
-        source = getattr(args, "actswap", None) if isinstance(args, TrainingArguments) else args
-        self._wish = source if isinstance(source, MemoryPlan) else load_config(source)
+    def __init__(self, args: TrainingArguments | ConfigOrPlan) -> None:
+        self._source = getattr(args, "actswap", None) if isinstance(args, TrainingArguments) else args
+        self._wish = load_config_or_plan(self._source)
         self._before = SwapStats()
         self._step = SwapStats()
         self._logged: MemoryPlan | None = None
@@ -158,17 +158,18 @@ class ActSwapCallback(TrainerCallback):
             raise refusal("add_callback (parallel_config works for a callback of the constructor)")
         model = called_model(calling_trainer(self), model)
         wish, parallel = self._wish, self.parallel
+        config = wish if isinstance(wish, ActSwapConfig) else ActSwapConfig()
         silent = PinningBar(shown=False) if args.disable_tqdm and state.is_world_process_zero else None
         with nullcontext() if parallel is None else tensor_parallel_group(parallel.patched.group):
             shape = outline(model)
             plan = wish if isinstance(wish, MemoryPlan) else resolve_plan(wish, shape)
-            if isinstance(wish, ActSwapConfig) and wish.memory.mode != "off":
+            if config.memory.mode != "off":
                 with self._spoken(state):
                     self.applied = plan_while_training(
                         model,
                         plan,
                         shape,
-                        wish.memory,
+                        config.memory,
                         optimizer=kwargs.get("optimizer"),
                         counts_steps=False,
                         progress=silent,
@@ -181,14 +182,26 @@ class ActSwapCallback(TrainerCallback):
             parallel.expect_batch()
         self._before = self._step = SwapStats()
         self._logged = self.applied.plan
-        notes = list(wish.notes) if isinstance(wish, ActSwapConfig) else []
         with worker_log(_worker_path(args)) as worker:
-            _log_plan(worker, plan, notes)
+            _log_plan(worker, plan, config.notes)
         if state.is_world_process_zero:
             self._record = _begin_record(args, model, self.applied, wish, kwargs.get("optimizer"))
             with console_logging(logger):
-                _log_plan(logger, plan, notes)
-                logger.info("%s", "\n" + plan_table(plan))
+                _log_plan(
+                    logger, plan, config.notes, logging.INFO if config.log == "reference" else logging.DEBUG
+                )
+                if isinstance(self.applied, Planner) or self._divides or _does_anything(plan):
+                    logger.info("%s", "\n" + plan_table(plan))
+                else:
+                    logger.warning(_DOES_NOTHING, self._why_nothing())
+
+    def _why_nothing(self) -> str:
+        if self._source is None:
+            return "actswap=None"
+        if isinstance(self._wish, ActSwapConfig):
+            empty = not self._wish.to_dict()
+            return f"the configuration ({self._wish.source}) {'is empty' if empty else 'keeps everything'}"
+        return "the plan keeps everything"
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -266,6 +279,57 @@ class ActSwapCallback(TrainerCallback):
             applied.remove()
 
 
+class ArgumentsCallback(ActSwapCallback):
+    """What a Trainer makes by itself because its arguments are `ActSwapTrainingArguments`.
+
+    It does what they say, and nothing where the Trainer has an `ActSwapCallback` that was passed to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """See `ActSwapCallback`; now the arguments are known."""
+        self._source = getattr(args, "actswap", None)
+        if self._source is not None and not self._gives_way():
+            self._wish = load_config_or_plan(self._source)
+            super().on_init_end(args, state, control, **kwargs)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """See `ActSwapCallback`."""
+        if self._gives_way():
+            return
+        if self._source is not None:
+            super().on_train_begin(args, state, control, model, **kwargs)
+        elif state.is_world_process_zero:
+            with console_logging(logger):
+                logger.warning(_DOES_NOTHING, self._why_nothing())
+
+    def _gives_way(self) -> bool:
+        trainer = calling_trainer(self)
+        callbacks = () if trainer is None else trainer.callback_handler.callbacks
+        return any(isinstance(item, ActSwapCallback) and item is not self for item in callbacks)
+
+
+_DOES_NOTHING = (
+    'Nothing is swapped or recomputed: %s. actswap="auto" looks for a plan with all that the device has.'
+)
+
+
+def _does_anything(plan: MemoryPlan) -> bool:
+    other = plan.gather_weights_again or plan.keeps_gathered
+    return bool(other) or any(row.fate != "keep" or row.parameters for row in plan.rows)
+
+
 def _begin_record(
     args: TrainingArguments, model: nn.Module, applied: AppliedPlan | Planner, wish: Any, optimizer: Any
 ) -> RunRecord:
@@ -277,11 +341,13 @@ def _worker_path(args: TrainingArguments) -> str:
     return os.path.join(args.output_dir or ".", f"worker_{args.process_index}.log")
 
 
-def _log_plan(target: logging.Logger, plan: MemoryPlan, notes: list[str]) -> None:
-    """Log the notes, the warnings and the reference-style lines, in the reference's order."""
+def _log_plan(
+    target: logging.Logger, plan: MemoryPlan, notes: Iterable[str], lines: int = logging.INFO
+) -> None:
+    """Log the notes, the warnings and, at level ``lines``, those of the reference, in its order."""
     for note in notes:
         target.info("%s", note)
     for warning in plan.warnings:
         target.warning("%s", warning)
     for line in plan.log_lines():
-        target.info("%s", line)
+        target.log(lines, "%s", line)

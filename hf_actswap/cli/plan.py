@@ -28,6 +28,7 @@ from .tables import fate_table, step_table, summary_table
 
 _ALONE = "Times are computed from shapes and the device's rates; communication between ranks is not in them."
 _SEQ = 4096
+_PREDICTED = "predicted"
 
 
 @dataclass(frozen=True)
@@ -204,13 +205,18 @@ def plan(
     save: Annotated[
         str | None,
         typer.Option(
-            "--save", metavar="FILE", help="Write the plan; hf_actswap.apply takes it.", show_default=False
+            "--save",
+            metavar="FILE",
+            help="Write the plan, to train with: actswap=FILE, or memory.plan_file.",
+            show_default=False,
         ),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Find what to keep, swap and recompute within a budget, and predict the step."""
     sizes = _sizes(compare) if compare is not None else ()
+    if save is not None:
+        _refuse_to_overwrite(save)
     if sizes and (save is not None or tp is not None):
         raise typer.BadParameter("--compare goes with neither --save nor --tp")
     if sizes and profile is not None:
@@ -265,13 +271,27 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
+def _refuse_to_overwrite(path: str) -> None:
+    """A file of that name must be one that this command has written."""
+    if not Path(path).exists():
+        return
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or _PREDICTED not in document:
+        text = f"{path} exists and was not written by --save: it stays as it is"
+        raise typer.BadParameter(text, param_hint="--save")
+
+
 def _write(path: str, found: Planned) -> None:
     document = json.loads(found.plan.to_json())
-    document["predicted"] = {
+    document[_PREDICTED] = {
         "model": found.subject.document(),
         "step": found.step.document(),
         "budget_bytes": found.budget_bytes,
         **prediction_document(found.steps[PLANNED]),
+        "without_plan": prediction_document(found.steps[NOTHING]),
     }
     try:
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

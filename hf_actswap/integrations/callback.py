@@ -16,11 +16,13 @@ from transformers.training_args import TrainingArguments
 from ..apply import apply_plan, plan_while_training
 from ..config import ActSwapConfig
 from ..engine import AppliedPlan, SwapStats
+from ..engine.stats import gib_text
 from ..errors import PlanError, Problem
 from ..parallel import tensor_parallel_group
 from ..plan import ConfigOrPlan, MemoryPlan, load_config_or_plan, outline, resolve_plan
 from ..planner import Planner
 from ..report import PinningBar, plan_table
+from ..report.saving import Saving
 from .calling_trainer import called_model, calling_trainer
 from .fused_head import take_fused_head
 from .launcher_traps import refuse_lonely_processes
@@ -79,6 +81,8 @@ class ActSwapCallback(TrainerCallback):
         self._step = SwapStats()
         self._logged: MemoryPlan | None = None
         self._record: RunRecord | None = None
+        self._saving: Saving | None = None
+        self._bound = False
         self.applied: AppliedPlan | Planner | None = None
         self.parallel: ParallelTraining | None = None
 
@@ -119,16 +123,21 @@ class ActSwapCallback(TrainerCallback):
             if self.parallel is not None:
                 take_fused_head(self.parallel.patched)  # which TRL adds when the Trainer is constructed
             try:
-                return train(*args, **kwargs)
+                found = train(*args, **kwargs)
             finally:
                 self.remove()
+            self._say_saving()
+            return found
 
         @functools.wraps(log)
         def log_with_statistics(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
             if self.applied is not None and "loss" in logs:
                 logs = {**logs, **self._step.as_log()}
                 if self._record is not None:
+                    logs.update(self._record.as_log())
                     self._record.logged({"step": trainer.state.global_step, **logs})
+            if self._record is not None and "train_loss" in logs:
+                logs.update(self._record.as_log())  # what `train` returns, too
             return log(logs, *args, **kwargs)
 
         @functools.wraps(step)
@@ -137,6 +146,7 @@ class ActSwapCallback(TrainerCallback):
                 return self.applied.micro_batch(lambda: step(*args, **kwargs))
             return step(*args, **kwargs)
 
+        self._bound = True
         trainer.train, trainer.log = train_and_remove, log_with_statistics
         trainer.training_step = step_with_second_try
 
@@ -237,8 +247,8 @@ class ActSwapCallback(TrainerCallback):
             with console_logging(logger):
                 for reason, size_bytes in now.refused.items():
                     logger.warning(
-                        "%s bytes a step are swapped by the plan and stay on the device: %s.",
-                        f"{size_bytes:,}",
+                        "%s a step are swapped by the plan and stay on the device: %s.",
+                        gib_text(size_bytes),
                         reason,
                     )
         self._log_decisions(self.applied.plan, args, state)
@@ -266,8 +276,17 @@ class ActSwapCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Remove."""
+        """Remove; say what was saved, unless `train` still has something to say."""
+        self._saving = None if self._record is None else self._record.saving()
         self.remove()
+        if not self._bound:
+            self._say_saving()
+
+    def _say_saving(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with console_logging(logger):
+                logger.info("%s", saving.in_words())
 
     def remove(self) -> None:
         """Take the plan off the model. Safe to call again."""

@@ -1,7 +1,9 @@
 """``plan_file``: the plan that was found, beside what it was found for.
 
 The document is the plan's own (`MemoryPlan.to_json`), so `apply` takes it and a person may edit it, with one
-section more, ``made_for``. A run that agrees with that section uses the plan and searches nothing.
+section more, ``made_for``. A run that agrees with that section uses the plan and searches nothing; so does
+one that finds a plan without it, as ``hf-actswap plan --save`` writes them. What the planner did not write
+for the same model on the same devices it does not overwrite.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 from ..errors import PlanError, Problem
 from ..plan.actions import MemoryPlan
 from ..version import __version__
+from .trials import Outcome
 
 _SECTION = "made_for"
 
@@ -45,14 +48,14 @@ class MadeFor:
     wish: str
     versions: str = f"torch {torch.__version__}, hf_actswap {__version__}"
 
-    def differences(self, other: MadeFor) -> list[str]:
-        """Return what does not agree, in words."""
-        return [
-            f"{item.name} {getattr(self, item.name)!r} and not {getattr(other, item.name)!r}"
+    def differences(self, other: MadeFor) -> dict[str, str]:
+        """Return what does not agree, in words, by the name of the field."""
+        return {
+            item.name: f"{item.name} {getattr(self, item.name)!r} and not {getattr(other, item.name)!r}"
             for item in fields(self)
             if item.name not in ("versions", "batch_shape")
             and getattr(self, item.name) != getattr(other, item.name)
-        ]
+        }
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,32 @@ class FilePlan:
     Args:
         plan: to apply.
         made_for: what it was found for; ``None`` where the file does not say.
-        budget_bytes: that it was found for; ``None`` where the file does not say.
+        numbers: of it, measured by the planner or predicted by ``hf-actswap plan``; may be empty.
     """
 
     plan: MemoryPlan
     made_for: MadeFor | None
-    budget_bytes: int | None
+    numbers: Mapping[str, Any]
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """That it was found for; ``None`` where the file does not say."""
+        found = self.numbers.get("budget_bytes")
+        return found if type(found) is int and found > 0 else None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What the file says of the step with and without the plan; ``None``: it does not."""
+        without = self.numbers.get("without_plan")
+        found: list[Any] = [
+            numbers.get(name)
+            for numbers in (self.numbers, without if isinstance(without, dict) else {})
+            for name in ("peak_bytes", "step_ms")
+        ]
+        if any(type(number) not in (int, float) for number in found):
+            return None
+        peak_bytes, step_ms, without_peak_bytes, without_step_ms = found
+        return Outcome(peak_bytes, step_ms, without_peak_bytes, without_step_ms, "as the plan file says")
 
 
 def write_plan(
@@ -100,11 +123,10 @@ def read_plan(path: str | os.PathLike[str]) -> FilePlan:
     text = Path(path).read_text(encoding="utf-8")
     plan = MemoryPlan.from_json(text)
     document = json.loads(text)
-    section, measured = document.get(_SECTION), document.get("measured")
-    budget = measured.get("budget_bytes") if isinstance(measured, dict) else None
-    budget = budget if type(budget) is int and budget > 0 else None
+    section, numbers = document.get(_SECTION), document.get("measured", document.get("predicted"))
+    numbers = numbers if isinstance(numbers, dict) else {}
     if section is None:
-        return FilePlan(plan, None, budget)
+        return FilePlan(plan, None, numbers)
     try:
         made_for = MadeFor(**{**section, "batch_shape": tuple(section["batch_shape"])})
     except (TypeError, KeyError):
@@ -113,4 +135,4 @@ def read_plan(path: str | os.PathLike[str]) -> FilePlan:
             f"plan.{_SECTION}", f"a mapping of {names}", repr(section), "Leave the section out."
         )
         raise PlanError([problem], str(path)) from None
-    return FilePlan(plan, made_for, budget)
+    return FilePlan(plan, made_for, numbers)

@@ -10,6 +10,7 @@ from typing import Any
 from ..planner.cost.simulate import predict
 from ..planner.profile import Prediction
 from .run_files import RecordedRun
+from .saving import Saving
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class RunFacts:
         compared: predicted beside measured; empty without a planner.
         trials: of the planner.
         budget_bytes: of the planner.
+        saving: memory with and without the plan; ``None``: not known.
     """
 
     steps: int
@@ -62,6 +64,7 @@ class RunFacts:
     compared: Sequence[Compared]
     trials: Sequence[Mapping[str, Any]]
     budget_bytes: int | None
+    saving: Saving | None
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -101,6 +104,7 @@ def run_facts(run: RecordedRun, prediction: Prediction | None) -> RunFacts:
         compared=(),
         trials=planner.get("trials", ()),
         budget_bytes=planner.get("budget_bytes"),
+        saving=run.saving,
     )
     if prediction is None:
         return facts

@@ -5,6 +5,7 @@ run.json       what ran: versions, device, model, configuration
 plan.json      the plan that was on last
 steps.jsonl    one line for each logged step: loss, time, peak memory, statistics of the plan
 planner.json   the planner's trials, and the budget
+saving.json    the peak, by how much it is lower than without the plan, and the time (`report.saving.Saving`)
 profile.json   what the planner recorded of a step without a plan
 timeline.json  one step, measured: compute, copies, stalls (`engine.step_record.StepTimeline`)
 memory.json    the step after it: memory by fate (`engine.step_record.StepMemory`)
@@ -34,10 +35,12 @@ from ..errors import ActSwapError, Problem
 from ..plan import MemoryPlan
 from ..planner.profile import Profile
 from ..planner.record.profile_document import profile_from_json, profile_to_json
+from .saving import Saving
 
 FOLDER = "actswap"
 RUN, PLAN, STEPS, PLANNER = "run.json", "plan.json", "steps.jsonl", "planner.json"
 PROFILE, TIMELINE, MEMORY = "profile.json", "timeline.json", "memory.json"
+SAVING = "saving.json"
 
 
 class ReportError(ActSwapError):
@@ -56,6 +59,7 @@ class RecordedRun:
         plan: that was on last; ``None``: not written.
         steps: the lines of ``steps.jsonl``.
         planner: ``planner.json``; ``None``: there was no planner, or it had not settled.
+        saving: ``saving.json``; ``None``: it is not known.
         profile: see the module's text; so are the others.
     """
 
@@ -64,6 +68,7 @@ class RecordedRun:
     plan: MemoryPlan | None
     steps: Sequence[Mapping[str, Any]]
     planner: Mapping[str, Any] | None
+    saving: Saving | None
     profile: Profile | None
     timeline: StepTimeline | None
     memory: StepMemory | None
@@ -79,7 +84,7 @@ class RunFiles:
     def __init__(self, output_dir: str | os.PathLike[str]) -> None:
         self.folder = Path(output_dir) / FOLDER
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in (RUN, PLAN, STEPS, PLANNER, PROFILE, TIMELINE, MEMORY):
+        for name in (RUN, PLAN, STEPS, PLANNER, PROFILE, TIMELINE, MEMORY, SAVING):
             (self.folder / name).unlink(missing_ok=True)
 
     def write(self, name: str, document: Mapping[str, Any]) -> None:
@@ -131,6 +136,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> RecordedRun:
         raise ReportError([Problem(str(run_dir), f"{FOLDER}/{RUN}, which a training leaves there", "none")])
     plan, profile = _text(folder / PLAN), _text(folder / PROFILE)
     timeline, memory = _json(folder / TIMELINE), _json(folder / MEMORY)
+    saving = _json(folder / SAVING)
     try:
         return RecordedRun(
             folder=folder,
@@ -138,6 +144,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> RecordedRun:
             plan=None if plan is None else MemoryPlan.from_json(plan),
             steps=_lines(folder / STEPS),
             planner=_json(folder / PLANNER),
+            saving=None if saving is None else Saving(**saving),
             profile=None if profile is None else profile_from_json(profile),
             timeline=None if timeline is None else _timeline(timeline),
             memory=None if memory is None else _memory(memory),

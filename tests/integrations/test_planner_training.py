@@ -120,7 +120,7 @@ def test_losses_are_those_of_a_plain_run_and_the_stages_are_named(
     for stage in (f"{mode}: warm-up, 2 step(s)", f"{mode}: search (2 steps", f"{mode}: stable: "):
         assert [line for line in said if line.startswith(stage)], stage
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert all("actswap_offloaded_bytes" in entry for entry in entries)
+    assert all("actswap_offloaded_gib" in entry for entry in entries)
 
 
 @pytest.mark.parametrize(

@@ -66,14 +66,14 @@ def test_statistics_reach_the_log_and_tensorboard(make_trainer: Make, tmp_path: 
     trainer = make_trainer(CASE_2, max_steps=4, report_to=["tensorboard"], logging_steps=2)
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    swapped = [entry["actswap_offloaded_bytes"] for entry in entries]
+    swapped = [entry["actswap_offloaded_gib"] for entry in entries]
     assert swapped[0] > 0
     assert len(set(swapped)) == 1
-    assert swapped == [entry["actswap_prefetched_bytes"] for entry in entries]
+    assert swapped == [entry["actswap_prefetched_gib"] for entry in entries]
     (events,) = tmp_path.rglob("events.out.tfevents.*")
     tags = EventAccumulator(str(events.parent))
     tags.Reload()
-    assert any("actswap_offloaded_bytes" in tag for tag in tags.Tags()["scalars"])
+    assert any("actswap_offloaded_gib" in tag for tag in tags.Tags()["scalars"])
 
 
 DOCUMENTED = [
@@ -220,7 +220,7 @@ def test_any_trainer_acts_on_the_arguments_alone(make_trainer: Make, trainer_cla
     args.report_to = "none"  # set later than at construction
     trainer = trainer_class(model=tiny_llama(), args=args, train_dataset=Tokens())
     trainer.train()
-    for name in ("loss", "actswap_offloaded_bytes", "actswap_recomputes"):
+    for name in ("loss", "actswap_offloaded_gib", "actswap_recomputes"):
         found = [
             [entry[name] for entry in log if name in entry]
             for log in (trainer.state.log_history, with_callback.state.log_history)
@@ -289,7 +289,7 @@ def test_a_plan_in_a_file_is_something_to_train_with(make_trainer: Make, tmp_pat
     by_plan.train()
     by_hand.train()
     assert losses(by_plan) == losses(by_hand)
-    for name in ("actswap_offloaded_bytes", "actswap_recomputes"):
+    for name in ("actswap_offloaded_gib", "actswap_recomputes"):
         assert by_plan.state.log_history[0][name] == by_hand.state.log_history[0][name] > 0
 
 
@@ -345,5 +345,5 @@ def test_what_stays_on_the_device_against_the_plan_is_said_once(
     said = [record.getMessage() for record in caplog.records if "stay on the device" in record.getMessage()]
     assert len(said) == 1
     assert said[0].endswith(
-        "bytes a step are swapped by the plan and stay on the device: smaller than min_tensor_mib."
+        "GiB a step are swapped by the plan and stay on the device: smaller than min_tensor_mib."
     )

@@ -17,7 +17,7 @@ from ..planner.profile import Prediction, Profile
 from . import options
 from .model_source import ModelError
 from .output import answer, heading, listed, problems_document, shown_problems
-from .planned import PLANNED, search, usual_steps
+from .planned import PLANNED, poor_deal, search, usual_steps
 from .step import StepShape, device_name, prediction_document, profile_of
 from .subject import Subject, subject, with_tp
 from .tables import fate_table, step_table
@@ -80,6 +80,7 @@ class Checked:
         if self.predicted and self.step is not None:
             yield heading(f"Predicted step: {self.step.described()}")
             yield step_table(self.predicted)
+            yield from poor_deal(self.predicted)
         if self.not_known:
             yield heading("Not known")
             yield from listed([self.not_known])
@@ -167,10 +168,12 @@ def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigErro
     except ModelError as error:  # nothing that the user wrote: the configuration stands
         found.not_known = f"Bytes and times: {error.problems[0].found.rstrip('.')}."
         return
-    found.predicted = usual_steps(found.profile, plan)
-    if config.memory.mode != "off":
-        planned = search(looked_at, found.step, config.memory, found.profile, plan)
-        found.predicted = {**found.predicted, f"{PLANNED} ({config.memory.mode})": planned.prediction}
+    if config.memory.mode == "off":
+        found.predicted = usual_steps(found.profile, plan)
+        return
+    steps = dict(search(looked_at, found.step, config.memory, found.profile, plan).steps)
+    planned = steps.pop(PLANNED)
+    found.predicted = {**steps, f"{PLANNED} ({config.memory.mode})": planned}
 
 
 def _meaning(wish: Wish) -> str:

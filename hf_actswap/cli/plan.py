@@ -20,7 +20,7 @@ from .communication import communication_document, communication_note, communica
 from .numbers_text import size_text, step_ms_text
 from .options import OptimizerName
 from .output import answer, folded_by_layer, heading, listed, problems_document
-from .planned import NOTHING, PLANNED, Planned, memory_in_force, planned
+from .planned import NOTHING, PLANNED, Planned, memory_in_force, planned, poor_deal
 from .profile_file import AskedStep, ProfileFile, read_profile
 from .step import StepShape, device_name, prediction_document
 from .subject import subject, with_tp
@@ -70,6 +70,7 @@ class PlanAnswer:
         yield step_table(found.steps, found.budget_bytes)
         if any(step.peak_bytes > found.budget_bytes for step in found.steps.values()):
             yield "! above the budget."
+        yield from poor_deal(found.steps)
         yield _ALONE if self.recorded is None else self.recorded.described()
         if self.saved_to is not None:
             yield f"Written to {self.saved_to}."

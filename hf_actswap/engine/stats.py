@@ -14,8 +14,8 @@ _MORE_THAN_ANY_DEVICE = 2**60
 
 
 def gib(size_bytes: float) -> float:
-    """Return bytes in GiB, to the nearest KiB or so."""
-    return round(size_bytes / GIB, 6)
+    """Return bytes in GiB."""
+    return size_bytes / GIB
 
 
 def gib_text(size_bytes: float, rounding: Callable[[float], float] = round) -> str:
@@ -27,7 +27,7 @@ def gib_text(size_bytes: float, rounding: Callable[[float], float] = round) -> s
     """
     if size_bytes >= _MORE_THAN_ANY_DEVICE:
         return "unlimited"
-    size = size_bytes / GIB
+    size = gib(size_bytes)
     decimals = 0 if size <= 0 else max(_DIGITS - 1 - math.floor(math.log10(size)), 0)
     return f"{rounding(size * 10**decimals) / 10**decimals:.{decimals}f} GiB"
 

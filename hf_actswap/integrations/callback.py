@@ -301,7 +301,7 @@ class ActSwapCallback(TrainerCallback):
 class ArgumentsCallback(ActSwapCallback):
     """What a Trainer makes by itself because its arguments are `ActSwapTrainingArguments`.
 
-    It does what they say, and nothing where the Trainer has an `ActSwapCallback` that was passed to it.
+    It does what they say, and leaves a Trainer that has an `ActSwapCallback` which was passed to it.
     """
 
     def __init__(self) -> None:
@@ -335,8 +335,12 @@ class ArgumentsCallback(ActSwapCallback):
 
     def _gives_way(self) -> bool:
         trainer = calling_trainer(self)
-        callbacks = () if trainer is None else trainer.callback_handler.callbacks
-        return any(isinstance(item, ActSwapCallback) and item is not self for item in callbacks)
+        callbacks = [] if trainer is None else trainer.callback_handler.callbacks
+        others = [item for item in callbacks if item is not self]
+        if not any(isinstance(item, ActSwapCallback) for item in others):
+            return False
+        trainer.callback_handler.callbacks = others  # another list: the event goes on through this one
+        return True
 
 
 _DOES_NOTHING = (

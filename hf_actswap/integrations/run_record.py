@@ -149,7 +149,8 @@ class RunRecord:
             found = planner.outcome
             saved_bytes = max(found.without_peak_bytes - found.peak_bytes, 0)
             times_ms = found.step_ms, found.without_step_ms, self._stall_ms
-            return Saving(saved_bytes, found.source, found.peak_bytes, *times_ms)
+            peak_bytes = None if planner.trials else self._peak_bytes()  # a file's was another training's
+            return Saving(saved_bytes, found.source, peak_bytes or found.peak_bytes, *times_ms)
         applied = self._applied.settled if isinstance(self._applied, Planner) else self._applied
         if applied is None:
             return None

@@ -292,7 +292,8 @@ def _write(path: str, found: Planned) -> None:
         "step": found.step.document(),
         "budget_bytes": found.budget_bytes,
         **prediction_document(found.steps[PLANNED]),
-        "without_plan": prediction_document(found.steps[NOTHING]),
+        "without_plan_peak_bytes": found.steps[NOTHING].peak_bytes,
+        "without_plan_step_ms": found.steps[NOTHING].step_ms,
     }
     try:
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -228,8 +228,10 @@ class Planner:
         step = phase.step_ended()
         if step is None:
             return
-        self._warm_up_peak_bytes = phase.peak_bytes
-        self._recorded = step = _more_telling(step, self._recorded)
+        own, step = step, _more_telling(step, self._recorded)
+        self._recorded = step
+        if step is own:
+            self._warm_up_peak_bytes = phase.peak_bytes
         self._plans += 1
         if self.progress is not None:  # what follows may take seconds
             self.progress(Search.name, max(self._run.memory.search_steps, 1))
@@ -332,5 +334,6 @@ def _numbers(trial: Trial, budget_bytes: int, outcome: Outcome) -> dict[str, Any
         "step_ms": trial.step_ms,
         "predicted_peak_bytes": trial.prediction.peak_bytes,
         "predicted_step_ms": trial.prediction.step_ms,
-        "without_plan": {"peak_bytes": outcome.without_peak_bytes, "step_ms": outcome.without_step_ms},
+        "without_plan_peak_bytes": outcome.without_peak_bytes,
+        "without_plan_step_ms": outcome.without_step_ms,
     }

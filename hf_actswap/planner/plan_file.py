@@ -81,12 +81,8 @@ class FilePlan:
     @property
     def outcome(self) -> Outcome | None:
         """What the file says of the step with and without the plan; ``None``: it does not."""
-        without = self.numbers.get("without_plan")
-        found: list[Any] = [
-            numbers.get(name)
-            for numbers in (self.numbers, without if isinstance(without, dict) else {})
-            for name in ("peak_bytes", "step_ms")
-        ]
+        names = ("peak_bytes", "step_ms", "without_plan_peak_bytes", "without_plan_step_ms")
+        found: list[Any] = [self.numbers.get(name) for name in names]
         if any(type(number) not in (int, float) for number in found):
             return None
         peak_bytes, step_ms, without_peak_bytes, without_step_ms = found

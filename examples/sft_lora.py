@@ -85,7 +85,7 @@ def main() -> None:
         if "loss" in entry:
             print(
                 f"step {entry['step']:2}: loss {entry['loss']:.3f}, "
-                f"swapped {entry['actswap_offloaded_bytes']:,} bytes, "
+                f"swapped {entry['actswap_offloaded_gib'] * 1024:.3f} MiB, "
                 f"recomputed {entry['actswap_recomputes']} regions"
             )
 

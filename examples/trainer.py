@@ -4,7 +4,7 @@
     python examples/trainer.py
 
 Needs no GPU and no network: the model is a tiny Llama of random weights, the text stands below. With a model
-of your own, only the two lines that name `hf_actswap` classes differ from any other script.
+of your own, only the line that makes the arguments differs from any other script.
 """
 
 # %%
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, default_data_collator, set_seed
 
-from hf_actswap import ActSwapCallback, ActSwapTrainingArguments
+from hf_actswap import ActSwapTrainingArguments
 
 CONFIG = str(Path(__file__).with_name("trainer.yaml"))
 
@@ -36,8 +36,9 @@ blocks = stream[: len(stream) // BLOCK * BLOCK].view(-1, BLOCK)
 data = [{"input_ids": block, "labels": block} for block in blocks]
 
 # %% [markdown]
-# The training. The callback puts the plan on the model when training begins, prints it, and takes it off when
-# training ends. Losses and gradients are bitwise those of the same training without it.
+# The training. The Trainer finds in its arguments what to do: the plan is put on the model and printed when
+# training begins, and taken off when it ends. Losses and gradients are bitwise those of the same training
+# without it.
 
 # %%
 args = ActSwapTrainingArguments(
@@ -50,23 +51,19 @@ args = ActSwapTrainingArguments(
     save_strategy="no",
     report_to="none",
 )
-trainer = Trainer(
-    model=model,
-    args=args,
-    train_dataset=data,
-    data_collator=default_data_collator,
-    callbacks=[ActSwapCallback(args)],
-)
+trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=default_data_collator)
 trainer.train()
 
 # %% [markdown]
-# What was moved stands in the Trainer's log, and so in TensorBoard and every other tracker.
+# The last line says what was saved. What was moved stands in the Trainer's log, and so in TensorBoard and
+# every other tracker.
 
 # %%
 for entry in trainer.state.log_history:
     if "loss" in entry:
         print(
             f"step {entry['step']:2}: loss {entry['loss']:.3f}, swapped out "
-            f"{entry['actswap_offloaded_bytes']:,} bytes and back {entry['actswap_prefetched_bytes']:,}, "
+            f"{entry['actswap_offloaded_gib'] * 1024:.3f} MiB and back "
+            f"{entry['actswap_prefetched_gib'] * 1024:.3f}, "
             f"recomputed {entry['actswap_recomputes']} regions"
         )

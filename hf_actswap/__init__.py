@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .errors import ConfigError, PlanError
     from .integrations import ActSwapCallback, ActSwapTrainerMixin, ActSwapTrainingArguments, prepare
     from .integrations.trainer import ActSwapTrainer
-    from .plan import MemoryPlan, outline, resolve_plan
+    from .plan import MemoryPlan, load_plan, outline, resolve_plan
     from .plan.user_functions import adapt_mem_func_wrapper
     from .planner import op_hook
 
@@ -47,6 +47,7 @@ __all__ = [
     "adapt_mem_func_wrapper",
     "apply",
     "load_config",
+    "load_plan",
     "op_hook",
     "outline",
     "prepare",
@@ -66,6 +67,7 @@ _MODULES = {
     "adapt_mem_func_wrapper": "plan.user_functions",
     "apply": "apply",
     "load_config": "config",
+    "load_plan": "plan",
     "op_hook": "planner",
     "outline": "plan",
     "prepare": "integrations",

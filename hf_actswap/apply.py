@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,15 +13,22 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .config import ActSwapConfig, load_config
 from .config.schema import MemoryConfig
 from .engine import AppliedPlan, Transfer, install
 from .engine.host_budget import HostMemory, Progress
 from .engine.swapped_storages import Keeper
-from .errors import PlanError, Problem, short_traceback
+from .errors import ConfigError, PlanError, Problem, short_traceback
 from .parallel import Replicas, enclosing_group, tensor_parallel_group
 from .parallel.gathered_inputs import keep_gathered_inputs
-from .plan import MemoryPlan, Outline, outline, resolve_plan
+from .plan import (
+    ConfigOrPlan,
+    MemoryPlan,
+    Outline,
+    load_config_or_plan,
+    outline,
+    resolve_plan,
+    with_problems_of_model,
+)
 from .plan.checkpointing_rules import problems_of_checkpointing
 from .plan.compiled import uncompiled
 from .plan.outline import unwrapped
@@ -35,7 +42,7 @@ logger = logging.getLogger(__name__)
 @short_traceback
 def apply(
     model: nn.Module,
-    config_or_plan: ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | os.PathLike[str] | None,
+    config_or_plan: ConfigOrPlan,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     transfer: Transfer | None = None,
@@ -55,8 +62,8 @@ def apply(
 
     Args:
         model: a causal language model, bare or wrapped (DDP, PEFT, ``torch.compile``).
-        config_or_plan: a plan, or whatever `load_config` takes. With ``recompute_slice_activation``, call
-            inside `hf_actswap.parallel.tensor_parallel_group`.
+        config_or_plan: ``"auto"``, or whatever else `load_config` takes; or a plan, or the file of one. With
+            ``recompute_slice_activation``, call inside `hf_actswap.parallel.tensor_parallel_group`.
         optimizer: of the model, which the planner needs: its step ends a training step.
         transfer: how bytes move; by default streams on an accelerator, blocking copies on the CPU.
         progress: called with (bytes, bytes in all) while host memory is made ready, equal at the end; by
@@ -68,13 +75,16 @@ def apply(
         PlanError: it does not fit the model, or asks for what this version cannot carry out.
     """
     shape = outline(model)
-    if isinstance(config_or_plan, MemoryPlan):
-        return apply_plan(model, config_or_plan, shape, transfer, progress)
-    config = load_config(config_or_plan)
-    plan = resolve_plan(config, shape)
+    try:
+        wish = load_config_or_plan(config_or_plan)
+    except ConfigError as error:
+        raise with_problems_of_model(error, shape) from None
+    if isinstance(wish, MemoryPlan):
+        return apply_plan(model, wish, shape, transfer, progress)
+    plan = resolve_plan(wish, shape)
     for changed in (*plan.warnings, *plan.overrides):
         logger.warning("%s", changed)
-    if config.memory.mode == "off":
+    if wish.memory.mode == "off":
         return apply_plan(model, plan, shape, transfer, progress)
     if optimizer is None:
         raise PlanError([_NO_OPTIMIZER])
@@ -82,7 +92,7 @@ def apply(
         model,
         plan,
         shape,
-        config.memory,
+        wish.memory,
         optimizer=optimizer,
         transfer=transfer,
         progress=progress,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import TracebackType
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -58,9 +58,15 @@ class ActSwapError(ValueError):
 
 
 class ConfigError(ActSwapError):
-    """The document is malformed: raised by ``load_config`` with all of its problems."""
+    """The document is malformed: raised by ``load_config`` with all of its problems.
+
+    Attributes:
+        readable: an `ActSwapConfig` of the rest of the document, in which a model may show more mistakes;
+            ``None``: nothing can be said of the rest.
+    """
 
     subject = "configuration"
+    readable: Any = None
 
 
 class PlanError(ActSwapError):

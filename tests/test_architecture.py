@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 600
 
 PUBLIC_NAMES = {
-    *("load_config", "outline", "resolve_plan", "apply"),
+    *("load_config", "load_plan", "outline", "resolve_plan", "apply"),
     *("ActSwapConfig", "MemoryPlan", "AppliedPlan"),
     *("ConfigError", "PlanError"),
     *("ActSwapTrainingArguments", "ActSwapCallback"),

@@ -10,14 +10,14 @@ import typer
 from rich.console import RenderableType
 
 from ..config import ActSwapConfig, load_config
-from ..errors import ActSwapError, Problem
-from ..plan import MemoryPlan, resolve_plan
+from ..errors import ActSwapError, ConfigError, Problem
+from ..plan import MemoryPlan, resolve_plan, with_problems_of_model
 from ..plan.actions import folded
 from ..planner.profile import Prediction, Profile
 from . import options
 from .model_source import ModelError
 from .output import answer, heading, listed, problems_document, shown_problems
-from .planned import PLANNED, search, usual_steps
+from .planned import PLANNED, poor_deal, search, usual_steps
 from .step import StepShape, device_name, prediction_document, profile_of
 from .subject import Subject, subject, with_tp
 from .tables import fate_table, step_table
@@ -80,6 +80,7 @@ class Checked:
         if self.predicted and self.step is not None:
             yield heading(f"Predicted step: {self.step.described()}")
             yield step_table(self.predicted)
+            yield from poor_deal(self.predicted)
         if self.not_known:
             yield heading("Not known")
             yield from listed([self.not_known])
@@ -129,14 +130,15 @@ def check(
         found = Checked(config, strict)
         if seq is not None:
             found.step = StepShape(batch, seq, device_name(device), autocast, optimizer)
-        read: ActSwapConfig | None = None
+        read: ActSwapConfig | ConfigError
         try:
             read = with_tp(load_config(config), tp)
-        except ActSwapError as error:
+        except ConfigError as error:
+            read = error
             found.problems += error.problems
         try:
-            with subject(model, dtype, read or ActSwapConfig()) as looked_at:
-                _look(found, looked_at, read)
+            with subject(model, dtype, ActSwapConfig() if isinstance(read, ConfigError) else read) as seen:
+                _look(found, seen, read)
         except ActSwapError as error:
             found.problems += error.problems
         return found
@@ -144,12 +146,13 @@ def check(
     answer("check", as_json, ask)
 
 
-def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | None) -> None:
-    """Fill in all that a model and a configuration say; a malformed configuration leaves the model."""
+def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigError) -> None:
+    """Fill in all that a model and a configuration say; of a malformed one, what else is wrong with it."""
     found.model, found.described = looked_at.document(), looked_at.described()
     if not looked_at.shape.functions_known:
         found.not_known = f"Ops inside modules cannot be named: {looked_at.shape.why_not}."
-    if config is None:
+    if isinstance(config, ConfigError):
+        found.problems[:] = with_problems_of_model(config, looked_at.shape).problems
         return
     found.notes = config.notes
     plan = resolve_plan(config, looked_at.shape)
@@ -165,10 +168,12 @@ def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | None) -> N
     except ModelError as error:  # nothing that the user wrote: the configuration stands
         found.not_known = f"Bytes and times: {error.problems[0].found.rstrip('.')}."
         return
-    found.predicted = usual_steps(found.profile, plan)
-    if config.memory.mode != "off":
-        planned = search(looked_at, found.step, config.memory, found.profile, plan)
-        found.predicted = {**found.predicted, f"{PLANNED} ({config.memory.mode})": planned.prediction}
+    if config.memory.mode == "off":
+        found.predicted = usual_steps(found.profile, plan)
+        return
+    steps = dict(search(looked_at, found.step, config.memory, found.profile, plan).steps)
+    planned = steps.pop(PLANNED)
+    found.predicted = {**steps, f"{PLANNED} ({config.memory.mode})": planned}
 
 
 def _meaning(wish: Wish) -> str:

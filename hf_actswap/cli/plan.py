@@ -20,7 +20,7 @@ from .communication import communication_document, communication_note, communica
 from .numbers_text import size_text, step_ms_text
 from .options import OptimizerName
 from .output import answer, folded_by_layer, heading, listed, problems_document
-from .planned import NOTHING, PLANNED, Planned, memory_in_force, planned
+from .planned import NOTHING, PLANNED, Planned, memory_in_force, planned, poor_deal
 from .profile_file import AskedStep, ProfileFile, read_profile
 from .step import StepShape, device_name, prediction_document
 from .subject import subject, with_tp
@@ -28,6 +28,7 @@ from .tables import fate_table, step_table, summary_table
 
 _ALONE = "Times are computed from shapes and the device's rates; communication between ranks is not in them."
 _SEQ = 4096
+_PREDICTED = "predicted"
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ class PlanAnswer:
         yield step_table(found.steps, found.budget_bytes)
         if any(step.peak_bytes > found.budget_bytes for step in found.steps.values()):
             yield "! above the budget."
+        yield from poor_deal(found.steps)
         yield _ALONE if self.recorded is None else self.recorded.described()
         if self.saved_to is not None:
             yield f"Written to {self.saved_to}."
@@ -204,13 +206,18 @@ def plan(
     save: Annotated[
         str | None,
         typer.Option(
-            "--save", metavar="FILE", help="Write the plan; hf_actswap.apply takes it.", show_default=False
+            "--save",
+            metavar="FILE",
+            help="Write the plan, to train with: actswap=FILE, or memory.plan_file.",
+            show_default=False,
         ),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
     """Find what to keep, swap and recompute within a budget, and predict the step."""
     sizes = _sizes(compare) if compare is not None else ()
+    if save is not None:
+        _refuse_to_overwrite(save)
     if sizes and (save is not None or tp is not None):
         raise typer.BadParameter("--compare goes with neither --save nor --tp")
     if sizes and profile is not None:
@@ -265,13 +272,28 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
+def _refuse_to_overwrite(path: str) -> None:
+    """A file of that name must be one that this command has written."""
+    if not Path(path).exists():
+        return
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or _PREDICTED not in document:
+        text = f"{path} exists and was not written by --save: it stays as it is"
+        raise typer.BadParameter(text, param_hint="--save")
+
+
 def _write(path: str, found: Planned) -> None:
     document = json.loads(found.plan.to_json())
-    document["predicted"] = {
+    document[_PREDICTED] = {
         "model": found.subject.document(),
         "step": found.step.document(),
         "budget_bytes": found.budget_bytes,
         **prediction_document(found.steps[PLANNED]),
+        "without_plan_peak_bytes": found.steps[NOTHING].peak_bytes,
+        "without_plan_step_ms": found.steps[NOTHING].step_ms,
     }
     try:
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -41,9 +41,13 @@ class Reported:
             table.add_row("a step", ms_text(facts.step_ms))
         if facts.peak_bytes is not None:
             table.add_row("peak memory", size_text(facts.peak_bytes))
+        if facts.saving is not None:
+            table.add_row("saved", size_text(facts.saving.saved_bytes))
         table.add_row("swapped a step", size_text(facts.offloaded_bytes))
         table.add_row("waits a step", ms_text(facts.stall_ms))
         yield table
+        if facts.saving is not None:
+            yield f"\n{facts.saving.in_words()}"
         if facts.compared:
             yield ""
             yield _compared_table(facts.compared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import ConfigError, Problem, short_traceback
 from . import dump, published
@@ -20,13 +20,16 @@ from .parallel_section import (
     lookup,
     read_parallel,
 )
-from .published import PlanSource
-from .reader import Findings, Path, read_int, show
+from .published import PLAN_FORMAT, PlanSource
+from .reader import Findings, Path, read_choice, read_int, show
 from .recompute_section import read_recompute
 from .schema import MemoryConfig, ParallelConfig, RecomputeConfig, SwapConfig
 from .sources import EXPECTED_SOURCE, Document, from_name, from_path, from_string
 from .swap_section import read_swap, swap_is_unreadable
 from .yaml_text import parse_yaml
+
+AUTO = "auto"
+"""A configuration by name: nothing is written, everything is found out. A file of that name is ``./auto``."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class ActSwapConfig:
 
     Attributes:
         num_layers: ``model.model_config.num_layers`` where the document states it; checked against the model.
+        log: what a training says on its console: ``summary``, or ``reference``, MindFormers' lines too.
         notes: one line for each section or key that was accepted and has no meaning here, saying what
             becomes of it. Not part of equality, and not written by `to_yaml`.
         source: the file, the Hub id with its commit (``org/name@commit``), or a short description, for
@@ -48,6 +52,7 @@ class ActSwapConfig:
     num_layers: int | None = field(
         default=None, metadata={dump.DOCUMENT_PATH: ("model", "model_config", "num_layers")}
     )
+    log: Literal["summary", "reference"] = "summary"
     notes: tuple[str, ...] = field(default=(), compare=False)
     source: str = field(default="", compare=False)
 
@@ -154,11 +159,13 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | ActSwapConf
     """Read a configuration.
 
     Args:
-        source: a path of a YAML or JSON file; a folder that holds ``actswap_config.yaml``; the text itself
-            (it has a line break or is a mapping); a mapping, which is not changed; an `ActSwapConfig`,
-            returned as is; ``None`` or an empty text, for all defaults; else a Hub id, ``org/name`` or
-            ``org/name@revision``, whose repository holds ``actswap_config.yaml``. Only a string that is
-            none of the others and looks like a Hub id reaches the network.
+        source: the word ``auto``: a planner that chooses every fate and finds its budget out,
+            ``memory: {mode: adaptive}``; a path of a YAML or JSON file; a folder that holds
+            ``actswap_config.yaml``; the text itself (it has a line break or is a mapping); a mapping, which
+            is not changed; an `ActSwapConfig`, returned as is; ``None`` or an empty text, for all defaults;
+            else a Hub id, ``org/name`` or ``org/name@revision``, whose repository holds
+            ``actswap_config.yaml``. Only a string that is none of the others and looks like a Hub id reaches
+            the network.
 
     Returns:
         The configuration; its ``notes`` have one line for each accepted section or key without meaning.
@@ -168,6 +175,8 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | ActSwapConf
     """
     if isinstance(source, ActSwapConfig):
         return source
+    if source == AUTO:
+        return ActSwapConfig(memory=MemoryConfig(mode="adaptive"), source=AUTO)
     if source is None:
         return ActSwapConfig(source="defaults")
     if isinstance(source, Mapping):
@@ -202,6 +211,9 @@ def _without_plan_file(config: ActSwapConfig) -> ActSwapConfig:
 def _read_document(
     document: Mapping[Any, Any], duplicates: list[tuple[Path, Problem]], source: str
 ) -> ActSwapConfig:
+    if document.get("format") == PLAN_FORMAT:
+        hint = "hf_actswap.apply and the argument `actswap` take it; hf_actswap.load_plan reads it."
+        raise ConfigError([Problem("document", "a configuration", "a plan", hint)], source)
     findings = Findings(document)
     for path, problem in duplicates:
         findings.problem(path, problem.expected, problem.found, problem.hint)
@@ -219,13 +231,24 @@ def _read_document(
         parallel_config=parallel,
         memory=memory,
         num_layers=_read_num_layers(findings),
+        log=_read_log(findings),
         notes=findings.notes(),
         source=source,
     )
     problems = findings.problems()
     if problems:
-        raise ConfigError(problems, source)
+        error = ConfigError(problems, source)
+        # What a table of layers means depends on these.
+        if not (swap_is_unreadable(findings) or findings.any_below("parallel_config", "model", "parallel")):
+            error.readable = config
+        raise error
     return config
+
+
+def _read_log(findings: Findings) -> Any:
+    value = findings.document.get("log")
+    found = None if value is None else read_choice(findings, ("log",), value, ("summary", "reference"))
+    return found or "summary"
 
 
 def _read_num_layers(findings: Findings) -> int | None:

@@ -62,6 +62,10 @@ class Findings:
         """All notes, in the order of the document."""
         return tuple(line for _, line in sorted(self._notes, key=lambda item: self.position(item[0])))
 
+    def any_below(self, *sections: str) -> bool:
+        """Whether there is a problem in one of these sections."""
+        return any(path[:1] == (section,) for path, _ in self._problems for section in sections)
+
     def position(self, path: Path) -> tuple[float, ...]:
         """Where ``path`` stands in the document, as a sort key; a missing key stands after all others."""
         position: list[float] = []

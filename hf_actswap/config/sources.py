@@ -94,7 +94,7 @@ def _from_hub(name: str, repo_id: str, revision: str | None, options: HubOptions
     try:
         found = fetch(repo_id, CONFIG_FILE_NAME, revision, options, MAX_TEXT_BYTES)
     except OSError as error:
-        raise _no_such(name, f"no such file or folder, and from the Hub: {error}", expected) from error
+        raise _no_such(name, f"no such file or folder, and from the Hub: {error}", expected) from None
     return Document(_read(found.path, found.pinned), found.pinned, found)
 
 
@@ -117,11 +117,11 @@ def _read(path: str, source: str) -> str:
         with open(path, "rb") as file:
             raw = file.read(MAX_TEXT_BYTES + 1)
     except OSError as error:
-        raise _no_such(path, f"it cannot be read, {error.strerror}") from error
+        raise _no_such(path, f"it cannot be read, {error.strerror}") from None
     if len(raw) > MAX_TEXT_BYTES:
         raise ConfigError([too_long("more")], source)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         problem = Problem("document", "text in UTF-8", f"byte {error.start} that is not")
-        raise ConfigError([problem], source) from error
+        raise ConfigError([problem], source) from None

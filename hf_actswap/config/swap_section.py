@@ -28,15 +28,22 @@ EXPECTED_OP_NAME = "an op path or a list of op paths"
 _LAYER_ENTRY_KEYS = ("backward_prefetch", "layers")
 _OP_ENTRY_KEYS = ("op_name", "backward_prefetch", "layers")
 
+_ANY_OP = ".*"
+
 RuleT = TypeVar("RuleT", LayerSwapRule, OpSwapRule)
 
 
 @dataclass(frozen=True)
 class _Entry(Generic[RuleT]):
-    """A rule and the path of the entry that it was written in."""
+    """A rule and the path of the entry that it was written in.
+
+    Of an entry that is not ``whole`` a part is unreadable, and something harmless stands in its place: a
+    model can still show what else is wrong with it.
+    """
 
     path: Path
     rule: RuleT
+    whole: bool = True
 
 
 def read_swap(findings: Findings) -> SwapConfig:
@@ -63,8 +70,8 @@ def read_swap(findings: Findings) -> SwapConfig:
 
 def swap_is_unreadable(findings: Findings) -> bool:
     """Whether ``swap_config.swap`` is neither true nor false, so that nobody knows which rules hold."""
-    section = findings.document.get("swap_config")
-    return isinstance(section, Mapping) and not isinstance(section.get("swap", False), bool)
+    section = findings.document.get("swap_config") or {}
+    return not (isinstance(section, Mapping) and isinstance(section.get("swap", False), bool))
 
 
 def read_prefetch(findings: Findings, path: Path, value: object) -> Prefetch | None:
@@ -150,9 +157,8 @@ def _read_layer_entry(
     check_keys(findings, path, entry, _LAYER_ENTRY_KEYS)
     prefetch = _read_key(findings, path, entry, "backward_prefetch", read_prefetch, EXPECTED_PREFETCH)
     layers = _read_key(findings, path, entry, "layers", read_layers, EXPECTED_LAYERS)
-    if prefetch is None or layers is None:
-        return []
-    return [_Entry(path, LayerSwapRule(prefetch, layers))]
+    whole = prefetch is not None and layers is not None
+    return [_Entry(path, LayerSwapRule(prefetch or 1, layers if layers is not None else False), whole)]
 
 
 def _read_op_entry(findings: Findings, path: Path, entry: Mapping[Any, Any]) -> list[_Entry[OpSwapRule]]:
@@ -160,9 +166,10 @@ def _read_op_entry(findings: Findings, path: Path, entry: Mapping[Any, Any]) -> 
     names = _read_key(findings, path, entry, "op_name", _read_op_names, EXPECTED_OP_NAME)
     prefetch = _read_key(findings, path, entry, "backward_prefetch", read_prefetch, EXPECTED_PREFETCH)
     layers = _read_key(findings, path, entry, "layers", read_layers, EXPECTED_LAYERS)
-    if names is None or prefetch is None or layers is None:
-        return []
-    return [_Entry(path, OpSwapRule(name, prefetch, layers)) for name in names]
+    whole = names is not None and prefetch is not None and layers is not None
+    where_to = layers if layers is not None else False
+    rules = (OpSwapRule(name, prefetch or 1, where_to) for name in names or (_ANY_OP,))
+    return [_Entry(path, rule, whole) for rule in rules]
 
 
 def _read_key(
@@ -224,12 +231,12 @@ def _collapse(
 
 
 def _check_group(findings: Findings, group: str, members: list[_Entry[Any]], everywhere: _Entry[Any]) -> None:
-    first = members[0].rule.backward_prefetch
-    other = next((m for m in members if m.rule.backward_prefetch != first), None)
+    whole = [member for member in members if member.whole]
+    other = next((m for m in whole if m.rule.backward_prefetch != whole[0].rule.backward_prefetch), None)
     if other is None:
         return
     at = max(members.index(other), members.index(everywhere))
-    values = ", ".join(str(member.rule.backward_prefetch) for member in members)
+    values = ", ".join(str(member.rule.backward_prefetch) for member in whole)
     findings.problem(
         members[at].path,
         f"the same backward_prefetch in all entries of {group}",

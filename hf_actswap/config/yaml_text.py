@@ -129,7 +129,7 @@ def parse_yaml(text: str, source: str) -> tuple[object, list[tuple[Path, Problem
         problem = Problem("document", f"at most {MAX_LEVELS} levels of lists and mappings", "more")
         raise ConfigError([problem], source) from None
     except yaml.YAMLError as error:
-        raise ConfigError([_syntax_problem(error, text)], source) from error
+        raise ConfigError([_syntax_problem(error, text)], source) from None
 
 
 def too_long(size: str) -> Problem:

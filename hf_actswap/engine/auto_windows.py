@@ -30,7 +30,7 @@ from .host_pool import HostPool
 from .link import Link, slowest
 from .observation import Key, Measured, Observation, Seen
 from .profile import Decision, Timeline
-from .stats import Counters
+from .stats import Counters, gib_text
 from .transfer import Transfer
 from .windows import choose_windows
 
@@ -156,9 +156,9 @@ class AutoWindows:
         self._tell(_overrides(agreed, decisions, seen, self._link))
         swapped, kept = (_bytes_decided(agreed, decisions, swap) for swap in (True, False))
         logger.info(
-            "auto has measured: it swaps %s bytes a forward and keeps %s; see applied.plan.overrides",
-            f"{swapped:,}",
-            f"{kept:,}",
+            "auto has measured: it swaps %s a forward and keeps %s; see applied.plan.overrides",
+            gib_text(swapped),
+            gib_text(kept),
         )
 
 

@@ -9,11 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline
 from ..plan.save_recorder import record_saved
-from ..plan.saved_bytes import SavedBytes
+from ..plan.saved_bytes import SavedBytes, dropped_bytes
 
 logger = logging.getLogger(__name__)
+
+
+def dropped_by(plan: MemoryPlan, foreseen: Foreseen) -> int | None:
+    """Return the bytes that a plan drops and rebuilds in a forward; ``None``: they are not known."""
+    if all(row.fate not in ("recompute", "re-gather") for row in plan.rows):
+        return 0
+    saved = foreseen.saved()
+    return None if saved is None else dropped_bytes(saved, plan)
 
 
 class Foreseen:

@@ -34,7 +34,7 @@ from .checkpoint_watch import CheckpointWatch
 from .checkpointed_layer import checkpointed
 from .compiled_regions import CompiledRegions
 from .fates import FateTable
-from .foreseen import Foreseen
+from .foreseen import Foreseen, dropped_by
 from .forward_pass import ForwardPass
 from .host_budget import HostMemory, Progress
 from .naming_mode import NamingMode, end_region
@@ -93,6 +93,8 @@ class Engine:
         self._named = self._fates.scopes_without_recomputation & self._fates.named_layers
         self._inside_hooks: list[Undo] | None = None
         self._mode: NamingMode | None = None
+        self.dropped_bytes: int | None = None
+        """See `AppliedPlan.dropped_bytes`."""
 
     def stats(self) -> SwapStats:
         """See `AppliedPlan.stats`."""
@@ -192,6 +194,8 @@ class Engine:
             foreseen = Foreseen(self._root, self.outline, args, kwargs)
             self._place.host.make_ready(setting.pool, setting.transfer.overlaps, self.plan, foreseen)
             self.plan = self._fates.follow(plan_that_pays(self.plan, foreseen))
+            if not self._place.evictable:  # else the planner counts
+                self.dropped_bytes = dropped_by(self.plan, foreseen)
         forward = ForwardPass(self._place.watched(setting), self._outside, routines, (args, kwargs))
         self._forward = forward
         self._counters.forwards += 1

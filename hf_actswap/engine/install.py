@@ -50,6 +50,15 @@ class AppliedPlan:
         """Return the totals since the plan was applied; subtract an earlier one to get a step."""
         return self._engine.stats()
 
+    @property
+    def dropped_bytes(self) -> int | None:
+        """Bytes that backward finds neither on the device nor on the host, in one forward: they are rebuilt.
+
+        Counted at the first training forward, from its run on fake tensors; ``None``: not known (compiled
+        layers, models that do not run on fake tensors, no forward yet).
+        """
+        return self._engine.dropped_bytes
+
     def keep_by(self, keeper: Keeper | None) -> None:
         """Let ``keeper`` make the tickets of what stays on the device, from the next forward on.
 

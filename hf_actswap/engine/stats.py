@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from .host_pool import HostPool
+
+GIB = 2**30
+_DIGITS = 4
+_MORE_THAN_ANY_DEVICE = 2**60
+
+
+def gib(size_bytes: float) -> float:
+    """Return bytes in GiB."""
+    return size_bytes / GIB
+
+
+def gib_text(size_bytes: float, rounding: Callable[[float], float] = round) -> str:
+    """Return bytes in GiB with four digits; ``unlimited`` for more than any device has.
+
+    Args:
+        size_bytes: at least 0.
+        rounding: `math.ceil` for what is at least needed, `math.floor` for what is at most possible.
+    """
+    if size_bytes >= _MORE_THAN_ANY_DEVICE:
+        return "unlimited"
+    size = gib(size_bytes)
+    decimals = 0 if size <= 0 else max(_DIGITS - 1 - math.floor(math.log10(size)), 0)
+    return f"{rounding(size * 10**decimals) / 10**decimals:.{decimals}f} GiB"
 
 
 class PendingTime(Protocol):
@@ -83,12 +107,18 @@ class SwapStats:
 
     def as_log(self, prefix: str = "actswap_") -> dict[str, float]:
         """Return the numbers that belong into a training log, under names for it."""
-        numbers = {f"{prefix}{name}": getattr(self, name) for name in _LOGGED}
-        numbers[f"{prefix}refused_bytes"] = sum(self.refused.values())
-        return numbers
+        numbers = {
+            "offloaded_gib": gib(self.offloaded_bytes),
+            "prefetched_gib": gib(self.prefetched_bytes),
+            "refused_gib": gib(sum(self.refused.values())),
+            "host_peak_gib": gib(self.host_peak_bytes),
+            "stalls": self.stalls,
+            "stall_ms": round(self.stall_ms, 3),
+            "recomputes": self.recomputes,
+        }
+        return {f"{prefix}{name}": value for name, value in numbers.items()}
 
 
-_LOGGED = ("offloaded_bytes", "prefetched_bytes", "stalls", "stall_ms", "recomputes", "host_peak_bytes")
 _NOT_TOTALS = frozenset(
     {"refused", "host_bytes", "host_peak_bytes", "host_pool_bytes", "pinning_ms", "live_swaps"}
 )

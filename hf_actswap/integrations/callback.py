@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,14 +14,16 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from ..apply import apply_plan, plan_while_training
-from ..config import ActSwapConfig, load_config
+from ..config import ActSwapConfig
 from ..engine import AppliedPlan, SwapStats
-from ..errors import ConfigError, PlanError, Problem, short_traceback
+from ..engine.stats import gib_text
+from ..errors import ActSwapError, ConfigError, PlanError, Problem, short_traceback
 from ..parallel import tensor_parallel_group
 from ..parallel.rank_agreement import failing_together
-from ..plan import MemoryPlan, outline, resolve_plan
+from ..plan import ConfigOrPlan, MemoryPlan, load_config_or_plan, outline, resolve_plan
 from ..planner import Planner
 from ..report import PinningBar, plan_table
+from ..report.saving import Saving
 from .calling_trainer import called_model, calling_trainer
 from .fused_head import take_fused_head
 from .launcher_traps import refuse_lonely_processes, started_together
@@ -63,7 +65,8 @@ class ActSwapCallback(TrainerCallback):
     the first step. `ActSwapTrainer` does both.
 
     Args:
-        args: `ActSwapTrainingArguments`, or a configuration in any form that `load_config` takes, or a plan.
+        args: `ActSwapTrainingArguments`, or a configuration in any form that `load_config` takes, or a plan
+            or its file.
 
     Attributes:
         applied: the plan on the model, or the planner that changes it, or ``None`` outside training.
@@ -72,18 +75,17 @@ class ActSwapCallback(TrainerCallback):
     Raises:
         ConfigError: the configuration is malformed. Where several processes were started, the construction of
             the Trainer raises it, on the others `RankAgreementError`.
+        PlanError: the plan is malformed; as `ConfigError`.
     """
 
     @short_traceback
-    def __init__(
-        self, args: TrainingArguments | ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | None
-    ) -> None:
-        source = getattr(args, "actswap", None) if isinstance(args, TrainingArguments) else args
+    def __init__(self, args: TrainingArguments | ConfigOrPlan) -> None:
+        self._source = getattr(args, "actswap", None) if isinstance(args, TrainingArguments) else args
         self._wish: ActSwapConfig | MemoryPlan = ActSwapConfig()
-        self._fault: ConfigError | None = None
+        self._fault: ActSwapError | None = None
         try:
-            self._wish = source if isinstance(source, MemoryPlan) else load_config(source)
-        except ConfigError as error:
+            self._wish = load_config_or_plan(self._source)
+        except (ConfigError, PlanError) as error:
             if not started_together():
                 raise
             self._fault = error  # for `on_init_end`, where the other ranks hear of it
@@ -91,6 +93,8 @@ class ActSwapCallback(TrainerCallback):
         self._step = SwapStats()
         self._logged: MemoryPlan | None = None
         self._record: RunRecord | None = None
+        self._saving: Saving | None = None
+        self._bound = False
         self.applied: AppliedPlan | Planner | None = None
         self.parallel: ParallelTraining | None = None
 
@@ -140,16 +144,21 @@ class ActSwapCallback(TrainerCallback):
                 asked = kwargs.get("resume_from_checkpoint", next(iter(args), None))
                 facts["resume_from_checkpoint"] = checkpoint_fact(asked, trainer.args.output_dir)
             try:
-                return train(*args, **kwargs)
+                found = train(*args, **kwargs)
             finally:
                 self.remove()
+            self._say_saving()
+            return found
 
         @functools.wraps(log)
         def log_with_statistics(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
             if self.applied is not None and "loss" in logs:
                 logs = {**logs, **self._step.as_log()}
                 if self._record is not None:
+                    logs.update(self._record.as_log())
                     self._record.logged({"step": trainer.state.global_step, **logs})
+            if self._record is not None and "train_loss" in logs:
+                logs.update(self._record.as_log())  # what `train` returns, too
             return log(logs, *args, **kwargs)
 
         @functools.wraps(step)
@@ -158,6 +167,7 @@ class ActSwapCallback(TrainerCallback):
                 return self.applied.micro_batch(lambda: step(*args, **kwargs))
             return step(*args, **kwargs)
 
+        self._bound = True
         trainer.train, trainer.log = train_and_remove, log_with_statistics
         trainer.training_step = step_with_second_try
 
@@ -176,6 +186,7 @@ class ActSwapCallback(TrainerCallback):
             raise ValueError("ActSwapCallback needs the model: it is a callback of the Trainer")
         model = called_model(calling_trainer(self), model)
         wish, parallel = self._wish, self.parallel
+        config = wish if isinstance(wish, ActSwapConfig) else ActSwapConfig()
         silent = PinningBar(shown=False) if args.disable_tqdm and state.is_world_process_zero else None
         with nullcontext() if parallel is None else tensor_parallel_group(parallel.patched.group):
             with failing_together("plan", args.ddp_timeout):
@@ -185,13 +196,13 @@ class ActSwapCallback(TrainerCallback):
                     raise refusal("add_callback (parallel_config works for a callback of the constructor)")
                 shape = outline(model)
                 plan = wish if isinstance(wish, MemoryPlan) else resolve_plan(wish, shape)
-            if isinstance(wish, ActSwapConfig) and wish.memory.mode != "off":
+            if config.memory.mode != "off":
                 with self._spoken(state):
                     self.applied = plan_while_training(
                         model,
                         plan,
                         shape,
-                        wish.memory,
+                        config.memory,
                         optimizer=kwargs.get("optimizer"),
                         counts_steps=False,
                         progress=silent,
@@ -204,14 +215,26 @@ class ActSwapCallback(TrainerCallback):
             parallel.expect_batch()
         self._before = self._step = SwapStats()
         self._logged = self.applied.plan
-        notes = list(wish.notes) if isinstance(wish, ActSwapConfig) else []
         with worker_log(_worker_path(args)) as worker:
-            _log_plan(worker, plan, notes)
+            _log_plan(worker, plan, config.notes)
         if state.is_world_process_zero:
             self._record = _begin_record(args, model, self.applied, wish, kwargs.get("optimizer"))
             with console_logging(logger):
-                _log_plan(logger, plan, notes)
-                logger.info("%s", "\n" + plan_table(plan))
+                _log_plan(
+                    logger, plan, config.notes, logging.INFO if config.log == "reference" else logging.DEBUG
+                )
+                if isinstance(self.applied, Planner) or self._divides or _does_anything(plan):
+                    logger.info("%s", "\n" + plan_table(plan))
+                else:
+                    logger.warning(_DOES_NOTHING, self._why_nothing())
+
+    def _why_nothing(self) -> str:
+        if self._source is None:
+            return "actswap=None"
+        if isinstance(self._wish, ActSwapConfig):
+            empty = not self._wish.to_dict()
+            return f"the configuration ({self._wish.source}) {'is empty' if empty else 'keeps everything'}"
+        return "the plan keeps everything"
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -247,8 +270,8 @@ class ActSwapCallback(TrainerCallback):
             with console_logging(logger):
                 for reason, size_bytes in now.refused.items():
                     logger.warning(
-                        "%s bytes a step are swapped by the plan and stay on the device: %s.",
-                        f"{size_bytes:,}",
+                        "%s a step are swapped by the plan and stay on the device: %s.",
+                        gib_text(size_bytes),
                         reason,
                     )
         self._log_decisions(self.applied.plan, args, state)
@@ -276,8 +299,17 @@ class ActSwapCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Remove."""
+        """Remove; say what was saved, unless `train` still has something to say."""
+        self._saving = None if self._record is None else self._record.saving()
         self.remove()
+        if not self._bound:
+            self._say_saving()
+
+    def _say_saving(self) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with console_logging(logger):
+                logger.info("%s", saving.in_words())
 
     def remove(self) -> None:
         """Take the plan off the model. Safe to call again."""
@@ -287,6 +319,61 @@ class ActSwapCallback(TrainerCallback):
             record.close()
         if applied is not None:
             applied.remove()
+
+
+class ArgumentsCallback(ActSwapCallback):
+    """What a Trainer makes by itself because its arguments are `ActSwapTrainingArguments`.
+
+    It does what they say, and leaves a Trainer that has an `ActSwapCallback` which was passed to it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """See `ActSwapCallback`; now the arguments are known."""
+        self._source = getattr(args, "actswap", None)
+        if self._source is not None and not self._gives_way():
+            self._wish = load_config_or_plan(self._source)
+            super().on_init_end(args, state, control, **kwargs)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """See `ActSwapCallback`."""
+        if self._gives_way():
+            return
+        if self._source is not None:
+            super().on_train_begin(args, state, control, model, **kwargs)
+        elif state.is_world_process_zero:
+            with console_logging(logger):
+                logger.warning(_DOES_NOTHING, self._why_nothing())
+
+    def _gives_way(self) -> bool:
+        trainer = calling_trainer(self)
+        callbacks = [] if trainer is None else trainer.callback_handler.callbacks
+        others = [item for item in callbacks if item is not self]
+        if not any(isinstance(item, ActSwapCallback) for item in others):
+            return False
+        trainer.callback_handler.callbacks = others  # another list: the event goes on through this one
+        return True
+
+
+_DOES_NOTHING = (
+    'Nothing is swapped or recomputed: %s. actswap="auto" looks for a plan with all that the device has.'
+)
+
+
+def _does_anything(plan: MemoryPlan) -> bool:
+    other = plan.gather_weights_again or plan.keeps_gathered
+    return bool(other) or any(row.fate != "keep" or row.parameters for row in plan.rows)
 
 
 def _begin_record(
@@ -300,11 +387,13 @@ def _worker_path(args: TrainingArguments) -> str:
     return os.path.join(args.output_dir or ".", f"worker_{args.process_index}.log")
 
 
-def _log_plan(target: logging.Logger, plan: MemoryPlan, notes: list[str]) -> None:
-    """Log the notes, the warnings and the reference-style lines, in the reference's order."""
+def _log_plan(
+    target: logging.Logger, plan: MemoryPlan, notes: Iterable[str], lines: int = logging.INFO
+) -> None:
+    """Log the notes, the warnings and, at level ``lines``, those of the reference, in its order."""
     for note in notes:
         target.info("%s", note)
     for warning in plan.warnings:
         target.warning("%s", warning)
     for line in plan.log_lines():
-        target.info("%s", line)
+        target.log(lines, "%s", line)

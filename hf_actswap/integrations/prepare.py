@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +10,12 @@ import torch
 from torch import nn
 
 from ..apply import apply
-from ..config import ActSwapConfig, load_config
+from ..config import ActSwapConfig
 from ..engine import AppliedPlan
 from ..errors import Problem, short_traceback
 from ..parallel import tensor_parallel_group
 from ..parallel.rank_agreement import failing_together
+from ..plan import ConfigOrPlan, load_config_or_plan
 from ..planner import Planner
 from .launcher_traps import refuse_lonely_processes
 from .optimizer_parameters import full_optimizer_state, own_optimizer_state
@@ -74,7 +74,7 @@ class Prepared:
 def prepare(
     accelerator: Any,
     model: nn.Module,
-    config: ActSwapConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
+    config: ConfigOrPlan,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     shard_over_data: bool = False,
@@ -103,7 +103,7 @@ def prepare(
     Args:
         accelerator: Accelerate's.
         model: a causal language model, whole and not prepared.
-        config: whatever `load_config` takes.
+        config: ``"auto"``, a plan, or whatever else `hf_actswap.apply` takes.
         optimizer: built on ``model``, before its first step; it is given the divided parameters.
         shard_over_data: shard the parts over the data axis too, by FSDP2 (``fully_shard`` on each layer and
             on the model) in place of DDP. Not with Accelerate's own ``fsdp_plugin``, which shards over all
@@ -116,9 +116,10 @@ def prepare(
         ParallelTrainingError: the accelerator is set up for what does not go with a model in parts.
     """
     with failing_together("hf_actswap.prepare") as facts:
-        loaded = load_config(config)
+        wish = load_config_or_plan(config)
+        loaded = wish if isinstance(wish, ActSwapConfig) else ActSwapConfig()
         refuse_lonely_processes(accelerator.num_processes)
-        facts.update(facts_of(loaded), shard_over_data=str(shard_over_data))
+        facts.update(facts_of(wish), shard_over_data=str(shard_over_data))
         if loaded.parallel_config.tensor_parallel_size > 1:
             _refuse(accelerator)
         elif shard_over_data:
@@ -126,9 +127,9 @@ def prepare(
     if loaded.parallel_config.tensor_parallel_size == 1:
         if loaded.memory.mode != "off" and optimizer is not None:  # it looks at what really trains, and where
             wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)
-            applied = apply(wrapped, loaded, optimizer=prepared_optimizer)
+            applied = apply(wrapped, wish, optimizer=prepared_optimizer)
             return Prepared(wrapped, prepared_optimizer, applied, None, model, accelerator)
-        applied = apply(model, loaded, optimizer=optimizer)
+        applied = apply(model, wish, optimizer=optimizer)
         if optimizer is None:
             return Prepared(accelerator.prepare(model), None, applied, None, model, accelerator)
         wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)  # FSDP2 wants both at once

@@ -13,6 +13,7 @@ import platform
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,13 +23,15 @@ from torch import nn
 from ..config import ActSwapConfig
 from ..engine import AppliedPlan, SwapStats
 from ..engine.agreement import world_size
+from ..engine.stats import gib
 from ..engine.step_watch import MemoryWatch, TimeWatch
 from ..engine.transfer import HostStamp
 from ..plan import MemoryPlan
 from ..plan.outline import unwrapped
 from ..planner import CountingMeter, Planner
 from ..planner.meter import device_name, resting_tensors
-from ..report.run_files import PLANNER, RUN, RunFiles
+from ..report.run_files import PLANNER, RUN, SAVING, RunFiles
+from ..report.saving import COUNTED, Saving
 from ..version import __version__
 
 logger = logging.getLogger(__name__)
@@ -79,6 +82,10 @@ class RunRecord:
         self._before = SwapStats()
         self._plan: MemoryPlan | None = None
         self._settled = False
+        self._step_ms: list[float] = []
+        self._stall_ms = 0.0
+        self._watched_peak_bytes: int | None = None
+        self._peak_before_bytes = self._device_memory().get("peak_bytes", 0)
         self._files.write(RUN, _about(model, applied, self._device, config))
 
     def step_starts(self) -> None:
@@ -109,6 +116,7 @@ class RunRecord:
             self._files.write_measured(watch.timeline())
         elif isinstance(watch, MemoryWatch):
             measured = watch.memory()
+            self._watched_peak_bytes = max(sample.total_bytes for sample in measured.samples)
             self._stop_meter()
             self._files.write_measured(measured)
 
@@ -125,16 +133,56 @@ class RunRecord:
             **line,
             "phase": "" if planner is None else planner.phase,
             "steps": self._steps_since_line,
-            "step_ms": now.ms_since(self._since) / steps,
+            "step_ms": (step_ms := now.ms_since(self._since) / steps),
             **self._device_memory(),
             "stats": asdict(stats - self._before),
         }
-        self._since, self._before, self._steps_since_line = now, stats, 0
+        before, self._since, self._before, self._steps_since_line = self._before, now, stats, 0
+        self._step_ms.append(step_ms)
+        self._stall_ms = (stats - before).stall_ms / steps
         self._files.add_step(found)
         self._write_decisions(planner)
 
+    def saving(self) -> Saving | None:
+        """Return what the plan saves in a step; ``None``: nothing is known yet."""
+        planner = self._applied if isinstance(self._applied, Planner) else None
+        if planner is not None and planner.outcome is not None:
+            found = planner.outcome
+            saved_bytes = max(found.without_peak_bytes - found.peak_bytes, 0)
+            times_ms = found.step_ms, found.without_step_ms, self._stall_ms
+            peak_bytes = None if planner.trials else self._peak_bytes()  # a file's was another training's
+            return Saving(saved_bytes, found.source, peak_bytes or found.peak_bytes, *times_ms)
+        applied = self._applied.settled if isinstance(self._applied, Planner) else self._applied
+        if applied is None:
+            return None
+        # The first line contains what a training has to make ready.
+        step_ms = median(self._step_ms[1:] or self._step_ms) if self._step_ms else None
+        if not applied.plan.rows:
+            return Saving(0, "it keeps everything", self._peak_bytes(), step_ms)
+        total = applied.stats()
+        if applied.dropped_bytes is None or not total.forwards:
+            return None
+        saved_bytes = applied.dropped_bytes + total.offloaded_bytes // total.forwards
+        return Saving(saved_bytes, COUNTED, self._peak_bytes(), step_ms, stall_ms=self._stall_ms)
+
+    def as_log(self) -> dict[str, float]:
+        """Return what belongs into a training log: peak and saving, and what the allocator has held."""
+        saving = self.saving()
+        found = {} if saving is None else saving.as_log()
+        if held_bytes := self._device_memory().get("reserved_peak_bytes"):
+            found["actswap_device_peak_gib"] = gib(held_bytes)
+        return found
+
+    def _peak_bytes(self) -> int | None:
+        """Of the steps with the plan; an earlier training in this process may have had a higher one."""
+        peak_bytes = self._device_memory().get("peak_bytes", 0)
+        return peak_bytes if peak_bytes > self._peak_before_bytes else self._watched_peak_bytes
+
     def close(self) -> None:
         """The training ends, or has failed. Safe to call again."""
+        saving = self.saving()
+        if saving is not None:
+            self._files.write(SAVING, asdict(saving))
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
@@ -198,6 +246,7 @@ class RunRecord:
             "allocated_bytes": int(torch.accelerator.memory_allocated(self._device)),
             "peak_bytes": int(torch.accelerator.max_memory_allocated(self._device)),
             "reserved_bytes": int(torch.accelerator.memory_reserved(self._device)),
+            "reserved_peak_bytes": int(torch.accelerator.max_memory_reserved(self._device)),
         }
 
 

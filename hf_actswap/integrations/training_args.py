@@ -1,38 +1,59 @@
-"""One field more for the Trainer's arguments."""
+"""One field more for the Trainer's arguments, and the callback by which any Trainer acts on it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from transformers.integrations.integration_utils import (
+    INTEGRATION_TO_CALLBACK,
+    get_available_reporting_integrations,
+)
 from transformers.training_args import TrainingArguments
 
 from ..config import ActSwapConfig, load_config
 from ..errors import short_traceback
 from ..parallel.rank_agreement import failing_together, shared_store
+from ..plan import load_config_or_plan
+from .callback import ArgumentsCallback
 from .shared_config import facts_of, may_move, pin_together
+
+REPORTS_TO = "actswap"
+"""The name in ``report_to`` under which transformers finds `ArgumentsCallback`: a Trainer makes one callback
+for each name that its arguments hold there, and knows no other way from its arguments to a callback."""
+
+INTEGRATION_TO_CALLBACK[REPORTS_TO] = ArgumentsCallback  # only arguments of the class below hold the name
 
 
 @dataclass
 class ActSwapTrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments` with the field ``actswap``.
 
+    Every Trainer that is handed these arguments acts on them: ``report_to`` holds ``"actswap"`` beside what
+    is written there, and so the Trainer makes an `ArgumentsCallback`. For a trainer with arguments of its
+    own, put this class in front: ``class Arguments(ActSwapTrainingArguments, SFTConfig): ...``.
+
     Args:
-        actswap: the configuration: a mapping (inline YAML or JSON), a file, a folder with
-            ``actswap_config.yaml``, or a Hub id ``org/name[@revision]``. ``None``: nothing is swapped.
+        actswap: ``"auto"``: a plan is looked for, with all that the device has. Else the configuration: a
+            mapping (inline YAML or JSON), a file, a folder with ``actswap_config.yaml``, or a Hub id
+            ``org/name[@revision]``; or the file of a plan. ``None``: nothing is swapped, which is warned of.
             Of a Hub id the field keeps the commit that it is, ``org/name@commit``, the same on all ranks:
             rank 0 asks, and the arguments that a run saves say what it was.
 
     Raises:
         ConfigError: the configuration is malformed; before anything of the Trainer is set up. All ranks
             raise it if rank 0 cannot have it from the Hub.
-        RankAgreementError: that of another rank is malformed, or is another one.
+        PlanError: the plan is malformed.
+        RankAgreementError: what another rank was given is malformed, or something else.
     """
 
     # The order dict-before-str matters: with str first, the command line refuses inline JSON.
     actswap: dict[str, Any] | str | None = field(
         default=None,
-        metadata={"help": "Activation swap and recompute: inline JSON, a YAML file, a folder or a Hub id."},
+        metadata={
+            "help": "Activation swap and recompute: auto, inline JSON, a file of YAML or of a plan, a folder "
+            "or a Hub id."
+        },
     )
 
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*TrainingArguments._VALID_DICT_FIELDS, "actswap"]
@@ -43,11 +64,23 @@ class ActSwapTrainingArguments(TrainingArguments):
         with shared_store(self.ddp_timeout):  # until there is a process group
             with failing_together("configuration", self.ddp_timeout) as facts:
                 # Before the process group and the devices are set up.
-                facts.update({"actswap": str(asked)} if may_move(asked) else facts_of(load_config(asked)))
+                moves = may_move(asked)
+                facts.update({"actswap": str(asked)} if moves else facts_of(load_config_or_plan(asked)))
             super().__post_init__()
         if isinstance(asked, str) and may_move(asked):
             self.actswap = pin_together(asked, self.process_index, self.world_size)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; ``report_to`` holds ``"actswap"``, whatever is assigned and whenever."""
+        super().__setattr__(name, _with_ours(value) if name == "report_to" else value)
+
     def actswap_config(self) -> ActSwapConfig:
-        """Return the configuration. Raises `ConfigError`."""
+        """Return the configuration. Raises `ConfigError`, also if ``actswap`` is a plan."""
         return load_config(self.actswap)
+
+
+def _with_ours(report_to: str | list[str] | None) -> list[str]:
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    if names == ["all"]:
+        names = get_available_reporting_integrations()
+    return [*(name for name in names if name not in ("none", REPORTS_TO)), REPORTS_TO]

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from .actions import MemoryPlan, Override, PlanRow, Windows
 from .outline import Outline, outline
-from .published import load_plan
-from .resolve import resolve_plan
+from .published import ConfigOrPlan, load_config_or_plan, load_plan
+from .resolve import resolve_plan, with_problems_of_model
 
-__all__ = ["MemoryPlan", "Outline", "Override", "PlanRow", "Windows", "load_plan", "outline", "resolve_plan"]
+__all__ = [
+    "ConfigOrPlan",
+    "MemoryPlan",
+    "Outline",
+    "Override",
+    "PlanRow",
+    "Windows",
+    "load_config_or_plan",
+    "load_plan",
+    "outline",
+    "resolve_plan",
+    "with_problems_of_model",
+]

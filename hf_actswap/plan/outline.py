@@ -174,6 +174,8 @@ def outline(model: nn.Module) -> Outline:
     Raises:
         PlanError: no list of decoder layers was found.
     """
+    if not isinstance(model, nn.Module):
+        raise PlanError([_no_model(model)])
     nesting = _from_wrapper_to_model(model)
     root = nesting[-1]
     path, container = _layer_list(root)
@@ -207,6 +209,13 @@ def outline(model: nn.Module) -> Outline:
         cuda_graphs=any(map(runs_cuda_graphs, (*around, *layers))),
         sharded=any(hasattr(type(module), FSDP2_METHOD) for module in model.modules()),
     )
+
+
+def _no_model(given: object) -> Problem:
+    name = f"'{given}', a text" if isinstance(given, str) else f"a {type(given).__name__}"
+    wanted = repr(given) if isinstance(given, str) else "..."
+    hint = f"Load it first: transformers.AutoModelForCausalLM.from_pretrained({wanted})."
+    return Problem("model", "a model (torch.nn.Module)", "a class" if isinstance(given, type) else name, hint)
 
 
 def _around(root: nn.Module, path: str) -> Iterator[nn.Module]:
@@ -256,17 +265,20 @@ def _layer_list(root: nn.Module) -> tuple[str, nn.ModuleList]:
         if all(_has_attention(layer) for layer in module):
             best = (path, module)
     if best is None:
-        raise PlanError(
-            [
-                Problem(
-                    "model",
-                    f"a decoder: a list of layers with an attention module ({', '.join(ATTENTION_MODULES)})",
-                    type(root).__name__,
-                    "Pass the causal language model itself.",
-                )
-            ]
-        )
+        raise PlanError([_no_layers(root)])
     return best
+
+
+def _no_layers(root: nn.Module) -> Problem:
+    expected = f"a decoder: a list of layers with an attention module ({', '.join(ATTENTION_MODULES)})"
+    found, hint = type(root).__name__, "Pass the causal language model itself."
+    lists = [(name, item) for name, item in root.named_modules() if isinstance(item, nn.ModuleList) and item]
+    if lists:
+        path, layers = max(lists, key=lambda item: len(item[1]))
+        names = ", ".join(name for name, _ in layers[0].named_children()) or "nothing"
+        found += f", whose {path} is {len(layers)} {type(layers[0]).__name__} with {names}"
+        hint = "This family is not known here: no plan can name what its layers compute."
+    return Problem("model", expected, found, hint)
 
 
 def _refuse_repeated(layers: list[nn.Module], path: str) -> None:

@@ -1,14 +1,45 @@
-"""Plans that stand beside a published configuration."""
+"""Plans in files: alone, beside a published configuration, or in the place of one."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
+from typing import Any
 
+from ..config import ActSwapConfig, load_config
 from ..config.hub import HubOptions, fetch, split_hub_id
 from ..config.json_documents import read_text
-from ..config.published import MAX_PLAN_BYTES, PLAN_FILE_NAME
+from ..config.published import MAX_PLAN_BYTES, PLAN_FILE_NAME, PLAN_FORMAT
 from ..errors import PlanError, Problem, short_traceback
 from .actions import MemoryPlan
+
+ConfigOrPlan = ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | os.PathLike[str] | None
+"""What a user may say of a training: a plan, the file of one, or whatever `load_config` takes."""
+
+
+def load_config_or_plan(source: ConfigOrPlan) -> ActSwapConfig | MemoryPlan:
+    """Read a plan where ``source`` is one (a `MemoryPlan`, its document, its file), else a configuration.
+
+    Raises:
+        PlanError: a malformed plan.
+        ConfigError: a malformed configuration, or nothing of that name.
+    """
+    if isinstance(source, MemoryPlan):
+        return source
+    if isinstance(source, Mapping) and source.get("format") == PLAN_FORMAT:
+        return MemoryPlan.from_json(json.dumps(source))
+    if isinstance(source, str | os.PathLike) and _holds_plan(source):
+        return load_plan(source)
+    return load_config(source)
+
+
+def _holds_plan(path: str | os.PathLike[str]) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return f'"{PLAN_FORMAT}"'.encode() in file.read(MAX_PLAN_BYTES)
+    except (OSError, ValueError):  # no file, or no name of one
+        return False
 
 
 @short_traceback

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule, OpSwapRule
-from ..errors import PlanError, Problem, short_traceback
+from ..errors import ConfigError, PlanError, Problem, short_traceback
 from .actions import MemoryPlan, PlanRow
 from .comm_wishes import CommunicationPainter
 from .compiled_rules import by_layer, problems_of_compiled
@@ -64,6 +64,17 @@ def resolve_plan(config: ActSwapConfig, outline: Outline, stage: int | None = No
     if problems:
         raise PlanError(problems, config.source)
     return replace(plan, overrides=(*changed, *plan.overrides)) if changed else plan
+
+
+def with_problems_of_model(error: ConfigError, outline: Outline) -> ConfigError:
+    """Return ``error`` with what a model shows to be wrong in the rest of the document, too."""
+    if error.readable is None:
+        return error
+    try:
+        resolve_plan(error.readable, outline)
+    except PlanError as more:
+        return ConfigError((*error.problems, *more.problems), error.source)
+    return error
 
 
 class _Resolution:

@@ -126,6 +126,37 @@ def swapped_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
     return sum(copy.size_bytes for copy in swapped_copies(saved, plan))
 
 
+def dropped_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
+    """Return by how many bytes less one forward leaves for backward because ``plan`` runs ops again.
+
+    What it swaps counts as kept: on the device or on the host, it is there.
+    """
+    return _left_bytes(saved, MemoryPlan((), plan.num_layers)) - _left_bytes(saved, plan)
+
+
+def _left_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
+    """Bytes of the storages that are there when forward has ended, each whole."""
+    regions = Regions(plan, saved.modules)
+    held = {index: use for index, use in held_results(saved, plan)}
+    return sum(
+        storage.size_bytes
+        for index, storage in enumerate(saved.storages)
+        if _is_left(storage, regions, held.get(index))
+    )
+
+
+def _is_left(storage: SavedStorage, regions: Regions, held: Use | None) -> bool:
+    handed_on = None
+    for use in storage.uses:
+        if use.kind == "returned" and regions.is_root(use.at):
+            handed_on = use.producer  # a recomputed module keeps its output
+        if held is use or regions.asks(use):
+            row = regions.row(use.producer)
+            if row is None or row.fate not in ("recompute", "re-gather") or use.producer == handed_on:
+                return True
+    return False
+
+
 def swapped_copies(saved: SavedBytes, plan: MemoryPlan) -> Iterator[SwappedCopy]:
     """Yield the copies to the host of one forward under ``plan``, storage by storage."""
     regions = Regions(plan, saved.modules)

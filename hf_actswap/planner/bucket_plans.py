@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 
 from ..engine.install import AppliedPlan
+from ..engine.stats import gib_text
 from ..errors import ActSwapError
 from ..plan.actions import MemoryPlan
 from .cost.simulate import predict
@@ -167,11 +168,11 @@ class BucketPlans:
         if pays:
             bucket.plan, bucket.predicted = found.plan, found.prediction
         logger.info(
-            "%s: %s: %s; on paper %s bytes and %.1f ms a step, %.1f ms under the larger plan (%.2f s)",
+            "%s: %s: %s; on paper %s and %.1f ms a step, %.1f ms under the larger plan (%.2f s)",
             self._run.name,
             _name(bucket),
             "a plan of its own" if pays else "shares a larger plan",
-            f"{found.prediction.peak_bytes:,}",
+            gib_text(found.prediction.peak_bytes),
             found.prediction.step_ms,
             bucket.shared_ms,
             self.planning_s[-1],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 from ..config.schema import MemoryConfig
+from ..engine.stats import GIB, gib_text
 from ..errors import PlanError, Problem
 from .profile import Limits
 
-GIB = 2**30
 MARGIN_SHARE = 0.03
 """Of the device's memory, what stays free where the user names no budget: for kernels' own needs, and for
 what an allocator cannot place although it is free."""
@@ -32,22 +34,15 @@ def budget_bytes(memory: MemoryConfig, device_bytes: int, unplanned_peak_bytes: 
     if memory.budget_gib is not None:
         wanted = round(memory.budget_gib * GIB)
         if wanted > device_bytes:
-            raise BudgetError(
-                [
-                    Problem(
-                        "memory.budget_gib",
-                        f"at most {device_bytes / GIB:.6g}, which the device has for this process",
-                        f"{memory.budget_gib:g}",
-                        "Leave it out to use all of it, less a margin.",
-                    )
-                ]
-            )
+            most = f"at most {gib_text(device_bytes, math.floor)}, which the device has for this process"
+            hint = "Leave it out to use all of it, less a margin."
+            raise BudgetError([Problem("memory.budget_gib", most, f"{memory.budget_gib:g} GiB", hint)])
         return wanted
     if memory.reduce_by_gib is not None:
         left = unplanned_peak_bytes - round(memory.reduce_by_gib * GIB)
         if left <= 0:
-            peak = f"less than the peak without a policy, {unplanned_peak_bytes / GIB:.6g}"
-            raise BudgetError([Problem("memory.reduce_by_gib", peak, f"{memory.reduce_by_gib:g}")])
+            peak = f"less than the peak without a plan, {gib_text(unplanned_peak_bytes, math.floor)}"
+            raise BudgetError([Problem("memory.reduce_by_gib", peak, f"{memory.reduce_by_gib:g} GiB")])
         return left
     written = memory.margin_gib
     margin = round(MARGIN_SHARE * device_bytes) if written is None else round(written * GIB)
@@ -79,12 +74,12 @@ def limits_of(memory: MemoryConfig, device_bytes: int, engine_min_bytes: int) ->
 def impossible(memory: MemoryConfig, budget: int, least_bytes: int, unplanned_peak_bytes: int) -> BudgetError:
     """Return the error that names what would be possible, in the unit in which the user asked."""
     if memory.reduce_by_gib is not None:
-        most = max(unplanned_peak_bytes - least_bytes, 0) / GIB
-        expected = f"at most {most:.6g}, the largest reduction that any plan reaches"
-        return BudgetError([Problem("memory.reduce_by_gib", expected, f"{memory.reduce_by_gib:g}")])
-    found = f"{budget / GIB:.6g}" if memory.budget_gib is None else f"{memory.budget_gib:g}"
+        most = gib_text(max(unplanned_peak_bytes - least_bytes, 0), math.floor)
+        expected = f"at most {most}, the largest reduction that any plan reaches"
+        return BudgetError([Problem("memory.reduce_by_gib", expected, f"{memory.reduce_by_gib:g} GiB")])
+    found = gib_text(budget) if memory.budget_gib is None else f"{memory.budget_gib:g} GiB"
     hint = "Shorter sequences, a smaller batch, or more ranks in the tensor-parallel group need less."
     if memory.preference == "performance":
         hint = "`preference: memory_saving` moves the optimizer's states away too. " + hint
-    expected = f"at least {least_bytes / GIB:.6g}, the least that any plan reaches"
+    expected = f"at least {gib_text(least_bytes, math.ceil)}, the least that any plan reaches"
     return BudgetError([Problem("memory.budget_gib", expected, found, hint)])

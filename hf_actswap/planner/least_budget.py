@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,9 +23,10 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..config.schema import MemoryConfig
+from ..engine.stats import gib_text
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline, unwrapped
-from .budget import GIB, limits_of
+from .budget import limits_of
 from .record.devices import DEVICES
 from .record.shapes import profile_from_shapes
 from .search.find_plan import least_peak_bytes
@@ -92,7 +94,7 @@ class LeastBudget:
         states = "" if self._state_bytes() is None else ", optimizer states included"
         return (
             f"The least budget that would do for a batch of {self._shape} is about "
-            f"{least_bytes / GIB:.6g} GiB ({least_bytes:,} bytes; computed from shapes{states})."
+            f"{gib_text(least_bytes, math.ceil)} (computed from shapes{states})."
         )
 
     def _computed(self) -> int | None:
@@ -131,15 +133,14 @@ class LeastBudget:
         optimizer = self._optimizer
         if optimizer is None:
             return None
-        if there_bytes := state_bytes_beside_weights(optimizer):
-            return there_bytes
-        if isinstance(optimizer, _ADAMS):
-            moments = sum(
-                (3 if group.get("amsgrad") else 2) * sum(weight.nbytes for weight in group["params"])
-                for group in optimizer.param_groups
-            )
-            return int(moments)
-        return None
+        there_bytes = state_bytes_beside_weights(optimizer)
+        if not isinstance(optimizer, _ADAMS):
+            return there_bytes or None
+        moments = sum(
+            (3 if group.get("amsgrad") else 2) * sum(weight.nbytes for weight in group["params"])
+            for group in optimizer.param_groups
+        )
+        return max(there_bytes, int(moments))  # in its first step a part of them is there
 
 
 def _like(device: str) -> str:

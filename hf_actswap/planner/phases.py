@@ -28,12 +28,13 @@ from torch import nn
 from ..engine.agreement import rank
 from ..engine.install import AppliedPlan
 from ..engine.interrupts import uninterrupted
-from ..engine.stats import SwapStats
+from ..engine.stats import GIB, SwapStats, gib_text
 from ..errors import short_traceback
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline
 from .bucket_plans import BucketPlans, ShapeBucket
 from .budget import BudgetError
+from .cost.simulate import predict
 from .plan_file import FilePlan, MadeFor, write_plan
 from .planning import Task, task_of
 from .record.recorder import batch_shape
@@ -44,7 +45,7 @@ from .second_try import SecondTry
 from .shape_buckets import BatchSize, RecordedStep
 from .stable import MOST_PLANS, Stable
 from .states.optimizer_states import OptimizerStates
-from .trials import Trial
+from .trials import Outcome, Trial
 from .warm_up import WarmUp, first_steps
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Planner:
         trials: what was measured so far.
         planning_s: seconds of each search on paper so far.
         task: what was searched last; ``None``: nothing yet.
+        outcome: of the search, or of the file; ``None``: nothing is known yet.
         progress: told after each step until the plan is found: the stage, and how many steps of it are left
             at most; ``None``: nobody is.
     """
@@ -83,17 +85,20 @@ class Planner:
         self.trials: list[Trial] = []
         self.planning_s: list[float] = []
         self.task: Task | None = None
+        self.outcome: Outcome | None = None
         self.progress: Callable[[str, int], None] | None = None
         self._in_step = False
         self._largest: BatchSize | None = None
         self._recorded: RecordedStep | None = None
+        self._warm_up_peak_bytes: int | None = None
         self._plans = self._beyond_bytes = 0
         self._last: MemoryPlan | None = None
         self._second_try = SecondTry(run.model, run.idle.device, self._can_try_again, self._ran_out)
         self._undo: list[Callable[[], None]] = []
         self._phase: WarmUp | Search | Stable
-        if known is not None and known.made_for is not None:
-            self._phase = self._stable_from(known, known.made_for.batch_shape)
+        if known is not None:
+            self._phase = self._stable_from(known)
+            self.outcome = known.outcome
         else:
             self._phase = WarmUp(run, first_steps(run))
         run.watch(self._forward_starts, self._second_try.around)
@@ -213,18 +218,24 @@ class Planner:
         self._largest = self._largest if size is None else size.joined(self._largest)
         self._phase.forward_starts(shape)
 
-    def _stable_from(self, known: FilePlan, shape: tuple[int, ...]) -> Stable:
+    def _stable_from(self, known: FilePlan) -> Stable:
         run = self._run
         run.switch(known.plan, guarded=False)
-        budget = known.budget_bytes if known.budget_bytes is not None else run.meter.limit_bytes()
+        asked_gib, budget = run.memory.budget_gib, known.budget_bytes or run.meter.limit_bytes()
+        if asked_gib is not None:
+            budget = round(asked_gib * GIB)
         logger.info("%s: stable: the plan of %s, nothing is searched", run.name, run.memory.plan_file)
-        return Stable(run, budget, BatchSize.of(shape, False), self._plans)
+        size = None if known.made_for is None else BatchSize.of(known.made_for.batch_shape, False)
+        return Stable(run, budget, size, self._plans)
 
     def _after_warm_up(self, phase: WarmUp) -> None:
         step = phase.step_ended()
         if step is None:
             return
-        self._recorded = step = _more_telling(step, self._recorded)
+        own, step = step, _more_telling(step, self._recorded)
+        self._recorded = step
+        if step is own:
+            self._warm_up_peak_bytes = phase.peak_bytes
         self._plans += 1
         if self.progress is not None:  # what follows may take seconds
             self.progress(Search.name, max(self._run.memory.search_steps, 1))
@@ -274,13 +285,14 @@ class Planner:
         fits = best.fits(budget)
         if not fits:
             logger.warning(
-                "%s: no plan that was tried stays within %s bytes; the one that needs least stays on, under "
-                "the guard, which costs time",
+                "%s: no plan that was tried stays within %s; the one that needs least stays on, under the "
+                "guard, which costs time",
                 run.name,
-                f"{budget:,}",
+                gib_text(budget),
             )
         run.switch(best.plan, guarded=not fits)
         task = search.task
+        self.outcome = self._outcome(task, best)
         self._beyond_bytes = task.beyond_bytes
         smaller = BucketPlans(run, task, best) if fits and task.size is not None else None
         self._phase = Stable(run, budget, task.size, self._plans, not fits, smaller)
@@ -288,10 +300,21 @@ class Planner:
         if fits and rank() == 0 and self._made_for is not None and run.memory.plan_file is not None:
             made_for = self._made_for(task.profile.batch_shape)
             try:
-                write_plan(run.memory.plan_file, best.plan, made_for, _numbers(best, budget))
+                write_plan(run.memory.plan_file, best.plan, made_for, _numbers(best, budget, self.outcome))
             except OSError as error:
                 said = "%s: the plan is on, but cannot be written to %s (%s)"
                 logger.warning(said, run.name, run.memory.plan_file, error.strerror)
+
+    def _outcome(self, task: Task, best: Trial) -> Outcome:
+        without = predict(task.profile, MemoryPlan((), task.profile.num_layers, task.profile.family))
+        peak_bytes, source = without.peak_bytes, "predicted from the recorded step"
+        recorded = task.step is not None and task.step.size == task.size
+        if self._warm_up_peak_bytes is not None and recorded:
+            peak_bytes, source = self._warm_up_peak_bytes, "measured in warm-up"
+        used_bytes = max(step.peak_bytes for step in best.steps)
+        # A step that is recorded or guarded takes longer than others: of times only the relation is taken.
+        without_ms = best.step_ms * without.step_ms / best.prediction.step_ms
+        return Outcome(used_bytes, best.step_ms, peak_bytes, without_ms, source)
 
 
 def _more_telling(step: RecordedStep, before: RecordedStep | None) -> RecordedStep:
@@ -305,17 +328,20 @@ def _more_telling(step: RecordedStep, before: RecordedStep | None) -> RecordedSt
 def _in_words(trial: Trial) -> str:
     predicted = trial.prediction
     return (
-        f"{predicted.kept_bytes:,} bytes kept, {predicted.swapped_bytes:,} swapped, "
-        f"{predicted.recomputed_bytes:,} recomputed; {trial.step_ms:.1f} ms a step, "
-        f"{trial.reserved_peak_bytes:,} bytes at the peak"
+        f"{gib_text(predicted.kept_bytes)} kept, {gib_text(predicted.swapped_bytes)} swapped, "
+        f"{gib_text(predicted.recomputed_bytes)} recomputed; {trial.step_ms:.1f} ms a step, "
+        f"{gib_text(trial.reserved_peak_bytes)} at the peak"
     )
 
 
-def _numbers(trial: Trial, budget_bytes: int) -> dict[str, Any]:
+def _numbers(trial: Trial, budget_bytes: int, outcome: Outcome) -> dict[str, Any]:
     return {
         "budget_bytes": budget_bytes,
-        "peak_bytes": trial.reserved_peak_bytes,
+        "peak_bytes": outcome.peak_bytes,
+        "reserved_peak_bytes": trial.reserved_peak_bytes,
         "step_ms": trial.step_ms,
         "predicted_peak_bytes": trial.prediction.peak_bytes,
         "predicted_step_ms": trial.prediction.step_ms,
+        "without_plan_peak_bytes": outcome.without_peak_bytes,
+        "without_plan_step_ms": outcome.without_step_ms,
     }

@@ -1,7 +1,9 @@
 """``plan_file``: the plan that was found, beside what it was found for.
 
 The document is the plan's own (`MemoryPlan.to_json`), so `apply` takes it and a person may edit it, with one
-section more, ``made_for``. A run that agrees with that section uses the plan and searches nothing.
+section more, ``made_for``. A run that agrees with that section uses the plan and searches nothing; so does
+one that finds a plan without it, as ``hf-actswap plan --save`` writes them. What the planner did not write
+for the same model on the same devices it does not overwrite.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from typing import Any, TypedDict
 
 import torch
 
-from ..config.json_documents import Bytes, Count, JsonReader, read_text, write_whole
+from ..config.json_documents import Bytes, Count, JsonReader, Ms, read_text, write_whole
 from ..config.published import MAX_PLAN_BYTES
 from ..errors import PlanError, Problem
 from ..plan.actions import MemoryPlan
 from ..version import __version__
+from .trials import Outcome
 
 
 @dataclass(frozen=True)
@@ -45,20 +48,24 @@ class MadeFor:
     wish: str
     versions: str = f"torch {torch.__version__}, hf_actswap {__version__}"
 
-    def differences(self, other: MadeFor) -> list[str]:
-        """Return what does not agree, in words."""
-        return [
-            f"{item.name} {getattr(self, item.name)!r} and not {getattr(other, item.name)!r}"
+    def differences(self, other: MadeFor) -> dict[str, str]:
+        """Return what does not agree, in words, by the name of the field."""
+        return {
+            item.name: f"{item.name} {getattr(self, item.name)!r} and not {getattr(other, item.name)!r}"
             for item in fields(self)
             if item.name not in ("versions", "batch_shape")
             and getattr(self, item.name) != getattr(other, item.name)
-        ]
+        }
 
 
 class PlanNumbers(TypedDict, total=False):
-    """What was measured of a plan; of all that stands there, what is read again."""
+    """What was measured or predicted of a plan; of all that stands there, what is read again."""
 
     budget_bytes: Bytes | None
+    peak_bytes: Bytes
+    step_ms: Ms
+    without_plan_peak_bytes: Bytes
+    without_plan_step_ms: Ms
 
 
 @dataclass(frozen=True)
@@ -68,17 +75,35 @@ class FilePlan:
     Args:
         plan: to apply.
         made_for: what it was found for; ``None`` where the file does not say.
-        measured: numbers about it.
+        measured: numbers about it, of the planner.
+        predicted: numbers about it, of ``hf-actswap plan``.
     """
 
     plan: MemoryPlan
     made_for: MadeFor | None = None
     measured: PlanNumbers | None = None
+    predicted: PlanNumbers | None = None
+
+    @property
+    def numbers(self) -> PlanNumbers:
+        """Those that were measured, else those that were predicted; may be empty."""
+        return self.measured or self.predicted or {}
 
     @property
     def budget_bytes(self) -> int | None:
         """What the plan was found for; ``None`` where the file does not say."""
-        return (self.measured or {}).get("budget_bytes") or None
+        return self.numbers.get("budget_bytes") or None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What the file says of the step with and without the plan; ``None``: it does not."""
+        found = self.numbers
+        try:
+            with_plan = found["peak_bytes"], found["step_ms"]
+            without = found["without_plan_peak_bytes"], found["without_plan_step_ms"]
+        except KeyError:
+            return None
+        return Outcome(*with_plan, *without, "as the plan file says")
 
 
 def write_plan(

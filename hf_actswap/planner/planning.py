@@ -9,9 +9,10 @@ from typing import TypeVar
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_all_ranks, from_one_rank, rank
 from ..engine.link import slowest
+from ..engine.stats import GIB
 from ..errors import ActSwapError
 from ..plan.actions import MemoryPlan
-from .budget import GIB, BudgetError, budget_bytes, impossible, limits_of
+from .budget import BudgetError, budget_bytes, impossible, limits_of
 from .cost.simulate import predict
 from .profile import Limits, Prediction, Profile
 from .search.find_plan import Found, candidates, least_peak_bytes

@@ -18,6 +18,7 @@ from dataclasses import replace
 from functools import reduce
 
 from ..engine.agreement import from_all_ranks
+from ..engine.stats import gib_text
 from .budget import BudgetError
 from .cost.simulate import predict
 from .planning import Task, best_plans
@@ -60,11 +61,11 @@ class Search:
         self._trial_sizes: set[BatchSize] = set()
         self._waiting = self._planned()
         logger.info(
-            "%s: search (%d steps at most, budget %s bytes, without a policy %s bytes and %.1f ms)",
+            "%s: search (%d steps at most, budget %s; without a plan %s and %.1f ms a step)",
             run.name,
             steps,
-            f"{task.budget_bytes:,}",
-            f"{task.unplanned.peak_bytes:,}",
+            gib_text(task.budget_bytes),
+            gib_text(task.unplanned.peak_bytes),
             task.unplanned.step_ms,
         )
         self._next()
@@ -195,12 +196,12 @@ class Search:
     def _say(self, trial: Trial, fits: bool) -> None:
         predicted = trial.prediction
         logger.info(
-            "%s: trial %d: %s bytes at the peak, %.1f ms a step (on paper %s bytes, %.1f ms); %s",
+            "%s: trial %d: %s at the peak, %.1f ms a step (on paper %s, %.1f ms); %s",
             self._run.name,
             len(self.trials),
-            f"{trial.reserved_peak_bytes:,}",
+            gib_text(trial.reserved_peak_bytes),
             trial.step_ms,
-            f"{predicted.peak_bytes:,}",
+            gib_text(predicted.peak_bytes),
             predicted.step_ms,
             "fits" if fits else "does not fit",
         )

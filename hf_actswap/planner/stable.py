@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 
 from ..engine.agreement import from_all_ranks, world_size
+from ..engine.stats import gib_text
 from .bucket_plans import BucketPlans
 from .rescue.out_of_memory import Failure
 from .run import Run
@@ -120,8 +121,8 @@ class Stable:
         self.missed_by_bytes = max(missed for _, missed in needs)
         if self.missed_by_bytes:
             logger.info(
-                "%s: a step wanted %s bytes more than there are; planning anew",
+                "%s: a step wanted %s more than there is; planning anew",
                 self._run.name,
-                f"{self.missed_by_bytes:,}",
+                gib_text(self.missed_by_bytes),
             )
         return self.missed_by_bytes > 0 or any(larger for larger, _ in needs)

@@ -17,12 +17,12 @@ from ..engine.evictable import IdleTensors
 from ..engine.host_budget import HostMemory
 from ..engine.host_pool import HostPool
 from ..engine.interrupts import uninterrupted
+from ..engine.stats import GIB
 from ..engine.transfer import Transfer
 from ..engine.transfer_streams import transfer_of
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline, unwrapped
-from .budget import GIB
 from .least_budget import LeastBudget
 from .meter import AllocatorMeter, CountingMeter, Meter, device_name, resting_tensors
 from .phases import Planner
@@ -90,9 +90,9 @@ def start_planner(
     def made_for(shape: tuple[int, ...]) -> MadeFor:
         return _made_for(model, outline, fixed, memory, device, shape)
 
-    known = _known_plan(memory, made_for(()))
+    known, ours = _known_plan(memory, outline, made_for(()))
     with uninterrupted():
-        planner = Planner(run, made_for, known)
+        planner = Planner(run, made_for if ours else None, known)
         batches = unwrapped(model).register_forward_pre_hook(Hook(least.forward_starts), with_kwargs=True)
         planner.on_remove(batches.remove)
         if optimizer is not None and counts_steps:
@@ -163,31 +163,47 @@ def _made_for(
     )
 
 
-def _known_plan(memory: MemoryConfig, here: MadeFor) -> FilePlan | None:
-    """Return the plan of the file, if there is one and it fits the run; the same on every rank."""
-    found: FilePlan | None = None
+def _known_plan(memory: MemoryConfig, outline: Outline, here: MadeFor) -> tuple[FilePlan | None, bool]:
+    """Return the plan of the file, if one is there that fits the run, and whether the planner may write it.
+
+    The same on every rank.
+    """
+    answer: tuple[FilePlan | None, bool] = (None, True)
     problem: ActSwapError | None = None
     if memory.plan_file is None:
-        return None
+        return answer
     if rank() == 0 and Path(memory.plan_file).exists():
         try:
-            found = _fitting(read_plan(memory.plan_file), here, memory)
+            answer = _fitting(read_plan(memory.plan_file), outline, here, memory)
         except ActSwapError as error:
             problem = error
-    found, problem = from_one_rank((found, problem))
+    answer, problem = from_one_rank((answer, problem))
     if problem is not None:
         raise problem
-    return found
+    return answer
 
 
-def _fitting(found: FilePlan, here: MadeFor, memory: MemoryConfig) -> FilePlan | None:
-    differences = found.made_for.differences(here) if found.made_for is not None else ["nobody says for what"]
+def _fitting(
+    found: FilePlan, outline: Outline, here: MadeFor, memory: MemoryConfig
+) -> tuple[FilePlan | None, bool]:
+    own, model = found.plan, (outline.family, len(outline.layers))
+    if found.made_for is not None:
+        differences = found.made_for.differences(here)
+    elif (own.family or outline.family, own.num_layers) == model:
+        differences = {}
+    else:
+        differences = {"model": f"{own.num_layers} {own.family} layers and not {model[1]} {model[0]} layers"}
+    ours = found.made_for is not None and differences.keys() <= {"wish"}
     if not differences:
-        return found
-    logger.info(
-        "%s: %s was not made for this run (%s): planning anew, and it is overwritten",
+        return found, ours
+    logger.log(
+        logging.INFO if ours else logging.WARNING,
+        "%s: %s was not made for this run (%s): planning anew, and %s",
         memory.mode,
         memory.plan_file,
-        "; ".join(differences),
+        "; ".join(differences.values()),
+        "it is overwritten"
+        if ours
+        else "it stays as it is. Another memory.plan_file would keep the new plan.",
     )
-    return None
+    return None, ours

@@ -68,6 +68,23 @@ class Trial:
         return all(step.reserved_peak_bytes <= budget_bytes and not step.evicted_bytes for step in self.steps)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a step takes with the plan that was found, and without any.
+
+    Args:
+        peak_bytes, step_ms: with the plan; device memory in use.
+        without_peak_bytes, without_step_ms: where everything is kept; the time is predicted.
+        source: where the peak without a plan comes from.
+    """
+
+    peak_bytes: int
+    step_ms: float
+    without_peak_bytes: int
+    without_step_ms: float
+    source: str
+
+
 def best_trial(trials: Sequence[Trial], budget_bytes: int) -> Trial | None:
     """Return the fastest that fits; none does: the one that used the least memory; ``None``: no trials.
 

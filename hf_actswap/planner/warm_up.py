@@ -59,6 +59,9 @@ class WarmUp:
     """
 
     name = "warm-up"
+    peak_bytes: int | None = None
+    """The most that was in use in the last step, the worst of all ranks, once that has ended. ``None``:
+    memory was recorded in that step, something had to be evicted, or its batch was of another size."""
 
     def __init__(self, run: Run, steps: int, micro_batches: int = 1) -> None:
         self._run, self._steps_left, self._micro_batches = run, steps, micro_batches
@@ -94,6 +97,9 @@ class WarmUp:
         if self._steps_left == 1:
             self._memory, profile = profile if self._micro_batches == 1 else None, None
         if profile is not None and self._memory is not None:
+            measured = self._run.measured()
+            if not measured.evicted_bytes and profile.batch_shape == self._memory.batch_shape:
+                self.peak_bytes = measured.peak_bytes
             self._resting_bytes += more_states_bytes(profile, self._memory)
             profile = with_memory_of(profile, self._memory)
         if self._steps_left <= 0:

@@ -134,6 +134,7 @@ def _tiles(facts: RunFacts) -> str:
             "" if facts.peak_bytes is None else size_text(facts.peak_bytes),
             "in use on the device",
         ),
+        *_saved_tile(facts),
         ("Swapped", size_text(facts.offloaded_bytes), "out and back in each step"),
         ("Waits for copies", ms_text(facts.stall_ms), _share(facts.stall_ms, facts.step_ms)),
         ("Host memory", size_text(facts.host_bytes), "in use at the most"),
@@ -144,6 +145,14 @@ def _tiles(facts: RunFacts) -> str:
         if value
     )
     return f"<dl>{''.join(cells)}</dl>"
+
+
+def _saved_tile(facts: RunFacts) -> list[tuple[str, str, str]]:
+    found = facts.saving
+    if found is None:
+        return []
+    most = "" if found.without_peak_bytes is None else f" of {size_text(found.without_peak_bytes)}"
+    return [("Saved", size_text(found.saved_bytes), f"{most} without a plan, {found.source}".strip())]
 
 
 def _share(part_ms: float, step_ms: float | None) -> str:

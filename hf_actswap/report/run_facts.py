@@ -11,6 +11,7 @@ from ..errors import Problem
 from ..planner.cost.simulate import predict
 from ..planner.profile import Prediction
 from .run_files import PLAN, PROFILE, LoggedStep, RecordedRun, RecordedTrial, ReportError
+from .saving import Saving
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class RunFacts:
         compared: predicted beside measured; empty without a planner.
         trials: of the planner.
         budget_bytes: of the planner.
+        saving: memory with and without the plan; ``None``: not known.
     """
 
     steps: int
@@ -63,6 +65,7 @@ class RunFacts:
     compared: Sequence[Compared]
     trials: Sequence[RecordedTrial]
     budget_bytes: int | None
+    saving: Saving | None
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -109,6 +112,7 @@ def run_facts(run: RecordedRun, prediction: Prediction | None) -> RunFacts:
         compared=(),
         trials=() if planner is None else planner["trials"],
         budget_bytes=None if planner is None else planner["budget_bytes"],
+        saving=run.saving,
     )
     if prediction is None:
         return facts

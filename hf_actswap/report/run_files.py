@@ -5,6 +5,7 @@ run.json       what ran: versions, device, model, configuration
 plan.json      the plan that was on last
 steps.jsonl    one line for each logged step: loss, time, peak memory, statistics of the plan
 planner.json   the planner's trials, and the budget
+saving.json    the peak, by how much it is lower than without the plan, and the time (`report.saving.Saving`)
 profile.json   what the planner recorded of a step without a plan
 timeline.json  one step, measured: compute, copies, stalls (`engine.step_record.StepTimeline`)
 memory.json    the step after it: memory by fate (`engine.step_record.StepMemory`)
@@ -36,12 +37,14 @@ from ..errors import ActSwapError, Problem
 from ..plan import MemoryPlan
 from ..planner.profile import Profile
 from ..planner.record.profile_document import profile_from_json, profile_to_json
+from .saving import Saving
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "actswap"
 RUN, PLAN, STEPS, PLANNER = "run.json", "plan.json", "steps.jsonl", "planner.json"
 PROFILE, TIMELINE, MEMORY = "profile.json", "timeline.json", "memory.json"
+SAVING = "saving.json"
 
 _MAX_BYTES = 256 * 2**20
 """Of one file; a million lines of steps."""
@@ -128,6 +131,7 @@ class RecordedRun:
         plan: that was on last; ``None``: not written.
         steps: the lines of ``steps.jsonl``.
         planner: ``planner.json``; ``None``: there was no planner, or it had not settled.
+        saving: ``saving.json``; ``None``: it is not known.
         profile: see the module's text; so are the others.
     """
 
@@ -136,6 +140,7 @@ class RecordedRun:
     plan: MemoryPlan | None
     steps: Sequence[LoggedStep]
     planner: RecordedPlanner | None
+    saving: Saving | None
     profile: Profile | None
     timeline: StepTimeline | None
     memory: StepMemory | None
@@ -158,7 +163,7 @@ class RunFiles:
 
     def _begin(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in (RUN, PLAN, STEPS, PLANNER, PROFILE, TIMELINE, MEMORY):
+        for name in (RUN, PLAN, STEPS, PLANNER, PROFILE, TIMELINE, MEMORY, SAVING):
             (self.folder / name).unlink(missing_ok=True)
 
     def _attempt(self, write: Callable[[], object]) -> None:
@@ -240,6 +245,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> RecordedRun:
         plan=MemoryPlan.from_json(_text(plan), str(plan)) if plan.is_file() else None,
         steps=_lines(folder / STEPS),
         planner=_read(folder / PLANNER, RecordedPlanner),
+        saving=_read(folder / SAVING, Saving),
         profile=profile_from_json(_text(profile), str(profile)) if profile.is_file() else None,
         timeline=_read(folder / TIMELINE, StepTimeline),
         memory=_read(folder / MEMORY, StepMemory),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -149,3 +152,56 @@ def test_wrong_usage_is_2(run: Run, tiny: Path) -> None:
     assert run("check").code == 2
     assert run("check", "x.yaml", "-m", tiny, "--seq", "0").code == 2
     assert run("nonsense").code == 2
+
+
+WIDE = {
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "vocab_size": 1000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "num_hidden_layers": 3,
+}
+
+
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_a_poor_deal_is_said_and_the_better_one_shown(
+    run: Run, write: Write, tmp_path: Path, command: str
+) -> None:
+    pytest.importorskip("scipy")
+    model, config = tmp_path / "wide.json", write("swap_config: {swap: true}\n")
+    model.write_text(json.dumps(WIDE))
+    words = ("check", config, "-m", model) if command == "check" else ("plan", model, config)
+    found = run(*words, "--seq", "4096", "--device", "H200", "--json").document["predicted"]
+    nothing, written, better = (found[name] for name in ("nothing", "as written", "better"))
+    assert better["peak_bytes"] <= written["peak_bytes"] < nothing["peak_bytes"]
+    assert better["step_ms"] - nothing["step_ms"] < 0.5 * (written["step_ms"] - nothing["step_ms"])
+    text = " ".join(run(*words, "--seq", "4096", "--device", "H200").out.split())
+    named = re.search(r"! A poor deal: .* `memory: {mode: adaptive, budget_gib: ([\d.]+)}", text)
+    assert named is not None, text
+    asked = write(f"memory: {{mode: adaptive, budget_gib: {named[1]}}}\n")
+    again = run("check", asked, "-m", model, "--seq", "4096", "--device", "H200", "--json").document
+    planned = again["predicted"]["planned (adaptive)"]
+    assert planned["step_ms"] < written["step_ms"]
+    assert planned["peak_bytes"] <= float(named[1]) * 2**30
+
+
+def test_mistakes_of_the_file_and_of_the_model_at_once(run: Run, write: Write, tiny: Path) -> None:
+    config = write(
+        "swap_config: {swap: true, op_swap: [{op_name: atention, backward_prefetch: 0, layers: [9]}]}\n"
+    )
+    ended = run("check", config, "-m", tiny, "--json")
+    rule = "swap_config.op_swap[0]"
+    wheres = [problem["where"] for problem in ended.document["problems"]]
+    assert wheres == [f"{rule}.backward_prefetch", f"{rule}.layers", f"{rule}.op_name"]
+
+
+def test_what_costs_next_to_nothing_is_no_poor_deal(run: Run, write: Write, tmp_path: Path) -> None:
+    model = tmp_path / "wide.json"
+    model.write_text(json.dumps(WIDE))
+    config = write("recompute_config: {select_recompute: {mlp.mul: true}}\n")
+    found = run("check", config, "-m", model, "--seq", "4096", "--device", "H200")
+    assert "as written" in found.out
+    assert "poor deal" not in found.out

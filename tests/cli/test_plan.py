@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,7 +49,7 @@ def test_what_nothing_fits_into(run: Run, tiny: Path) -> None:
     ended = run("plan", tiny, *STEP, "--budget-gib", "0.001", "--json")
     assert ended.code == 1
     (problem,) = ended.document["problems"]
-    assert (problem["where"], problem["found"]) == ("memory.budget_gib", "0.001")
+    assert (problem["where"], problem["found"]) == ("memory.budget_gib", "0.001 GiB")
     assert problem["expected"].startswith("at least ")
 
 
@@ -76,6 +78,58 @@ def test_a_saved_plan_applies(run: Run, tiny: Path, tmp_path: Path, peaks: tuple
     with apply(model, plan):
         model(input_ids=ids, labels=ids).loss.backward()
     assert run("plan", tiny, *STEP, "--budget-gib", "8", "--save", tmp_path / "no" / "plan.json").code == 2
+
+
+def test_a_saved_plan_is_trained_with(
+    run: Run, tiny: Path, tmp_path: Path, peaks: tuple[float, float]
+) -> None:
+    """By the planner's `memory.plan_file`, which searches nothing then and leaves the file alone."""
+    path = tmp_path / "plan.json"
+    assert run("plan", tiny, *STEP, "--budget-gib", f"{sum(peaks) / 2:.6f}", "--save", path).code == 0
+    saved = path.read_bytes()
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny)).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.ones(1, 16, dtype=torch.long)
+    memory = {"mode": "smart_swap", "plan_file": str(path)}
+    with apply(model, {"memory": memory}, optimizer=optimizer) as planner:
+        assert planner.phase == "stable"
+        assert planner.plan.rows == load_plan(path).rows
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        assert planner.phase == "stable"
+    assert path.read_bytes() == saved
+
+
+def test_save_overwrites_what_it_wrote_and_nothing_else(
+    run: Run, tiny: Path, tmp_path: Path, peaks: tuple[float, float]
+) -> None:
+    asked = ("plan", tiny, *STEP, "--budget-gib", f"{sum(peaks) / 2:.6f}", "--save")
+    own, other = tmp_path / "plan.json", tmp_path / "config.yaml"
+    assert run(*asked, own).code == 0
+    other.write_text("swap_config: {swap: true}\n")
+    trained = json.loads(own.read_text())
+    del trained["predicted"]
+    (tmp_path / "trained.json").write_text(json.dumps({**trained, "measured": {}}))
+    assert run(*asked, own).code == 0
+    for name in ("config.yaml", "trained.json"):
+        before = (tmp_path / name).read_bytes()
+        ended = run(*asked, tmp_path / name)
+        assert ended.code == 2
+        assert (tmp_path / name).read_bytes() == before
+
+
+@pytest.mark.parametrize("share", [1e-6, 0.5])
+def test_a_budget_below_the_least_names_one_that_does(
+    run: Run, tiny: Path, peaks: tuple[float, float], share: float
+) -> None:
+    ended = run("plan", tiny, *STEP, "--budget-gib", f"{max(share * peaks[1], 1e-3):.9f}")
+    assert ended.code == 1
+    text = " ".join(ended.out.split())
+    named = re.search(
+        r"expected at least ([\d.]+) GiB, the least that any plan reaches, found [\d.]+ GiB", text
+    )
+    assert named is not None, text
+    assert run("plan", tiny, *STEP, "--budget-gib", named[1]).code == 0
 
 
 def test_compare(run: Run, tiny: Path) -> None:

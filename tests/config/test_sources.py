@@ -218,6 +218,28 @@ swap_config:
     ]
 
 
+def test_auto_is_a_planner_that_finds_everything_out(tmp_path: Path) -> None:
+    config = load_config("auto")
+    assert config == load_config({"memory": {"mode": "adaptive"}})
+    assert load_config(config.to_yaml()) == config
+    (tmp_path / "auto").write_text("log: reference\n")
+    assert load_config(tmp_path / "auto").log == "reference"
+
+
+def test_a_plan_is_no_configuration(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text('{"format": "hf_actswap.plan", "format_version": 1, "rows": []}')
+    with pytest.raises(ConfigError, match=r"expected a configuration, found a plan.*load_plan reads it"):
+        load_config(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("text", ["a: [", "a: 'x", "{swap_config: {swap: true}"])
+def test_a_syntax_error_comes_without_the_parser_s_own(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(f"{text}\n")
+    assert caught.value.__suppress_context__
+    assert caught.value.__cause__ is None
+
+
 def test_errors_survive_pickling() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config("swap_config: {swap: 1}\n")

@@ -78,7 +78,7 @@ def test_trl(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: py
     entries = [entry for entry in names["trainer"].state.log_history if "loss" in entry]
     assert len(entries) == 2
     # Of each layer its input alone: fp32, 64 wide, a row for each token of the step.
-    moved = [entry["actswap_offloaded_bytes"] for entry in entries]
+    moved = [entry["actswap_offloaded_gib"] for entry in entries]
     assert moved == [LAYERS * 4 * WIDTH * entries[0]["num_tokens"]] * 2
 
 

@@ -50,7 +50,7 @@ def compiler_work() -> tuple[Any, dict[str, int]]:
 
 
 def swapped_bytes(trainer: Trainer) -> list[float]:
-    return [entry["actswap_offloaded_bytes"] for entry in trainer.state.log_history if "loss" in entry]
+    return [entry["actswap_offloaded_gib"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def hooks_of(model: torch.nn.Module) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 import hf_actswap
-from hf_actswap import ActSwapCallback, PlanError
+from hf_actswap import ActSwapCallback, ActSwapTrainer, MemoryPlan, PlanError
 
 from .conftest import CASE_1, CASE_2, CASE_3, CASE_4, CASES, Tokens, grad_norms, losses, tiny_llama
 
@@ -65,14 +66,14 @@ def test_statistics_reach_the_log_and_tensorboard(make_trainer: Make, tmp_path: 
     trainer = make_trainer(CASE_2, max_steps=4, report_to=["tensorboard"], logging_steps=2)
     trainer.train()
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    swapped = [entry["actswap_offloaded_bytes"] for entry in entries]
+    swapped = [entry["actswap_offloaded_gib"] for entry in entries]
     assert swapped[0] > 0
     assert len(set(swapped)) == 1
-    assert swapped == [entry["actswap_prefetched_bytes"] for entry in entries]
+    assert swapped == [entry["actswap_prefetched_gib"] for entry in entries]
     (events,) = tmp_path.rglob("events.out.tfevents.*")
     tags = EventAccumulator(str(events.parent))
     tags.Reload()
-    assert any("actswap_offloaded_bytes" in tag for tag in tags.Tags()["scalars"])
+    assert any("actswap_offloaded_gib" in tag for tag in tags.Tags()["scalars"])
 
 
 DOCUMENTED = [
@@ -121,13 +122,20 @@ def test_the_documents_grep_prints_exactly_their_lines(
     assert printed.splitlines() == expected
 
 
-def test_plan_and_lines_reach_the_console_of_a_program_without_logging(
-    make_trainer: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("log", ["summary", "reference"])
+def test_what_reaches_the_console_of_a_program_without_logging(
+    make_trainer: Make,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    log: str,
 ) -> None:
     monkeypatch.setattr("logging.Logger.hasHandlers", lambda self: False)
-    make_trainer(CASE_4, max_steps=1).train()
+    make_trainer({**CASE_4, "log": log}, max_steps=1).train()
     shown = capsys.readouterr().err
-    assert "INFO - Set op_swap at layer 3: .attention, value=10" in shown
+    line = "INFO - Set op_swap at layer 3: .attention, value=10"
+    assert (line in shown) is (log == "reference")
+    assert f"-{line}" in (tmp_path / "out" / "worker_0.log").read_text()
     assert "Activation plan: 4 llama layers" in shown
     assert "│ 1-2 " in shown
 
@@ -195,6 +203,97 @@ def test_a_callback_added_later_works(make_trainer: Make) -> None:
     assert losses(trainer) == losses(plain)
 
 
+def test_the_lines_of_the_reference_are_there_for_who_asks_for_debug(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("DEBUG", logger="hf_actswap"):
+        make_trainer(CASE_4, max_steps=1).train()
+    levels = {record.levelname for record in caplog.records if "Set op_swap" in record.getMessage()}
+    assert levels == {"DEBUG"}
+
+
+@pytest.mark.parametrize("trainer_class", [Trainer, ActSwapTrainer])
+def test_any_trainer_acts_on_the_arguments_alone(make_trainer: Make, trainer_class: type[Trainer]) -> None:
+    with_callback = make_trainer(CASE_4, max_steps=3)
+    with_callback.train()
+    args = pickle.loads(pickle.dumps(with_callback.args))
+    args.report_to = "none"  # set later than at construction
+    trainer = trainer_class(model=tiny_llama(), args=args, train_dataset=Tokens())
+    trainer.train()
+    for name in ("loss", "actswap_offloaded_gib", "actswap_recomputes"):
+        found = [
+            [entry[name] for entry in log if name in entry]
+            for log in (trainer.state.log_history, with_callback.state.log_history)
+        ]
+        assert found[0] == found[1] != [], name
+    assert losses(trainer)
+    assert state_of(trainer.model) == trained_without_a_plan(make_trainer)
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["constructor", "add_callback"])
+def test_a_callback_that_is_passed_acts_alone(make_trainer: Make, later: bool) -> None:
+    """What it says counts, and not what the arguments say."""
+    trainer = make_trainer(CASE_2, callback=False, max_steps=2)
+    callback = ActSwapCallback({"recompute_config": {"recompute": True}})
+    if later:
+        trainer.add_callback(callback)
+    else:
+        trainer = Trainer(model=tiny_llama(), args=trainer.args, train_dataset=Tokens(), callbacks=[callback])
+    seen: list[Any] = []
+
+    class Look(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            found = trainer.callback_handler.callbacks
+            (ours,) = [item for item in found if isinstance(item, ActSwapCallback)]
+            seen.append(ours.applied)
+
+    trainer.add_callback(Look())
+    trainer.train()
+    assert seen[0] is seen[1]
+    fates = {row.fate for row in seen[0].plan.rows}
+    assert "recompute" in fates
+    assert "swap" not in fates
+
+
+NOTHING = {
+    "None": (None, "actswap=None"),
+    "empty file": ("empty.yaml", "the configuration (empty.yaml) is empty"),
+    "keeps everything": ({"swap_config": {"swap": True, "op_swap": []}}, "(mapping) keeps everything"),
+    "plan": ("plan.json", "the plan keeps everything"),
+}
+
+
+@pytest.mark.parametrize(("actswap", "why"), NOTHING.values(), ids=NOTHING)
+def test_one_warning_where_nothing_will_happen(
+    make_trainer: Make,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    actswap: Any,
+    why: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty.yaml").write_text("# nothing\n")
+    Path("plan.json").write_text(MemoryPlan((), 4).to_json())
+    make_trainer(actswap, callback=False, max_steps=2).train()
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line for line in warned if "Nothing is swapped or recomputed" in line] == warned
+    assert len(warned) == 1
+    assert why in warned[0]
+
+
+def test_a_plan_in_a_file_is_something_to_train_with(make_trainer: Make, tmp_path: Path) -> None:
+    plan = hf_actswap.resolve_plan(hf_actswap.load_config(CASE_4), hf_actswap.outline(tiny_llama()))
+    file = tmp_path / "plan.json"
+    file.write_text(plan.to_json())
+    by_plan, by_hand = make_trainer(str(file), callback=False, max_steps=3), make_trainer(CASE_4, max_steps=3)
+    by_plan.train()
+    by_hand.train()
+    assert losses(by_plan) == losses(by_hand)
+    for name in ("actswap_offloaded_gib", "actswap_recomputes"):
+        assert by_plan.state.log_history[0][name] == by_hand.state.log_history[0][name] > 0
+
+
 def test_resume_from_checkpoint_continues_bitwise(make_trainer: Make, tmp_path: Path) -> None:
     saved = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8}
     whole = make_trainer(CASE_4, **saved)
@@ -247,5 +346,5 @@ def test_what_stays_on_the_device_against_the_plan_is_said_once(
     said = [record.getMessage() for record in caplog.records if "stay on the device" in record.getMessage()]
     assert len(said) == 1
     assert said[0].endswith(
-        "bytes a step are swapped by the plan and stay on the device: smaller than min_tensor_mib."
+        "GiB a step are swapped by the plan and stay on the device: smaller than min_tensor_mib."
     )

@@ -47,7 +47,7 @@ def train(config: object, folder: str, **settings: object) -> Run:
     )
     trainer.train()
     moved = [
-        entry["actswap_offloaded_bytes"] for entry in trainer.state.log_history if "loss" in entry and config
+        entry["actswap_offloaded_gib"] for entry in trainer.state.log_history if "loss" in entry and config
     ]
     assert len(set(moved)) <= 1
     weights = [value.clone() for value in trainer.model.state_dict().values()]

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_actswap import MemoryPlan, PlanError
-from hf_actswap.plan import Override, PlanRow, Windows
+from hf_actswap import MemoryPlan, PlanError, load_config
+from hf_actswap.plan import Override, PlanRow, Windows, load_config_or_plan
 from hf_actswap.plan.actions import FATES, Scope, folded
 
 NUM_LAYERS = 3
@@ -84,6 +85,19 @@ def test_json_there_and_back(
         unbuilt=tuple(texts[1:]),
     )
     assert MemoryPlan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_in_the_place_of_a_configuration(tmp_path: Path) -> None:
+    plan = MemoryPlan((PlanRow(1, "mlp", "recompute"),), num_layers=2, family="llama")
+    file = tmp_path / "any name"
+    file.write_text(plan.to_json())
+    for source in (plan, file, str(file), json.loads(plan.to_json())):
+        assert load_config_or_plan(source) == plan
+    for other in ({"memory": {"mode": "adaptive"}}, "auto", "memory: {mode: adaptive}\n"):
+        assert load_config_or_plan(other) == load_config("auto")
+    file.write_text(plan.to_json().replace("recompute", "recompte"))
+    with pytest.raises(PlanError, match=r"rows\[0\].fate"):
+        load_config_or_plan(str(file))
 
 
 def test_layers_that_do_not_exist() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hf_actswap import MemoryPlan, PlanError, apply, outline
+from hf_actswap import ConfigError, MemoryPlan, PlanError, apply, outline
 from hf_actswap.plan import PlanRow
 
 PlanOf = Callable[..., MemoryPlan]
@@ -73,6 +73,71 @@ def test_a_typo_shows_even_where_no_layer_is_left(recompute: dict[str, Any], pla
         "recompute_config.select_recompute: expected a path that names an op of LlamaDecoderLayer, "
         "found 'mlp.muul'. Did you mean 'mlp.mul'?"
     ]
+
+
+MALFORMED = """
+swap_config:
+  swap: true
+  op_swap:
+    - {op_name: atention, backward_prefetch: 0, layers: [0, 7]}
+    - {op_name: '(', backward_prefetch: 3, layers: [1]}
+    - {op_name: mpl, backward_prefetch: 3, layers: 2}
+    - {op_name: mpl, backward_prefetch: 4, layers: true}
+recompute_config: {select_recompute: {mlp.mull: true}, nope: 1}
+"""
+
+
+def test_mistakes_of_the_file_and_of_the_model_at_once(tiny_model: MakeModel) -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply(tiny_model("llama"), MALFORMED)
+    assert [problem.where for problem in caught.value.problems] == [
+        "swap_config.op_swap[0].backward_prefetch",
+        "swap_config.op_swap[1].op_name",
+        "swap_config.op_swap[2].layers",
+        "recompute_config.nope",
+        "swap_config.op_swap[0].layers",
+        "swap_config.op_swap[0].op_name",
+        "swap_config.op_swap[2].op_name",
+        "recompute_config.select_recompute",
+    ]
+    assert caught.value.__suppress_context__  # one traceback, of the user's own call
+
+
+@pytest.mark.parametrize("bad", ["swap_config: {swap: 3}", "parallel_config: {pipeline_stage: 0}"])
+def test_nothing_is_said_of_a_model_where_it_depends_on_what_is_unreadable(
+    tiny_model: MakeModel, bad: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply(tiny_model("llama"), f"{bad}\nrecompute_config: {{recompute: [2, 2, 2]}}\n")
+    assert len(caught.value.problems) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("meta-llama/Llama-2-7b-hf", "from_pretrained('meta-llama/Llama-2-7b-hf')"),
+        (None, "found a NoneType"),
+        ({"swap_config": {}}, "found a dict"),
+        (nn.Linear, "found a class"),
+    ],
+)
+def test_what_is_no_model_is_said(given: Any, found: str) -> None:
+    (problem,) = problems_of(lambda: apply(given, {"swap_config": {"swap": True}}))
+    assert problem.startswith("model: expected a model (torch.nn.Module), found ")
+    assert found in problem
+
+
+def test_a_model_without_known_layers_is_described() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixer = nn.Linear(2, 2)
+
+    model = nn.Sequential(nn.ModuleList([Block(), Block()]))
+    (problem,) = problems_of(lambda: outline(model))
+    assert "found Sequential, whose 0 is 2 Block with mixer. This family is not known here" in problem
+    (problem,) = problems_of(lambda: outline(nn.Linear(2, 2)))
+    assert problem.endswith("found Linear. Pass the causal language model itself.")
 
 
 def test_hints_name_ops_of_this_family(plan_of: PlanOf) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_actswap import MemoryPlan, outline
+from hf_actswap import MemoryPlan, apply, outline
 from hf_actswap.config.schema import MemoryConfig
 from hf_actswap.planner import least_budget
 from hf_actswap.planner.least_budget import LeastBudget
@@ -34,13 +34,45 @@ def problem(peak_bytes: int) -> str:
     return text
 
 
+def named_bytes(text: str) -> int:
+    named = re.search(
+        r"The least budget that would do for a batch of \(\d+, \d+\) is about ([\d.]+) GiB", text
+    )
+    assert named is not None, text
+    return int(float(named[1]) * GIB)
+
+
+@pytest.mark.parametrize("share", [0.3, 2.5, 3.5])
+def test_it_is_the_same_at_every_depth(share: float) -> None:
+    """Not enough for the weights, for the gradients, for the states that the first step makes."""
+
+    def named(share: float) -> float:
+        """In weights."""
+        torch.manual_seed(0)
+        model, ids = tiny_llama(), torch.zeros(1, 16, dtype=torch.long)
+        optimizer = torch.optim.AdamW(model.parameters())
+        weights = sum(weight.nbytes for weight in model.parameters())
+        memory = {"mode": "adaptive", "budget_gib": share * weights / GIB}
+
+        def steps() -> None:
+            for _ in range(3):
+                model(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+
+        planner = apply(model, {"memory": memory}, optimizer=optimizer)
+        with planner, pytest.raises(torch.OutOfMemoryError) as caught:
+            steps()
+        return named_bytes(str(caught.value)) / weights
+
+    assert named(share) == pytest.approx(named(0.9), rel=2e-3)
+    assert named(share) > 4
+
+
 def test_the_budget_that_is_named_would_do(peak_bytes: int) -> None:
     text = problem(peak_bytes)
-    named = re.search(r"for a batch of \(4, 128\) is about ([\d.]+) GiB \(([\d,]+) bytes", text)
-    assert named is not None, text
+    least = named_bytes(text)
+    assert text.startswith("The least budget")
     assert "optimizer states included" in text
-    least = int(named[2].replace(",", ""))
-    assert float(named[1]) == pytest.approx(least / GIB, rel=1e-4)
     assert 2 * SHARE * peak_bytes > least > SHARE * peak_bytes
     enough = int(1.05 * least)
     found = train(tiny_llama, {"mode": "adaptive", "budget_gib": enough / GIB}, steps=6, limit_bytes=enough)
@@ -82,9 +114,7 @@ def test_where_it_is_not_known_it_says_nothing() -> None:
 def test_states_that_move_away_do_not_count() -> None:
     model = tiny_llama()
     sizes = [
-        int(found[1].replace(",", ""))
-        for preference in ("performance", "memory_saving")
-        if (found := re.search(r"([\d,]+) bytes", known(model, preference=preference)))
+        named_bytes(known(model, preference=preference)) for preference in ("performance", "memory_saving")
     ]
     weights = sum(weight.nbytes for weight in model.parameters())
     assert sizes[0] - sizes[1] == pytest.approx(2 * weights, rel=0.02)

@@ -68,7 +68,7 @@ def test_a_run_that_does_not_fit_survives_from_the_first_step(unplanned: Trained
 
 def test_what_cannot_fit_says_what_would(unplanned: Trained) -> None:
     limit = int(0.28 * unplanned.peak_bytes)
-    with pytest.raises((BudgetError, torch.OutOfMemoryError), match=r"at least|At least") as caught:
+    with pytest.raises((BudgetError, torch.OutOfMemoryError), match=r"at least|The least") as caught:
         train(tiny_llama, {"mode": "adaptive"}, limit_bytes=limit)
     assert str(caught.value)
 
@@ -77,9 +77,9 @@ def test_a_reduction_is_reached_or_the_largest_is_named(unplanned: Trained) -> N
     wanted = 0.4 * unplanned.peak_bytes
     found = train(tiny_llama, {"mode": "smart_swap", "reduce_by_gib": wanted / GIB})
     assert max(found.stable_peaks()) <= 1.001 * (unplanned.peak_bytes - wanted)
-    with pytest.raises(BudgetError, match=r"reduce_by_gib: expected at most 0\.00\d+, the largest") as caught:
+    with pytest.raises(BudgetError, match=r"reduce_by_gib: expected at most 0\.00\d+ GiB") as caught:
         train(tiny_llama, {"mode": "smart_swap", "reduce_by_gib": 0.8 * unplanned.peak_bytes / GIB})
-    most = float(str(caught.value).split("at most ")[1].split(",")[0])
+    most = float(str(caught.value).split("at most ")[1].split(" GiB")[0])
     again = train(tiny_llama, {"mode": "smart_swap", "reduce_by_gib": most * 0.999})
     assert again.phases[-1] == "stable"
 
@@ -140,6 +140,42 @@ def test_a_plan_file_on_a_full_disk(
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert f"the plan is on, but cannot be written to {path} (No space left on device)" in said
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("made_for", ["the CLI's", "another model", "nobody's"])
+def test_a_file_that_was_not_made_here_is_never_overwritten(
+    unplanned: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture, made_for: str
+) -> None:
+    path = tmp_path / "plan.json"
+    memory = {"mode": "adaptive", "budget_gib": 0.6 * unplanned.peak_bytes / GIB, "plan_file": str(path)}
+    first = train(tiny_llama, memory)
+    document = json.loads(path.read_text())
+    if made_for == "another model":
+        document["made_for"]["model"] = "gpt, 2 layers, 3 parameters"
+    else:
+        del document["made_for"]
+    if made_for == "nobody's":
+        document.update(rows=[], num_layers=1)
+    path.write_text(json.dumps(document))
+    before = path.read_bytes()
+    again = train(tiny_llama, memory, steps=4 if made_for == "the CLI's" else 12)
+    assert path.read_bytes() == before
+    said = [record.getMessage() for record in caplog.records if "stays as it is" in record.getMessage()]
+    if made_for == "the CLI's":  # no word of what it was made for, but it is a plan for this model
+        assert again.phases == ["stable"] * 4
+        assert again.plan_rows == first.plan_rows
+        assert said == []
+    else:
+        assert (again.phases[0], again.phases[-1]) == ("warm-up", "stable")
+        assert len(said) == 1
+
+
+def test_no_file_that_is_no_plan_is_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "notes.json"
+    path.write_text('{"my": "notes"}')
+    with pytest.raises(PlanError, match=r"hf_actswap\.plan"):
+        train(tiny_llama, {"mode": "adaptive", "plan_file": str(path)}, steps=1)
+    assert path.read_text() == '{"my": "notes"}'
 
 
 def test_a_malformed_plan_file_is_an_error(tmp_path: Path) -> None:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+import math
+import os
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from hf_actswap.engine.stats import gib_text
 from hf_actswap.errors import PlanError
 from hf_actswap.plan.actions import MemoryPlan, PlanRow, Windows
 from hf_actswap.plan.saved_bytes import swapped_bytes, swapped_copies
 from hf_actswap.planner.budget import BudgetError
 from hf_actswap.planner.cost.simulate import predict
 from hf_actswap.planner.profile import Limits, Profile
-from hf_actswap.planner.search import layer_cuts
+from hf_actswap.planner.search import layer_cuts, layer_milp
 from hf_actswap.planner.search.find_plan import Found, Search, candidates, find_plan, least_peak_bytes
 from hf_actswap.planner.search.layer_milp import Solution
 
@@ -70,7 +74,7 @@ def test_budget_holds_and_more_memory_is_never_slower(gb_per_s: float | None) ->
         steps.append(found.prediction.step_ms)
     compute_ms = profile.compute_ms
     assert all(after <= before + 0.005 * compute_ms for before, after in pairwise(steps)), steps
-    with pytest.raises(BudgetError, match=f"{least:,}"):
+    with pytest.raises(BudgetError, match=f"at least {gib_text(least, math.ceil)}"):
         find_plan(profile, NOTHING, Limits(least - 1))
 
 
@@ -205,6 +209,23 @@ def test_eighty_layers_need_few_variables_and_few_predictions(monkeypatch: pytes
     assert len(solved) <= 8
     assert len(predicted) <= 30
     assert max(way.columns for way in solved if way is not None) <= 800
+
+
+def test_what_the_solver_says_to_its_developers_is_not_heard(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    solve = layer_milp.milp
+
+    def talking(*args: object, **kwargs: object) -> object:
+        ctypes.CDLL(None).puts(b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();")
+        os.write(1, b"a line of another thread\n")
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(layer_milp, "milp", talking)
+    found_at(llama(layers=2), 0.5)
+    said = capfd.readouterr().out
+    assert said
+    assert set(said.splitlines()) == {"a line of another thread"}
 
 
 def test_missing_scipy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,9 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaModel
 
-from hf_actswap import PlanError, outline
+from hf_actswap import MemoryPlan, PlanError, load_config, outline, resolve_plan
+from hf_actswap.plan.saved_bytes import dropped_bytes
+from hf_actswap.planner.cost.simulate import predict
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.devices import DEVICES, device_rates
 from hf_actswap.planner.record.lives import measured_peak_bytes
@@ -45,6 +47,36 @@ def test_bytes_are_those_of_a_measured_step(family: str) -> None:
 
     assert bytes_of(foreseen) == bytes_of(measured)
     assert [span.random for span in foreseen.spans] == [span.random for span in measured.spans]
+
+
+DROPPING: list[dict[str, Any]] = [
+    {"recompute_config": {"recompute": True}},
+    {"recompute_config": {"select_recompute": {"feed_forward": True}}},
+    {"recompute_config": {"select_recompute": {"mlp.mul": True, "mlp.act_fn": True}}},
+    {"recompute_config": {"select_recompute": {r"input_layernorm\..*": True, "attention": True}}},
+    {"recompute_config": {"recompute": True, "select_recompute_exclude": {"mlp.gate_proj": True}}},
+    {
+        "swap_config": {"swap": True, "recompute_input": True, "op_swap": []},
+        "recompute_config": {"recompute": True},
+    },
+    {
+        "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 20, "layers": [1]}]},
+        "recompute_config": {"select_recompute": {"feed_forward": [0, 3]}},
+    },
+]
+
+
+def test_what_a_plan_drops_is_counted_as_the_simulator_does() -> None:
+    model = tiny_llama().train()
+    shape = outline(model)
+    batch = {name: torch.zeros((2, 64), dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
+    profile = profile_from_shapes(model, shape, batch, "cpu")
+    kept_bytes = predict(profile, MemoryPlan((), 4)).kept_bytes
+    for document in DROPPING:
+        plan = resolve_plan(load_config(document), shape)
+        found = predict(profile, plan)
+        expected = kept_bytes - found.kept_bytes - found.swapped_bytes
+        assert dropped_bytes(profile.saved, plan) == expected > 0, document
 
 
 def test_nothing_is_touched() -> None:

@@ -46,7 +46,7 @@ def test_a_bare_run_is_wikitext_with_the_default_swap() -> None:
     assert (args.do_train, args.do_eval, data.eval_before) == (True, True, True)
     assert args.output_dir == "output/llama_swap"
     assert args.save_strategy == "no"
-    assert args.report_to == []
+    assert args.report_to == ["actswap"]
     assert args.logging_steps == 10
     assert args.learning_rate == 1e-3
     assert args.ddp_find_unused_parameters is False
@@ -73,7 +73,7 @@ def test_a_file_may_hold_arguments_beside_the_sections(name: str, write: Any, he
     _, data, args = parse_arguments([write(document, name), *here])
     assert args.actswap == CASE
     assert (args.max_steps, args.learning_rate, args.bf16, args.seed) == (7, 2e-4, False, 3)
-    assert args.report_to == ["tensorboard"]
+    assert args.report_to == ["tensorboard", "actswap"]
     assert args.lr_scheduler_kwargs == {"num_cycles": 2}
     assert (data.validation_file, data.max_train_samples) == ("held_out.txt", None)
 
@@ -82,7 +82,7 @@ def test_the_command_line_overrides_the_file(write: Any, here: list[str]) -> Non
     path = write(CASE | {"max_steps": 7, "dataset": "sample", "do_eval": True, "report_to": ["tensorboard"]})
     command_line = ["--max_steps", "9", "--dataset=x.txt", "--do_eval", "false", "--report_to", "none"]
     _, data, args = parse_arguments([path, *command_line, *here])
-    assert (args.max_steps, data.dataset, args.do_eval, args.report_to) == (9, "x.txt", False, [])
+    assert (args.max_steps, data.dataset, args.do_eval, args.report_to) == (9, "x.txt", False, ["actswap"])
     assert data.eval_before is False
 
 

@@ -110,7 +110,7 @@ def test_layers_compiled_by_the_launcher_are_swapped(case1: Path, repository: Pa
     ran = launch(repository, tmp_path, case2, *TINY, *short, flags=regional)
     assert ran.returncode == 0, ran.stderr[-3000:]
     state = json.loads((tmp_path / "trainer_state.json").read_text())
-    assert all(entry["actswap_offloaded_bytes"] > 0 for entry in state["log_history"] if "loss" in entry)
+    assert all(entry["actswap_offloaded_gib"] > 0 for entry in state["log_history"] if "loss" in entry)
     assert losses(tmp_path)[0] == pytest.approx(losses(case1)[0], rel=1e-4)
 
 

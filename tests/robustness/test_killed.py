@@ -24,7 +24,7 @@ pytestmark = pytest.mark.dist
 def curve(folder: Path) -> list[dict[str, Any]]:
     """What the run logged of its steps, from the first on."""
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    names = ("step", "loss", "grad_norm", "learning_rate", "actswap_offloaded_bytes")
+    names = ("step", "loss", "grad_norm", "learning_rate", "actswap_offloaded_gib")
     return [{name: entry[name] for name in names} for entry in history if "loss" in entry]
 
 

@@ -21,6 +21,7 @@ cannot be bracketed is ``storage.resize_`` (FSDP's unsharding), which asks the a
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -28,6 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...engine.stats import gib_text
 from ..meter import Meter, runs_its_own_dispatch
 from .op_traits import OpTraits, tensor_bytes, traits_of
 from .out_of_memory import Failure, attempt
@@ -252,12 +254,12 @@ class OomGuard(TorchDispatchMode):
         used_bytes, limit_bytes = self._meter.allocated_bytes(), self._meter.limit_bytes()
         least_bytes = used_bytes + (failure.wanted_bytes or 0)
         self.least_budget_bytes = max(self.least_budget_bytes, least_bytes)
-        wanted = f"{failure.wanted_bytes:,} bytes" if failure.wanted_bytes else "more memory"
-        more = f" {found}" if (found := self._least_budget(least_bytes)) else ""
+        wanted = gib_text(failure.wanted_bytes) if failure.wanted_bytes else "more memory"
+        least = f"At least {gib_text(least_bytes, math.ceil)} of device memory are needed."
         return failure.kind(
-            f"{name} wants {wanted}, {used_bytes:,} of {limit_bytes:,} bytes are in use, and "
-            f"{self.evicted_bytes:,} bytes have been evicted to the host so far. {why} "
-            f"At least {least_bytes:,} bytes of device memory are needed.{more} ({failure.text})"
+            f"{self._least_budget(least_bytes) or least} There are {gib_text(limit_bytes)}: {name} wants "
+            f"{wanted} where {gib_text(used_bytes)} are in use and {gib_text(self.evicted_bytes)} have been "
+            f"evicted to the host so far. {why} ({failure.text})"
         )
 
     def _bracket(self, which: str, func: Any, args: tuple[Any, ...]) -> None:

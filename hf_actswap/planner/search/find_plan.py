@@ -12,10 +12,12 @@ The same input gives the same plan on every rank: no clock and no chance takes p
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
+from ...engine.stats import gib_text
 from ...errors import Problem
 from ...plan.actions import MemoryPlan
 from ...plan.outline import OUTPUT
@@ -304,5 +306,5 @@ class Search:
         return self._simulator.predict(plan, optimizer_states_moved=self._limits.frees_optimizer_states)
 
     def _impossible(self, least_bytes: int) -> BudgetError:
-        expected = f"at least {least_bytes:,} bytes, the least that any plan reaches"
-        return BudgetError([Problem("memory.budget_gib", expected, f"{self._limits.device_bytes:,} bytes")])
+        expected = f"at least {gib_text(least_bytes, math.ceil)}, the least that any plan reaches"
+        return BudgetError([Problem("memory.budget_gib", expected, gib_text(self._limits.device_bytes))])

@@ -18,8 +18,12 @@ most `MOST_WAYS` of them beside the one that is there.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
-from collections.abc import Callable, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +38,8 @@ try:
     from scipy.sparse import csr_array, vstack
 except ImportError:  # `need_scipy` says so
     milp = None
+
+_STDOUT = 1  # its file descriptor
 
 MIB = 2.0**20
 GAP, STEP_GAP = 0.01, 0.0005
@@ -134,6 +140,33 @@ def _of_few_ways(options: Sequence[Sequence[Option]], shares: np.ndarray) -> lis
     return [[item for item in items if item.point is None or item.point.way in ways] for items in options]
 
 
+@contextmanager
+def _solver_silent() -> Iterator[None]:
+    """Drop the lines that HiGHS writes to stdout for its developers, whatever it is told (scipy 1.17).
+
+    It writes them from C. What anybody else writes to the process's stdout meanwhile comes after.
+    """
+    try:
+        own = os.dup(_STDOUT)
+    except OSError:  # there is none
+        yield
+        return
+    c_library = ctypes.CDLL(None)
+    c_library.fflush(None)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), _STDOUT)
+        try:
+            yield
+        finally:
+            c_library.fflush(None)
+            os.dup2(own, _STDOUT)
+            os.close(own)
+            held.seek(0)
+            for line in held:
+                if not line.startswith(b"Highs"):
+                    os.write(_STDOUT, line)
+
+
 class _Program:
     """The program's matrix; ``some``: other options were left out, so that no proof is worth its time."""
 
@@ -209,13 +242,14 @@ class _Program:
         gap = max(GAP, share) if self._caps.device_bytes is not None else 5 * 1e-3
         matrix, low, high = self._matrix()
         integral = (np.arange(self._width) < self.columns).astype(float)
-        found = milp(
-            self._costs(),
-            integrality=integral,
-            bounds=self._bounds(),
-            constraints=LinearConstraint(matrix, low, high),
-            options={"mip_rel_gap": gap, "node_limit": self._nodes},
-        )
+        with _solver_silent():
+            found = milp(
+                self._costs(),
+                integrality=integral,
+                bounds=self._bounds(),
+                constraints=LinearConstraint(matrix, low, high),
+                options={"mip_rel_gap": gap, "node_limit": self._nodes},
+            )
         if found.x is None:
             return None
         picked = []

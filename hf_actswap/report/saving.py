@@ -1,0 +1,69 @@
+"""How much memory a plan saves in a step, and what that costs: numbers for the log, a line for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..engine.stats import gib, gib_text
+
+COUNTED = "counted: what it swaps and recomputes"
+"""Where nothing was measured without the plan. More than the peak falls where the plan moves the peak."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Of one step, on one rank.
+
+    Args:
+        saved_bytes: how much less device memory the plan's step needs.
+        source: how that is known.
+        peak_bytes: the most device memory in use in a step with the plan; ``None``: it was not measured.
+        step_ms: with the plan; ``None``: not known.
+        without_step_ms: without it; ``None``: not known.
+        stall_ms: of ``step_ms``, waiting for copies.
+    """
+
+    saved_bytes: int
+    source: str
+    peak_bytes: int | None
+    step_ms: float | None = None
+    without_step_ms: float | None = None
+    stall_ms: float = 0.0
+
+    @property
+    def without_peak_bytes(self) -> int | None:
+        """The peak of the same step without the plan; at most this where it is `COUNTED`."""
+        return None if self.peak_bytes is None else self.peak_bytes + self.saved_bytes
+
+    def as_log(self, prefix: str = "actswap_") -> dict[str, float]:
+        """Return the numbers that belong into a training log, under names for it."""
+        numbers = {f"{prefix}saved_gib": gib(self.saved_bytes)}
+        if self.peak_bytes is not None:
+            numbers[f"{prefix}peak_gib"] = gib(self.peak_bytes)
+        return numbers
+
+    def in_words(self) -> str:
+        """Return it as one line."""
+        return f"{self._memory_in_words()} {self._time_in_words()}".rstrip()
+
+    def _memory_in_words(self) -> str:
+        saved = gib_text(self.saved_bytes)
+        if self.peak_bytes is None or self.without_peak_bytes is None:
+            return f"{saved} less kept for backward than without a plan ({self.source}); peak not measured."
+        peak = f"Peak memory {gib_text(self.peak_bytes)}"
+        if not self.saved_bytes:
+            return f"{peak}, as without a plan ({self.source})."
+        most = "at most " if self.source == COUNTED else ""
+        share = self.saved_bytes / self.without_peak_bytes
+        without = f"{most}{gib_text(self.without_peak_bytes)} without a plan ({self.source})"
+        return f"{peak} in place of {without}: {saved} less, {share:.0%}."
+
+    def _time_in_words(self) -> str:
+        if self.step_ms is None:
+            return ""
+        words = f"A step takes {self.step_ms:,.1f} ms"
+        if self.stall_ms >= 0.05:
+            words += f", {self.stall_ms:,.1f} ms of it waiting for copies"
+        if self.without_step_ms is not None:
+            words += f"; {self.without_step_ms:,.1f} ms without a plan (predicted)"
+        return f"{words}."

@@ -127,7 +127,7 @@ class ProfileFile:
         if own["num_layers"] != wanted["num_layers"] or model:
             return
         # A document may be damaged; then modules are missing, and there is less to compare.
-        for layer, modules in zip(found.shape.layers, self.profile.saved.modules, strict=False):
+        for layer, modules in zip(found.shape.layers, self.profile.saved.modules.values(), strict=False):
             strange = sorted(modules - {"", *(op.path for op in layer.ops)})
             if strange:
                 yield f"layer {layer.index}", "modules of this model", ", ".join(strange[:3])

@@ -5,7 +5,7 @@ What is installed, and nothing else:
 * on the model, something before and after its call (`around`): the saved-tensor hooks are pushed before its
   forward and popped after it, also after an exception; and around its call, for what skips even
   ``always_call`` hooks (`KeyboardInterrupt`);
-* on each decoder layer, and on the embedding, the final norm and the head, a pair that says where we are;
+* on each layer, and on the embedding, the final norm and the head, a pair that says where we are;
 * on the modules inside layers whose ops are decided one by one, a pair that follows the module path, and
   the `NamingMode` while the layer runs, both until its `routines` are known;
 * on layers that are recomputed whole, ``torch.utils.checkpoint`` around their forward.
@@ -128,7 +128,7 @@ class Engine:
         for scope, path in surroundings.items():
             if path is not None:
                 undo += self._follow_scope(self._root.get_submodule(path), scope, None)
-        for layer in self.outline.layers:
+        for layer in self.outline.all_layers:
             undo += self._follow_layer(layer)
         undo.append(self._leave_inside)
         if not self._routines.knows(self._named):
@@ -166,7 +166,7 @@ class Engine:
     def _follow_inside(self) -> None:
         """Follow the module paths in layers that have no routine yet, or none any more."""
         if self._inside_hooks is None:
-            layers = [layer for layer in self.outline.layers if layer.index in self._named]
+            layers = [layer for layer in self.outline.all_layers if layer.index in self._named]
             self._inside_hooks = [undo for layer in layers for undo in self._follow_modules(layer)]
 
     def _leave_inside(self) -> None:
@@ -271,7 +271,7 @@ class Engine:
 
         return around(module, before, after)
 
-    def _follow_path(self, module: nn.Module, scope: int, path: str) -> list[Undo]:
+    def _follow_path(self, module: nn.Module, scope: Scope, path: str) -> list[Undo]:
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             forward = self._forward
             if forward is None or forward.stack is None:

@@ -7,7 +7,7 @@ else; everything beside them (overrides, log lines) is for people.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, Literal
@@ -18,8 +18,13 @@ FORMAT_VERSION = 1
 
 Fate = Literal["keep", "swap", "recompute", "re-gather", "slice"]
 FATES: tuple[Fate, ...] = ("keep", "swap", "recompute", "re-gather", "slice")
-Scope = int | Literal["embedding", "final_norm", "head"]
+Scope = int | str
+"""A decoder layer by its index, a layer of another stack by its module path, or one of `SCOPES`."""
 SCOPES = ("embedding", "final_norm", "head")
+"""What stands around the decoder layers."""
+
+OUTPUT = "output"
+"""Op path of the hidden state that a layer hands on. A module of that name (BERT's) is only its parts."""
 
 COMPILE_BUDGET = "compile_budget"
 """Parameter of a layer's row (op path ``""``): the share of its activation memory that its compiled region
@@ -53,7 +58,8 @@ class PlanRow:
     """The fate of what one op produces.
 
     Args:
-        scope: index of the decoder layer in the model given, or ``embedding``, ``final_norm``, ``head``.
+        scope: index of the decoder layer in the model given; module path of a layer of another stack
+            (``model.vision_tower.encoder.layers.3``); or ``embedding``, ``final_norm``, ``head``.
         op_path: op inside the scope (``self_attn.flash_attention``); ``""`` is the whole scope, ``output``
             the hidden state that the layer hands on. A row covers everything below its path; the longest
             path wins.
@@ -78,7 +84,8 @@ class Override:
 
     Args:
         where: YAML path of the wish.
-        layers: global layer indices concerned; empty if the wish concerns no layer in particular.
+        layers: concerned, decoder layers by their global index; empty if the wish concerns no layer in
+            particular.
         op_path: op concerned, as the user named it; as the layer names it where a rule reached another op.
         asked: fate or value wished.
         got: what happens instead.
@@ -86,7 +93,7 @@ class Override:
     """
 
     where: str
-    layers: tuple[int, ...]
+    layers: tuple[Scope, ...]
     op_path: str
     asked: str
     got: str
@@ -138,10 +145,17 @@ class MemoryPlan:
         Raises:
             KeyError: there is no such layer or scope.
         """
-        if not (0 <= layer < self.num_layers if isinstance(layer, int) else layer in SCOPES):
-            raise KeyError(f"{layer!r}: the plan has layers 0 to {self.num_layers - 1}, {', '.join(SCOPES)}")
+        if layer not in self.scopes:
+            others = ", ".join(map(str, self.scopes[self.num_layers :]))
+            raise KeyError(f"{layer!r}: the plan has layers 0 to {self.num_layers - 1}, {others}")
         row = self.row(layer, op_path, ordinal)
         return row.fate if row else "keep"
+
+    @cached_property
+    def scopes(self) -> tuple[Scope, ...]:
+        """The decoder layers, what stands around them, and the layers of other stacks that rows name."""
+        known: dict[Scope, None] = dict.fromkeys((*range(self.num_layers), *SCOPES))
+        return tuple(known | dict.fromkeys(sorted((row.scope for row in self.rows), key=layer_order)))
 
     def row(self, scope: Scope, op_path: str, ordinal: int | None = None) -> PlanRow | None:
         """Return the row that decides ``op_path``: the longest path, then the ordinal."""
@@ -155,7 +169,7 @@ class MemoryPlan:
                     return table[key]
             if not path:
                 return None
-            path = path.rpartition(".")[0]
+            path = path_around(path)
 
     @cached_property
     def _by_path(self) -> dict[Scope, dict[tuple[str, int | None], PlanRow]]:
@@ -269,9 +283,10 @@ class _PlanReader:
             return None
         before = len(self.problems)
         scope, fate, windows = row.get("scope"), row.get("fate"), row.get("windows")
-        known = scope in SCOPES or (type(scope) is int and 0 <= scope < num_layers)
-        if not known:
-            expected = f"a layer from 0 to {num_layers - 1}, or one of {', '.join(SCOPES)}"
+        is_path = isinstance(scope, str) and scope.rpartition(".")[2].isdecimal()
+        if not (scope in SCOPES or is_path or (type(scope) is int and 0 <= scope < num_layers)):
+            around = f"the module path of another stack's layer, or one of {', '.join(SCOPES)}"
+            expected = f"a layer from 0 to {num_layers - 1}, {around}"
             self.problems.append(Problem(f"{where}.scope", expected, repr(scope)))
         if fate not in FATES:
             self.problems.append(Problem(f"{where}.fate", f"one of {', '.join(FATES)}", repr(fate)))
@@ -307,12 +322,31 @@ def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
-def folded(layers: tuple[int, ...]) -> str:
-    """Return layer indices with runs folded: ``(0, 1, 2, 5)`` as ``0-2, 5``."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
+def path_around(op_path: str) -> str:
+    """Return the path of the module that holds an op, ``""`` for the layer; nothing is held by `OUTPUT`."""
+    around = op_path.rpartition(".")[0]
+    return "" if around == OUTPUT else around
+
+
+def folded(scopes: Iterable[Scope]) -> str:
+    """Return scopes in order, with runs of layers folded: ``0-2, 5, encoder.layers.0-3, head``."""
+    runs: list[tuple[str, int, int]] = []
+    names = []
+    for scope in sorted(scopes, key=layer_order):
+        stack, index = layer_order(scope)
+        if scope in SCOPES:
+            names.append(str(scope))
+        elif runs and runs[-1][0] == stack and runs[-1][2] == index - 1:
+            runs[-1] = (stack, runs[-1][1], index)
         else:
-            runs.append([layer, layer])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            runs.append((stack, index, index))
+    texts = [f"{stack}{first}" if first == last else f"{stack}{first}-{last}" for stack, first, last in runs]
+    return ", ".join((*texts, *names))
+
+
+def layer_order(scope: Scope) -> tuple[str, int]:
+    """Return a key that sorts layers: the stack that a layer's path names, and its index there."""
+    if isinstance(scope, int):
+        return "", scope
+    stack, dot, index = scope.rpartition(".")
+    return (f"{stack}{dot}", int(index)) if index.isdecimal() else (scope, -1)

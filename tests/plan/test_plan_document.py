@@ -154,7 +154,8 @@ def test_every_problem_of_a_document_is_named() -> None:
         host_memory_bytes=-5,
         bind_numa=1,
     )
-    scopes = "a layer from 0 to 1, or one of embedding, final_norm, head"
+    scopes = "a layer from 0 to 1, the module path of another stack's layer, "
+    scopes += "or one of embedding, final_norm, head"
     assert problems_of(text) == [
         f"plan.rows[0].scope: expected {scopes}, found 2.",
         "plan.rows[0].fate: expected one of keep, swap, recompute, re-gather, slice, found 'offload'.",

@@ -125,7 +125,7 @@ def profile_to_json(profile: Profile) -> str:
         document["frontier"] = [[getattr(point, name) for name in _POINT] for point in profile.frontier]
     if profile.hooks:
         document["hooks"] = [list(hook) for hook in profile.hooks]
-    document["modules"] = [sorted(paths) for paths in profile.saved.modules]
+    document["modules"] = [sorted(paths) for paths in profile.saved.modules.values()]
     document["spans"] = [span_row(span) for span in profile.spans]
     document["storages"] = [
         [storage.size_bytes, *map(use_row, storage.uses)] for storage in profile.saved.storages
@@ -194,7 +194,7 @@ class _Reader:
         if self.problems:
             raise PlanError(self.problems[:_MOST_PROBLEMS])
         return Profile(
-            saved=SavedBytes(tuple(filter(None, storages)), tuple(modules)),
+            saved=SavedBytes(tuple(filter(None, storages)), dict(enumerate(modules))),
             spans=tuple(spans),
             compiled_layers=frozenset(compiled),
             link=link,

@@ -16,6 +16,7 @@ every hook returns at once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from torch import nn
 
 from ..plan.actions import MemoryPlan, Override, Scope
 from ..plan.compiled import called_modules, uncompiled
+from ..plan.fake_batch import holds_several_sequences
 from ..plan.opnames import OpStack
 from ..plan.outline import LayerOutline, Outline, unwrapped
 from .around import Undo, around, compiled_around, replace_call
@@ -34,6 +36,7 @@ from .checkpoint_watch import CheckpointWatch
 from .checkpointed_layer import checkpointed
 from .compiled_regions import CompiledRegions
 from .fates import FateTable
+from .first_step import FirstStep
 from .foreseen import Foreseen
 from .forward_pass import ForwardPass
 from .host_budget import HostMemory, Progress
@@ -47,6 +50,13 @@ from .stats import Counters, SwapStats
 from .swapped_storages import Keeper
 from .transfer import Transfer
 from .workplace import Workplace
+
+logger = logging.getLogger(__name__)
+
+_PACKED = (
+    "position_ids restart within a row: it is packed. transformers keeps the sequences of such a row apart "
+    "where there is no key-value cache, and under a plan there is none: the loss is that of use_cache=False."
+)
 
 
 class Engine:
@@ -90,6 +100,7 @@ class Engine:
         self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
         self._routines = Routines(self._fates.scopes_without_recomputation, not self._fates.recomputes)
         self._acts = bool(plan.rows) or keeper is not None
+        self._first_step = FirstStep(plan, outline, self._root, self._counters)
         self._named = self._fates.scopes_without_recomputation & self._fates.named_layers
         self._inside_hooks: list[Undo] | None = None
         self._mode: NamingMode | None = None
@@ -140,6 +151,7 @@ class Engine:
 
     def close(self) -> None:
         """The hooks are off for good: let go of the thread and of the host memory. Safe to call again."""
+        self._first_step.removed(self.plan, self._measures)
         self._place.unbind()
         self._place.close()
 
@@ -180,8 +192,10 @@ class Engine:
     def _start_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._clean_up()
         if not (self._acts and torch.is_grad_enabled()):
+            self._first_step.forward_without_gradients()
             return
         self._watch.check()
+        self._first_step.forward_starts(self.plan, self._measures)
         routines = Routines(frozenset(), False) if self._place.evictable else self._routines
         if routines.knows(self._named):
             self._leave_inside()
@@ -192,18 +206,27 @@ class Engine:
             foreseen = Foreseen(self._root, self.outline, args, kwargs)
             self._place.host.make_ready(setting.pool, setting.transfer.overlaps, self.plan, foreseen)
             self.plan = self._fates.follow(plan_that_pays(self.plan, foreseen))
+            if holds_several_sequences(kwargs):
+                logger.info(_PACKED)
         forward = ForwardPass(self._place.watched(setting), self._outside, routines, (args, kwargs))
         self._forward = forward
         self._counters.forwards += 1
         self._saving = torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.backward.unpack)
         self._saving.__enter__()
 
-    def _end_forward(self, *_: Any) -> None:
+    @property
+    def _measures(self) -> bool:
+        """Whether windows that are not written are chosen by measurement."""
+        setting = self._place.setting
+        return setting is not None and setting.auto is not None and setting.transfer.overlaps
+
+    def _end_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         forward, self._forward = self._forward, None
         saving, self._saving = self._saving, None
         if forward is not None and saving is not None:
             saving.__exit__(None, None, None)
             forward.end()
+            self._first_step.forward_ends(output)
 
     def _start_compiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is one compiled region: what it saves has the fate of its layers, which all agree."""
@@ -211,6 +234,8 @@ class Engine:
         if self._forward is not None:
             nodes = sum(layer.nodes for layer in self.outline.layers)
             self._forward.start_scope(Place(0, tuple(self._root.modules())), args, kwargs, nodes)
+            if self._first_step.entered is not None:
+                self._first_step.entered.update(self.plan.scopes)
 
     def _end_compiled(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._forward is not None:
@@ -249,6 +274,8 @@ class Engine:
             forward = self._forward
             if forward is None:
                 return
+            if self._first_step.entered is not None:
+                self._first_step.entered.add(scope)
             checkpoint = checkpoint_of(module, layer, self._fates.checkpointed_layers)
             follow = forward.start_scope(place, args, kwargs, compiled_nodes, checkpoint)
             if naming is not None and follow:

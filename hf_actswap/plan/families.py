@@ -37,8 +37,8 @@ _OTHER_BLOCK = re.compile(r".*(attn|attention|mamba|mixer).*\..*")
 _FEED_FORWARDS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
 """Feed-forward blocks whose activation is no module."""
 
-_PRODUCTS = ("linear", "addmm", "matmul")
-"""Functions that multiply by a projection's weight (``addmm``: ``Conv1D`` of GPT-2)."""
+_PRODUCTS = ("linear", "addmm", "mm", "matmul")
+"""Functions that multiply by a projection's weight (``addmm``: ``Conv1D`` of GPT-2; ``mm``: fp8 layers)."""
 
 _QKV = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv", "in_proj")
 _GATE_AND_UP = ("gate_up_proj", "Wi")

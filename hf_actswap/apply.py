@@ -30,7 +30,6 @@ from .plan import (
     with_problems_of_model,
 )
 from .plan.checkpointing_rules import problems_of_checkpointing
-from .plan.compiled import uncompiled
 from .plan.outline import unwrapped
 from .plan.overwritten import keep_what_is_overwritten
 from .planner import Meter, Planner, start_planner
@@ -61,7 +60,7 @@ def apply(
     ``remove()``, and changes the plan between steps. Then call this with the model on its device.
 
     Args:
-        model: a causal language model, bare or wrapped (DDP, PEFT, ``torch.compile``).
+        model: a transformers model, bare or wrapped (DDP, PEFT, ``torch.compile``).
         config_or_plan: ``"auto"``, or whatever else `load_config` takes; or a plan, or the file of one. With
             ``recompute_slice_activation``, call inside `hf_actswap.parallel.tensor_parallel_group`.
         optimizer: of the model, which the planner needs: its step ends a training step.
@@ -120,7 +119,9 @@ def plan_while_training(
     progress: Progress | None = None,
     meter: Meter | None = None,
 ) -> Planner:
-    """Look for a plan while a model trains; see `apply`. All plans that are tried share one host memory.
+    """Look for a plan for the decoder while a model trains; see `apply`.
+
+    All plans that are tried share one host memory.
 
     Args:
         model: on its device, as it is called.
@@ -135,7 +136,7 @@ def plan_while_training(
     Raises:
         PlanError: something does not go with the planner, or the plan file is malformed.
     """
-    host, group = HostMemory(fixed), enclosing_group()
+    shape, host, group = shape.decoder, HostMemory(fixed), enclosing_group()
 
     def put(plan: MemoryPlan, keeper: Keeper | None) -> AppliedPlan:
         with nullcontext() if group is None else tensor_parallel_group(group):
@@ -175,6 +176,7 @@ def apply_plan(
     Raises:
         PlanError: the plan does not fit the model, or asks for what this version cannot carry out.
     """
+    shape = shape.with_stacks_of(plan)
     _refuse_what_cannot_be_applied(model, plan, shape)
     plan = keep_what_is_overwritten(plan, shape)
     group = enclosing_group()
@@ -212,8 +214,7 @@ def _refuse_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Ou
                 "Start with `accelerate launch` or torchrun (DistributedDataParallel).",
             )
         )
-    layers = [uncompiled(root.get_submodule(layer.module_path)) for layer in shape.layers]
-    problems += problems_of_checkpointing(layers, plan, shape.compiled)
+    problems += problems_of_checkpointing(shape.layer_modules(root), plan, shape.compiled)
     if problems:
         raise PlanError(problems)
 
@@ -221,17 +222,22 @@ def _refuse_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Ou
 def _gathering_once(root: nn.Module, plan: MemoryPlan, shape: Outline) -> list[Callable[[], None]]:
     """Keep what is gathered in layers run again as a whole, or that the plan names; return what restores."""
     whole = {row.scope for row in plan.rows if row.op_path == "" and row.fate == "recompute"}
-    paths = [layer.module_path for layer in shape.layers if layer.index in {*whole, *plan.keeps_gathered}]
-    return [keep_gathered_inputs(uncompiled(root.get_submodule(path))) for path in paths]
+    kept = {*whole, *plan.keeps_gathered}
+    return [
+        keep_gathered_inputs(layer) for scope, layer in shape.layer_modules(root).items() if scope in kept
+    ]
 
 
 def _without_cache(root: nn.Module) -> list[Callable[[], None]]:
-    """Switch the key-value cache off in the model's configuration; return what switches it on again."""
-    config: Any = getattr(root, "config", None)
-    text: Any = config.get_text_config() if hasattr(config, "get_text_config") else config
-    caching = [
-        item for item in {id(config): config, id(text): text}.values() if getattr(item, "use_cache", False)
-    ]
+    """Switch the key-value cache off in the model's configuration; return what switches it on again.
+
+    Parts of a model may have configurations of their own (T5's decoder has a copy).
+    """
+    found: list[Any] = [getattr(module, "config", None) for module in root.modules()]
+    known = {id(config): config for config in found}
+    text = [config.get_text_config() for config in known.values() if hasattr(config, "get_text_config")]
+    known |= {id(config): config for config in text}
+    caching = [config for config in known.values() if getattr(config, "use_cache", False)]
     if caching:
         logger.info("use_cache is off while the plan is on: a cache would hold the tensors that it releases.")
     for item in caching:

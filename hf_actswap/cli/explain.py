@@ -167,7 +167,7 @@ def _explained(
 
 def _scope(text: str, shape: Outline) -> Scope:
     if text in SCOPES:
-        return text  # type: ignore[return-value]
+        return text
     count = len(shape.layers)
     if text.isdecimal() and int(text) < count:
         return int(text)
@@ -177,7 +177,7 @@ def _scope(text: str, shape: Outline) -> Scope:
 def _paths(shape: Outline, scope: Scope, op: str) -> list[str]:
     if op in ("", OUTPUT) or not isinstance(scope, int):
         return [op]
-    names = LayerNames(shape.layers[scope], shape.family)
+    names = LayerNames(shape.layers[scope])
     found = [target for match in names.match(op) for target in match.targets]
     if not found:
         hint = names.hint(op) or nearest(op, names.all_names())
@@ -191,7 +191,7 @@ def _concerns(override: Override, shape: Outline, scope: Scope, path: str) -> bo
         return False
     if not override.op_path:
         return bool(override.layers)
-    names = LayerNames(shape.layers[scope], shape.family)
+    names = LayerNames(shape.layers[scope])
     written = [name.strip() for name in override.op_path.split(", ")]
     targets = {target for name in written for match in names.match(name) for target in match.targets}
     return any(is_below(path, name) or is_below(name, path) for name in {*targets, *written})

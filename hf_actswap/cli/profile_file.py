@@ -149,7 +149,7 @@ class ProfileFile:
                 yield key, str(wanted[key]), str(own[key])
         if own["num_layers"] != wanted["num_layers"] or model:
             return
-        for layer, modules in zip(found.shape.layers, self.profile.saved.modules, strict=True):
+        for layer, modules in zip(found.shape.layers, self.profile.saved.modules.values(), strict=True):
             strange = sorted(modules - {"", *(op.path for op in layer.ops)})
             if strange:
                 yield f"layer {layer.index}", "modules of this model", ", ".join(strange[:3])

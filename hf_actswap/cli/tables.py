@@ -33,7 +33,7 @@ def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
         table.add_column("Saved", justify="right", no_wrap=True)
     sizes = {} if profile is None else dict(saved_by_row(profile, plan))
     groups: dict[tuple[_Line, ...], list[Scope]] = {}
-    for scope in (*range(plan.num_layers), *SCOPES):
+    for scope in plan.scopes:
         groups.setdefault(tuple(_lines(plan, sizes, scope)), []).append(scope)
     for lines, scopes in groups.items():
         label = _label(scopes, bool(lines))
@@ -53,7 +53,7 @@ def summary_table(plan: MemoryPlan, profile: Profile) -> Table:
     table.add_column("Saved", justify="right", no_wrap=True)
     sizes = dict(saved_by_row(profile, plan))
     groups: dict[tuple[_Line, ...], list[Scope]] = {}
-    for scope in (*range(plan.num_layers), *SCOPES):
+    for scope in plan.scopes:
         groups.setdefault(tuple(_by_fate(_lines(plan, sizes, scope))), []).append(scope)
     for lines, scopes in groups.items():
         label = _label(scopes, bool(lines))
@@ -125,9 +125,7 @@ def _by_fate(lines: Iterable[_Line]) -> Iterator[_Line]:
 
 
 def _label(scopes: list[Scope], with_names: bool) -> str:
-    layers = folded(tuple(scope for scope in scopes if isinstance(scope, int)))
-    names = [scope for scope in scopes if isinstance(scope, str)] if with_names else []
-    return ", ".join(filter(None, [layers, *names]))
+    return folded(scope for scope in scopes if with_names or scope not in SCOPES)
 
 
 def _size_of(sizes: Mapping[tuple[Scope, PlanRow | None], int], row: PlanRow) -> int:

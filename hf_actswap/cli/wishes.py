@@ -18,7 +18,7 @@ from ..plan.layer_tables import (
     normalise_selection,
 )
 from ..plan.layout import PipelineLayout, build_layout
-from ..plan.match import LayerNames
+from ..plan.match import names_by_layer
 
 _SELECTIONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("select_recompute_exclude", (), "keep"),
@@ -120,13 +120,10 @@ def _indices(layers: Layers, count: int) -> tuple[int, ...]:
 
 
 class _Names:
-    """What names mean in each layer; layers with equal ops are asked once."""
+    """What names mean in each layer."""
 
     def __init__(self, outline: Outline) -> None:
-        shared: dict[object, LayerNames] = {}
-        self._names = [
-            shared.setdefault(layer.ops, LayerNames(layer, outline.family)) for layer in outline.layers
-        ]
+        self._names = names_by_layer(outline)
 
     def targets(self, op_name: str, layers: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         found: dict[str, list[int]] = {}

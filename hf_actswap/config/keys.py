@@ -27,7 +27,9 @@ PARALLEL_SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 PARALLEL_KEYS = tuple(key for spellings in PARALLEL_SPELLINGS.values() for key in spellings)
 
-OUR_SECTIONS = ("swap_config", "recompute_config", "parallel_config", "memory", "log")
+OUR_SECTIONS = ("swap_config", "recompute_config", "parallel_config", "memory", "stacks", "log")
+STACK_SECTIONS = ("swap_config", "recompute_config")
+"""What each entry of ``stacks`` may hold."""
 
 # MindFormers' template of configurations (its section names and its top-level scalars), and what its
 # published files hold besides.

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ..errors import ConfigError, Problem, short_traceback
 from . import dump, published
 from .hub import HubOptions, PushOptions
-from .keys import FOREIGN_SECTIONS, OUR_SECTIONS, meaningless
+from .keys import FOREIGN_SECTIONS, OUR_SECTIONS, STACK_SECTIONS, meaningless
 from .memory_section import check_fates, read_memory
 from .mindspeed_keys import MODE_FLAGS
 from .parallel_section import (
@@ -21,7 +21,7 @@ from .parallel_section import (
     read_parallel,
 )
 from .published import PLAN_FORMAT, PlanSource
-from .reader import Findings, Path, read_choice, read_int, show
+from .reader import Findings, Path, check_keys, read_choice, read_int, read_mapping, show
 from .recompute_section import read_recompute
 from .schema import MemoryConfig, ParallelConfig, RecomputeConfig, SwapConfig
 from .sources import EXPECTED_SOURCE, Document, from_name, from_path, from_string
@@ -37,6 +37,8 @@ class ActSwapConfig:
     """A whole document.
 
     Attributes:
+        stacks: rules for stacks of layers beside the decoder's (an encoder, a vision tower), by what names
+            one: words of its module path, in order. Each has ``swap_config`` and ``recompute_config``.
         num_layers: ``model.model_config.num_layers`` where the document states it; checked against the model.
         log: what a training says on its console: ``summary``, or ``reference``, MindFormers' lines too.
         notes: one line for each section or key that was accepted and has no meaning here, saying what
@@ -49,6 +51,7 @@ class ActSwapConfig:
     recompute_config: RecomputeConfig = RecomputeConfig()  # noqa: RUF009 - it is frozen
     parallel_config: ParallelConfig = ParallelConfig()  # noqa: RUF009 - it is frozen
     memory: MemoryConfig = MemoryConfig()  # noqa: RUF009 - it is frozen
+    stacks: Mapping[str, ActSwapConfig] | None = None
     num_layers: int | None = field(
         default=None, metadata={dump.DOCUMENT_PATH: ("model", "model_config", "num_layers")}
     )
@@ -230,6 +233,7 @@ def _read_document(
         recompute_config=recompute,
         parallel_config=parallel,
         memory=memory,
+        stacks=_read_stacks(findings, memory) or None,
         num_layers=_read_num_layers(findings),
         log=_read_log(findings),
         notes=findings.notes(),
@@ -249,6 +253,33 @@ def _read_log(findings: Findings) -> Any:
     value = findings.document.get("log")
     found = None if value is None else read_choice(findings, ("log",), value, ("summary", "reference"))
     return found or "summary"
+
+
+_OF_THE_WHOLE_MODEL = ("fused", "parallel_optimizer_comm_recompute")
+
+
+def _read_stacks(findings: Findings, memory: MemoryConfig) -> dict[str, ActSwapConfig]:
+    """Read ``stacks``: for each name the two sections of fates, as the document itself has them."""
+    found = {}
+    for name, rules in read_mapping(findings, ("stacks",), findings.document.get("stacks")).items():
+        path: Path = ("stacks", name) if isinstance(name, str | int) else ("stacks",)
+        if not isinstance(name, str):
+            findings.problem(path, "the name of a stack (a text)", f"the key {show(name)}")
+            continue
+        section = read_mapping(findings, path, rules)
+        check_keys(findings, path, section, STACK_SECTIONS)
+        inner = findings.inside(path, section)
+        swap = read_swap(inner)
+        recompute = read_recompute(inner, swap=None if swap_is_unreadable(inner) else swap.swap, shape=None)
+        for key in _OF_THE_WHOLE_MODEL:
+            if getattr(recompute, key):
+                hint = "Write it in the document's own recompute_config."
+                inner.problem(("recompute_config", key), "a key for one stack", "one for the model", hint)
+        found[name] = ActSwapConfig(swap, recompute)
+    if found and memory.mode != "off":
+        hint = "A planner plans the decoder, and leaves other stacks as they are."
+        findings.problem(("stacks",), f"no `stacks` beside memory.mode: {memory.mode}", "both", hint)
+    return found
 
 
 def _read_num_layers(findings: Findings) -> int | None:

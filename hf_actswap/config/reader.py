@@ -38,10 +38,18 @@ class Findings:
         self._notes: list[tuple[Path, str]] = []
         self._places: dict[int, dict[Any, int]] = {}
         self._key_hints = 0
+        self._above: Path = ()
 
     def problem(self, path: Path, expected: str, found: str, hint: str = "") -> None:
         """Note a fault of the value at ``path``."""
+        path = (*self._above, *path)
         self._problems.append((path, Problem(where(path), expected, found, hint)))
+
+    def inside(self, path: Path, document: Mapping[Any, Any]) -> Findings:
+        """Return the findings about a document within this one; what is found there is found here too."""
+        inner = Findings(document)
+        inner._problems, inner._notes, inner._above = self._problems, self._notes, (*self._above, *path)
+        return inner
 
     def key_hint(self, key: object, ours: Sequence[str], also: Sequence[str] = ()) -> str:
         """`unknown_key_hint` for the first keys; a search for near names among thousands takes seconds."""
@@ -50,7 +58,7 @@ class Findings:
 
     def note(self, path: Path, line: str) -> None:
         """Note one line about a value that was accepted."""
-        self._notes.append((path, line))
+        self._notes.append(((*self._above, *path), line))
 
     def problems(self) -> tuple[Problem, ...]:
         """All problems, in the order of the document."""
@@ -142,14 +150,18 @@ def read_section(
     findings: Findings, name: str, valid: Sequence[str], ignored: Collection[str] = ()
 ) -> Mapping[Any, Any]:
     """One of our sections; empty if it is absent, null or no mapping. Unknown keys are problems."""
-    value = findings.document.get(name)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        findings.problem((name,), "a mapping", show(value))
-        return {}
+    value = read_mapping(findings, (name,), findings.document.get(name))
     check_keys(findings, (name,), value, valid, ignored)
     return value
+
+
+def read_mapping(findings: Findings, path: Path, value: object) -> Mapping[Any, Any]:
+    """A mapping; empty if it is null or none."""
+    if isinstance(value, Mapping):
+        return value
+    if value is not None:
+        findings.problem(path, "a mapping", show(value))
+    return {}
 
 
 def check_keys(

@@ -127,15 +127,9 @@ class _Call:
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
-    """Put another forward on this module alone; return what puts back the one before.
-
-    Args:
-        module: whose forward it is to be.
-        forward: a bound method, or something short-lived: a copy of the module gets a method bound to the
-            copy, but any other callable as it is.
-    """
+    """Put another forward on this module alone; return what puts back the one before."""
     own = vars(module).get("forward")
-    vars(module)["forward"] = forward
+    vars(module)["forward"] = _Forward(module, own, forward)
 
     def undo() -> None:
         if own is None:
@@ -144,6 +138,28 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
             vars(module)["forward"] = own
 
     return undo
+
+
+class _Forward:
+    """A forward in the place of a module's own; a copy of the module has its own."""
+
+    __slots__ = ("_module", "_own", "_run")
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None, run: Callable[..., Any]) -> None:
+        self._module, self._own, self._run = module, own, run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        if self._own is None:
+            return getattr, (self._module, "forward")  # of a copy that has nothing yet: the class's
+        return _same, (self._own,)
+
+
+def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What a copy has whose original had a forward of its own before."""
+    return forward
 
 
 def compiled_around(model: nn.Module, outline: Outline) -> nn.Module | None:

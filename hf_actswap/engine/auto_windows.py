@@ -22,7 +22,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from ..plan.actions import Override, Scope, Windows
+from ..plan.actions import SCOPES, Override, Scope, Windows, layer_order
 from .agreement import from_all_ranks
 from .backward import Backward
 from .fates import KEEP, Action
@@ -278,7 +278,8 @@ def _overrides(
     found = []
     for (op_path, swap, reason), indexes in groups.items():
         size_bytes = sum(measured.candidates[index].size_bytes for index in indexes)
-        layers = sorted({key[0] for index in indexes if isinstance((key := measured.keys[index])[0], int)})
+        scopes = {measured.keys[index][0] for index in indexes} - {None, *SCOPES}
+        layers = sorted((scope for scope in scopes if scope is not None), key=layer_order)
         got = f"keep {size_bytes:,} bytes"
         if swap:
             windows = [window for index in indexes if (window := decisions[index].windows) is not None]

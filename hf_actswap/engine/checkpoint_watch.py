@@ -7,7 +7,6 @@ from torch import nn
 from ..errors import PlanError
 from ..plan.actions import MemoryPlan
 from ..plan.checkpointing_rules import problems_of_checkpointing
-from ..plan.compiled import uncompiled
 from ..plan.gradient_checkpointing import is_checkpointed
 from ..plan.outline import Outline
 
@@ -23,8 +22,8 @@ class CheckpointWatch:
 
     def __init__(self, model: nn.Module, plan: MemoryPlan, outline: Outline) -> None:
         self._plan, self._compiled = plan, outline.compiled
-        self._layers = [uncompiled(model.get_submodule(layer.module_path)) for layer in outline.layers]
-        self._known = [layer.checkpointed for layer in outline.layers]
+        self._layers = outline.layer_modules(model)
+        self._known = [layer.checkpointed for layer in outline.all_layers]
 
     def check(self) -> None:
         """A training forward starts.
@@ -32,7 +31,7 @@ class CheckpointWatch:
         Raises:
             PlanError: gradient checkpointing has been switched on since, and the plan cannot act beside it.
         """
-        now = [layer.training and is_checkpointed(layer) for layer in self._layers]
+        now = [layer.training and is_checkpointed(layer) for layer in self._layers.values()]
         if not any(on and not known for on, known in zip(now, self._known, strict=True)):
             return
         if problems := problems_of_checkpointing(self._layers, self._plan, self._compiled):

@@ -35,7 +35,7 @@ from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
-from ..plan.actions import MemoryPlan
+from ..plan.actions import MemoryPlan, Scope
 from ..plan.compiled import uncompiled
 from ..plan.outline import Outline
 from .around import Undo, around, replace_forward
@@ -55,13 +55,13 @@ class CompiledRegions:
     """
 
     def __init__(self, plan: MemoryPlan, outline: Outline) -> None:
-        found = {layer.index: region_rules(plan, layer) for layer in outline.layers}
+        found = {layer.index: region_rules(plan, layer) for layer in outline.all_layers}
         self._rules = {index: rules for index, rules in found.items() if rules is not None}
         self._shared: dict[RegionRules, Callable[..., Any]] = {}
 
-    def attach(self, index: int, layer: nn.Module) -> list[Undo]:
-        """Put the rules of layer ``index`` on its module; return what takes them off again."""
-        rules = self._rules.get(index)
+    def attach(self, scope: Scope, layer: nn.Module) -> list[Undo]:
+        """Put the rules of a layer on its module; return what takes them off again."""
+        rules = self._rules.get(scope)
         if rules is None:
             return []
         return [self._replace_forward(uncompiled(layer), rules), *self._in_force(layer, rules)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..plan.actions import MemoryPlan, Scope, Windows
+from ..plan.actions import SCOPES, MemoryPlan, Scope, Windows
 from ..plan.kept_inside import KeptInside
 from ..plan.outline import OUTPUT, Outline
 
@@ -46,14 +46,11 @@ class FateTable:
         self._plan = plan
         self._known: dict[tuple[Scope, str, int | None], Action] = {}
         self._kept_modules: dict[tuple[Scope, str], bool] = {}
-        self._modules = [
-            frozenset({"", *(op.path for op in layer.ops if op.kind != "function")})
-            for layer in outline.layers
-        ]
+        self._modules = outline.modules
         self._roots = self._recomputed_modules(plan)
         self._kept_inside = KeptInside(plan, self._modules)
         inside = {row.scope for row in plan.rows if row.op_path not in ("", OUTPUT)}
-        compiled = {layer.index for layer in outline.layers if layer.compiled}
+        compiled = {layer.index for layer in outline.all_layers if layer.compiled}
         self.checkpointed_layers = {
             scope for scope, path in self._roots if path == "" and scope not in inside
         }
@@ -61,13 +58,13 @@ class FateTable:
         self.named_layers = {
             scope
             for scope in inside - compiled
-            if isinstance(scope, int) and scope not in self.checkpointed_layers
+            if scope in self._modules and scope not in self.checkpointed_layers
         }
         """Layers in which ops must be named; in compiled ones the tracer names them (`compiled_regions`)."""
         recomputing = {row.scope for row in plan.rows if row.fate in ("recompute", "re-gather")}
         recomputing |= {_next(row.scope) for row in plan.rows if row.fate == "slice"}
-        scopes: set[Scope] = {*range(len(outline.layers)), "embedding", "final_norm", "head"}
-        self.scopes_without_recomputation = frozenset(scopes - (recomputing - compiled))
+        scopes = frozenset({*self._modules, *SCOPES})
+        self.scopes_without_recomputation = scopes - (recomputing - compiled)
         self.recomputes = bool(recomputing)
 
     def __getitem__(self, key: tuple[Scope, str, int | None]) -> Action:
@@ -112,13 +109,13 @@ class FateTable:
         return Action("recompute_inside" if self._is_module(scope, row.op_path) else "recompute_function")
 
     def _recomputed_modules(self, plan: MemoryPlan) -> set[tuple[Scope, str]]:
-        rows = [row for row in plan.rows if row.fate == "recompute" and isinstance(row.scope, int)]
+        rows = [row for row in plan.rows if row.fate == "recompute" and row.scope in self._modules]
         return {(row.scope, row.op_path) for row in rows if self._is_module(row.scope, row.op_path)}
 
     def _is_module(self, scope: Scope, path: str) -> bool:
-        return not isinstance(scope, int) or path in self._modules[scope]
+        return scope in SCOPES or path in self._modules[scope]
 
 
 def _next(scope: Scope) -> Scope:
-    """The layer that reads what ``scope`` hands on."""
+    """The layer that reads what ``scope`` hands on, in the decoder."""
     return scope + 1 if isinstance(scope, int) else 0

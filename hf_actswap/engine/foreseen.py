@@ -46,7 +46,7 @@ class Foreseen:
         self.outline = outline
         self._ran = False
         self._saved: SavedBytes | None = None
-        self.compiled = outline.compiled or any(layer.compiled for layer in outline.layers)
+        self.compiled = outline.compiled or any(layer.compiled for layer in outline.all_layers)
         self.why_not = "the compiler decides what compiled layers save" if self.compiled else ""
 
     def saved(self) -> SavedBytes | None:

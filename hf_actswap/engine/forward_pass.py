@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..plan.actions import Scope
+from ..plan.actions import SCOPES, Scope
 from ..plan.opnames import OpStack
 from ..plan.outline import OUTPUT
 from ..plan.record import storage_key
@@ -111,7 +111,7 @@ class ForwardPass:
         compiled_nodes: int | None,
         checkpoint: Checkpoint | None = None,
     ) -> bool:
-        """A decoder layer, or a module around the layers, starts.
+        """A layer, or a module around the layers, starts.
 
         Args:
             place: what starts.
@@ -150,7 +150,7 @@ class ForwardPass:
             self.owners.enter(())
         hidden = output[0] if isinstance(output, tuple) and output else output
         if scope is not None and isinstance(hidden, torch.Tensor):
-            self.owners.own_later(hidden, self._fates[scope, OUTPUT, None], not isinstance(scope, int))
+            self.owners.own_later(hidden, self._fates[scope, OUTPUT, None], scope in SCOPES)
             if steps is not None and next(steps, None) is not None:
                 self._depart(scope)
             if watched is not None and not self.departed:
@@ -225,9 +225,10 @@ class ForwardPass:
         if self._call is None:
             return
         place, args, kwargs = self._call
-        if isinstance(place.scope, int):
+        if place.scope not in SCOPES:
             hidden = args[0] if args else kwargs.get("hidden_states")
-            if isinstance(hidden, torch.Tensor) and self.owners.owner(hidden) is None:
+            in_decoder = isinstance(place.scope, int)
+            if in_decoder and isinstance(hidden, torch.Tensor) and self.owners.owner(hidden) is None:
                 self.owners.own(hidden, self._fates["embedding", OUTPUT, None])
             self.own_outside((args, kwargs))
         self._autocast = torch.is_autocast_enabled(self._setting.device.type)  # within a pack it reads off

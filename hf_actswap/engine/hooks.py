@@ -5,7 +5,7 @@ What is installed, and nothing else:
 * on the model, something before and after its call (`around`): the saved-tensor hooks are pushed before its
   forward and popped after it, also after an exception; and around its call, for what skips even
   ``always_call`` hooks (`KeyboardInterrupt`);
-* on each decoder layer, and on the embedding, the final norm and the head, a pair that says where we are;
+* on each layer, and on the embedding, the final norm and the head, a pair that says where we are;
 * on the modules inside layers whose ops are decided one by one, a pair that follows the module path, and
   the `NamingMode` while the layer runs, both until its `routines` are known;
 * on layers that are recomputed whole, ``torch.utils.checkpoint`` around their forward.
@@ -16,6 +16,7 @@ every hook returns at once.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from torch import nn
 
 from ..plan.actions import MemoryPlan, Override, Scope
 from ..plan.compiled import called_modules, uncompiled
+from ..plan.fake_batch import holds_several_sequences
 from ..plan.opnames import OpStack
 from ..plan.outline import LayerOutline, Outline, unwrapped
 from .around import Undo, around, compiled_around, replace_call
@@ -34,6 +36,7 @@ from .checkpoint_watch import CheckpointWatch
 from .checkpointed_layer import checkpointed
 from .compiled_regions import CompiledRegions
 from .fates import FateTable
+from .first_step import FirstStep
 from .foreseen import Foreseen, dropped_by
 from .forward_pass import ForwardPass
 from .host_budget import HostMemory, Progress
@@ -47,6 +50,13 @@ from .stats import Counters, SwapStats
 from .swapped_storages import Keeper
 from .transfer import Transfer
 from .workplace import Workplace
+
+logger = logging.getLogger(__name__)
+
+_PACKED = (
+    "position_ids restart within a row: it is packed. transformers keeps the sequences of such a row apart "
+    "where there is no key-value cache, and under a plan there is none: the loss is that of use_cache=False."
+)
 
 
 class Engine:
@@ -90,6 +100,7 @@ class Engine:
         self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
         self._routines = Routines(self._fates.scopes_without_recomputation, not self._fates.recomputes)
         self._acts = bool(plan.rows) or keeper is not None
+        self._first_step = FirstStep(plan, outline, self._root, self._counters)
         self._named = self._fates.scopes_without_recomputation & self._fates.named_layers
         self._inside_hooks: list[Undo] | None = None
         self._mode: NamingMode | None = None
@@ -130,7 +141,7 @@ class Engine:
         for scope, path in surroundings.items():
             if path is not None:
                 undo += self._follow_scope(self._root.get_submodule(path), scope, None)
-        for layer in self.outline.layers:
+        for layer in self.outline.all_layers:
             undo += self._follow_layer(layer)
         undo.append(self._leave_inside)
         if not self._routines.knows(self._named):
@@ -142,6 +153,7 @@ class Engine:
 
     def close(self) -> None:
         """The hooks are off for good: let go of the thread and of the host memory. Safe to call again."""
+        self._first_step.removed(self.plan, self._measures)
         self._place.unbind()
         self._place.close()
 
@@ -168,7 +180,7 @@ class Engine:
     def _follow_inside(self) -> None:
         """Follow the module paths in layers that have no routine yet, or none any more."""
         if self._inside_hooks is None:
-            layers = [layer for layer in self.outline.layers if layer.index in self._named]
+            layers = [layer for layer in self.outline.all_layers if layer.index in self._named]
             self._inside_hooks = [undo for layer in layers for undo in self._follow_modules(layer)]
 
     def _leave_inside(self) -> None:
@@ -182,8 +194,10 @@ class Engine:
     def _start_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._clean_up()
         if not (self._acts and torch.is_grad_enabled()):
+            self._first_step.forward_without_gradients()
             return
         self._watch.check()
+        self._first_step.forward_starts(self.plan, self._measures)
         routines = Routines(frozenset(), False) if self._place.evictable else self._routines
         if routines.knows(self._named):
             self._leave_inside()
@@ -196,18 +210,27 @@ class Engine:
             self.plan = self._fates.follow(plan_that_pays(self.plan, foreseen))
             if not self._place.evictable:  # else the planner counts
                 self.dropped_bytes = dropped_by(self.plan, foreseen)
+            if holds_several_sequences(kwargs):
+                logger.info(_PACKED)
         forward = ForwardPass(self._place.watched(setting), self._outside, routines, (args, kwargs))
         self._forward = forward
         self._counters.forwards += 1
         self._saving = torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.backward.unpack)
         self._saving.__enter__()
 
-    def _end_forward(self, *_: Any) -> None:
+    @property
+    def _measures(self) -> bool:
+        """Whether windows that are not written are chosen by measurement."""
+        setting = self._place.setting
+        return setting is not None and setting.auto is not None and setting.transfer.overlaps
+
+    def _end_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
         forward, saving = self._forward, self._saving
         if forward is not None and saving is not None:
             saving.__exit__(None, None, None)
             self._forward = self._saving = None  # after it: an interrupt between the two finds what is left
             forward.end()
+            self._first_step.forward_ends(output)
 
     def _start_compiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is one compiled region: what it saves has the fate of its layers, which all agree."""
@@ -215,6 +238,8 @@ class Engine:
         if self._forward is not None:
             nodes = sum(layer.nodes for layer in self.outline.layers)
             self._forward.start_scope(Place(0, tuple(self._root.modules())), args, kwargs, nodes)
+            if self._first_step.entered is not None:
+                self._first_step.entered.update(self.plan.scopes)
 
     def _end_compiled(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._forward is not None:
@@ -253,6 +278,8 @@ class Engine:
             forward = self._forward
             if forward is None:
                 return
+            if self._first_step.entered is not None:
+                self._first_step.entered.add(scope)
             checkpoint = checkpoint_of(module, layer, self._fates.checkpointed_layers)
             follow = forward.start_scope(place, args, kwargs, compiled_nodes, checkpoint)
             if naming is not None and follow:
@@ -275,7 +302,7 @@ class Engine:
 
         return around(module, before, after)
 
-    def _follow_path(self, module: nn.Module, scope: int, path: str) -> list[Undo]:
+    def _follow_path(self, module: nn.Module, scope: Scope, path: str) -> list[Undo]:
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             forward = self._forward
             if forward is None or forward.stack is None:

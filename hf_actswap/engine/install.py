@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from ..errors import PlanError, Problem
-from ..plan.actions import MemoryPlan, PlanRow
+from ..plan.actions import SCOPES, MemoryPlan, PlanRow, Scope
 from ..plan.compiled_rules import problems_of_compiled
-from ..plan.outline import OUTPUT, Outline, unwrapped
+from ..plan.outline import OUTPUT, LayerOutline, Outline, unwrapped
 from .around import Hook
 from .hooks import Engine
 from .host_budget import HostMemory, Progress
@@ -188,25 +188,23 @@ def _check(root: nn.Module, plan: MemoryPlan, outline: Outline, replicas: Replic
         )
     else:
         problems += problems_of_compiled(plan, outline)
+    layers = {layer.index: layer for layer in outline.all_layers}
     for row in plan.rows:
         where = f"plan row {row.scope}.{row.op_path}"
-        if row.fate == "re-gather" and not _communicates(row, outline):
+        if isinstance(row.scope, str) and row.scope not in (*layers, *SCOPES):
+            problems.append(Problem(where, "a layer of this model", row.scope))
+        elif row.fate == "re-gather" and not _communicates(row, layers):
             problems.append(Problem(where, "a communication of the layer", row.fate))
         elif row.fate == "slice" and row.op_path != OUTPUT:
             problems.append(Problem(where, f"{OUTPUT}, what a layer or the embedding hands on", row.fate))
         elif row.fate == "slice" and replicas is None:
             hint = "Apply the plan inside `with tensor_parallel_group(group):`."
             problems.append(Problem(where, "a tensor-parallel group", row.fate, hint))
-        elif row.fate == "recompute" and not isinstance(row.scope, int):
+        elif row.fate == "recompute" and row.scope in SCOPES:
             problems.append(Problem(f"plan row {row.scope}", "keep or swap outside the layers", row.fate))
     if problems:
         raise PlanError(problems)
 
 
-def _communicates(row: PlanRow, outline: Outline) -> bool:
-    scope = row.scope
-    return (
-        isinstance(scope, int)
-        and scope < len(outline.layers)
-        and row.op_path in outline.layers[scope].communications
-    )
+def _communicates(row: PlanRow, layers: Mapping[Scope, LayerOutline]) -> bool:
+    return row.scope in layers and row.op_path in layers[row.scope].communications

@@ -43,9 +43,9 @@ class LayerMarks:
         root, whole = unwrapped(self._model), compiled_around(self._model, self._outline)
         self._undo = around(root if whole is None else whole, self._forward_starts, self._forward_ends)
         if whole is None:
-            for layer in self._outline.layers:
+            for index, layer in enumerate(self._outline.layers):
                 module = root.get_submodule(layer.module_path)
-                before, after = partial(self._enters, layer.index), partial(self._leaves, layer.index)
+                before, after = partial(self._enters, index), partial(self._leaves, index)
                 self._undo += around(module, before, after)
 
     def detach(self) -> None:

@@ -7,7 +7,7 @@ else; everything beside them (overrides, log lines) is for people.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
@@ -18,10 +18,16 @@ from ..errors import PlanError
 
 Fate = Literal["keep", "swap", "recompute", "re-gather", "slice"]
 FATES: tuple[Fate, ...] = ("keep", "swap", "recompute", "re-gather", "slice")
-Scope = int | Literal["embedding", "final_norm", "head"]
+Scope = int | str
+"""A decoder layer by its index, a layer of another stack by its module path, or one of `SCOPES`."""
 SCOPES = ("embedding", "final_norm", "head")
+"""What stands around the decoder layers."""
 Layer = Annotated[int, Rule("a layer", lambda layer: layer >= 0)]
+AnyLayer = Annotated[Scope, Rule("a layer", lambda layer: isinstance(layer, str) or layer >= 0)]
 LayerCount = Annotated[int, Rule("a number of layers, at most 10000", lambda count: 0 <= count <= 10_000)]
+
+OUTPUT = "output"
+"""Op path of the hidden state that a layer hands on. A module of that name (BERT's) is only its parts."""
 
 COMPILE_BUDGET = "compile_budget"
 """Parameter of a layer's row (op path ``""``): the share of its activation memory that its compiled region
@@ -63,7 +69,8 @@ class PlanRow:
     """The fate of what one op produces.
 
     Args:
-        scope: index of the decoder layer in the model given, or ``embedding``, ``final_norm``, ``head``.
+        scope: index of the decoder layer in the model given; module path of a layer of another stack
+            (``model.vision_tower.encoder.layers.3``); or ``embedding``, ``final_norm``, ``head``.
         op_path: op inside the scope (``self_attn.flash_attention``); ``""`` is the whole scope, ``output``
             the hidden state that the layer hands on. A row covers everything below its path; the longest
             path wins.
@@ -88,7 +95,8 @@ class Override:
 
     Args:
         where: YAML path of the wish.
-        layers: global layer indices concerned; empty if the wish concerns no layer in particular.
+        layers: concerned, decoder layers by their global index; empty if the wish concerns no layer in
+            particular.
         op_path: op concerned, as the user named it; as the layer names it where a rule reached another op.
         asked: fate or value wished.
         got: what happens instead.
@@ -96,7 +104,7 @@ class Override:
     """
 
     where: str
-    layers: tuple[int, ...]
+    layers: tuple[AnyLayer, ...]
     op_path: str
     asked: str
     got: str
@@ -148,10 +156,17 @@ class MemoryPlan:
         Raises:
             KeyError: there is no such layer or scope.
         """
-        if not (0 <= layer < self.num_layers if isinstance(layer, int) else layer in SCOPES):
-            raise KeyError(f"{layer!r}: the plan has layers 0 to {self.num_layers - 1}, {', '.join(SCOPES)}")
+        if layer not in self.scopes:
+            others = ", ".join(map(str, self.scopes[self.num_layers :]))
+            raise KeyError(f"{layer!r}: the plan has layers 0 to {self.num_layers - 1}, {others}")
         row = self.row(layer, op_path, ordinal)
         return row.fate if row else "keep"
+
+    @cached_property
+    def scopes(self) -> tuple[Scope, ...]:
+        """The decoder layers, what stands around them, and the layers of other stacks that rows name."""
+        known: dict[Scope, None] = dict.fromkeys((*range(self.num_layers), *SCOPES))
+        return tuple(known | dict.fromkeys(sorted((row.scope for row in self.rows), key=layer_order)))
 
     def row(self, scope: Scope, op_path: str, ordinal: int | None = None) -> PlanRow | None:
         """Return the row that decides ``op_path``: the longest path, then the ordinal."""
@@ -165,7 +180,7 @@ class MemoryPlan:
                     return table[key]
             if not path:
                 return None
-            path = path.rpartition(".")[0]
+            path = path_around(path)
 
     @cached_property
     def _by_path(self) -> dict[Scope, dict[tuple[str, int | None], PlanRow]]:
@@ -204,27 +219,56 @@ class MemoryPlan:
         num_layers = reader.value(LayerCount, "num_layers")
         reader.finish()
         layer = f"a layer from 0 to {num_layers - 1}"
-        reader.stands_as(Scope, scope_rule(num_layers))
+        reader.stands_as(Scope, scope_rule(num_layers, stacks=True))
         reader.stands_as(Layer, Rule(layer, lambda value: type(value) is int and 0 <= value < num_layers))
         values = reader.fields(cls)
         reader.finish()
         return cls(**values)
 
 
-def scope_rule(num_layers: int) -> Rule:
-    """Return what a scope of a model of so many layers must be."""
-    return Rule(
-        f"a layer from 0 to {num_layers - 1}, or one of {', '.join(SCOPES)}",
-        lambda scope: scope in SCOPES or (type(scope) is int and 0 <= scope < num_layers),
-    )
+def scope_rule(num_layers: int, stacks: bool = False) -> Rule:
+    """Return what a scope must be.
+
+    Args:
+        num_layers: of the decoder.
+        stacks: whether layers of other stacks are meant too.
+    """
+    around = f"or one of {', '.join(SCOPES)}"
+    path = "the module path of another stack's layer, " if stacks else ""
+
+    def holds(scope: Any) -> bool:
+        if isinstance(scope, str):
+            return scope in SCOPES or (stacks and scope.rpartition(".")[2].isdecimal())
+        return type(scope) is int and 0 <= scope < num_layers
+
+    return Rule(f"a layer from 0 to {num_layers - 1}, {path}{around}", holds)
 
 
-def folded(layers: tuple[int, ...]) -> str:
-    """Return layer indices with runs folded: ``(0, 1, 2, 5)`` as ``0-2, 5``."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and layer == runs[-1][1] + 1:
-            runs[-1][1] = layer
+def path_around(op_path: str) -> str:
+    """Return the path of the module that holds an op, ``""`` for the layer; nothing is held by `OUTPUT`."""
+    around = op_path.rpartition(".")[0]
+    return "" if around == OUTPUT else around
+
+
+def folded(scopes: Iterable[Scope]) -> str:
+    """Return scopes in order, with runs of layers folded: ``0-2, 5, encoder.layers.0-3, head``."""
+    runs: list[tuple[str, int, int]] = []
+    names = []
+    for scope in sorted(scopes, key=layer_order):
+        stack, index = layer_order(scope)
+        if scope in SCOPES:
+            names.append(str(scope))
+        elif runs and runs[-1][0] == stack and runs[-1][2] == index - 1:
+            runs[-1] = (stack, runs[-1][1], index)
         else:
-            runs.append([layer, layer])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+            runs.append((stack, index, index))
+    texts = [f"{stack}{first}" if first == last else f"{stack}{first}-{last}" for stack, first, last in runs]
+    return ", ".join((*texts, *names))
+
+
+def layer_order(scope: Scope) -> tuple[str, int]:
+    """Return a key that sorts layers: the stack that a layer's path names, and its index there."""
+    if isinstance(scope, int):
+        return "", scope
+    stack, dot, index = scope.rpartition(".")
+    return (f"{stack}{dot}", int(index)) if index.isdecimal() else (scope, -1)

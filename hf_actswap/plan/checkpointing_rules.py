@@ -2,43 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import Problem
-from .actions import MemoryPlan, folded
+from .actions import MemoryPlan, Scope, folded
 from .gradient_checkpointing import is_checkpointed
 from .outline import OUTPUT
 
 _ON = "gradient checkpointing switched on"
 
 
-def problems_of_checkpointing(layers: Sequence[nn.Module], plan: MemoryPlan, compiled: bool) -> list[Problem]:
+def problems_of_checkpointing(
+    layers: Mapping[Scope, nn.Module], plan: MemoryPlan, compiled: bool
+) -> list[Problem]:
     """Return what a plan asks for that cannot be done beside gradient checkpointing.
 
     Args:
-        layers: the decoder layers of the model, in order.
+        layers: of the model (`Outline.layer_modules`).
         plan: to be applied to it.
         compiled: whether the model is compiled as a whole, so that its rows name no layer in particular.
     """
-    on = tuple(index for index, layer in enumerate(layers) if is_checkpointed(layer))
+    on = [scope for scope, layer in layers.items() if is_checkpointed(layer)]
     if not on or not plan.rows:
         return []
     if recomputed := {row.scope for row in plan.rows if row.fate == "recompute"}:
-        where = folded(tuple(sorted(scope for scope in recomputed if isinstance(scope, int))))
+        where = folded(recomputed)
         hint = (
             "Use recompute_config and switch gradient checkpointing off (gradient_checkpointing=False): "
             "{recompute: true} does the same, and it can name layers and ops."
         )
         expected = "gradient checkpointing or a recompute_config that recomputes something, not both"
         return [Problem("model", expected, f"{_ON}, and recomputation in layers {where}", hint)]
-    problems = [_unseen(layers[index]) for index in on]
+    problems = [_unseen(layers[scope]) for scope in on]
     found = [problem for problem in problems if problem is not None][:1]
     inside = {row.scope for row in plan.rows if row.fate == "swap" and row.op_path != OUTPUT}
-    lost = tuple(index for index in on if index in inside)
+    lost = [scope for scope in on if scope in inside]
     if lost and not compiled:
         expected = "of checkpointed layers only inputs swapped (`output` rows of what comes before)"
         hint = "Resolve the plan from its configuration while gradient checkpointing is on."

@@ -13,10 +13,11 @@ from dataclasses import replace
 from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule
 from ..errors import Problem
-from .actions import COMPILE_BUDGET, MemoryPlan, Override, PlanRow, folded
+from .actions import COMPILE_BUDGET, MemoryPlan, Override, PlanRow, Scope, folded
 from .families import EXPERTS_MODULE
 from .outline import OUTPUT, LayerOutline, Outline, is_below
 
+_ONE_BY_ONE = "layers that are compiled one by one"
 _REGIONAL = "Compile the layers one by one (regional compilation), or write rules that hold for all layers."
 _BY_LAYER = "Write layer_swap for these layers, or do not compile them."
 _HOW_TO_COMPILE = (
@@ -48,7 +49,8 @@ def by_layer(config: ActSwapConfig, outline: Outline) -> tuple[ActSwapConfig, li
 def problems_of_compiled(plan: MemoryPlan, outline: Outline) -> list[Problem]:
     """Return what a plan asks of compiled layers that cannot be done, or of others that only those can do."""
     problems = _problems_of_budgets(plan, outline)
-    compiled = {layer.index for layer in outline.layers if layer.compiled or outline.compiled}
+    compiled = {layer.index for layer in outline.all_layers if layer.compiled}
+    compiled |= {layer.index for layer in outline.layers if outline.compiled}
     named = [
         row
         for row in plan.rows
@@ -62,8 +64,14 @@ def problems_of_compiled(plan: MemoryPlan, outline: Outline) -> list[Problem]:
         problems += _problems_of_tags(named, outline)
     if outline.compiled:
         problems += _problems_of_whole_model(plan)
-    if outline.cuda_graphs and any(row.fate == "swap" and row.scope in compiled for row in plan.rows):
+    graphs = outline.cuda_graphs or any(stack.cuda_graphs for stack in outline.stacks)
+    if graphs and any(row.fate == "swap" and row.scope in compiled for row in plan.rows):
         problems.append(_CUDA_GRAPHS)
+    inside = {layer.module_path for stack in outline.stacks if stack.compiled for layer in stack.layers}
+    if lost := [row.scope for row in plan.rows if row.scope in inside and row.fate != "keep"]:
+        problems.append(
+            Problem("stacks", _ONE_BY_ONE, f"{folded(set(lost))} inside compiled code", _REGIONAL)
+        )
     return problems
 
 
@@ -77,34 +85,32 @@ def _problems_of_whole_model(plan: MemoryPlan) -> list[Problem]:
         expected = "one fate for all layers where the whole model is compiled"
         problems.append(Problem("layers", expected, "several", _REGIONAL))
     if any(fate == "recompute" for fate, _ in fates):
-        expected = "layers that are compiled one by one"
-        problems.append(Problem("recompute", expected, "a model compiled whole", _REGIONAL))
+        problems.append(Problem("recompute", _ONE_BY_ONE, "a model compiled whole", _REGIONAL))
     return problems
 
 
 def _problems_of_budgets(plan: MemoryPlan, outline: Outline) -> list[Problem]:
     budgeted = {row.scope for row in plan.rows if COMPILE_BUDGET in row.parameters}
-    without = tuple(layer.index for layer in outline.layers if layer.index in budgeted and not layer.compiled)
+    without = [layer.index for layer in outline.all_layers if layer.index in budgeted and not layer.compiled]
     if not without:
         return []
     what = "a model compiled whole" if outline.compiled else f"layers {folded(without)} not compiled"
-    expected = "layers that are compiled one by one"
-    return [Problem("recompute_config.compile_budget", expected, what, _HOW_TO_COMPILE)]
+    return [Problem("recompute_config.compile_budget", _ONE_BY_ONE, what, _HOW_TO_COMPILE)]
 
 
 def _problems_of_tags(rows: list[PlanRow], outline: Outline) -> list[Problem]:
     """Name the recomputed ops that cannot be found among what the tracer sees."""
-    layers = {layer.index: layer for layer in outline.layers}
-    why: dict[tuple[str, str], list[int]] = {}
+    layers = {layer.index: layer for layer in outline.all_layers}
+    why: dict[tuple[str, str], list[Scope]] = {}
     for row in rows:
-        reason = _untaggable(layers[int(row.scope)], row, outline)
+        reason = _untaggable(layers[row.scope], row, outline)
         if reason:
-            why.setdefault((row.op_path, reason), []).append(int(row.scope))
+            why.setdefault((row.op_path, reason), []).append(row.scope)
     return [
         Problem(
             "recompute_config.select_recompute",
             "ops that can be told apart in a compiled layer",
-            f"{path!r} in layers {folded(tuple(scopes))}: {reason}",
+            f"{path!r} in layers {folded(scopes)}: {reason}",
             "Do not compile these layers, or write recompute or compile_budget for them.",
         )
         for (path, reason), scopes in why.items()

@@ -14,6 +14,11 @@ def is_checkpointed(layer: nn.Module) -> bool:
     return bool(getattr(layer, "gradient_checkpointing", False))
 
 
+def can_be_checkpointed(module: nn.Module) -> bool:
+    """Whether it is one of the layers that gradient checkpointing can run again."""
+    return hasattr(module, "gradient_checkpointing")
+
+
 def checkpoints_its_call(layer: nn.Module) -> bool:
     """Whether the checkpoint goes around hooks too, as in transformers 5.17, where it wraps ``__call__``."""
     return type(layer).__call__ is not nn.Module.__call__

@@ -8,7 +8,7 @@ autograd does not save that result, it costs its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from .actions import MemoryPlan, Scope
 from .outline import OUTPUT, is_below
@@ -21,15 +21,15 @@ class KeptInside:
 
     Args:
         plan: rows.
-        modules: for each layer, the paths of its modules (``""`` is the layer itself).
+        modules: by layer, the paths of its modules (``""`` is the layer itself).
     """
 
-    def __init__(self, plan: MemoryPlan, modules: Sequence[frozenset[str]]) -> None:
+    def __init__(self, plan: MemoryPlan, modules: Mapping[Scope, frozenset[str]]) -> None:
         self._plan, self._modules = plan, modules
         self._roots: dict[Scope, list[str]] = {}
         self._below: dict[Scope, list[tuple[str, bool]]] = {}
         for row in plan.rows:
-            if not isinstance(row.scope, int) or row.op_path == OUTPUT:
+            if row.scope not in modules or row.op_path == OUTPUT:
                 continue
             if row.fate == "recompute" and row.op_path in modules[row.scope]:
                 self._roots.setdefault(row.scope, []).append(row.op_path)
@@ -48,7 +48,7 @@ class KeptInside:
 
     def is_whole(self, scope: Scope, path: str) -> bool:
         """Whether ``path`` is a module inside a recomputed one, in which nothing is recomputed."""
-        if not isinstance(scope, int) or path not in self._modules[scope] or self.root(scope, path) is None:
+        if path not in self._modules.get(scope, ()) or self.root(scope, path) is None:
             return False
         row = self._plan.row(scope, path)
         if row is None or row.fate not in _KEPT:

@@ -15,8 +15,8 @@ from functools import lru_cache
 
 from ..config.op_path import split_op_path
 from ..errors import nearest
-from .families import NameTable, Targets, megatron_names, names_of
-from .outline import LayerOutline
+from .families import NameTable, megatron_names, reference_names
+from .outline import LayerOutline, Outline
 
 _SYNONYMS = {"linear": ("matmul",)}
 """Function names that MindFormers calls otherwise wherever they occur."""
@@ -57,16 +57,17 @@ class LayerNames:
 
     Args:
         layer: outline of the layer.
-        family: ``config.model_type``.
     """
 
-    def __init__(self, layer: LayerOutline, family: str) -> None:
-        table = names_of(family)
-        existing = {op.path for op in layer.ops}
+    def __init__(self, layer: LayerOutline) -> None:
+        modules = [op.path for op in layer.ops if op.kind != "function"]
+        functions = [op.path for op in layer.ops if op.kind == "function"]
+        self.reference = reference_names(modules, functions, layer.attention_paths)
+        """MindFormers' layer names."""
         self._trees = (
-            _tree_of_table(table, existing),
+            _tree_of_table(self.reference),
             _tree_of_ops(layer),
-            _tree_of_table(megatron_names(table), existing),
+            _tree_of_table(megatron_names(self.reference)),
         )
 
     def match(self, op_path: str) -> list[Match]:
@@ -90,6 +91,15 @@ class LayerNames:
         deeper = next((name for name in by_reference if name.endswith(f".{plain}")), None)
         hint = f"Did you mean {deeper!r}?" if deeper else nearest(plain, names)
         return hint if hint.startswith("Did") else f"Some that exist: {', '.join(names[:12])}."
+
+
+def names_by_layer(outline: Outline) -> list[LayerNames]:
+    """Return the vocabularies of the decoder layers; layers with equal ops share one."""
+    shared: dict[object, LayerNames] = {}
+    for layer in outline.layers:
+        if layer.ops not in shared:
+            shared[layer.ops] = LayerNames(layer)
+    return [shared[layer.ops] for layer in outline.layers]
 
 
 @lru_cache(maxsize=256)
@@ -124,29 +134,14 @@ def _insert(root: _Node, path: str) -> _Node:
     return node
 
 
-def _tree_of_table(table: NameTable, existing: set[str]) -> _Node:
+def _tree_of_table(table: NameTable) -> _Node:
     root = _Node()
     for path, targets in table.items():
-        node = _insert(root, path)
-        node.targets = _present(targets, existing)
+        _insert(root, path).targets = targets
     for path in table:
         node = _insert(root, path)
         node.is_module = bool(node.children)
     return root
-
-
-def _present(targets: Targets, existing: set[str]) -> tuple[str, ...]:
-    """Return the targets that this layer has; ``x.*`` stands for every function called directly in ``x``."""
-    found: list[str] = []
-    for target in (targets,) if isinstance(targets, str) else targets or ():
-        if target.endswith(".*"):
-            prefix = target[:-1]
-            found += sorted(
-                path for path in existing if path.startswith(prefix) and "." not in path[len(prefix) :]
-            )
-        elif target in existing:
-            found.append(target)
-    return tuple(found)
 
 
 def _tree_of_ops(layer: LayerOutline) -> _Node:

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-ATTENTION_CORE = "flash_attention"
-"""The op between the projections of an attention module, whatever implements it (MindFormers' name)."""
+from .families import ATTENTION_CORE
 
 _CORE_STARTS = frozenset(
     {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum", "flex_attention", "softmax"}

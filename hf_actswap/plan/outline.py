@@ -1,26 +1,26 @@
-"""The outline of a model: its decoder layers and the ops in them, by name."""
+"""The outline of a model: its stacks of layers and the ops in them, by name."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
 
 from torch import nn
 
 from ..errors import PlanError, Problem, short_traceback
+from .actions import OUTPUT as OUTPUT
+from .actions import MemoryPlan, Scope
 from .compiled import is_compiled, named_op_modules, runs_cuda_graphs, uncompiled
-from .families import ATTENTION_MODULES
+from .families import ATTENTION_CORE, ATTENTION_MODULES
 from .fsdp2 import FSDP2_METHOD
-from .gradient_checkpointing import is_checkpointed
-from .opnames import ATTENTION_CORE, is_communication
+from .gradient_checkpointing import can_be_checkpointed, is_checkpointed
+from .opnames import is_communication
 from .record import LAYER_INPUT, Call, LayerRecord, OpKey, StaleRead, record_forward
 
 logger = logging.getLogger(__name__)
-
-OUTPUT = "output"
-"""Op path of the hidden state that a layer hands on."""
 
 OpKind = Literal["module", "activation", "function"]
 
@@ -41,13 +41,14 @@ class Op:
 
 @dataclass(frozen=True)
 class LayerOutline:
-    """One decoder layer.
+    """One layer of a stack.
 
     Args:
-        index: from 0, in the model given.
+        index: from 0 in its stack; in `Outline.all_layers`, of stacks beside the decoder, its module path.
         module_path: inside the model given, e.g. ``model.layers.0``.
         class_name: of the layer's module.
         ops: modules first, then functions, each in order of definition or call.
+        attention_paths: of the layer's attention modules.
         calls: the recorded data flow; empty if it is not known.
         output_of: the op that produces the hidden state handed on, if known.
         compiled: whether a call of this layer is a compiled region of its own (regional compilation).
@@ -57,10 +58,11 @@ class LayerOutline:
         stale_reads: what functions read that is written in place afterwards.
     """
 
-    index: int
+    index: Scope
     module_path: str
     class_name: str
     ops: tuple[Op, ...]
+    attention_paths: frozenset[str] = frozenset()
     calls: tuple[Call, ...] = ()
     output_of: OpKey | None = None
     compiled: bool = False
@@ -69,9 +71,9 @@ class LayerOutline:
     stale_reads: tuple[StaleRead, ...] = ()
 
     @property
-    def attention_paths(self) -> frozenset[str]:
-        """Paths of the layer's attention modules."""
-        return frozenset(op.path for op in self.ops if op.path in ATTENTION_MODULES)
+    def module_paths(self) -> frozenset[str]:
+        """Paths of the layer's modules; ``""`` is the layer itself."""
+        return frozenset({"", *(op.path for op in self.ops if op.kind != "function")})
 
     @property
     def communications(self) -> tuple[str, ...]:
@@ -108,7 +110,7 @@ class Outline:
 
     Args:
         family: ``config.model_type``; empty if the model has none.
-        layers: the decoder layers.
+        layers: the decoder's; where the model has no decoder, those of its longest stack.
         embedding, final_norm, head: module paths, or ``None`` where none was found.
         functions_known: whether functional ops were recorded; if not, only module paths (and the attention
             core) can be named.
@@ -117,6 +119,7 @@ class Outline:
             is compiled as a whole.
         cuda_graphs: whether compiled layers, or the compiled model, run as CUDA graphs.
         sharded: whether FSDP2 gathers weights of the model.
+        stacks: the other stacks of layers (an encoder, a vision tower), each as if it were the only one.
     """
 
     family: str
@@ -129,6 +132,42 @@ class Outline:
     compiled: bool = False
     cuda_graphs: bool = False
     sharded: bool = False
+    stacks: tuple[Outline, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """Module path of the list of ``layers``."""
+        return self.layers[0].module_path.rpartition(".")[0] if self.layers else ""
+
+    @property
+    def decoder(self) -> Outline:
+        """The same without the other stacks, as planners see a model."""
+        return replace(self, stacks=()) if self.stacks else self
+
+    @cached_property
+    def all_layers(self) -> tuple[LayerOutline, ...]:
+        """The layers of all stacks, with the scopes that a plan's rows have for them."""
+        others = (layer for stack in self.stacks for layer in stack.layers)
+        return (*self.layers, *(replace(layer, index=layer.module_path) for layer in others))
+
+    @property
+    def modules(self) -> Mapping[Scope, frozenset[str]]:
+        """By layer of any stack, the paths of its modules."""
+        return {layer.index: layer.module_paths for layer in self.all_layers}
+
+    def with_stacks_of(self, plan: MemoryPlan) -> Outline:
+        """Return it with no other stacks than those that rows of ``plan`` name."""
+        named = {row.scope for row in plan.rows}
+        stacks = (stack for stack in self.stacks if any(layer.module_path in named for layer in stack.layers))
+        return replace(self, stacks=tuple(stacks))
+
+    def layer_modules(self, root: nn.Module) -> dict[Scope, nn.Module]:
+        """Return the layers of all stacks, without ``torch.compile``'s wrappers.
+
+        Args:
+            root: the model inside its wrappers.
+        """
+        return {layer.index: uncompiled(root.get_submodule(layer.module_path)) for layer in self.all_layers}
 
     @property
     def communicates(self) -> bool:
@@ -162,52 +201,51 @@ def _from_wrapper_to_model(model: nn.Module) -> list[nn.Module]:
 
 @short_traceback
 def outline(model: nn.Module) -> Outline:
-    """Name the decoder layers and ops of a Hugging Face decoder.
+    """Name the layers and ops of a Hugging Face model.
+
+    A stack is a list of layers: modules that hold attention, beside others that Hugging Face can checkpoint.
+    The one in ``model.get_decoder()`` is `Outline.layers`.
 
     Modules are read off the model; functional ops (``mlp.mul``, ``self_attn.flash_attention``) come from one
     forward on fake tensors, which runs uncompiled and without the model's hooks. A model that cannot run on
     fake tensors still has its module paths.
 
     Args:
-        model: a causal language model, bare or wrapped (DDP, PEFT, ``torch.compile``).
+        model: a transformers model, bare or wrapped (DDP, PEFT, ``torch.compile``).
 
     Raises:
-        PlanError: no list of decoder layers was found.
+        PlanError: no stack of layers was found.
     """
     if not isinstance(model, nn.Module):
         raise PlanError([_no_model(model)])
     nesting = _from_wrapper_to_model(model)
     root = nesting[-1]
-    path, container = _layer_list(root)
-    layers = list(container)
-    _refuse_repeated(layers, path)
-    attention = [
-        frozenset(name for name, _ in uncompiled(layer).named_children() if name in ATTENTION_MODULES)
-        for layer in layers
-    ]
-    known, why_not = True, ""
-    try:
-        records = record_forward(root, layers, attention)
-    except Exception as error:  # the model's own code runs: it may raise anything
-        known, why_not = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        logger.debug("no recording on fake tensors", exc_info=True)
-        records = [LayerRecord() for _ in layers]
-    embedding, final_norm, head = _surroundings(root, path)
-    around = (*nesting, *_around(root, path))
-    return Outline(
-        family=str(getattr(getattr(root, "config", None), "model_type", "") or ""),
-        layers=tuple(
-            _layer_outline(index, f"{path}.{index}", layer, record)
-            for index, (layer, record) in enumerate(zip(layers, records, strict=True))
-        ),
+    stacks = _stacks(root)
+    main = _main_stack(root, stacks)
+    _refuse_repeated(stacks[main], main)
+    family = str(getattr(getattr(root, "config", None), "model_type", "") or "")
+    found = {
+        path: Outline(
+            family=family,
+            layers=tuple(
+                _layer_outline(index, f"{path}.{index}", layer, records[index])
+                for index, layer in enumerate(stacks[path])
+            ),
+            functions_known=not why_not,
+            why_not=why_not,
+            compiled=any(map(is_compiled, (*nesting, *_around(root, path)))),
+            cuda_graphs=any(map(runs_cuda_graphs, (*nesting, *_around(root, path), *stacks[path]))),
+        )
+        for path, records, why_not in _recorded(root, stacks)
+    }
+    embedding, final_norm, head = _surroundings(root, main)
+    return replace(
+        found.pop(main),
         embedding=embedding,
         final_norm=final_norm,
         head=head,
-        functions_known=known,
-        why_not=why_not,
-        compiled=any(map(is_compiled, around)),
-        cuda_graphs=any(map(runs_cuda_graphs, (*around, *layers))),
         sharded=any(hasattr(type(module), FSDP2_METHOD) for module in model.modules()),
+        stacks=tuple(found.values()),
     )
 
 
@@ -218,23 +256,51 @@ def _no_model(given: object) -> Problem:
     return Problem("model", "a model (torch.nn.Module)", "a class" if isinstance(given, type) else name, hint)
 
 
+def _recorded(
+    root: nn.Module, stacks: Mapping[str, Sequence[nn.Module]]
+) -> Iterator[tuple[str, Sequence[LayerRecord], str]]:
+    """Yield each stack's path, what a forward on fake tensors shows of its layers, and why it shows nothing.
+
+    The whole model is called; where its ids do not get to a stack (a vision tower), the model around that.
+    """
+    records, failure = _record(root, [layer for layers in stacks.values() for layer in layers])
+    remaining = iter(records)
+    for path, layers in stacks.items():
+        own, why_not = [next(remaining) for _ in layers], failure
+        inner = next((module for module in _around(root, path) if hasattr(module, "main_input_name")), None)
+        if inner is not None and not any(record.calls for record in own):
+            again, why_again = _record(inner, layers)
+            own, why_not = (own, failure or why_again) if why_again else (again, "")
+        yield path, own, why_not
+
+
+def _record(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[LayerRecord], str]:
+    """Return what ``model`` shows of ``layers`` on fake tensors, and why it does not run on them."""
+    try:
+        return record_forward(model, layers, [_attention_paths(layer) for layer in layers]), ""
+    except Exception as error:  # the model's own code runs: it may raise anything
+        logger.debug("no recording on fake tensors", exc_info=True)
+        why_not = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return [LayerRecord() for _ in layers], why_not
+
+
 def _around(root: nn.Module, path: str) -> Iterator[nn.Module]:
-    """The modules on the way from ``root`` to what is at ``path``."""
-    module = root
-    for name in path.split("."):
-        module = module.get_submodule(name)
-        yield module
+    """The modules on the way to what is at ``path``, from the innermost out; without ``root``."""
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        yield root.get_submodule(".".join(parts[:end]))
 
 
 def _layer_outline(index: int, path: str, layer: nn.Module, record: LayerRecord) -> LayerOutline:
-    modules = [Op(name, _kind(module)) for name, module in named_op_modules(layer) if name]
+    modules = [Op(name, _kind(module)) for name, module in named_op_modules(layer) if name and name != OUTPUT]
+    attention = _attention_paths(layer)
     functions: dict[str, Op] = {}
     module_paths = {op.path for op in modules}
     for call in record.calls:
         if call.key[0] not in module_paths:
             functions.setdefault(call.key[0], Op(call.key[0], "function"))
     for op in modules:  # known by design even where the recording failed
-        if op.path in ATTENTION_MODULES:
+        if op.path in attention:
             core = f"{op.path}.{ATTENTION_CORE}"
             functions.setdefault(core, Op(core, "function"))
     return LayerOutline(
@@ -242,6 +308,7 @@ def _layer_outline(index: int, path: str, layer: nn.Module, record: LayerRecord)
         module_path=path,
         class_name=type(uncompiled(layer)).__name__,
         ops=(*modules, *functions.values()),
+        attention_paths=attention,
         calls=tuple(record.calls),
         output_of=record.output,
         compiled=is_compiled(layer),
@@ -256,22 +323,51 @@ def _kind(module: nn.Module) -> OpKind:
     return "activation" if bare and next(module.buffers(recurse=False), None) is None else "module"
 
 
-def _layer_list(root: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Find the decoder layers: the longest list of modules that hold an attention module."""
-    best: tuple[str, nn.ModuleList] | None = None
-    for path, module in root.named_modules():
-        if not isinstance(module, nn.ModuleList) or len(module) <= (len(best[1]) if best else 0):
-            continue
-        if all(_has_attention(layer) for layer in module):
-            best = (path, module)
-    if best is None:
+def _attention_paths(layer: nn.Module) -> frozenset[str]:
+    """The innermost modules of a layer that are attention by their class, or by their name."""
+    found = [
+        path
+        for path, module in named_op_modules(layer)
+        if path
+        and ("attention" in type(module).__name__.lower() or path.rpartition(".")[2] in ATTENTION_MODULES)
+    ]
+    return frozenset(path for path in found if not any(other.startswith(f"{path}.") for other in found))
+
+
+def _stacks(root: nn.Module) -> dict[str, list[nn.Module]]:
+    """Find the lists of layers, by path; of lists within each other the innermost."""
+    lists = {
+        path: list(module)
+        for path, module in root.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) and all(map(_is_layer, module))
+    }
+    inner = {path: lists[path] for path in lists if not any(other.startswith(f"{path}.") for other in lists)}
+    if not inner:
         raise PlanError([_no_layers(root)])
-    return best
+    return {path: layers for path, layers in inner.items() if any(map(_attention_paths, layers))} or inner
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return can_be_checkpointed(uncompiled(module)) or bool(_attention_paths(module))
+
+
+def _main_stack(root: nn.Module, stacks: Mapping[str, Sequence[nn.Module]]) -> str:
+    """Return the path of the stack in the decoder, if the model has one; of several the longest.
+
+    Longest by the text configuration, where that counts layers of one of them.
+    """
+    decoder = _quietly(getattr(root, "get_decoder", None))
+    within = next((path for path, module in root.named_modules() if module is decoder), "")
+    candidates = [path for path in stacks if is_below(path, within)] or list(stacks)
+    config: Any = getattr(root, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    counted = getattr(text, "num_hidden_layers", None)
+    return max(candidates, key=lambda path: (len(stacks[path]) == counted, len(stacks[path])))
 
 
 def _no_layers(root: nn.Module) -> Problem:
-    expected = f"a decoder: a list of layers with an attention module ({', '.join(ATTENTION_MODULES)})"
-    found, hint = type(root).__name__, "Pass the causal language model itself."
+    expected = "a transformers model: a list of layers that hold attention, or can be checkpointed"
+    found, hint = type(root).__name__, "Pass the model itself."
     lists = [(name, item) for name, item in root.named_modules() if isinstance(item, nn.ModuleList) and item]
     if lists:
         path, layers = max(lists, key=lambda item: len(item[1]))
@@ -290,33 +386,28 @@ def _refuse_repeated(layers: list[nn.Module], path: str) -> None:
         raise PlanError([Problem(f"model.{path}", "a module of its own for each layer", found, hint)])
 
 
-def _has_attention(layer: nn.Module) -> bool:
-    return any(name in ATTENTION_MODULES for name, _ in uncompiled(layer).named_children())
-
-
 def _surroundings(root: nn.Module, layers_path: str) -> tuple[str | None, str | None, str | None]:
     """Find the embedding, the norm after the last layer, and the head."""
     names = {id(module): path for path, module in root.named_modules()}
-    embedding = head = final_norm = None
-    for getter, kind in (("get_input_embeddings", "embedding"), ("get_output_embeddings", "head")):
-        method = getattr(root, getter, None)
-        module = _quietly(method) if method is not None else None
-        if kind == "embedding":
-            embedding = names.get(id(module))
-        else:
-            head = names.get(id(module)) if module is not None else None
+    decoder = _quietly(getattr(root, "get_decoder", None))
+    embedding = _quietly(getattr(decoder, "get_input_embeddings", None))
+    if embedding is None:
+        embedding = _quietly(getattr(root, "get_input_embeddings", None))
+    head = _quietly(getattr(root, "get_output_embeddings", None))
+    final_norm = None
     parent = root.get_submodule(layers_path.rpartition(".")[0])
     for name, module in _after(parent, layers_path.rpartition(".")[2]):
-        if "norm" in name.lower() or "norm" in type(uncompiled(module)).__name__.lower():
+        is_norm = "norm" in name.lower() or "norm" in type(uncompiled(module)).__name__.lower()
+        if is_norm and "embed" not in name.lower():  # BART's norm of the embedding is defined there too
             final_norm = names[id(module)]
             break
-    return embedding, final_norm, head
+    return names.get(id(embedding)), final_norm, names.get(id(head))
 
 
-def _quietly(method: object) -> nn.Module | None:
-    """Call a model's getter that may not be implemented for its architecture."""
+def _quietly(getter: Callable[[], nn.Module | None] | None) -> nn.Module | None:
+    """Call a model's getter, if it has it; it may not be implemented for its architecture."""
     try:
-        return method()  # type: ignore[operator]
+        return getter() if getter is not None else None
     except (NotImplementedError, AttributeError):
         return None
 

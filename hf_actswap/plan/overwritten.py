@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from .actions import MemoryPlan, Override, PlanRow
+from .actions import MemoryPlan, Override, PlanRow, Scope
 from .kept_inside import KeptInside
 from .opnames import UNREPEATABLE_FUNCTIONS
 from .outline import LayerOutline, Outline, is_below
@@ -23,7 +23,7 @@ OVERWRITTEN = "what it reads is written in place afterwards, so that it could no
 
 _RUN_AGAIN = ("recompute", "re-gather")
 
-Unit = tuple[int, str, int | None]
+Unit = tuple[Scope, str, int | None]
 """Layer, op path and ordinal of what cannot be run again; ``None``: all of it."""
 
 
@@ -48,7 +48,7 @@ def keep_what_is_overwritten(plan: MemoryPlan, outline: Outline) -> MemoryPlan:
     The same plan if there are none.
     """
     units = overwritten(plan, outline)
-    layers: dict[str, list[int]] = {}
+    layers: dict[str, list[Scope]] = {}
     for layer, path, _ in units:
         if layer not in layers.setdefault(path, []):
             layers[path].append(layer)
@@ -67,10 +67,9 @@ def _kept(plan: MemoryPlan, units: Iterable[Unit]) -> MemoryPlan:
 
 
 def _first_impossible(plan: MemoryPlan, outline: Outline) -> list[Unit]:
-    paths = [{"", *(op.path for op in layer.ops if op.kind != "function")} for layer in outline.layers]
-    inside = KeptInside(plan, [frozenset(modules) for modules in paths])
+    inside = KeptInside(plan, outline.modules)
     found: dict[Unit, None] = {}
-    for layer in outline.layers:
+    for layer in outline.all_layers:
         if layer.compiled or outline.compiled:
             continue  # the compiler knows what is written
         for path, ordinal in _of_layer(plan, layer, inside):

@@ -12,10 +12,10 @@ by it. The order is fixed, so all ranks that saw the same shapes decide the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from .actions import MemoryPlan, Override, PlanRow, Scope
+from .actions import MemoryPlan, Override, PlanRow, Scope, layer_order
 from .opnames import is_communication
 from .outline import OUTPUT, is_below
 from .saved_bytes import OpCall, SavedBytes, SavedStorage, Use, held_results
@@ -69,8 +69,8 @@ def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
     for index, use in held_results(saved, plan):
         layers.holds(index, saved.storages[index], use)
     rows = {(row.scope, row.op_path, row.ordinal): row for row in plan.rows}
-    by_reason: dict[tuple[str, int, int], list[int]] = {}
-    for layer, graph in sorted(layers.graphs.items()):
+    by_reason: dict[tuple[str, int, int], list[Scope]] = {}
+    for layer, graph in sorted(layers.graphs.items(), key=lambda item: layer_order(item[0])):
         costly, still_run = graph.decided()
         for found in costly:
             _, path, ordinal = found.op
@@ -106,14 +106,14 @@ def say_what_is_held(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
     Only where autograd would not save that result anyway: then it costs its bytes. What a communication
     returns is named by the keys for communication.
     """
-    found: dict[tuple[str, str, int], list[int]] = {}
+    found: dict[tuple[str, str, int], list[Scope]] = {}
     for index, use in held_results(saved, plan):
         storage, (scope, path, ordinal) = saved.storages[index], use.at
-        row = plan.row(scope, path, ordinal) if isinstance(scope, int) else None
+        row = plan.row(scope, path, ordinal) if scope is not None else None
         if row is None or is_communication(path) or any(other.kind == "saved" for other in storage.uses):
             continue
         layers = found.setdefault((path, row.fate, storage.size_bytes), [])
-        if isinstance(scope, int) and scope not in layers:
+        if scope is not None and scope not in layers:
             layers.append(scope)
     overrides = tuple(
         Override(_EXCLUDE, tuple(layers), path, fate, fate, _HELD.format(size_bytes))
@@ -197,10 +197,10 @@ class _Graph:
 class _Layers:
     """Sorts the uses of all storages into one graph for each layer in which something is recomputed."""
 
-    def __init__(self, plan: MemoryPlan, modules: tuple[frozenset[str], ...]) -> None:
+    def __init__(self, plan: MemoryPlan, modules: Mapping[Scope, frozenset[str]]) -> None:
         self._plan, self._modules = plan, modules
-        recomputing = [row for row in plan.rows if row.fate == "recompute" and isinstance(row.scope, int)]
-        self.graphs = {row.scope: _Graph() for row in recomputing if isinstance(row.scope, int)}
+        recomputing = [row for row in plan.rows if row.fate == "recompute" and row.scope in modules]
+        self.graphs = {row.scope: _Graph() for row in recomputing}
         inside = {row.scope for row in plan.rows if row.op_path not in ("", OUTPUT)}
         self._roots: dict[Scope, list[str]] = {}
         for row in recomputing:
@@ -215,7 +215,7 @@ class _Layers:
         returned: OpCall | None = None
         for use in storage.uses:
             scope = use.at[0]
-            graph = self.graphs.get(scope) if isinstance(scope, int) else None
+            graph = self.graphs.get(scope) if scope is not None else None
             if use.kind == "returned":
                 returned = use.producer if self._is_root(use.at) else returned
                 continue
@@ -235,7 +235,7 @@ class _Layers:
     def holds(self, index: int, storage: SavedStorage, result: Use) -> None:
         """A recomputed module holds this result of an op inside, so as not to run it again."""
         scope, path, _ = result.at
-        if not isinstance(scope, int):
+        if scope is None:
             return
         graph = self.graphs.get(scope)
         around = [root for root in self._roots.get(scope, ()) if is_below(path, root)]
@@ -258,7 +258,7 @@ class _Layers:
     def _reader(self, kind: str, at: OpCall) -> OpCall | None:
         """What holds its inputs when it is called here."""
         scope, path, ordinal = at
-        if not isinstance(scope, int):
+        if scope is None or scope not in self._modules:
             return None
         around = [root for root in self._roots.get(scope, ()) if is_below(path, root)]
         if kind == "module":
@@ -267,4 +267,4 @@ class _Layers:
         return at if not around and row is not None and row.fate == "recompute" else None
 
     def _is_module(self, row: PlanRow) -> bool:
-        return isinstance(row.scope, int) and row.op_path in self._modules[row.scope]
+        return row.op_path in self._modules.get(row.scope, ())

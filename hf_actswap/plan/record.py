@@ -7,7 +7,7 @@ storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,9 @@ LAYER_INPUT: OpKey = ("input", 0)
 
 _RECORDED_SHAPE = (2, 8)
 """(batch, sequence); a batch of one would take short cuts that others do not (``expand``, ``matmul``)."""
+
+_IMAGE_SIZE, _FRAMES, _SAMPLES = 224, 1500, 16_000
+"""Of an image in pixels, of a spectrogram, and of a second of sound, where the configuration is silent."""
 
 _next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the next autograd node of this thread (private to PyTorch; the same on 2.11 to 2.13)."""
@@ -106,14 +109,14 @@ def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
 def record_forward(
     model: nn.Module, layers: Sequence[nn.Module], attention: Sequence[frozenset[str]]
 ) -> list[LayerRecord]:
-    """Run ``model`` once, eagerly, on fake token ids and fake weights, and record its layers.
+    """Run ``model`` once, eagerly, on a fake batch and fake weights, and record its layers.
 
     No hook on the model runs and none of its tensors is touched. Those on ``meta`` are taken to be on the
     CPU.
 
     Args:
-        model: takes ``input_ids`` of shape (batch, sequence).
-        layers: its decoder layers in order, compiled or not.
+        model: of transformers, whose ``main_input_name`` says what it takes (none: ``input_ids``).
+        layers: layers in it, compiled or not.
         attention: for each layer, the paths of its attention modules.
 
     Returns:
@@ -132,11 +135,35 @@ def record_forward(
     ):
         # As `record_saved` has it: attention on meta would be another one, with ops of its own.
         state = fake_weights(model, _CPU)
-        device = next((tensor.device for tensor in state.values()), _CPU)
-        ids = torch.zeros(_RECORDED_SHAPE, dtype=torch.long, device=device)
         with recorder:
-            functional_call(model, state, kwargs={"input_ids": ids, "use_cache": False})
+            functional_call(model, state, kwargs=_example_batch(model, state.values()))
     return recorder.records
+
+
+def _example_batch(model: nn.Module, weights: Iterable[torch.Tensor]) -> dict[str, Any]:
+    """Return what a model is called with: of the kind that it takes, all zeros.
+
+    Images and sounds have the size of the configuration: some models refuse another.
+    """
+    config: Any = getattr(model, "config", None)
+    weight = next((weight for weight in weights if weight.is_floating_point()), torch.empty(0))
+    ids = torch.zeros(_RECORDED_SHAPE, dtype=torch.long, device=weight.device)
+    name, batch_size = str(getattr(model, "main_input_name", "input_ids")), _RECORDED_SHAPE[0]
+    if name == "input_ids":
+        batch: dict[str, Any] = {name: ids, "use_cache": False}
+    elif name == "pixel_values":
+        sizes = getattr(config, "image_size", _IMAGE_SIZE)
+        height, width = sizes if isinstance(sizes, list | tuple) else (sizes, sizes)
+        channels = getattr(config, "num_channels", 3)
+        batch = {name: weight.new_zeros(batch_size, channels, height, width)}
+    elif name == "input_features":
+        frames = 2 * getattr(config, "max_source_positions", _FRAMES)  # Whisper halves them
+        batch = {name: weight.new_zeros(batch_size, getattr(config, "num_mel_bins", 80), frames)}
+    else:
+        batch = {name: weight.new_zeros(batch_size, _SAMPLES)}
+    if getattr(config, "is_encoder_decoder", False) and name != "pixel_values":
+        batch |= {"decoder_input_ids": ids, "use_cache": False}
+    return batch
 
 
 class _Recorder(TorchFunctionMode):

@@ -7,13 +7,14 @@ everything that cannot be meant becomes a `Problem`, and all problems are raised
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule, OpSwapRule
 from ..errors import ConfigError, PlanError, Problem, short_traceback
-from .actions import MemoryPlan, PlanRow
+from .actions import MemoryPlan, Override, PlanRow, Scope
 from .comm_wishes import CommunicationPainter
 from .compiled_rules import by_layer, problems_of_compiled
 from .families import DEFAULT_COMM_PATTERNS, DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
@@ -47,6 +48,9 @@ _SELECTIONS: dict[str, tuple[str, ...]] = {
 def resolve_plan(config: ActSwapConfig, outline: Outline, stage: int | None = None) -> MemoryPlan:
     """Decide what happens to each op of each layer.
 
+    The document's own rules are for the decoder; each entry of ``stacks`` is resolved as if its stack were
+    the only one.
+
     Args:
         config: from `load_config`.
         outline: from `outline`, of the model that will train.
@@ -56,13 +60,93 @@ def resolve_plan(config: ActSwapConfig, outline: Outline, stage: int | None = No
 
     Raises:
         PlanError: with every problem: a path that names no op, a layer that does not exist, a layout that
-            does not add up, a layer count that is not the model's.
+            does not add up, a layer count that is not the model's, a name of no stack.
     """
-    config, changed = by_layer(config, outline)
-    plan = _Resolution(config, outline, stage).plan()
-    problems = problems_of_compiled(plan, outline)
+    problems: list[Problem] = []
+    plans: list[MemoryPlan] = []
+    try:
+        plans.append(_resolve_stack(config, outline, stage))
+    except PlanError as error:
+        problems += error.problems
+    named: dict[str, str] = {}
+    for name, rules in (config.stacks or {}).items():
+        try:
+            stack = _stack_called(name, outline, named)
+            plans.append(_of_other_stack(name, stack, _resolve_stack(rules, stack, None)))
+        except PlanError as error:
+            problems += (_at_stack(name, item) for item in error.problems)
     if problems:
         raise PlanError(problems, config.source)
+    kept = [stack for stack in outline.stacks if stack.path not in named]
+    plan = _together(plans, [f"Layers of {stack.path} are kept: {_ELSEWHERE}" for stack in kept])
+    if problems := problems_of_compiled(plan, outline):
+        raise PlanError(problems, config.source)
+    return plan
+
+
+_ELSEWHERE = "the document's rules are for the decoder, those for another stack stand under `stacks`."
+
+
+def _stack_called(name: str, outline: Outline, named: dict[str, str]) -> Outline:
+    """Return the stack whose path has the words of ``name`` in this order, and note it in ``named``."""
+    paths = {stack.path: stack for stack in outline.stacks}
+    meant = [path for path in paths if path == name] or [path for path in paths if _has_words(path, name)]
+    found = ", ".join(meant) if meant else repr(name)
+    if len(meant) == 1 and (twice := named.setdefault(meant[0], name)) != name:
+        found = f"{meant[0]} again, as for {twice!r}"
+    elif len(meant) == 1:
+        return paths[meant[0]]
+    hint = f"The rules of {outline.path} stand outside of `stacks`." if _has_words(outline.path, name) else ""
+    expected = f"one stack of layers beside the decoder's ({', '.join(paths) or 'this model has none'})"
+    raise PlanError([Problem("", expected, found, hint)])
+
+
+def _at_stack(name: str, problem: Problem) -> Problem:
+    place = f"stacks.{name}"
+    return replace(problem, where=f"{place}.{problem.where}" if problem.where else place)
+
+
+def _has_words(path: str, name: str) -> bool:
+    words = iter(path.split("."))
+    return all(word in words for word in name.split("."))
+
+
+def _of_other_stack(name: str, stack: Outline, plan: MemoryPlan) -> MemoryPlan:
+    """Return the plan of a stack with the scopes and texts that it has in the plan of its model."""
+    scopes: dict[Scope, str] = {layer.index: layer.module_path for layer in stack.layers}
+    where = f"stacks.{name}"
+    overrides = [
+        replace(item, where=f"{where}.{item.where}", layers=tuple(scopes[layer] for layer in item.layers))
+        for item in plan.overrides
+    ]
+    if any(row.scope not in scopes for row in plan.rows):
+        reason = "what the first layer of this stack reads is produced outside of layers"
+        overrides.append(
+            Override(f"{where}.swap_config", (scopes[0],), "", "input swapped", "no effect", reason)
+        )
+    return replace(
+        plan,
+        rows=tuple(replace(row, scope=scopes[row.scope]) for row in plan.rows if row.scope in scopes),
+        overrides=tuple(overrides),
+        lines=tuple(f"{stack.path}: {line}" for line in plan.lines),
+        warnings=tuple(f"{stack.path}: {line}" for line in plan.warnings),
+    )
+
+
+def _together(plans: Sequence[MemoryPlan], lines: Sequence[str]) -> MemoryPlan:
+    """Return the first plan with what the others add to it."""
+    return replace(
+        plans[0],
+        rows=tuple(row for plan in plans for row in plan.rows),
+        overrides=tuple(item for plan in plans for item in plan.overrides),
+        lines=(*(line for plan in plans for line in plan.lines), *lines),
+        warnings=tuple(line for plan in plans for line in plan.warnings),
+    )
+
+
+def _resolve_stack(config: ActSwapConfig, outline: Outline, stage: int | None) -> MemoryPlan:
+    config, changed = by_layer(config, outline)
+    plan = _Resolution(config, outline, stage).plan()
     return replace(plan, overrides=(*changed, *plan.overrides)) if changed else plan
 
 
@@ -168,7 +252,7 @@ class _Resolution:
 
     def _keep_overwritten(self) -> None:
         """What cannot be run again is kept, before a rule keeps what it reads."""
-        layers = {own: layer for layer, own in self._local.items()}
+        layers: dict[Scope, int] = {own: layer for layer, own in self._local.items()}
         for own, path, ordinal in overwritten(MemoryPlan(self._rows(), len(layers)), self._outline):
             self._painter.fates[layers[own]].keep_call(path, ordinal)
             self._painter.override(WHERE, path, "recompute", "keep", OVERWRITTEN, layers[own])

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .actions import COMPILE_BUDGET, Fate, PlanRow, Scope, Windows
+from .actions import COMPILE_BUDGET, OUTPUT, Fate, PlanRow, Scope, Windows, path_around
 from .opnames import GATHER, UNREPEATABLE_FUNCTIONS
-from .outline import OUTPUT, LayerOutline, is_below
+from .outline import LayerOutline, is_below
 from .record import LAYER_INPUT, OpKey
 
 RECOMPUTE_BEATS_SWAP = (
@@ -36,6 +36,7 @@ NOT_THE_SAME_TWICE = (
     "in which threads come; a module around it can be recomputed"
 )
 EXCLUDE_BEATS_ALL = "exclude keys have the highest priority (MindFormers 1.5, LayerSetting)"
+ONLY_MODULES = "only module paths are known of this model"
 NO_COUNTERPART = "the reference has this op and these layers have no counterpart, no effect"
 
 
@@ -224,7 +225,7 @@ class LayerFates:
         effective: dict[str, Painted] = {}
         for path in sorted(self._nodes, key=lambda node: (bool(node), node.count("."))):
             painted = self._nodes[path]
-            above = effective[path.rpartition(".")[0]] if path else KEEP
+            above = effective[path_around(path)] if path else KEEP
             effective[path] = painted
             own = {} if path or self.compile_budget is None else {COMPILE_BUDGET: self.compile_budget}
             if painted != above or own:

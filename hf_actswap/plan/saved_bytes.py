@@ -75,11 +75,11 @@ class SavedBytes:
 
     Args:
         storages: in the order in which they were met.
-        modules: for each layer, the paths of its modules (``""`` is the layer itself).
+        modules: by layer, the paths of its modules (``""`` is the layer itself).
     """
 
     storages: tuple[SavedStorage, ...]
-    modules: tuple[frozenset[str], ...]
+    modules: Mapping[Scope, frozenset[str]]
 
     def by_op(self) -> Mapping[tuple[Scope, str], int]:
         """Return the bytes that autograd saves by (scope, op path) of the producer, each storage once."""
@@ -261,10 +261,10 @@ class Regions:
 
     Args:
         plan: rows.
-        modules: for each layer, the paths of its modules (``""`` is the layer itself).
+        modules: by layer, the paths of its modules (``""`` is the layer itself).
     """
 
-    def __init__(self, plan: MemoryPlan, modules: tuple[frozenset[str], ...]) -> None:
+    def __init__(self, plan: MemoryPlan, modules: Mapping[Scope, frozenset[str]]) -> None:
         self._plan, self._modules = plan, modules
         self._rows: dict[OpCall, PlanRow | None] = {}
         self._known: dict[tuple[Scope | None, str], list[str]] = {}
@@ -298,7 +298,7 @@ class Regions:
         scope, path, _ = use.at
         if use.kind == "saved":
             return scope not in self.checkpointed
-        if use.kind == "returned" or not isinstance(scope, int):
+        if use.kind == "returned" or scope not in self._modules:
             return False
         around = self._around(scope, path)
         if use.kind == "module":
@@ -317,4 +317,4 @@ class Regions:
         return found
 
     def _is_module(self, scope: Scope, path: str) -> bool:
-        return isinstance(scope, int) and path in self._modules[scope]
+        return path in self._modules.get(scope, ())

@@ -73,11 +73,7 @@ class UseRecorder(TorchFunctionMode):
 
     def saved(self) -> SavedBytes:
         """Return what has been written down."""
-        modules = tuple(
-            frozenset({"", *(op.path for op in layer.ops if op.kind != "function")})
-            for layer in self._outline.layers
-        )
-        return SavedBytes(self._storages.used(), modules)
+        return SavedBytes(self._storages.used(), self._outline.modules)
 
     def forget(self) -> None:
         """Let go of the storages; what has been written down stays."""
@@ -103,7 +99,7 @@ class UseRecorder(TorchFunctionMode):
                 if path is not None:
                     hooks = self._scope_hooks((scope, "", None), None)
                     undo += around(model.get_submodule(path), *hooks)
-            for layer in self._outline.layers:
+            for layer in self._outline.all_layers:
                 undo += self._follow_layer(model.get_submodule(layer.module_path), layer, around)
             yield
         finally:
@@ -150,7 +146,7 @@ class UseRecorder(TorchFunctionMode):
             self.own_weights(module.modules())
             if layer is not None:
                 hidden = args[0] if args else kwargs.get("hidden_states")
-                if self._storages.find(hidden) is None:
+                if isinstance(layer.index, int) and self._storages.find(hidden) is None:
                     self.own([hidden], ("embedding", OUTPUT, None))
                 self.own(tree_leaves((args, kwargs)), None)
                 self._stack = None if opaque else OpStack(layer.attention_paths)

@@ -13,7 +13,7 @@ from ..config.op_path import split_op_path
 from ..config.schema import Layers, LayerSwapRule, OpSwapRule, Prefetch
 from ..errors import Problem
 from .actions import Override, PlanRow, Windows
-from .match import LayerNames, Match
+from .match import Match, names_by_layer
 from .outline import OUTPUT, Outline
 from .reference_log import LayerRequests
 from .rules import (
@@ -26,6 +26,7 @@ from .rules import (
     NOT_RECOMPUTED_WHOLE,
     NOT_THE_SAME_TWICE,
     ONE_REGION,
+    ONLY_MODULES,
     OUTPUT_FEEDS_RECOMPUTE,
     RECOMPUTE_BEATS_SWAP,
     LayerFates,
@@ -52,7 +53,7 @@ class Painter:
 
     def __init__(self, outline: Outline, local: Mapping[int, int], num_layers: int, swap: bool) -> None:
         self._outline, self._local, self._num_layers, self._swap = outline, local, num_layers, swap
-        self._names = _NamesByLayer(outline)
+        self._names = names_by_layer(outline)
         self._overrides: dict[tuple[str, str, str, str, str], list[int]] = {}
         self.problems: list[Problem] = []
         self.around: tuple[PlanRow, ...] = ()
@@ -232,7 +233,9 @@ class Painter:
             if matches:
                 found.append((layer, matches))
                 if not any(match.targets for match in matches):
-                    self.override(where, op_path, "a fate", "no effect", NO_COUNTERPART, layer)
+                    known, why_not = self._outline.functions_known, self._outline.why_not
+                    reason = NO_COUNTERPART if known else f"{ONLY_MODULES} ({why_not})"
+                    self.override(where, op_path, "a fate", "no effect", reason, layer)
         # With no layer to look in, a typo shows only if the model holds every layer.
         looked_in = held or (list(self.fates) if len(self.fates) == self._num_layers else [])
         if looked_in and not found and (held or not self._exists(op_path)):
@@ -245,7 +248,7 @@ class Painter:
     def _unknown(self, op_path: str, own_layer: int, where: str) -> Problem:
         hint = self._names[own_layer].hint(op_path)
         if not self._outline.functions_known:
-            hint += f" Only module paths are known of this model ({self._outline.why_not})."
+            hint += f" {ONLY_MODULES.capitalize()} ({self._outline.why_not})."
         return Problem(
             where,
             f"a path that names an op of {self._outline.layers[own_layer].class_name}",
@@ -286,19 +289,6 @@ class Painter:
 def _windows(prefetch: Prefetch) -> Windows | None:
     """``auto`` is left to the engine, which measures; what it chooses becomes an override then."""
     return None if prefetch == "auto" else Windows.of_prefetch(prefetch)
-
-
-class _NamesByLayer:
-    """Vocabularies per layer; layers with equal ops share one."""
-
-    def __init__(self, outline: Outline) -> None:
-        shared: dict[object, LayerNames] = {}
-        self._names = [
-            shared.setdefault(layer.ops, LayerNames(layer, outline.family)) for layer in outline.layers
-        ]
-
-    def __getitem__(self, layer: int) -> LayerNames:
-        return self._names[layer]
 
 
 def same_ops(pattern: str, other: str) -> bool:

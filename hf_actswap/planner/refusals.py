@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from ..errors import Problem
-from ..plan.actions import MemoryPlan, PlanRow, Windows, folded
+from ..plan.actions import MemoryPlan, PlanRow, Scope, Windows, folded
 from ..plan.checkpointing_rules import problems_of_checkpointing
-from ..plan.compiled import uncompiled
 from ..plan.gradient_checkpointing import is_checkpointed
 from ..plan.outline import OUTPUT, Outline, unwrapped
 
@@ -45,7 +44,7 @@ def problems_of_planner(
         environment: of the process; ``None``: ``os.environ``.
     """
     root = unwrapped(model)
-    layers = [uncompiled(root.get_submodule(layer.module_path)) for layer in shape.layers]
+    layers = shape.layer_modules(root)
     device = next((weight.device for weight in root.parameters()), torch.device("cpu"))
     name = allocator_name(device) if allocator is None else allocator
     problems = [_one_process(model), _allocator(name), _compiled_whole(shape)]
@@ -117,10 +116,8 @@ def _uncached(environment: Mapping[str, str]) -> Problem | None:
     return Problem("memory.mode", expected, f"{written[0]}=1 in the environment", "Leave the variable out.")
 
 
-def _checkpointed(layers: list[nn.Module]) -> Problem | None:
-    on = tuple(
-        index for index, layer in enumerate(layers) if is_checkpointed(layer) or _WRAPPED in layer._modules
-    )
+def _checkpointed(layers: Mapping[Scope, nn.Module]) -> Problem | None:
+    on = [scope for scope, layer in layers.items() if is_checkpointed(layer) or _WRAPPED in layer._modules]
     if not on:
         return None
     expected = "gradient checkpointing switched off beside adaptive, which chooses every fate itself"

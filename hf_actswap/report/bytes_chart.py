@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from ..engine.step_record import StepTimeline
 from ..plan import MemoryPlan
-from ..plan.actions import SCOPES, Scope
+from ..plan.actions import SCOPES, Scope, layer_order
 from ..planner.cost.simulate import fates_of
 from ..planner.profile import Profile
 from .axes import LEGEND_ROW, add_legend, legend_rows
@@ -117,7 +117,7 @@ def _add_column_names(
 
 def _columns(cells: Cells) -> list[Scope]:
     met = {scope for _, scope in cells}
-    layers: list[Scope] = sorted(scope for scope in met if isinstance(scope, int))
+    layers = sorted((scope for scope in met if scope not in SCOPES), key=layer_order)
     around: list[Scope] = [name for name in SCOPES if name in met]
     before: list[Scope] = ["embedding"] if "embedding" in around else []
     return [*before, *layers, *(name for name in around if name != "embedding")]

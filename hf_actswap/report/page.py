@@ -230,7 +230,7 @@ def _trials_table(facts: RunFacts) -> str:
 
 def _plan_table(plan: MemoryPlan) -> str:
     groups: dict[tuple[PlanRow, ...], list[Scope]] = {}
-    for scope in (*range(plan.num_layers), *SCOPES):
+    for scope in plan.scopes:
         own = tuple(
             PlanRow(0, row.op_path, row.fate, row.ordinal, row.windows, row.parameters)
             for row in plan.rows
@@ -239,9 +239,7 @@ def _plan_table(plan: MemoryPlan) -> str:
         groups.setdefault(own, []).append(scope)
     rows: list[tuple[str, Sequence[str]]] = []
     for own, scopes in groups.items():
-        layers = folded(tuple(scope for scope in scopes if isinstance(scope, int)))
-        names = [scope for scope in scopes if isinstance(scope, str)] if own else []
-        label = ", ".join(filter(None, [layers, *names]))
+        label = folded(scope for scope in scopes if own or scope not in SCOPES)
         for row in (own or (PlanRow(0, "", "keep"),)) if label else ():
             rows.append(("", (escape(label), *_plan_cells(row))))
             label = ""

@@ -34,12 +34,10 @@ def _rows_table(plan: MemoryPlan) -> Table:
     for column in ("Layers", "Op", "Fate", "Prefetch (ops)", "Release (ops)"):
         table.add_column(column, justify="right" if "ops" in column else "left")
     by_rows: dict[tuple[PlanRow, ...], list[Scope]] = {}
-    for scope in (*range(plan.num_layers), *SCOPES):
+    for scope in plan.scopes:
         by_rows.setdefault(_shape(plan, scope), []).append(scope)
     for rows, scopes in by_rows.items():
-        layers = folded(tuple(scope for scope in scopes if isinstance(scope, int)))
-        names = [scope for scope in scopes if isinstance(scope, str)] if rows else []
-        label = ", ".join(filter(None, [layers, *names]))
+        label = folded(scope for scope in scopes if rows or scope not in SCOPES)
         if not label:
             continue
         for row in rows or (PlanRow(0, "", "keep"),):

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,6 +29,7 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
+from tests.triton_interpreter import teach_the_interpreter
 
 LAYERS = range(NUM_LAYERS)
 PLANS: dict[str, MemoryPlan] = {
@@ -98,28 +98,9 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
-def _teach_the_interpreter() -> None:
-    """What Liger's kernels miss in Triton's interpreter (3.9): floats with ``.to``, a root of its own."""
-    import numpy
-    import triton.language as tl
-    from liger_kernel.ops import rms_norm
-    from triton.runtime import interpreter
-
-    convert = interpreter._implicit_cvt
-
-    def converted(argument: Any) -> Any:
-        if isinstance(argument, float):
-            value = interpreter.TensorHandle(numpy.array([argument], dtype=numpy.float32), tl.float32)
-            return tl.tensor(value, tl.float32)
-        return convert(argument)
-
-    interpreter._implicit_cvt = converted
-    rms_norm.rsqrt = lambda x: tl.math.rsqrt(x)  # looked up when it runs: patched only then
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
-        _teach_the_interpreter()
+        teach_the_interpreter()
     with deterministic():
         Path(sys.argv[2]).write_text(json.dumps(compare(torch.device(sys.argv[1]))))

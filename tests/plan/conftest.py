@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from hf_actswap import MemoryPlan, load_config, outline, resolve_plan
 from hf_actswap.plan import Outline
@@ -54,6 +54,41 @@ FAMILY_SIZES: dict[str, dict[str, Any]] = {
     },
 }
 
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "electra": {"embedding_size": 16},
+    "bart": {
+        "d_model": 16,
+        **{f"{part}_layers": 2 for part in ("encoder", "decoder")},
+        **{f"{part}_attention_heads": 2 for part in ("encoder", "decoder")},
+        **{f"{part}_ffn_dim": 24 for part in ("encoder", "decoder")},
+        "decoder_start_token_id": 2,
+        "forced_eos_token_id": 2,
+    },
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32},
+    "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16},
+    "phi": {},
+    "starcoder2": {},
+    "bloom": {"n_layer": 2, "n_head": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 8},
+    "qwen3_next": {  # a layer of linear attention, then one of attention
+        **_EXPERTS,
+        "num_experts": 4,
+        "head_dim": 8,
+        "shared_expert_intermediate_size": 8,
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+}
+"""Families that call things otherwise than those of MindFormers."""
+
+_CLASSES = {"bert": AutoModelForMaskedLM, "electra": AutoModelForMaskedLM, "bart": AutoModelForSeq2SeqLM}
+
 MakeModel = Callable[..., nn.Module]
 MakeOutline = Callable[..., Outline]
 MakePlan = Callable[..., MemoryPlan]
@@ -61,9 +96,10 @@ Gradients = Callable[[nn.Module], dict[str, torch.Tensor]]
 
 
 def _tiny_model(family: str = "llama", num_layers: int = 2) -> nn.Module:
-    sizes = {**_SIZES, "num_hidden_layers": num_layers, **FAMILY_SIZES[family]}
+    sizes = {**_SIZES, "num_hidden_layers": num_layers, **{**FAMILY_SIZES, **OTHER_SIZES}[family]}
     torch.manual_seed(0)
-    model: nn.Module = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes))
+    auto_class = _CLASSES.get(family, AutoModelForCausalLM)
+    model: nn.Module = auto_class.from_config(CONFIG_MAPPING[family](**sizes))
     return model.train()
 
 

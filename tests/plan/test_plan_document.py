@@ -172,7 +172,8 @@ def test_every_problem_of_a_document_is_named() -> None:
         host_memory_bytes=-5,
         bind_numa=1,
     )
-    scopes = "a layer from 0 to 1, or one of embedding, final_norm, head"
+    scopes = "a layer from 0 to 1, the module path of another stack's layer, "
+    scopes += "or one of embedding, final_norm, head"
     row = "a mapping of scope, op_path, fate, ordinal, windows, parameters"
     assert problems_of(text) == [
         f"plan.rows[0].scope: expected {scopes}, found 2.",

@@ -137,7 +137,7 @@ def test_a_model_without_known_layers_is_described() -> None:
     (problem,) = problems_of(lambda: outline(model))
     assert "found Sequential, whose 0 is 2 Block with mixer. This family is not known here" in problem
     (problem,) = problems_of(lambda: outline(nn.Linear(2, 2)))
-    assert problem.endswith("found Linear. Pass the causal language model itself.")
+    assert problem.endswith("found Linear. Pass the model itself.")
 
 
 def test_hints_name_ops_of_this_family(plan_of: PlanOf) -> None:

@@ -204,7 +204,7 @@ def test_hostile_code_leaves_module_paths() -> None:
         "recompute_config.select_recompute: expected a path that names an op of GatedLayer, found 'mul'. "
         "Some that exist: self_attn, self_attn.qkv, self_attn.out, self_attn.flash_attention, wide, gate, "
         "narrow, attention, attention.flash_attention, attention.flash_attention.flash_attention, "
-        "self_attention, self_attention.flash_attention. "
+        "attention.wq, attention.wk. "
         f"Only module paths are known of this model ({shape.why_not})."
     ]
 
@@ -224,8 +224,8 @@ def test_no_decoder() -> None:
     with pytest.raises(PlanError) as caught:
         outline(nn.Sequential(nn.Linear(2, 2)))
     assert [str(problem) for problem in caught.value.problems] == [
-        "model: expected a decoder: a list of layers with an attention module (self_attn, attention), "
-        "found Sequential. Pass the causal language model itself."
+        "model: expected a transformers model: a list of layers that hold attention, or can be checkpointed, "
+        "found Sequential. Pass the model itself."
     ]
 
 

@@ -45,7 +45,7 @@ def compiled_profile(
         spans.append(Span(call, first, order, 80 * layer, 80, forward_ms, 2 * forward_ms, base, base, place))
         hidden = (layer, "output", None)
     return Profile(
-        saved=SavedBytes(tuple(storages), tuple(frozenset({""}) for _ in range(layers))),
+        saved=SavedBytes(tuple(storages), {layer: frozenset({""}) for layer in range(layers)}),
         spans=tuple(spans),
         num_layers=layers,
         family="made by hand",

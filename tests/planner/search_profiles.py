@@ -103,7 +103,7 @@ class _Maker:
             Span(**{name: getattr(span, name) for name in Span.__slots__} | {"backward_place": last - place})
             for place, span in enumerate(self._spans)
         )
-        modules = tuple(frozenset({""}) for _ in layers)
+        modules = {layer: frozenset({""}) for layer in range(len(layers))}
         storages = tuple(SavedStorage(size, tuple(uses)) for size, uses in self._storages if uses)
         return Profile(
             saved=SavedBytes(storages, modules),

@@ -75,7 +75,7 @@ def steps(draw: Any) -> Profile:
         Span(*(getattr(item, name) for name in Span.__slots__[:9]), len(spans) - 1 - place)
         for place, item in enumerate(spans)
     )
-    saved = SavedBytes(kept, tuple(frozenset({""}) for _ in range(layers)))
+    saved = SavedBytes(kept, {layer: frozenset({""}) for layer in range(layers)})
     return Profile(
         saved, turned, layers, "drawn", frozenset(), None, "none", 2**40, 1.0, 0, 0, 0, "", (1,), "shapes"
     )

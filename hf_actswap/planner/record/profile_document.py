@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, fields
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from ...config.json_documents import Bytes, JsonReader, Read, Rule
 from ...config.reader import Path
@@ -60,7 +60,7 @@ def profile_to_json(profile: Profile) -> str:
         document["frontier"] = [[getattr(point, name) for name in _POINT] for point in profile.frontier]
     if profile.hooks:
         document["hooks"] = [list(hook) for hook in profile.hooks]
-    document["modules"] = [sorted(paths) for paths in profile.saved.modules]
+    document["modules"] = [sorted(paths) for paths in profile.saved.modules.values()]
     document["spans"] = [span_row(span) for span in profile.spans]
     document["storages"] = [
         [storage.size_bytes, *map(use_row, storage.uses)] for storage in profile.saved.storages
@@ -103,11 +103,12 @@ def profile_from_document(reader: JsonReader) -> Profile:
     reader.stands_as(UseKind, _numbered(reader, _KINDS, f"a number of {', '.join(_KINDS)}"))
     reader.stands_as(bool, _numbered(reader, (False, True), "0 or 1"))
     reader.stands_as(SavedStorage, functools.partial(_storage, reader))
-    saved = [reader.value(kind, name) for name, kind in get_type_hints(SavedBytes).items()]
+    storages = reader.value(tuple[SavedStorage, ...], "storages")
+    modules = reader.value(tuple[frozenset[str], ...], "modules")
     values = reader.fields(Profile, without=["saved"])
     reader.finish()
     _check_order(reader, values["spans"])
-    profile = Profile(SavedBytes(*saved), **values)
+    profile = Profile(SavedBytes(storages, dict(enumerate(modules))), **values)
     if len(profile.saved.modules) != num_layers:
         reader.fault(("profile", "modules"), f"{num_layers} lists, one a layer", reader.document["modules"])
     reader.finish()

@@ -47,7 +47,7 @@ class StepRecorder:
 
     Args:
         model: as it trains, wrapped or not.
-        outline: of this model.
+        outline: of this model. Only the decoder's layers are told apart.
         meter: of device memory; it runs already. ``None``: memory is not measured.
         clock: of compute.
         hold: makes what stands in the place of a saved tensor; `engine.tickets.restore` gets it back.
@@ -69,7 +69,7 @@ class StepRecorder:
         forwards_before: int = 0,
         away_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._root, self._outline, self._meter, self._clock = unwrapped(model), outline, meter, clock
+        self._root, self._outline, self._meter, self._clock = unwrapped(model), outline.decoder, meter, clock
         self._hold, self._compiles, self._forwards_before = hold, compiles, forwards_before
         called = compiled_around(model, outline) if compiles else None
         self._called = self._root if called is None else called
@@ -78,7 +78,7 @@ class StepRecorder:
         if device is None:
             device = next((item.device for item in self._root.parameters()), torch.device("cpu"))
         self._uses = UseRecorder(
-            outline, device, self._pack, self._unpack, self._enters, compiles, inner_tensors
+            self._outline, device, self._pack, self._unpack, self._enters, compiles, inner_tensors
         )
         self._log = SpanLog(
             meter, clock, lambda: self._uses.order, not opaque, self._compiled_nodes(), away_bytes
@@ -98,8 +98,8 @@ class StepRecorder:
         """Layers that run as one op."""
         if not self._compiles:
             return frozenset()
-        layers = self._outline.layers
-        return frozenset(layer.index for layer in layers if layer.compiled or self._whole)
+        layers = enumerate(self._outline.layers)
+        return frozenset(index for index, layer in layers if layer.compiled or self._whole)
 
     @property
     def in_forward(self) -> bool:

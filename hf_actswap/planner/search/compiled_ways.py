@@ -16,7 +16,7 @@ from torch import nn
 
 from ...plan.actions import MemoryPlan, PlanRow
 from ...plan.compiled_rules import problems_of_compiled
-from ...plan.opnames import ATTENTION_CORE
+from ...plan.families import ATTENTION_CORE
 from ...plan.outline import LayerOutline, Outline, is_below
 from ...plan.record import Call, OpKey
 from ..cost.compiled_shares import passing_of

@@ -1,0 +1,75 @@
+"""torchao's Float8Linear under every kind of plan: the gradients are those of the same layers without one.
+
+On a CPU the products are emulated (cast to fp8, multiplied in the wider type): what autograd sees is as on an
+accelerator as well: scales, casts and an ``autograd.Function`` that saves them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from hf_actswap import MemoryPlan, apply, outline, resolve_plan
+from hf_actswap.config import load_config
+from tests.engine.tiny_models import (
+    NUM_LAYERS,
+    assert_bitwise_equal,
+    gradients_of_step,
+    on,
+    plan_of,
+    recompute_rows,
+    swap_everything,
+    swap_rows,
+    tiny_llama,
+)
+
+LAYERS = range(NUM_LAYERS)
+PLANS: dict[str, MemoryPlan] = {
+    "everything swapped": swap_everything(5),
+    "mlp swapped": plan_of(*swap_rows(["mlp"], LAYERS, 5)),
+    "mlp recomputed": plan_of(*recompute_rows(["mlp"], LAYERS), *swap_rows(["self_attn"], LAYERS, 5)),
+    "ops recomputed": plan_of(*recompute_rows(["mlp.mul", "mlp.act_fn.silu", "input_layernorm"], LAYERS)),
+    "layers recomputed": plan_of(*recompute_rows([""], LAYERS), *swap_rows(["output"], LAYERS, 5)),
+}
+
+
+def in_fp8() -> nn.Module:
+    float8: Any = pytest.importorskip("torchao.float8", reason="torchao is not installed")
+    model = tiny_llama(use_cache=False)
+    config = float8.Float8LinearConfig(emulate=True)
+    float8.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda _, name: name != "lm_head"
+    )
+    assert type(model.model.layers[0].mlp.gate_proj).__name__ == "Float8Linear"
+    return model
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+def test_fp8_layers(plan: MemoryPlan) -> None:
+    model = in_fp8()
+    expected = gradients_of_step(model)
+    wide = gradients_of_step(tiny_llama(use_cache=False))
+    assert not expected["model.layers.0.mlp.gate_proj.weight"].equal(
+        wide["model.layers.0.mlp.gate_proj.weight"]
+    )
+    applied = on(model, plan)
+    assert applied is not None
+    for _ in range(3):
+        assert_bitwise_equal(gradients_of_step(model), expected)
+    stats = applied.stats()
+    assert stats.offloads + stats.recomputes > 0
+    applied.remove()
+    assert_bitwise_equal(gradients_of_step(model), expected)
+
+
+def test_the_references_names_mean_fp8_layers_too() -> None:
+    model = in_fp8()
+    rule = {"op_name": r"feed_forward\.w1\.matmul", "backward_prefetch": 5, "layers": True}
+    document = {"swap_config": {"swap": True, "op_swap": [rule]}}
+    plan = resolve_plan(load_config(document), outline(model))
+    assert {row.op_path for row in plan.rows} == {"mlp.gate_proj.mm"}
+    with apply(model, {**document, "memory": {"min_tensor_mib": 1e-6}}) as applied:
+        gradients_of_step(model)
+        assert applied.stats().offloads == NUM_LAYERS

@@ -1,0 +1,324 @@
+"""Models with several stacks of layers: whose layers a rule means, and what each stack is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+from hf_actswap import ConfigError, MemoryPlan, PlanError, apply, load_config, outline, resolve_plan
+from hf_actswap.plan import PlanRow, Windows
+from hf_actswap.report.plan_table import plan_table
+
+IDS = torch.randint(3, 58, (2, 12), generator=torch.Generator().manual_seed(1))
+IMAGE_TOKEN, IMAGE_TOKENS = 60, 4
+TOWER = "model.vision_tower.encoder.layers"
+_TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+_SEQ2SEQ = {
+    "vocab_size": 64,
+    "d_model": 16,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+}
+
+
+def gemma3() -> nn.Module:
+    """A vision tower of 4 layers beside a decoder of 2."""
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+    }
+    config = Gemma3Config(
+        text_config=_TEXT,
+        vision_config=vision,
+        mm_tokens_per_image=IMAGE_TOKENS,
+        boi_token_index=61,
+        eoi_token_index=62,
+        image_token_id=IMAGE_TOKEN,
+    )
+    return Gemma3ForConditionalGeneration(config)
+
+
+def bart() -> nn.Module:
+    return BartForConditionalGeneration(
+        BartConfig(**_SEQ2SEQ, forced_eos_token_id=2, max_position_embeddings=32)
+    )
+
+
+def t5() -> nn.Module:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 3, "num_decoder_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(
+        T5Config(vocab_size=64, **sizes, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)
+    )
+
+
+def whisper() -> nn.Module:
+    return WhisperForConditionalGeneration(
+        WhisperConfig(**_SEQ2SEQ, num_mel_bins=8, max_source_positions=16, max_target_positions=32)
+    )
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"gemma3": gemma3, "bart": bart, "t5": t5, "whisper": whisper}
+STACKS = {
+    "gemma3": ("model.language_model.layers", TOWER, 4),
+    "bart": ("model.decoder.layers", "model.encoder.layers", 3),
+    "t5": ("decoder.block", "encoder.block", 3),
+    "whisper": ("model.decoder.layers", "model.encoder.layers", 3),
+}
+"""Decoder, the other stack and its layers; each decoder has 2."""
+
+
+def tiny(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]().train()
+
+
+@cache
+def shape_of(name: str) -> Any:
+    return outline(tiny(name))
+
+
+def batch_of(name: str) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    if name == "whisper":
+        return {"input_features": torch.randn(2, 8, 32, generator=generator), "labels": IDS}
+    if name != "gemma3":
+        return {"input_ids": IDS, "labels": IDS}
+    ids = torch.cat([torch.full((2, IMAGE_TOKENS), IMAGE_TOKEN), IDS], 1)
+    images = torch.randn(2, 3, 16, 16, generator=generator)
+    kinds = (ids == IMAGE_TOKEN).long()
+    return {"input_ids": ids, "labels": ids, "pixel_values": images, "token_type_ids": kinds}
+
+
+def without_cache(model: nn.Module) -> nn.Module:
+    """As a plan has it: with a cache, T5 computes its keys in another layout, and rounds otherwise."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
+    return model
+
+
+def step(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(3)
+    loss = model(**batch_of(name)).loss
+    loss.backward()
+    found = {key: item.grad.clone() for key, item in model.named_parameters() if item.grad is not None}
+    return {"loss": loss.detach(), **found}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+SWAP_LAYERS = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 5, "layers": True}]}}
+SELECT = {"recompute_config": {"select_recompute": {"attention": True, "feed_forward": True}}}
+INPUTS = {
+    "recompute_config": {"recompute": True},
+    "swap_config": {"swap": True, "op_swap": [], "recompute_input": True},
+}
+DEFAULT = {"swap_config": {"swap": True}}
+ALL_SIZES = {"memory": {"min_tensor_mib": 1e-6}}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rules_are_for_the_decoder(name: str) -> None:
+    """However much deeper another stack is: Gemma-3's vision tower got them once, and nothing moved."""
+    shape = shape_of(name)
+    decoder, other, layers = STACKS[name]
+    assert (shape.path, len(shape.layers)) == (decoder, 2)
+    assert [(stack.path, len(stack.layers)) for stack in shape.stacks] == [(other, layers)]
+    assert shape.functions_known
+    assert all(layer.calls for stack in (shape, *shape.stacks) for layer in stack.layers)
+    plan = resolve_plan(load_config(DEFAULT), shape)
+    assert {row.scope for row in plan.rows} == {0, 1}
+    kept = f"Layers of {other} are kept: the document's rules are for the decoder, "
+    assert plan.log_lines()[-1] == f"{kept}those for another stack stand under `stacks`."
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_stack_trains_under_its_plan(name: str) -> None:
+    model = without_cache(tiny(name))
+    expected = step(model, name)
+    other = STACKS[name][1]
+    for rules, beside in ((DEFAULT, {}), (SWAP_LAYERS, DEFAULT), (SELECT, SELECT), (INPUTS, {})):
+        with apply(model, {**ALL_SIZES, **beside, "stacks": {other: rules}}) as applied:
+            for _ in range(3):  # the third goes by the routines
+                assert_equal(step(model, name), expected)
+            stats = applied.stats()
+        assert stats.offloaded_bytes > 0 if rules is not SELECT else stats.recomputes > 0
+
+
+def test_whole_layers_of_another_stack_are_run_again() -> None:
+    model = without_cache(tiny("bart"))
+    expected = step(model, "bart")
+    calls: list[str] = []
+    for path in ("model.encoder.layers.1.fc1", "model.decoder.layers.1.fc1"):
+        model.get_submodule(path).register_forward_hook(lambda *_, path=path: calls.append(path))
+    with apply(model, {"stacks": {"encoder": {"recompute_config": {"recompute": [2]}}}}):
+        assert_equal(step(model, "bart"), expected)
+    assert sorted(calls) == ["model.decoder.layers.1.fc1", *["model.encoder.layers.1.fc1"] * 2]
+
+
+@pytest.mark.parametrize("written", ["vision_tower", "vision_tower.layers", "encoder.layers", TOWER])
+def test_a_stack_is_named_by_words_of_its_path(written: str) -> None:
+    rules = {"swap_config": {"swap": True, "op_swap": [rule("attention", [0, 2])]}}
+    document = {**SWAP_LAYERS, "stacks": {written: rules}}
+    plan = resolve_plan(load_config(document), shape_of("gemma3"))
+    windows = Windows.of_prefetch(5)
+    assert plan.rows == (
+        PlanRow(0, "", "swap", windows=windows),
+        PlanRow(1, "", "swap", windows=windows),
+        PlanRow(f"{TOWER}.0", "self_attn", "swap", windows=windows),
+        PlanRow(f"{TOWER}.2", "self_attn", "swap", windows=windows),
+    )
+    assert plan.num_layers == 2
+    assert plan.fate(f"{TOWER}.2", "self_attn.q_proj") == "swap"
+    assert f"{TOWER}: Set op_swap at layer 2: .attention, value=5" in plan.log_lines()
+    assert not any("are kept" in line for line in plan.log_lines())
+    assert MemoryPlan.from_json(plan.to_json()) == plan
+    assert json.loads(plan.to_json())["rows"][2]["scope"] == f"{TOWER}.0"
+    lines = plan_table(plan, 200).splitlines()
+    assert any(f"{TOWER}.0, {TOWER}.2 " in line and " self_attn " in line for line in lines)
+
+
+def rule(name: str, layers: object) -> dict[str, Any]:
+    return {"op_name": name, "backward_prefetch": 5, "layers": layers}
+
+
+def test_overrides_name_the_layers_of_the_stack() -> None:
+    rules = {**SWAP_LAYERS, "recompute_config": {"recompute": [0, 1, 3]}}
+    document = {**SWAP_LAYERS, "stacks": {"vision_tower": rules}}
+    plan = resolve_plan(load_config(document), shape_of("gemma3"))
+    lost = [item for item in plan.overrides if item.got == "recompute"]
+    assert [item.layers for item in lost] == [(f"{TOWER}.0", f"{TOWER}.1", f"{TOWER}.3")]
+    where = "stacks.vision_tower.recompute_config.recompute"
+    assert str(lost[0]).startswith(f"{where}, layers {TOWER}.0-1, {TOWER}.3: asked swap")
+
+
+def test_the_input_of_the_first_layer_of_another_stack_stays_and_the_plan_says_so() -> None:
+    plan = resolve_plan(load_config({"stacks": {"encoder": INPUTS}}), shape_of("bart"))
+    assert not any(row.scope == "embedding" for row in plan.rows)
+    said = [item for item in plan.overrides if item.got == "no effect"]
+    assert [(item.where, item.layers) for item in said] == [
+        ("stacks.encoder.swap_config", ("model.encoder.layers.0",))
+    ]
+
+
+def test_a_saved_plan_serves_again_also_one_that_knows_no_stacks() -> None:
+    model = tiny("gemma3")
+    document = {**ALL_SIZES, **DEFAULT, "stacks": {"vision_tower": DEFAULT}}
+    plan = resolve_plan(load_config(document), shape_of("gemma3"))
+    moved = []
+    for chosen in (plan, resolve_plan(load_config({**ALL_SIZES, **DEFAULT}), shape_of("gemma3"))):
+        with apply(model, MemoryPlan.from_json(chosen.to_json())) as applied:
+            step(model, "gemma3")
+            moved.append(applied.stats().offloaded_bytes)
+    assert moved[0] > moved[1] > 0
+    strange = MemoryPlan((PlanRow("model.other.layers.0", "", "swap"),), 2)
+    with pytest.raises(PlanError, match=r"expected a layer of this model, found model\.other\.layers\.0"):
+        apply(model, strange)
+
+
+def test_problems_with_names() -> None:
+    wrong = {"swap_config": {"swap": True, "op_swap": [rule("attn_typo", True)]}}
+    document = {
+        "swap_config": {"swap": True, "op_swap": [rule("atten", True)]},
+        "stacks": {
+            "vision_tower": wrong,
+            "language_model": DEFAULT,
+            "audio": DEFAULT,
+            TOWER: DEFAULT,
+        },
+    }
+    with pytest.raises(PlanError) as caught:
+        resolve_plan(load_config(document), shape_of("gemma3"))
+    found = [str(problem) for problem in caught.value.problems]
+    assert [line.partition(": ")[0] for line in found] == [
+        "swap_config.op_swap[0].op_name",
+        "stacks.vision_tower.swap_config.op_swap[0].op_name",
+        "stacks.language_model",
+        "stacks.audio",
+        f"stacks.{TOWER}",
+    ]
+    one = f"expected one stack of layers beside the decoder's ({TOWER}), found"
+    assert (
+        f"{one} 'language_model'. The rules of model.language_model.layers stand outside of `stacks`."
+        in found[2]
+    )
+    assert f"{one} 'audio'." in found[3]
+    assert f"{one} {TOWER} again, as for 'vision_tower'." in found[4]
+
+
+def test_problems_of_the_document() -> None:
+    document = {
+        "memory": {"mode": "smart_swap"},
+        "stacks": {
+            "encoder": {"swap_config": {"swap": 3}, "memory": {}, "recompute_config": {"fused": True}},
+            "decoder": 7,
+        },
+    }
+    with pytest.raises(ConfigError) as caught:
+        load_config(document)
+    assert [str(problem) for problem in caught.value.problems] == [
+        "stacks: expected no `stacks` beside memory.mode: smart_swap, found both. "
+        "A planner plans the decoder, and leaves other stacks as they are.",
+        "stacks.encoder.swap_config.swap: expected true or false, found 3.",
+        "stacks.encoder.memory: expected a key of `stacks.encoder`, found an unknown key. "
+        "Valid: swap_config, recompute_config.",
+        "stacks.encoder.recompute_config.fused: expected a key for one stack, found one for the model. "
+        "Write it in the document's own recompute_config.",
+        "stacks.decoder: expected a mapping, found 7.",
+    ]
+    config = load_config({"stacks": {"encoder": SWAP_LAYERS}})
+    assert load_config(config.to_yaml()) == config
+    assert config.to_dict() == {"stacks": {"encoder": SWAP_LAYERS}}
+
+
+def test_a_tower_inside_compiled_code_is_refused_and_only_it() -> None:
+    model = tiny("gemma3")
+    model.get_submodule("model.vision_tower").compile(backend="eager")
+    assert not outline(model).compiled
+    with pytest.raises(PlanError, match=r"vision_tower\.encoder\.layers\.0-3 inside compiled code"):
+        apply(model, {"stacks": {"vision_tower": SWAP_LAYERS}})
+    with apply(model, {**ALL_SIZES, **SWAP_LAYERS}) as applied:
+        step(model, "gemma3")
+        assert applied.stats().offloaded_bytes > 0

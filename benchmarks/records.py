@@ -266,7 +266,7 @@ def versions() -> dict[str, str]:
     """Return the versions that a number depends on."""
     found = {
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "transformers": transformers.__version__,
         "accelerate": accelerate.__version__,
         "hf_actswap": __version__,

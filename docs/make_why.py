@@ -1,0 +1,169 @@
+"""Predicts what the first table and the first picture of README.md show.
+
+    python docs/make_why.py        # a minute; needs matplotlib
+
+Full fine-tuning in bf16 of whole models, one sequence, AdamW's states on the device. Peak and time of a step
+come from shapes and from the device's rates, as ``hf-actswap plan`` has them: nothing is measured. Plans are
+found for two budgets: the peak of gradient checkpointing, and half of the activations that are kept without
+any plan.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "README.md"
+PICTURE = ROOT / "docs" / "pictures" / "why.svg"
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.workloads import PRESETS, Workload, llama_config  # noqa: E402 - neither need be installed
+from hf_actswap import load_config, outline, resolve_plan  # noqa: E402
+from hf_actswap.plan import MemoryPlan  # noqa: E402
+from hf_actswap.planner import Limits, Profile  # noqa: E402
+from hf_actswap.planner.cost.simulate import predict  # noqa: E402
+from hf_actswap.planner.record.devices import device_rates  # noqa: E402
+from hf_actswap.planner.record.shapes import profile_from_shapes  # noqa: E402
+from hf_actswap.planner.search.find_plan import find_plan, least_peak_bytes  # noqa: E402
+
+DEVICE = "H200"
+DEVICE_BYTES = device_rates(DEVICE).memory_bytes
+WORKLOADS = tuple(
+    replace(PRESETS[name], layers=32, tokens=tokens, head=True)
+    for name in ("7b-8k", "8b-8k")
+    for tokens in (8192, 32768)
+)
+DRAWN = WORKLOADS[2]
+CURVE = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
+"""Budgets of the picture, from the least that is possible to the peak without a plan."""
+
+GIB = 2**30
+OURS, THEIRS, TEXT = "#1755a8", "#8b949e", "#57606a"
+_TABLE = re.compile(r"(<!-- by docs/make_why.py -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Point:
+    """A predicted step.
+
+    Args:
+        peak_bytes: of device memory.
+        step_ms: forward, backward and optimizer.
+    """
+
+    peak_bytes: int
+    step_ms: float
+
+    def __str__(self) -> str:
+        note = "" if self.peak_bytes <= DEVICE_BYTES else " †"
+        return f"{self.peak_bytes / GIB:.0f} GiB{note}, {self.step_ms / 1e3:.2f} s"
+
+
+class Paper:
+    """Steps of one workload.
+
+    Args:
+        workload: a whole model.
+    """
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        with torch.device("meta"):
+            model = LlamaForCausalLM(llama_config(workload)).to(workload.torch_dtype).train()
+            ids = torch.empty(1, workload.tokens, dtype=torch.long)
+        self._outline = outline(model)
+        self._profile: Profile = profile_from_shapes(
+            model,
+            self._outline,
+            {"input_ids": ids, "labels": ids, "use_cache": False},
+            DEVICE,
+            optimizer_state_bytes=2 * sum(item.nbytes for item in model.parameters()),
+        )
+        self._empty = MemoryPlan((), workload.layers, self._profile.family)
+        self.nothing = self._predicted(self._empty)
+        everything = load_config({"recompute_config": {"recompute": True}})
+        self.checkpointing = self._predicted(resolve_plan(everything, self._outline))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Activations that are kept for backward without a plan."""
+        return predict(self._profile, self._empty).kept_bytes
+
+    @property
+    def least_bytes(self) -> int:
+        """The least peak that a plan reaches."""
+        return least_peak_bytes(self._profile, self._empty, Limits(2**62))
+
+    def planned(self, budget_bytes: int) -> Point:
+        """Return the step of the fastest plan within a budget."""
+        return self._predicted(find_plan(self._profile, self._empty, Limits(budget_bytes)).plan)
+
+    def _predicted(self, plan: MemoryPlan) -> Point:
+        found = predict(self._profile, plan)
+        return Point(found.peak_bytes, found.step_ms)
+
+
+def row(paper: Paper) -> str:
+    """Return a workload's line of the table."""
+    same = paper.planned(paper.checkpointing.peak_bytes)
+    half = paper.planned(paper.nothing.peak_bytes - paper.kept_bytes // 2)
+    name = f"{paper.workload.model}, {paper.workload.tokens // 1024}k tokens"
+    gain = paper.checkpointing.step_ms / same.step_ms
+    return f"| {name} | {paper.nothing} | {paper.checkpointing} | **{same}** ({gain:.2f} x) | {half} |"
+
+
+def table(papers: Sequence[Paper]) -> str:
+    """Return the table."""
+    head = "| one H200 (141 GB), predicted | nothing | gradient checkpointing | `hf_actswap`, same peak |"
+    lines = [f"{head} half of the activations |", "|---|---:|---:|---:|---:|", *map(row, papers)]
+    return "\n".join(lines) + "\n"
+
+
+def draw(paper: Paper) -> None:
+    """Draw time against memory."""
+    from matplotlib import pyplot, rcParams  # here, because matplotlib is an extra
+
+    rcParams.update({"svg.hashsalt": "why", "font.size": 10, "svg.fonttype": "none"})
+    least, most = paper.least_bytes, paper.nothing.peak_bytes
+    budgets = [round(least + share * (most - least)) for share in CURVE]
+    curve = [*map(paper.planned, (least, paper.checkpointing.peak_bytes, *budgets)), paper.nothing]
+    curve.sort(key=lambda point: point.peak_bytes)
+    figure, axes = pyplot.subplots(figsize=(7, 3.2), layout="constrained")
+    gib, seconds = [p.peak_bytes / GIB for p in curve], [p.step_ms / 1e3 for p in curve]
+    axes.plot(gib, seconds, "o-", color=OURS)
+    for name, point in {"gradient checkpointing": paper.checkpointing, "nothing": paper.nothing}.items():
+        at = point.peak_bytes / GIB, point.step_ms / 1e3
+        axes.plot(*at, "s", color=THEIRS, markersize=8)
+        right = point is paper.checkpointing
+        shift, anchor = ((9, -3), "left") if right else ((0, 9), "center")
+        axes.annotate(name, at, shift, textcoords="offset points", ha=anchor, color=TEXT)
+    middle = gib[len(gib) // 2], seconds[len(gib) // 2]
+    axes.annotate("hf_actswap", middle, (0, 9), textcoords="offset points", ha="center", color=OURS)
+    axes.set(
+        xlabel="peak memory, GiB",
+        ylabel="s per step",
+        title=f"{paper.workload.model}, {paper.workload.tokens:,} tokens, one H200 (predicted)",
+    )
+    axes.margins(0.1, 0.2)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    figure.savefig(PICTURE, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def main() -> None:
+    papers = [Paper(workload) for workload in WORKLOADS]
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(_TABLE.sub(lambda match: f"{match[1]}{table(papers)}{match[2]}", text), encoding="utf-8")
+    draw(papers[WORKLOADS.index(DRAWN)])
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,7 @@ from hf_actswap.parallel.rank_agreement import RankAgreementError
 from hf_actswap.plan.outline import outline as outline_of
 from tests.parallel.collective_calls import noted
 from tests.parallel.patch_worker import BATCH, Case, batches, compare, config, drifting, full_gradients, step
-from tests.parallel.patched_models import tiny_model
+from tests.parallel.patched_models import HIDDEN, tiny_model
 from tests.parallel.rank_processes import run_cases
 
 WORLD_SIZE, LENGTH, NEW_TOKENS = 2, 16, 20
@@ -398,6 +398,20 @@ def _refusal(call: Callable[[], object], kind: type[Exception]) -> str:
     return ""
 
 
+class BiasBehindMLP(nn.Module):
+    """What a model of an unknown family may do: a parameter of a block that is no part of the ranks' sum."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.act_fn, self.norm = mlp.act_fn, nn.LayerNorm(HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return ``[B, S, H]``."""
+        product: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return self.norm(product)
+
+
 def run_refusals(group: Group) -> dict[str, str]:
     """Messages of what is refused."""
     assert group is not None
@@ -409,9 +423,10 @@ def run_refusals(group: Group) -> dict[str, str]:
     quick = partial(patch_model, parallel_config=wanted, group=group, timeout_s=5)
     odd = tiny_model("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
     before = {name: tuple(p.shape) for name, p in odd.named_parameters()}
-    unknown = tiny_model("llama")
-    unknown.config.model_type = "unheard_of"
-    unknown.model.config.base_model_tp_plan = {"layers.*.mlp.gate_proj": "colwise_gather_output"}
+    behind = tiny_model("llama")
+    for layer in behind.model.layers:
+        layer.mlp = BiasBehindMLP(layer.mlp)
+    patch_model(behind, config(group, False), group)
     twice = tiny_model("llama")
     patch(twice)
     fused = tiny_model("llama")
@@ -427,7 +442,8 @@ def run_refusals(group: Group) -> dict[str, str]:
         "heads": _refusal(lambda: patch(odd), PatchError),
         "untouched": str(before == {name: tuple(p.shape) for name, p in odd.named_parameters()}),
         "group": _refusal(lambda: patch(untied, ParallelConfig(tensor_parallel_size=4)), PatchError),
-        "unknown": _refusal(lambda: patch(unknown), PatchError),
+        "unknown": _refusal(lambda: patch(tiny_model("mamba")), PatchError),
+        "behind the sum": _refusal(lambda: behind(input_ids=ids, labels=ids), RuntimeError),
         "twice": _refusal(lambda: patch(twice), PatchError),
         "adapters after": _refusal(lambda: adapted(twice, "llama"), ValueError),
         "resize after": _refusal(lambda: twice.resize_token_embeddings(100), RuntimeError),
@@ -448,9 +464,11 @@ def cases(folder: str) -> dict[str, Callable[[Group], object]]:
     """Return what is run, by name."""
     return {
         "generation_llama": partial(run_generation, "llama", ONE_KV_HEAD),
-        "generation_gemma3": partial(run_generation, "gemma3", TIED_ODD),
+        "generation_gemma3_text": partial(run_generation, "gemma3_text", TIED_ODD),
         "generation_qwen3_moe": partial(run_generation, "qwen3_moe", {"output_router_logits": False}),
         "generation_phi3": partial(run_generation, "phi3", {}),
+        "generation_gpt2": partial(run_generation, "gpt2", {}),
+        "generation_bloom": partial(run_generation, "bloom", {}),
         "outputs": run_outputs,
         "own_losses": run_own_losses,
         "lazy": run_lazy,

@@ -31,7 +31,7 @@ def of_ranks(folder: Path, name: str) -> list[Any]:
     return [result(folder, name, rank) for rank in range(WORLD_SIZE)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3_moe", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_moe", "phi3", "gpt2", "bloom"])
 def test_generation(kind: str, results: Path) -> None:
     for found in of_ranks(results, f"generation_{kind}"):
         assert torch.equal(found["tokens"], found["expected"])
@@ -213,7 +213,8 @@ def test_deep_copy(results: Path) -> None:
 REFUSALS = {
     "heads": "a divisor of 3, the number of attention heads",
     "group": "expected 4 ranks",
-    "unknown": "found colwise_gather_output",
+    "unknown": "whose projections are known",
+    "behind the sum": "in it is added to what the ranks sum",
     "twice": "divided already",
     "adapters after": "ColumnParallelLinear",
     "resize after": "Resize the whole model, then patch it",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -16,7 +15,7 @@ from .communication import SUMS, Tokens, all_gather, sum_of_shares
 from .families import HEAD_ARGUMENTS, SOURCE_ARGUMENTS
 from .mappings import copied
 from .random_streams import rank_stream
-from .sequence_region import SEQUENCE_DIM, SequenceRegion
+from .sequence_region import SEQUENCE_DIM, SequenceRegion, argument_names
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """What is done to an argument, or to a result."""
@@ -88,7 +87,7 @@ class BlockInputHook:
     def __call__(
         self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        names = list(inspect.signature(block.forward).parameters)
+        names = argument_names(block)
         first = args[0] if args else kwargs[names[0]]
         gathered = self.gather.gathered(first)
         same = [name for name, value in _named(names, args, kwargs) if value is first]
@@ -126,7 +125,7 @@ class WholeBlockHooks:
         """Gather the first argument, and all that have as many rows."""
         if not self._region.is_active:
             return None
-        names = list(inspect.signature(module.forward).parameters)
+        names = argument_names(module)
         rows = (args[0] if args else kwargs[names[0]]).shape[:-1]
         changes: dict[str, Change] = dict.fromkeys(SOURCE_ARGUMENTS, self._gather.copied)
         for name, value in _named(names, args, kwargs):
@@ -189,7 +188,7 @@ class HeadArgumentsHook:
     part_of_the_model = True
 
     def __init__(self, module: nn.Module, heads: int, region: SequenceRegion) -> None:
-        self._names = list(inspect.signature(module.forward).parameters)
+        self._names = argument_names(module)
         self._heads, self._region = heads, region
 
     def __call__(

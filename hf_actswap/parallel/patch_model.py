@@ -223,7 +223,15 @@ def _language_model(model: Any) -> Any:
         raise PatchError([Problem("model", "a whole model", "one that is divided already")])
     if not hasattr(root, "config") or not hasattr(root, "base_model_prefix"):
         raise PatchError([Problem("model", "a model of transformers", type(root).__name__)])
-    if not Decoder.of(root).stacks:
+    decoder = Decoder.of(root)
+    inner = decoder.base
+    if inner is not root and getattr(inner, "get_output_embeddings", lambda: None)() is not None:
+        expected = "the language model itself"
+        hint = f"Pass its {next(name for name, module in root.named_modules() if module is inner)}."
+        raise PatchError(
+            [Problem("model", expected, f"{type(root).__name__} around a {type(inner).__name__}", hint)]
+        )
+    if not decoder.stacks:
         expected = "layers with attention, an MLP or experts whose projections are known"
         hint = "Leave tensor_parallel_size at 1: its vocabulary alone is not worth several processes."
         raise PatchError([Problem("model", expected, f"none in {type(root).__name__}", hint)])
@@ -253,11 +261,9 @@ def _divide(root: Any, decoder: Decoder, region: SequenceRegion, tags: Parameter
     divide_layers(decoder, region, tags)
     divide_vocabulary(root, region)
     entries = (base, root) if region.head is not None else (base,)
-    calls_head = not decoder.further_modules(root)
+    region.head_reads_parts = not decoder.further_modules(root)
     entries[-1].register_forward_pre_hook(StepGuard(region.group, tags.put))
     for module in entries:
-        entry = EntryHook(
-            region, module.forward, tags.put, calls_head and module is root and len(entries) > 1
-        )
+        entry = EntryHook(region, module.forward, tags.put, calls_head=module is root and len(entries) > 1)
         module.register_forward_pre_hook(entry, with_kwargs=True)
     base.register_forward_hook(BaseExitHook(region), always_call=True)

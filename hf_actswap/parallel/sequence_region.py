@@ -47,7 +47,7 @@ class ForwardPass:
         length: tokens per sequence, without padding; 0: not known, nothing was filled up.
         padding: tokens that were added.
         was_active: state of the region before.
-        head_takes_part: the head reads the parts itself.
+        is_for_head: the head gets all rows, those of the padding too, as the labels have them.
         masked: an attention mask was given.
         labelled: labels were given: the loss is asked for.
         lost: the loss was computed by ours, or the model's own was given whole logits.
@@ -58,7 +58,7 @@ class ForwardPass:
     length: int
     padding: int
     was_active: bool
-    head_takes_part: bool = False
+    is_for_head: bool = False
     masked: bool = False
     labelled: bool = False
     lost: bool = False
@@ -72,6 +72,11 @@ class SequenceRegion:
         group: tensor-parallel group.
         enabled: sequence parallelism is wanted at all.
         reduce_dtype: in which input gradients are summed; ``None``: their own.
+
+    Attributes:
+        head: of the model, if it is divided.
+        head_reads_parts: it reads parts of the sequence: nothing stands between the layers and it.
+        head_hands_on_parts: it hands on parts of the vocabulary: the loss is the replaced one.
     """
 
     def __init__(
@@ -82,7 +87,7 @@ class SequenceRegion:
         self.is_active = False
         self._layers: list[ParallelLinear] = []
         self.head: ParallelLinear | None = None
-        self.head_hands_on_parts = True
+        self.head_hands_on_parts = self.head_reads_parts = True
         self.current: ForwardPass | None = None
 
     @property
@@ -147,7 +152,7 @@ class SequenceRegion:
         if padding:
             _refuse_cache(arguments, found.length, self.group.size())
             arguments = padded(arguments, found.length, padding)
-        found.head_takes_part = divides and calls_head and _keeps_all_logits(arguments)
+        found.is_for_head = calls_head and _keeps_all_logits(arguments)
         self.switch(divides, False)
         self.current = found
         return arguments
@@ -277,10 +282,10 @@ class BaseExitHook:
                 f"behind its layers the model gives hidden states the shape {list(hidden.shape)}: no part of "
                 f"{length} tokens. Set sequence_parallel_enabled: false"
             )
-        if current.head_takes_part and current.is_cut:
+        if current.is_for_head and current.is_cut and self._region.head_reads_parts:
             self._region.switch(self._region.is_active, True)
             return hidden
-        return self._region.whole(hidden, current.length)
+        return self._region.whole(hidden, 0 if current.is_for_head else current.length)
 
     def _attentions(self, attentions: Sequence[torch.Tensor | None], current: ForwardPass) -> tuple[Any, ...]:
         """Probabilities ``[B, heads / tp, S, S]`` of all heads, without padding."""
@@ -301,6 +306,11 @@ def cut_masked_rows(output: Any, current: ForwardPass) -> None:
     """Cut padding off router logits of an output that kept it because a mask excludes it from the loss."""
     if current.padding and current.masked and getattr(output, "router_logits", None):
         output.router_logits = _cut_rows(output.router_logits, current)
+
+
+def argument_names(module: nn.Module) -> list[str]:
+    """Return the names of what a module is given, also while a plan or a library wraps its forward."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
 class ScatterHook:
@@ -324,7 +334,7 @@ class ScatterHook:
             return None
         if self._first_dim is not None and self._region.current is not None:
             self._region.current.is_cut = True
-        names = list(inspect.signature(layer.forward).parameters)
+        names = argument_names(layer)
         dims = dict.fromkeys(self._names, SEQUENCE_DIM)
         if self._first_dim is not None:
             dims[names[0]] = self._first_dim

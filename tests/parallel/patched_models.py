@@ -35,7 +35,7 @@ _EXPERTS: dict[str, Any] = {
 _LATENT: dict[str, Any] = {
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16),
     **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
-    **{"index_head_dim": 8, "index_n_heads": 2, "index_topk": 8},
+    **{"index_head_dim": 8, "index_n_heads": 8, "index_topk": 8},
 }
 _MIXERS: dict[str, Any] = {
     **{"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_d_conv": 4},

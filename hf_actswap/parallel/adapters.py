@@ -26,7 +26,7 @@ _EXPECTED = "a plain LoRA adapter"
 
 
 class SharedInputLinear(nn.Linear):
-    """A whole linear layer, without bias, that reads the input of column-parallel ones.
+    """A whole linear layer among divided ones, which may read their input.
 
     Args:
         full: whose weight it takes.
@@ -35,12 +35,13 @@ class SharedInputLinear(nn.Linear):
 
     def __init__(self, full: nn.Linear, region: SequenceRegion) -> None:
         super().__init__(full.in_features, full.out_features, bias=False, device="meta")
-        self.weight = full.weight
+        self.weight, self.bias = full.weight, full.bias
         self._region = region
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Return this rank's copy of ``[B, S, r]``; the gradients that it gets are this rank's part."""
-        return linear(input, self.weight, self._region.group)
+        output = linear(input, self.weight, self._region.group)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class RowShare(RowParallelLinear):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,9 +11,14 @@ from torch import nn
 
 from ..plan.gradient_checkpointing import is_checkpointed
 from .column_input import column_input
-from .communication import sum_of_shares
+from .communication import SUMS, Tokens, all_gather, sum_of_shares
+from .families import HEAD_ARGUMENTS, SOURCE_ARGUMENTS
+from .mappings import copied
 from .random_streams import rank_stream
-from .sequence_region import SEQUENCE_DIM, SequenceRegion
+from .sequence_region import SEQUENCE_DIM, SequenceRegion, argument_names
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+"""What is done to an argument, or to a result."""
 
 
 class GatherHook:
@@ -33,6 +38,7 @@ class GatherHook:
     Attributes:
         keep_gathered: see `column_input`; besides, it is kept where Hugging Face's gradient checkpointing is
             on for the layer.
+        tokens: that it gathered last.
     """
 
     part_of_the_model = True
@@ -46,7 +52,7 @@ class GatherHook:
     ) -> None:
         self._region, self._readers, self._layer = region, tuple(readers), layer
         self._in_autocast_dtype = in_autocast_dtype
-        self.keep_gathered = False
+        self.keep_gathered, self.tokens = False, Tokens()
 
     def __call__(self, _norm: nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         return self.gathered(output)
@@ -56,11 +62,22 @@ class GatherHook:
         weights = [reader.get_parameter("weight") for reader in self._readers]
         runs_again = self._layer.training and is_checkpointed(self._layer)
         keep_gathered = self.keep_gathered or runs_again
-        return column_input(hidden, weights, self._region.settings(self._in_autocast_dtype, keep_gathered))
+        settings = self._region.settings(self._in_autocast_dtype, keep_gathered)
+        gathered = column_input(hidden, weights, settings)
+        self.tokens.shape = tuple(gathered.shape[:-1])
+        return gathered
+
+    def copied(self, source: torch.Tensor) -> torch.Tensor:
+        """Return another sequence, which all ranks have whole, for this block to read."""
+        return copied(source, self._region.group, self._region.reduce_dtype)
 
 
 class BlockInputHook:
-    """Pre-hook of a block, where it is not known which norm it reads: gathers at the block itself."""
+    """Pre-hook of a block, where it is not known which norm it reads: gathers at the block itself.
+
+    Args:
+        gather: what to do with the block's first argument.
+    """
 
     part_of_the_model = True
 
@@ -68,27 +85,214 @@ class BlockInputHook:
         self.gather = gather
 
     def __call__(
-        self, _block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (self.gather.gathered(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self.gather.gathered(kwargs["hidden_states"])}
+        names = argument_names(block)
+        first = args[0] if args else kwargs[names[0]]
+        gathered = self.gather.gathered(first)
+        same = [name for name, value in _named(names, args, kwargs) if value is first]
+        changes = {
+            **dict.fromkeys(SOURCE_ARGUMENTS, self.gather.copied),
+            **dict.fromkeys(same, lambda _: gathered),
+        }
+        return with_changed(names, args, kwargs, changes)
 
 
-class ReduceHook:
-    """Hook of a module whose output is this rank's share ``[B, S, H]`` of a sum: adds the shares up."""
+class WholeBlockHooks:
+    """Around a module that is not divided and reads all tokens, while the region is active.
+
+    It is given the whole sequence, and this rank hands on its own tokens of what comes out. So the gradient
+    that it sees is a share (zero for the other tokens), as in a divided block, and so are its parameters'.
+
+    Args:
+        gather: of its input, without readers.
+        region: of the model.
+    """
 
     part_of_the_model = True
 
-    def __init__(self, region: SequenceRegion) -> None:
-        self._region = region
+    def __init__(self, gather: GatherHook, region: SequenceRegion) -> None:
+        self._gather, self._region = gather, region
 
-    def __call__(self, module: nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    def attach(self, module: nn.Module) -> None:
+        """Put both hooks on the module."""
+        module.register_forward_pre_hook(self._before, with_kwargs=True)
+        module.register_forward_hook(self._behind)
+
+    def _before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Gather the first argument, and all that have as many rows."""
+        if not self._region.is_active:
+            return None
+        names = argument_names(module)
+        rows = (args[0] if args else kwargs[names[0]]).shape[:-1]
+        changes: dict[str, Change] = dict.fromkeys(SOURCE_ARGUMENTS, self._gather.copied)
+        for name, value in _named(names, args, kwargs):
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[:-1] == rows:
+                changes[name] = self._gather.gathered
+        return with_changed(names, args, kwargs, changes)
+
+    def _behind(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        if not self._region.is_active:
+            return None
+        if isinstance(output, tuple | list):
+            return type(output)((self._own(output[0]), *output[1:]))
+        return self._own(output)
+
+    def _own(self, whole: torch.Tensor) -> torch.Tensor:
+        group = self._region.group
+        return whole.chunk(group.size(), SEQUENCE_DIM)[group.rank()].contiguous()
+
+
+class WideNormHooks:
+    """Around a norm over the features of all heads, of which this rank has its own: gathers them for it.
+
+    Args:
+        region: of the model.
+        replicas: ranks that hold the same heads.
+    """
+
+    part_of_the_model = True
+
+    def __init__(self, region: SequenceRegion, replicas: int) -> None:
+        self._region, self._replicas = region, replicas
+
+    def attach(self, norm: nn.Module) -> None:
+        """Put both hooks on the norm."""
+        norm.register_forward_pre_hook(_Before(self._whole))
+        norm.register_forward_hook(_After(self._own))
+
+    def _whole(self, own: torch.Tensor) -> torch.Tensor:
+        group = self._region.group
+        every = all_gather(own, -1, group, True, self._region.reduce_dtype)
+        if self._replicas == 1:
+            return every
+        return torch.cat(every.chunk(group.size(), -1)[:: self._replicas], -1)
+
+    def _own(self, whole: torch.Tensor) -> torch.Tensor:
+        group = self._region.group
+        parts = whole.chunk(group.size() // self._replicas, -1)
+        return parts[group.rank() // self._replicas]
+
+
+class HeadArgumentsHook:
+    """Pre-hook of divided attention: of what is given for each head, such as biases, it takes its own heads'.
+
+    Args:
+        module: the attention.
+        heads: query heads of the whole model.
+        region: of the model.
+    """
+
+    part_of_the_model = True
+
+    def __init__(self, module: nn.Module, heads: int, region: SequenceRegion) -> None:
+        self._names = argument_names(module)
+        self._heads, self._region = heads, region
+
+    def __call__(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return with_changed(self._names, args, kwargs, dict.fromkeys(HEAD_ARGUMENTS, self._own))
+
+    def _own(self, every: torch.Tensor) -> torch.Tensor:
+        group = self._region.group
+        of_heads = every.unflatten(0, (-1, self._heads))
+        return of_heads.chunk(group.size(), 1)[group.rank()].flatten(0, 1)
+
+
+def _named(
+    names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    yield from zip(names, args, strict=False)
+    yield from kwargs.items()
+
+
+def with_changed(
+    names: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    changes: Mapping[str, Change],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a call's arguments with some of them changed, wherever they stand.
+
+    Args:
+        names: of the function's parameters.
+        args, kwargs: of the call.
+        changes: of tensors, by name.
+    """
+
+    def changed(name: str, value: Any) -> Any:
+        return changes[name](value) if name in changes and isinstance(value, torch.Tensor) else value
+
+    own = tuple(changed(name, value) for name, value in zip(names, args, strict=False))
+    return (*own, *args[len(own) :]), {name: changed(name, value) for name, value in kwargs.items()}
+
+
+class ReduceHook:
+    """Hook of a module whose (first) output is this rank's share ``[B, S, H]`` of a sum: adds them up."""
+
+    part_of_the_model = True
+
+    def __init__(self, region: SequenceRegion, tokens: Tokens | None = None) -> None:
+        self._region, self._tokens = region, tokens
+
+    def __call__(self, module: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self._total(module, output[0]), *output[1:])
+        return self._total(module, output)
+
+    def _total(self, module: nn.Module, output: torch.Tensor) -> torch.Tensor:
         region = self._region
         dim = SEQUENCE_DIM if region.is_active else None
-        total = sum_of_shares(output, region.group, dim, region.reduce_dtype)
+        total = sum_of_shares(output, region.group, dim, region.reduce_dtype, self._tokens)
         bias: torch.Tensor | None = getattr(getattr(module, "base_layer", None), "bias", None)
         return total if bias is None else total + bias.to(total.dtype)
+
+
+class SharesCheck:
+    """Hook of a divided block: what it holds whole reaches its output only through the sum over the ranks.
+
+    The gradients of such parameters are taken for shares, and summed. What is added behind the sum, or past
+    it, has a complete gradient on each rank. Of a block of an unknown family, only its graph tells; it is
+    looked at once, in the first forward that has one.
+
+    Args:
+        name: of the block.
+        whole: modules in it, and names of their parameters.
+    """
+
+    part_of_the_model = True
+
+    def __init__(self, name: str, whole: Sequence[tuple[nn.Module, str]]) -> None:
+        self._name, self._whole = name, list(whole)
+
+    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        first = output[0] if isinstance(output, tuple | list) else output
+        if not self._whole or not isinstance(first, torch.Tensor) or first.grad_fn is None or _is_traced():
+            return
+        names = {id(module._parameters[name]): name for module, name in self._whole}
+        self._whole = []
+        found = {names[key] for key in map(id, _leaves_before(first.grad_fn)) if key in names}
+        if found:
+            raise RuntimeError(
+                f"{self._name} cannot be divided: {', '.join(sorted(found))} in it is added to what the "
+                "ranks sum, and would be counted for each rank. Train this model without tensor_parallel_size"
+            )
+
+
+def _leaves_before(node: Any) -> Iterator[torch.Tensor]:
+    """Leaves of the graph that are reached without passing a sum over the ranks, or a block's input."""
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen or isinstance(node, SUMS):
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [before for before, _ in node.next_functions]
 
 
 class RankStreamHooks:
@@ -106,9 +310,16 @@ class RankStreamHooks:
         self._region, self._on_parts = region, on_parts
         self._open: list[ExitStack] = []
 
-    def attach(self, module: nn.Module) -> None:
-        """Put both hooks on the module."""
+    def attach(self, module: nn.Module, ends: Sequence[nn.Module] = ()) -> None:
+        """Put both hooks on the module.
+
+        Args:
+            module: around which.
+            ends: modules in it behind which all ranks have the same again: it ends before them.
+        """
         module.register_forward_pre_hook(_Enter(self))
+        for end in ends:
+            end.register_forward_pre_hook(_Leave(self))
         module.register_forward_hook(_Leave(self), always_call=True)
 
     def enter(self, module: nn.Module) -> None:
@@ -140,8 +351,28 @@ class _Leave:
     def __init__(self, hooks: RankStreamHooks) -> None:
         self._hooks = hooks
 
-    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], _output: Any) -> None:
+    def __call__(self, _module: nn.Module, *_: Any) -> None:
         self._hooks.leave()
+
+
+class _Before:
+    part_of_the_model = True
+
+    def __init__(self, change: Change) -> None:
+        self._change = change
+
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self._change(args[0]), *args[1:])
+
+
+class _After:
+    part_of_the_model = True
+
+    def __init__(self, change: Change) -> None:
+        self._change = change
+
+    def __call__(self, _module: nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return self._change(output)
 
 
 def _is_traced() -> bool:

@@ -53,6 +53,11 @@ class Pending:
         return self._arrange()
 
 
+def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
+    """Return in which dtype tensors of ``dtype`` are summed: one as wide as asked, and never narrower."""
+    return dtype if reduce_dtype is None else torch.promote_types(dtype, reduce_dtype)
+
+
 def gathered(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """Return the parts of all ranks in order along ``dim``: ``[.., n, ..]`` to ``[.., tp n, ..]``."""
     return _gather(part, dim, group, False).wait()
@@ -63,28 +68,32 @@ def begin_gather(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> Pend
     return _gather(part, dim, group, True)
 
 
-def reduce_scattered(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's part along ``dim`` of the sum over all ranks.
+def reduce_scattered(
+    whole: torch.Tensor, dim: int, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return this rank's part along ``dim`` of the sum over all ranks, in `sum_dtype` of ``dtype``.
 
     Raises:
         ValueError: the size along ``dim`` does not divide by the group size.
     """
-    return _reduce_scatter(whole, dim, group, False).wait()
+    return _reduce_scatter(whole, dim, group, dtype, False).wait()
 
 
-def begin_reduce_scatter(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) -> Pending:
+def begin_reduce_scatter(
+    whole: torch.Tensor, dim: int, group: dist.ProcessGroup, dtype: torch.dtype | None = None
+) -> Pending:
     """Start what `reduce_scattered` does; ``whole`` must not be written until it is waited for.
 
     Raises:
         ValueError: the size along ``dim`` does not divide by the group size.
     """
-    return _reduce_scatter(whole, dim, group, True)
+    return _reduce_scatter(whole, dim, group, dtype, True)
 
 
 def all_reduced(
     tensor: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return the sum over all ranks, in ``dtype`` if given; ``tensor`` stays as it is."""
+    """Return the sum over all ranks, in `sum_dtype` of ``dtype``; ``tensor`` stays as it is."""
     return _all_reduce(tensor, group, dtype, False).wait()
 
 
@@ -134,8 +143,11 @@ def _gather(part: torch.Tensor, dim: int, group: dist.ProcessGroup, later: bool)
     return Pending(work, lambda: stacked.movedim(0, dim).flatten(dim, dim + 1).contiguous(), part, group)
 
 
-def _reduce_scatter(whole: torch.Tensor, dim: int, group: dist.ProcessGroup, later: bool) -> Pending:
+def _reduce_scatter(
+    whole: torch.Tensor, dim: int, group: dist.ProcessGroup, dtype: torch.dtype | None, later: bool
+) -> Pending:
     _check_divisible(whole, dim, group)
+    whole = whole.to(sum_dtype(whole.dtype, dtype))
     dim %= whole.dim()
     parts = whole.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous().flatten(0, 1)
     part = parts.new_empty((parts.shape[0] // group.size(), *parts.shape[1:]))
@@ -149,7 +161,8 @@ def _reduce_scatter(whole: torch.Tensor, dim: int, group: dist.ProcessGroup, lat
 def _all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None, later: bool
 ) -> Pending:
-    total = tensor.to(dtype or tensor.dtype, copy=True, memory_format=torch.contiguous_format)
+    wide = sum_dtype(tensor.dtype, dtype)
+    total = tensor.to(wide, copy=True, memory_format=torch.contiguous_format)
     work = None
     if not isinstance(tensor, FakeTensor):
         work = _run(group, dist.all_reduce, total, group=group, async_op=later)

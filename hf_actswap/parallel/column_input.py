@@ -122,26 +122,33 @@ def column_input(x: torch.Tensor, weights: Sequence[torch.Tensor], settings: Inp
     return shown
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Multiply: ``[.., H]`` with ``weight`` ``[out / tp, H]`` to ``[.., out / tp]``.
+def weight_of_linear(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
+    """Return ``[out, in]`` of a weight that is stored so, or as ``[in, out]``."""
+    return weight.t() if transposed else weight
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, transposed: bool = False
+) -> torch.Tensor:
+    """Multiply: ``[.., H]`` with ``weight`` ``[out / tp, H]`` (or its transpose) to ``[.., out / tp]``.
 
     If ``x`` is what `column_input` returned for ``weight`` among others, it is not saved. A function that a
     ``TorchFunctionMode`` sees as ``linear``.
     """
     if has_torch_function((x, weight)):
-        result: torch.Tensor = handle_torch_function(linear, (x, weight), x, weight, group)
+        result: torch.Tensor = handle_torch_function(linear, (x, weight), x, weight, group, transposed)
         return result
     if group.size() == 1:
-        return F.linear(x, weight)
+        return F.linear(x, weight_of_linear(weight, transposed))
     behind = node_behind(x, weight)
     if behind is not None:
-        product: torch.Tensor = _Product.apply(x, weight.detach(), *behind)
+        product: torch.Tensor = _Product.apply(x, weight.detach(), *behind, transposed)
         return product
     weight = with_summed_gradient(weight, group)
     if torch.is_grad_enabled() and x.requires_grad and x.is_leaf and not torch.compiler.is_compiling():
-        again: torch.Tensor = _LeafProduct.apply(x, weight)
+        again: torch.Tensor = _LeafProduct.apply(x, weight, transposed)
         return again
-    return F.linear(x, weight)
+    return F.linear(x, weight_of_linear(weight, transposed))
 
 
 def node_behind(x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, int] | None:
@@ -208,21 +215,24 @@ class _ColumnInput(torch.autograd.Function):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, node: Any, number: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, node: Any, number: int, transposed: bool
+    ) -> torch.Tensor:
         ctx.node, ctx.number = node, number  # the edge that autograd has too: no cycle
         ctx.save_for_backward(weight)
-        ctx.x_dtype = x.dtype
-        return F.linear(x, weight)
+        ctx.x_dtype, ctx.transposed = x.dtype, transposed
+        return F.linear(x, weight_of_linear(weight, transposed))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient = gradient.contiguous()
         (weight,) = ctx.saved_tensors
-        hand_over(ctx.node, ctx.number, gradient, _dense)
+        hand_over(ctx.node, ctx.number, gradient, _weight_product(ctx.transposed))
         if not ctx.node.needs_input_grad[0]:
-            return None, None, None, None
-        return _input_gradient(gradient, weight, ctx.x_dtype), None, None, None
+            return None, None, None, None, None
+        weight = weight_of_linear(weight, ctx.transposed)
+        return _input_gradient(gradient, weight, ctx.x_dtype), None, None, None, None
 
 
 class _LeafProduct(torch.autograd.Function):
@@ -232,11 +242,11 @@ class _LeafProduct(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, transposed: bool) -> torch.Tensor:
         ctx.save_for_backward(weight)
         ctx.x, ctx.version = (x.detach(), x._version) if weight.requires_grad else (None, 0)
-        ctx.x_dtype = x.dtype
-        return F.linear(x, weight)
+        ctx.x_dtype, ctx.transposed = x.dtype, transposed
+        return F.linear(x, weight_of_linear(weight, transposed))
 
     @staticmethod
     @once_differentiable
@@ -247,8 +257,9 @@ class _LeafProduct(torch.autograd.Function):
         if ctx.x is not None:
             if ctx.x._version != ctx.version:
                 raise RuntimeError("the input of a column-parallel layer was modified in place")
-            _weight_gradients([(0, gradient, _dense)], ctx.x, found)
-        return _input_gradient(gradient, weight, ctx.x_dtype), found[0]
+            _weight_gradients([(0, gradient, _weight_product(ctx.transposed))], ctx.x, found)
+        weight = weight_of_linear(weight, ctx.transposed)
+        return _input_gradient(gradient, weight, ctx.x_dtype), found[0], None
 
 
 def hand_over(node: Any, number: int, gradient: torch.Tensor, product: WeightProduct) -> None:
@@ -271,10 +282,9 @@ def hand_over(node: Any, number: int, gradient: torch.Tensor, product: WeightPro
 
 
 def _begin_reduction(gradient: torch.Tensor, settings: InputSettings) -> Pending:
-    dtype = settings.reduce_dtype or gradient.dtype
     if settings.sequence_parallel:
-        return begin_reduce_scatter(gradient.to(dtype), settings.dim, settings.group)
-    return begin_all_reduce(gradient, settings.group, dtype)
+        return begin_reduce_scatter(gradient, settings.dim, settings.group, settings.reduce_dtype)
+    return begin_all_reduce(gradient, settings.group, settings.reduce_dtype)
 
 
 def _input_gradient(gradient: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -300,9 +310,18 @@ def _weight_gradients(
             found[number] = own if before is None else before + own
 
 
+def _weight_product(transposed: bool) -> WeightProduct:
+    return _dense_transposed if transposed else _dense
+
+
 def _dense(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """``[out / tp, H]`` of ``[.., out / tp]`` and ``[T, H]``."""
     return gradient.reshape(-1, gradient.shape[-1]).t().mm(rows)
+
+
+def _dense_transposed(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """``[H, out / tp]`` of ``[.., out / tp]`` and ``[T, H]``."""
+    return rows.t().mm(gradient.reshape(-1, gradient.shape[-1]))
 
 
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:

@@ -73,11 +73,19 @@ def all_reduce(
     return result
 
 
+class Tokens:
+    """The shape ``[B, S]`` of the tokens that a block was given last; inside, it may write them ``[B S]``."""
+
+    def __init__(self) -> None:
+        self.shape: tuple[int, ...] = ()
+
+
 def sum_of_shares(
     share: torch.Tensor,
     group: dist.ProcessGroup,
     sequence_dim: int | None,
     reduce_dtype: torch.dtype | None = None,
+    tokens: Tokens | None = None,
 ) -> torch.Tensor:
     """Sum over all ranks, in ``reduce_dtype`` if given: what ends a row-parallel block.
 
@@ -86,12 +94,16 @@ def sum_of_shares(
         group: tensor-parallel group.
         sequence_dim: under sequence parallelism: keep the own part along it; ``None``: keep all of it.
         reduce_dtype: see `reduce_scatter`.
+        tokens: of the block; those of a ``share`` ``[B S, H]`` are kept from each of its sequences then.
 
     Raises:
         ValueError: the sequence does not divide by the group size.
     """
     if sequence_dim is None:
         return all_reduce(share, group, reduce_dtype)
+    if tokens is not None and share.dim() - 1 < len(tokens.shape):
+        of_sequences = share.unflatten(0, tokens.shape)
+        return reduce_scatter(of_sequences, sequence_dim, group, None, reduce_dtype).flatten(0, 1)
     return reduce_scatter(share, sequence_dim, group, None, reduce_dtype)
 
 
@@ -117,8 +129,7 @@ class _AllGather(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         if not ctx.sum_gradients:
             return own_part(gradient, ctx.dim, ctx.group), None, None, None, None
-        wide = gradient.to(ctx.reduce_dtype or gradient.dtype)
-        part = reduce_scattered(wide, ctx.dim, ctx.group)
+        part = reduce_scattered(gradient, ctx.dim, ctx.group, ctx.reduce_dtype)
         return part.to(gradient.dtype), None, None, None, None
 
 
@@ -133,7 +144,7 @@ class _ReduceScatter(torch.autograd.Function):
         reduce_dtype: torch.dtype | None,
     ) -> torch.Tensor:
         ctx.dim, ctx.group, ctx.gradient_dtype = dim, group, gradient_dtype
-        return reduce_scattered(whole.to(reduce_dtype or whole.dtype), dim, group).to(whole.dtype)
+        return reduce_scattered(whole, dim, group, reduce_dtype).to(whole.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
@@ -152,3 +163,7 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         return gradient, None, None
+
+
+SUMS: tuple[Any, ...] = (_AllReduce._backward_cls, _ReduceScatter._backward_cls)
+"""Nodes of a graph that sum over the ranks in forward."""

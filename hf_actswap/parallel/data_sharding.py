@@ -13,7 +13,7 @@ forward, the shards of the outermost module are to be found in FSDP2's private s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +43,7 @@ class ShardedParameter(NamedTuple):
     gathered: nn.Parameter | None
 
 
-def shard_over_data(model: nn.Module, layers: nn.ModuleList, mesh: DeviceMesh, **settings: Any) -> None:
+def shard_over_data(model: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, **settings: Any) -> None:
     """Put ``fully_shard`` on each layer and on the model: parameters in rows over the data axis.
 
     Args:

@@ -1,6 +1,12 @@
 """Divides one block of a decoder layer: projections replaced in place, its input and heads seen to.
 
 Replaced modules keep the names of their parameters, so that state dicts keep theirs.
+
+**What a rank computes in a block is a share**: of all features it has its own, the row-parallel projection
+multiplies these, and the shares are summed. The gradient that comes back to whatever else the block holds is
+therefore a share too: of norms of heads, low-rank projections before the divided ones, routers, activations
+with parameters. Backward is linear, so shares pass through them like whole gradients, and are summed where
+they leave: the input's by its communication, those of whole parameters once per step, by their tag.
 """
 
 from __future__ import annotations
@@ -13,34 +19,45 @@ from torch import nn
 
 from ..errors import Problem
 from .adapters import (
+    RowShare,
+    SharedInputLinear,
     base_of,
     divide_column_adapters,
     divide_row_adapters,
     is_adapted,
     problems_of_adapter,
 )
-from .block_hooks import BlockInputHook, GatherHook
-from .families import Block, Columns
-from .layers import ColumnParallelLinear, RowParallelLinear
-from .parallel_linear import ParallelLinear
+from .block_hooks import BlockInputHook, GatherHook, HeadArgumentsHook, ReduceHook, SharesCheck, WideNormHooks
+from .families import COUNTS, Block, Columns
+from .gradients import TAG
+from .layers import ColumnParallelLinear, GatheredColumns, RowParallelLinear, SplitRow
+from .parallel_linear import ParallelLinear, sizes_of
 from .parameter_tags import ParameterTags
 from .sequence_region import SEQUENCE_DIM, LengthCheck, SequenceRegion
+from .sharded_module import divide_parameter, partitions_in
+from .tensor_plan import is_linear, wide_norms
 from .weights import Partition
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of the whole model and the ranks that divide them."""
+    """Attention heads of a whole block and the ranks that divide them."""
 
     query: int
     key_value: int
     ranks: int
 
     @classmethod
-    def of(cls, config: Any, ranks: int) -> Heads:
-        """Read them off the configuration of a text model."""
-        query = config.num_attention_heads
-        return cls(query, getattr(config, "num_key_value_heads", None) or query, ranks)
+    def of(cls, config: Any, module: Any, ranks: int) -> Heads:
+        """Read them off an attention module, and what it does not say off the configuration of its model."""
+        groups, head_dim = getattr(module, "num_key_value_groups", None), getattr(module, "head_dim", None)
+        key = base_of(getattr(module, "k_proj", module))
+        keys = key.out_features // head_dim if head_dim and isinstance(key, nn.Linear) else None
+        if groups and keys:
+            return cls(keys * groups, keys, ranks)
+        query = _counted(module, "query") or config.num_attention_heads
+        key_value = _counted(module, "key_value") or keys or (query // groups if groups else None)
+        return cls(query, key_value or getattr(config, "num_key_value_heads", None) or query, ranks)
 
     @property
     def replicas(self) -> int:
@@ -86,79 +103,225 @@ class OwnHeadsConfig:
         return getattr(self._config, name)
 
 
-def problems_of_block(where: str, module: nn.Module, block: Block, heads: Heads) -> Iterator[Problem]:
-    """Name what of a dense block is not understood, or does not divide."""
-    understood: list[nn.Module] = []
-    for name in (*block.columns, *block.rows, *block.summed):
+@dataclass(frozen=True)
+class Division:
+    """What the projections of one block are divided among.
+
+    Args:
+        ranks: of the tensor-parallel group.
+        heads: of an attention block.
+    """
+
+    ranks: int
+    heads: Heads | None = None
+
+    @classmethod
+    def of(cls, config: Any, layer: nn.Module, block: Block, ranks: int) -> Division:
+        """Make one for a block of a layer."""
+        if not block.is_attention:
+            return cls(ranks)
+        return cls(ranks, Heads.of(config, layer.get_submodule(block.path), ranks))
+
+    def settings(self, size: int, kind: Columns) -> dict[str, Any]:
+        """Arguments of a column-parallel layer of ``size`` output features.
+
+        Raises:
+            ValueError: heads that have their q, k and v side by side do not divide.
+        """
+        heads = self.heads or Heads(self.ranks, self.ranks, self.ranks)
+        if kind is Columns.KEY_VALUE:
+            return {"replicas": heads.replicas}
+        if kind is Columns.FUSED_PAIR:
+            return {"sections": (size // 2,) * 2}
+        if kind is Columns.FUSED_QKV or (kind is Columns.FUSED_HEADS and heads.key_value == 1):
+            width = size // (heads.query + 2 * heads.key_value)
+            sections = (heads.query * width, heads.key_value * width, heads.key_value * width)
+            replicas = 1 if heads.replicas == 1 else (1, heads.replicas, heads.replicas)
+            return {"sections": sections, "replicas": replicas}
+        if kind is Columns.FUSED_HEADS and heads.key_value % self.ranks:
+            raise ValueError(
+                f"{heads.key_value} key-value heads, each beside its queries, on {self.ranks} ranks"
+            )
+        return {}
+
+    def partition(self, dim: int, size: int, kind: Columns | None) -> Partition:
+        """Return how ``size`` features are divided: output features, or input features (``None``).
+
+        Raises:
+            ValueError: they do not divide.
+        """
+        return Partition.of(dim, size, self.ranks, **({} if kind is None else self.settings(size, kind)))
+
+
+def problems_of_block(where: str, layer: nn.Module, block: Block, division: Division) -> Iterator[Problem]:
+    """Name what of a dense block is not understood, or does not divide.
+
+    Args:
+        where: name of the layer.
+        layer: that has the block.
+        block: of it.
+        division: of the block.
+    """
+    if division.heads is not None:
+        yield from division.heads.problems()
+    for name, (dim, parts) in block.parameters.items():
         try:
-            found = module.get_submodule(name)
-        except AttributeError:
-            yield Problem(f"{where}.{name}", "a module", "none")
-            continue
-        understood.append(found)
-        if name in block.summed:
-            continue
-        base = base_of(found)
-        if type(base) is not nn.Linear:
-            yield Problem(f"{where}.{name}", "nn.Linear", type(base).__name__)
-            continue
-        yield from problems_of_adapter(f"{where}.{name}", found, name in block.rows)
-        try:
-            _partition(base, block.columns.get(name), heads)
+            Partition.of(dim, _get(layer, name).shape[dim], division.ranks, parts)
         except ValueError as error:
             yield Problem(f"{where}.{name}", "a size that the ranks divide", str(error))
-    known = {id(p) for found in understood for p in found.parameters()}
-    for name, parameter in module.named_parameters():
-        if id(parameter) not in known:
-            yield Problem(f"{where}.{name}", "a projection or a norm of heads", "a parameter without role")
+    for name in (*block.columns, *block.rows):
+        found: Any = _get(layer, name)
+        if isinstance(found, nn.Module) and not is_linear(found):
+            yield Problem(f"{where}.{name}", "nn.Linear", type(base_of(found)).__name__)
+            continue
+        if isinstance(found, nn.Module):
+            yield from problems_of_adapter(f"{where}.{name}", found, name in block.rows)
+            if block.sums_output and name in block.rows and base_of(found).bias is not None:
+                yield Problem(f"{where}.{name}", "a projection without bias", "one with bias")
+        kind = block.columns.get(name)
+        try:
+            division.partition(0, _size(found, is_row=kind is None), kind)
+        except ValueError as error:
+            yield Problem(f"{where}.{name}", "a size that the ranks divide", str(error))
 
 
 def divide_block(
-    layer: nn.Module, block: Block, heads: Heads, region: SequenceRegion, tags: ParameterTags
+    layer: nn.Module, block: Block, division: Division, region: SequenceRegion, tags: ParameterTags
 ) -> None:
     """Divide a dense block of a layer in place."""
-    module: Any = layer.get_submodule(block.path)
+    is_split = Columns.GATHERED in block.columns.values()
+    wide = [] if is_split else wide_norms(layer, block.path)
+    is_adapted_anywhere = any(is_adapted(_get(layer, name)) for name in block.columns)
+    readers = _divide_columns(layer, block, division, region, tags)
+    rows = list(_divide_rows(layer, block, is_split, region, tags))
+    for name, (dim, parts) in block.parameters.items():
+        partition = Partition.of(dim, _get(layer, name).shape[dim], division.ranks, parts)
+        _divide_parameter(layer, name, partition, region, tags)
+    shared, whole = _share_rest(layer, block, region, tags)
+    gather = GatherHook(region, readers + shared, layer, in_autocast_dtype=not is_adapted_anywhere)
+    gather_input(layer, block, gather)
+    module = layer.get_submodule(block.path)
+    for row in rows:
+        row.tokens = gather.tokens
+    if block.sums_output:
+        module.register_forward_hook(ReduceHook(region, gather.tokens))
+    if whole and all(row.startswith(f"{block.path}.") for row in block.rows):
+        module.register_forward_hook(SharesCheck(block.path, whole))
+    if division.heads is not None and not is_split:
+        _count_own_heads(module, division.heads, rows[0].input_size, region)
+    for name in wide:
+        replicas = division.heads.replicas if division.heads is not None and name == "k_norm" else 1
+        WideNormHooks(region, replicas).attach(module.get_submodule(name))
+
+
+def _divide_columns(
+    layer: nn.Module, block: Block, division: Division, region: SequenceRegion, tags: ParameterTags
+) -> list[nn.Module]:
+    """Divide what reads the block's input; return the linear layers of it."""
     readers: list[nn.Module] = []
-    is_adapted_anywhere = False
     for name, kind in block.columns.items():
-        target = module.get_submodule(name)
-        full: Any = base_of(target)
-        settings = {**_settings(region), **_division(full, kind, heads), "input_is_shared": True}
-        column = ColumnParallelLinear.from_linear(full, **settings)
-        _put(module, name, target, column, region)
+        target: Any = _get(layer, name)
+        if isinstance(target, nn.Parameter):
+            _divide_parameter(layer, name, division.partition(0, len(target), kind), region, tags)
+            continue
+        full = base_of(target)
+        own = division.settings(sizes_of(full)[1], kind)
+        settings = {**_settings(region), **own, "input_is_shared": True}
+        layer_class = GatheredColumns if kind is Columns.GATHERED else ColumnParallelLinear
+        column = layer_class.from_linear(full, **settings)
+        _put(layer, name, target, column, region)
         readers.append(column)
         if is_adapted(target):
-            is_adapted_anywhere = True
             readers += divide_column_adapters(target, column, settings, region, tags)
+    return readers
+
+
+def _divide_rows(
+    layer: nn.Module, block: Block, is_split: bool, region: SequenceRegion, tags: ParameterTags
+) -> Iterator[RowParallelLinear]:
+    """Divide what ends the block, and yield it."""
+    row_class = RowShare if block.sums_output else SplitRow if is_split else RowParallelLinear
     for name in block.rows:
-        target = module.get_submodule(name)
+        target = layer.get_submodule(name)
         if is_adapted(target):
-            region.adopt(divide_row_adapters(target, _settings(region), region, tags))
+            row: RowParallelLinear = divide_row_adapters(target, _settings(region), region, tags)
+            region.adopt(row)
         else:
-            _put(module, name, target, RowParallelLinear.from_linear(target, **_settings(region)), region)
-    for name in block.summed:
-        tags.add_summed(module.get_submodule(name))
-    gather_input(layer, block, GatherHook(region, readers, layer, in_autocast_dtype=not is_adapted_anywhere))
-    if block.is_attention:
-        _count_own_heads(module, block, heads)
-        module.register_forward_pre_hook(LengthCheck(), with_kwargs=True)
+            row = row_class.from_linear(target, **_settings(region))
+            _put(layer, name, target, row, region)
+        yield row
 
 
 def gather_input(layer: nn.Module, block: Block, gather: GatherHook) -> None:
     """Put the gather where the block's input is made."""
     if block.norm is None:
-        layer.get_submodule(block.path).register_forward_pre_hook(BlockInputHook(gather), with_kwargs=True)
+        module = layer.get_submodule(block.path)
+        module.register_forward_pre_hook(BlockInputHook(gather), with_kwargs=True)
     else:
         layer.get_submodule(block.norm).register_forward_hook(gather)
 
 
+def _share_rest(
+    layer: nn.Module, block: Block, region: SequenceRegion, tags: ParameterTags
+) -> tuple[list[nn.Module], list[tuple[nn.Module, str]]]:
+    """Tag what the block holds besides its projections.
+
+    Returns:
+        The linear layers of it, which may read the block's input; and modules with the names of parameters.
+    """
+    readers: list[nn.Module] = []
+    whole: list[tuple[nn.Module, str]] = []
+    module = layer.get_submodule(block.path)
+    for name, inner in list(module.named_modules()):
+        if name and type(inner) is nn.Linear and not _is_adapter_part(module, name):
+            shared = SharedInputLinear(inner, region).train(inner.training)
+            parent, _, last = name.rpartition(".")
+            module.get_submodule(parent)._modules[last] = shared
+            readers.append(shared)
+            inner = shared
+        if not isinstance(inner, ParallelLinear):
+            held = [
+                n for n, p in inner._parameters.items() if p is not None and n not in partitions_in(inner)
+            ]
+            whole += [(inner, own) for own in held]
+    for inner, own in whole:
+        tags.add(inner, own, **{TAG: True})
+    return readers, whole
+
+
+def _is_adapter_part(module: nn.Module, name: str) -> bool:
+    """Whether a linear layer is inside an adapted projection."""
+    parts = name.split(".")
+    return any(is_adapted(module.get_submodule(".".join(parts[:end]))) for end in range(1, len(parts)))
+
+
+def _divide_parameter(
+    layer: nn.Module, name: str, partition: Partition, region: SequenceRegion, tags: ParameterTags
+) -> None:
+    parent, _, last = name.rpartition(".")
+    module = layer.get_submodule(parent)
+    divide_parameter(module, last, partition, region.group.rank())
+    tags.add(module, last, **partition.tags)
+
+
+def _get(layer: nn.Module, path: str) -> Any:
+    parent, _, name = path.rpartition(".")
+    return getattr(layer.get_submodule(parent), name)
+
+
+def _size(found: Any, is_row: bool) -> int:
+    if isinstance(found, nn.Parameter):
+        return len(found)
+    return sizes_of(base_of(found))[0 if is_row else 1]
+
+
 def _put(
-    module: nn.Module, name: str, target: nn.Module, made: ParallelLinear, region: SequenceRegion
+    layer: nn.Module, name: str, target: nn.Module, made: ParallelLinear, region: SequenceRegion
 ) -> None:
     region.adopt(made)
     if not is_adapted(target):
         parent, _, last = name.rpartition(".")
-        module.get_submodule(parent)._modules[last] = made
+        layer.get_submodule(parent)._modules[last] = made
 
 
 def _settings(region: SequenceRegion) -> dict[str, Any]:
@@ -170,35 +333,36 @@ def _settings(region: SequenceRegion) -> dict[str, Any]:
     }
 
 
-def _division(full: nn.Linear, kind: Columns, heads: Heads) -> dict[str, Any]:
-    """Arguments of a column-parallel layer."""
-    if kind is Columns.KEY_VALUE:
-        return {"replicas": heads.replicas}
-    if kind is Columns.FUSED_PAIR:
-        return {"sections": (full.out_features // 2,) * 2}
-    if kind is Columns.FUSED_QKV:
-        width = full.out_features // (heads.query + 2 * heads.key_value)
-        sections = (heads.query * width, heads.key_value * width, heads.key_value * width)
-        replicas = 1 if heads.replicas == 1 else (1, heads.replicas, heads.replicas)
-        return {"sections": sections, "replicas": replicas}
-    return {}
+def _count_own_heads(module: Any, heads: Heads, features: int, region: SequenceRegion) -> None:
+    """Let an attention module count its rank's heads. The model's configuration stays as it is.
 
-
-def _partition(full: nn.Linear, kind: Columns | None, heads: Heads) -> Partition:
-    if kind is None:
-        return Partition.of(1, full.in_features, heads.ranks)
-    return Partition.of(0, full.out_features, heads.ranks, **_division(full, kind, heads))
-
-
-def _count_own_heads(module: Any, block: Block, heads: Heads) -> None:
-    """Let an attention module count its rank's heads. The model's configuration stays as it is."""
-    for name, own in (
-        ("num_key_value_groups", heads.own_query // heads.own_key_value),
-        ("num_heads", heads.own_query),
-        ("num_attention_heads", heads.own_query),
-        ("num_key_value_heads", heads.own_key_value),
-    ):
-        if hasattr(module, name):
+    Args:
+        module: the attention.
+        heads: of it.
+        features: of all query heads.
+        region: of the model.
+    """
+    counts = {
+        "query": (heads.query, heads.own_query),
+        "key_value": (heads.key_value, heads.own_key_value),
+        "groups": (heads.query // heads.key_value, heads.own_query // heads.own_key_value),
+        "query features": (features, features // heads.ranks),
+        "key_value features": (
+            features // heads.query * heads.key_value,
+            features // heads.query * heads.own_key_value,
+        ),
+    }
+    for name, of in COUNTS.items():
+        whole, own = counts[of]
+        if getattr(module, name, None) == whole:
             setattr(module, name, own)
-    if Columns.FUSED_QKV in block.columns.values():
+    if hasattr(module, "config"):
         module.config = OwnHeadsConfig(module.config, heads)
+    module.register_forward_pre_hook(LengthCheck(), with_kwargs=True)
+    module.register_forward_pre_hook(HeadArgumentsHook(module, heads.query, region), with_kwargs=True)
+
+
+def _counted(module: Any, what: str) -> int | None:
+    """A number of heads that an attention module has as an attribute."""
+    found = (getattr(module, name, None) for name, of in COUNTS.items() if of == what)
+    return next((number for number in found if isinstance(number, int)), None)

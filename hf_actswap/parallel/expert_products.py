@@ -56,6 +56,11 @@ class Routing(NamedTuple):
         places = torch.arange(count, device=experts.device, dtype=found.dtype)
         return cls(order, torch.searchsorted(found, places, right=True, out_int32=True))
 
+    def experts(self, rows: int) -> torch.Tensor:
+        """Return the expert of each of the ``rows``."""
+        places = torch.arange(rows, device=self.ends.device, dtype=self.ends.dtype)
+        return torch.searchsorted(self.ends, places, right=True)
+
 
 class ProductSettings(NamedTuple):
     """How products are computed.
@@ -63,10 +68,16 @@ class ProductSettings(NamedTuple):
     Args:
         dtype: in which.
         one_kernel: all experts in one kernel, where it takes the shapes; else one after the other.
+        transposed: weights are ``[E, in, out]``; else ``[E, out, in]``.
     """
 
     dtype: torch.dtype
     one_kernel: bool
+    transposed: bool = False
+
+    def matrices(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return ``[E, in, out]`` of a weight."""
+        return weight if self.transposed else weight.transpose(1, 2)
 
 
 def routed_product(
@@ -76,7 +87,7 @@ def routed_product(
 
     Args:
         x: ``[T, H]``; from `column_input` with ``weight``, or it is held as it is.
-        weight: ``[E, N, H]``.
+        weight: ``[E, N, H]``, or as the settings say.
         routing: of the tokens.
         settings: how.
 
@@ -108,7 +119,7 @@ def combined_product(
     Args:
         rows: ``[R, I]``, sorted by expert.
         weights: routing weights ``[T, k]``.
-        weight: ``[E, H, I]``.
+        weight: ``[E, H, I]``, or as the settings say.
         routing: of the tokens.
         settings: how.
 
@@ -139,7 +150,7 @@ class _RoutedProduct(torch.autograd.Function):
         if ctx.behind is None and ctx.needs_input_grad[1]:
             ctx.x = x.detach()  # in a region that runs again behind the gather: it lives no longer than that
         ctx.save_for_backward(weight, order, ends)
-        return _multiplied(_rows(x, order), weight.transpose(1, 2), ends, ctx.settings)
+        return _multiplied(_rows(x, order), ctx.settings.matrices(weight), ends, ctx.settings)
 
     @staticmethod
     @once_differentiable
@@ -158,7 +169,8 @@ class _RoutedProduct(torch.autograd.Function):
             dw = product(gradient, ctx.x).to(weight.dtype)
         dx = None
         if needs_x:
-            dx = _combined(_multiplied(gradient, weight, ends, ctx.settings), order, ctx.shape[0])
+            backwards = ctx.settings.matrices(weight).transpose(1, 2)
+            dx = _combined(_multiplied(gradient, backwards, ends, ctx.settings), order, ctx.shape[0])
         return None if dx is None else dx.to(ctx.x_dtype), dw, None, None, None
 
 
@@ -184,7 +196,7 @@ class _CombinedProduct(torch.autograd.Function):
         )
         ctx.rows_dtype, ctx.weights_dtype, ctx.weight_dtype = rows.dtype, weights.dtype, weight.dtype
         weighted = rows * _of_rows(weights, order)
-        products = _multiplied(weighted, weight.transpose(1, 2), ends, settings)
+        products = _multiplied(weighted, settings.matrices(weight), ends, settings)
         return _combined(products, order, weights.shape[0])
 
     @staticmethod
@@ -195,7 +207,8 @@ class _CombinedProduct(torch.autograd.Function):
         routed = _rows(gradient, order).to(ctx.settings.dtype)
         d_rows = d_weights = d_weight = None
         if needs_rows or needs_weights:
-            d_weighted = _multiplied(routed, weight, ends, ctx.settings)
+            backwards = ctx.settings.matrices(weight).transpose(1, 2)
+            d_weighted = _multiplied(routed, backwards, ends, ctx.settings)
             if needs_weights:
                 wide = torch.promote_types(rows.dtype, torch.float32)
                 inner = torch.linalg.vecdot(d_weighted.to(wide), rows.to(wide))
@@ -206,7 +219,7 @@ class _CombinedProduct(torch.autograd.Function):
                 d_rows = (d_weighted * _of_rows(weights, order)).to(ctx.rows_dtype)
         if needs_weight:
             weighted = rows * _of_rows(weights, order)
-            d_weight = _outer(routed, weighted, ends, ctx.settings).to(ctx.weight_dtype)
+            d_weight = _weight_gradient(routed, weighted, ends, ctx.settings).to(ctx.weight_dtype)
         return d_rows, d_weights, d_weight, None, None, None
 
 
@@ -217,8 +230,16 @@ def _gradient_of_routed(
     ends: torch.Tensor,
     settings: ProductSettings,
 ) -> torch.Tensor:
-    """``[E, N, H]`` of ``[R, N]`` and ``[T, H]``."""
-    return _outer(gradient, _rows(x, order), ends, settings)
+    """``[E, N, H]`` (or its transpose) of ``[R, N]`` and ``[T, H]``."""
+    return _weight_gradient(gradient, _rows(x, order), ends, settings)
+
+
+def _weight_gradient(
+    gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, settings: ProductSettings
+) -> torch.Tensor:
+    """That of each expert's weight, of its output's gradient ``[R, out]`` and its input ``[R, in]``."""
+    pair = (rows, gradient) if settings.transposed else (gradient, rows)
+    return _outer(*pair, ends, settings)
 
 
 def _rows(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from torch import nn
 
 from .data_sharding import sharded_as, whole_over_data
 from .sequence_region import SequenceRegion
-from .sharded_module import ShardedModule
+from .sharded_module import partitions_in
 from .weights import Partition, whole_of_ranks
 
 Item = TypeVar("Item")
@@ -22,8 +22,7 @@ Progress = Callable[[int, int], None]
 def partitions_of(model: nn.Module) -> Iterator[tuple[str, Partition]]:
     """Yield name and division of each divided parameter, tied ones under each of their names."""
     for path, module in model.named_modules(remove_duplicate=False):
-        found: dict[str, Partition] = dict(module.partitions) if isinstance(module, ShardedModule) else {}
-        for name, partition in found.items():
+        for name, partition in partitions_in(module).items():
             if module._parameters.get(name) is not None:
                 yield f"{path}.{name}" if path else name, partition
 

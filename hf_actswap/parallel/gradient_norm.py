@@ -10,7 +10,7 @@ Each element of the model counts once, wherever and however often it is held:
   norm, and with it the same clip factor, even if a kernel's sums came out differently;
 - an FSDP2 parameter is a shard over the data axis too: its part is summed over that axis first.
 
-Tagged gradients (`gradients`) must be summed before. The arithmetic is fp32 whatever the gradients' dtype.
+Tagged gradients (`gradients`) must be summed before. The arithmetic is fp32, or fp64 where a parameter is.
 After ``neuronx_distributed.parallel_layers.grads``, which takes the norm in the parameters' dtype, counts
 replicated heads as often as they are held, and cannot take an infinity norm without replicated parameters.
 """
@@ -58,7 +58,7 @@ def get_grad_norm(
         process_group: tensor-parallel group; else the enclosing one.
 
     Returns:
-        fp32 scalar on the parameters' device.
+        Scalar on the parameters' device: fp64 if one of them is, else fp32.
 
     Raises:
         ValueError: the norm's type is not greater than zero, or a DTensor gradient is a partial sum.
@@ -72,7 +72,8 @@ def get_grad_norm(
     if group.size() > 1:
         refuse_unsummed(distinct)
     device = distinct[0].device if distinct else _device_of(group)
-    totals = _own_part(distinct, norm_type, group, device)
+    zero = torch.zeros((), dtype=_wide_dtype(distinct), device=device)
+    totals = _own_part(distinct, norm_type, group, zero)
     operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     if group.size() > 1:
         reduce_in_place(totals, group, operation)
@@ -127,10 +128,16 @@ def _distinct(parameters: torch.Tensor | Iterable[torch.Tensor]) -> Iterable[tor
     return {id(parameter): parameter for parameter in parameters}.values()
 
 
+def _wide_dtype(parameters: list[torch.Tensor]) -> torch.dtype:
+    """In which all ranks compute; they know it from the parameters, whether or not these have gradients."""
+    doubles = any(parameter.dtype == torch.float64 for parameter in parameters)
+    return torch.float64 if doubles else torch.float32
+
+
 def _own_part(
-    parameters: list[torch.Tensor], norm_type: float, group: dist.ProcessGroup, device: torch.device
+    parameters: list[torch.Tensor], norm_type: float, group: dist.ProcessGroup, zero: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's part of the sum of powers (of the maximum, for the infinity norm): fp32 scalar."""
+    """This rank's part of the sum of powers (of the maximum, for the infinity norm): scalar like ``zero``."""
     by_data: dict[DataGroups, list[Held]] = {}
     for parameter in parameters:
         gradient = gradient_of(parameter)
@@ -141,10 +148,9 @@ def _own_part(
         holders = getattr(parameter, "replicated_over", 1) if sharded else 0
         held = _by_holders(gradient.detach(), holders)
         by_data.setdefault(_data_groups(gradient), []).extend(held)
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    largest = math.isinf(norm_type)
+    total, largest = zero, math.isinf(norm_type)
     for data_groups, gradients in by_data.items():
-        part = _part(gradients, norm_type, group, device)
+        part = _part(gradients, norm_type, group, zero)
         for data_group in data_groups:
             reduce_in_place(part, data_group, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
         total = torch.maximum(total, part) if largest else total + part
@@ -171,7 +177,7 @@ def _part(
     gradients: list[tuple[torch.Tensor, int]],
     norm_type: float,
     group: dist.ProcessGroup,
-    device: torch.device,
+    zero: torch.Tensor,
 ) -> torch.Tensor:
     """The part of gradients with the same data groups.
 
@@ -181,8 +187,8 @@ def _part(
     counted = [(found, holders) for found, holders in gradients if holders or group.rank() == 0]
     counted = [(found, holders) for found, holders in counted if found.numel()]
     if not counted:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    norms = _norms([found for found, _ in counted], norm_type, device)
+        return zero.clone()
+    norms = _norms([found for found, _ in counted], norm_type, zero)
     if math.isinf(norm_type):
         return norms.amax().nan_to_num(torch.inf, torch.inf)  # a maximum over ranks may lose a NaN
     shares = [1.0 / max(holders, 1) for _, holders in counted]
@@ -192,18 +198,18 @@ def _part(
     return powers.sum()
 
 
-def _norms(gradients: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """The norm of each gradient, ``[n]`` in fp32; one kernel per device and dtype where PyTorch has one."""
+def _norms(gradients: list[torch.Tensor], norm_type: float, like: torch.Tensor) -> torch.Tensor:
+    """The norm of each gradient, ``[n]`` like ``like``; one kernel per device and dtype, if any."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for position, gradient in enumerate(gradients):
         by_kind.setdefault((gradient.device, gradient.dtype), []).append(position)
     found: dict[int, torch.Tensor] = {}
     for positions in by_kind.values():
         of_kind = [gradients[position] for position in positions]
-        dtype = torch.promote_types(of_kind[0].dtype, torch.float32)
+        dtype = torch.promote_types(of_kind[0].dtype, like.dtype)
         norms = torch._foreach_norm(of_kind, norm_type, dtype=dtype)
         found.update(zip(positions, norms, strict=True))
-    return torch.stack([found[position].to(device, torch.float32) for position in range(len(gradients))])
+    return torch.stack([found[position].to(like) for position in range(len(gradients))])
 
 
 def _data_groups(gradient: torch.Tensor) -> DataGroups:

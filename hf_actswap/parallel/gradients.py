@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .collectives import reduce_in_place
+from .collectives import reduce_in_place, sum_dtype
 from .data_sharding import trained_parameters
 from .gradient_watch import GradientState, GradientWatch, gradient_of, watch_of
 from .group import group_or_enclosing
@@ -59,7 +59,7 @@ def allreduce_sequence_parallel_gradients(
     Args:
         optimizer: an optimizer (Accelerate's too), a module, or parameters.
         process_group: tensor-parallel group; else the enclosing one.
-        reduce_dtype: in which to sum, e.g. fp32 for bf16 gradients; ``None``: in the gradients' own.
+        reduce_dtype: in which to sum where it is wider than the gradients' own, e.g. fp32 for bf16 ones.
 
     Raises:
         MixedGradientError: a gradient was summed, and more was accumulated onto it since, or another tensor
@@ -76,7 +76,7 @@ def allreduce_sequence_parallel_gradients(
         watch = watch_of(parameter) or GradientWatch(parameter)
         if watch.state() is GradientState.PART:
             part = _Part(parameter, watch)
-            parts.setdefault((reduce_dtype or part.dtype, parameter.device), []).append(part)
+            parts.setdefault((sum_dtype(part.dtype, reduce_dtype), parameter.device), []).append(part)
     with torch.no_grad():
         for (dtype, device), of_kind in parts.items():
             _sum(of_kind, dtype, device, group)

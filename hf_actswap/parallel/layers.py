@@ -19,10 +19,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from .column_input import InputSettings, column_input, linear
-from .communication import sum_of_shares
+from .column_input import InputSettings, column_input, linear, weight_of_linear
+from .communication import Tokens, all_gather, sum_of_shares
 from .mappings import gather_from_tensor_model_parallel_region, scatter_to_tensor_model_parallel_region
-from .parallel_linear import ParallelLinear
+from .parallel_linear import ParallelLinear, settings_of
 from .weights import InitMethod, Partition, with_summed_gradient
 
 
@@ -53,6 +53,7 @@ class ColumnParallelLinear(ParallelLinear):
             fewer than ranks); their gradients are summed, so that they stay alike.
         pad_output: fill the output up with zero rows where the ranks do not divide it (a vocabulary).
         input_is_shared: the input comes from `column_input` already (see `shared_input.SharedInput`).
+        transposed: the weight is ``[input_size, output_size]``, as in transformers' ``Conv1D``.
 
     Raises:
         ValueError: sizes that do not divide, or arguments that exclude each other.
@@ -81,6 +82,7 @@ class ColumnParallelLinear(ParallelLinear):
         replicas: int | Sequence[int] = 1,
         pad_output: bool = False,
         input_is_shared: bool = False,
+        transposed: bool = False,
     ) -> None:
         if gather_output and (sequence_parallel_enabled or pad_output or replicas != 1):
             raise ValueError(
@@ -96,24 +98,25 @@ class ColumnParallelLinear(ParallelLinear):
             pad,
             tensor_model_parallel_group,
             reduce_dtype,
+            transposed,
         )
         self.gather_output, self.input_is_shared = gather_output, input_is_shared
         ranks = self.tensor_model_parallel_group.size()
-        partition = Partition.of(0, output_size, ranks, stride, sections, replicas, pad_output)
-        bias_partition = None if gather_output else partition
+        of_outputs = output_size, ranks, stride, sections, replicas, pad_output
+        partition = Partition.of(1 if transposed else 0, *of_outputs)
+        bias_partition = None if gather_output else Partition.of(0, *of_outputs)
         self.initialise(partition, bias_partition, bias, init_method, dtype, device, keep_master_weight)
 
     @classmethod
-    def from_linear(cls, full: nn.Linear, *, gather_output: bool = False, **settings: Any) -> Self:
+    def from_linear(cls, full: nn.Module, *, gather_output: bool = False, **settings: Any) -> Self:
         """Make one out of a full layer, whose dtype, device, training flags and attributes it keeps.
 
         Args:
-            full: weight ``[output_size, input_size]``, the same on every rank.
+            full: linear layer (transformers' ``Conv1D`` too), the same on every rank.
             gather_output: as in the constructor, but off.
             settings: further arguments of the constructor.
         """
-        settings = {"gather_output": gather_output, "dtype": full.weight.dtype, "device": "meta", **settings}
-        return cls(full.in_features, full.out_features, full.bias is not None, **settings).take(full)
+        return cls(**{**settings_of(full), "gather_output": gather_output, **settings}).take(full)
 
     def input_settings(self, keep_gathered: bool = False, in_autocast_dtype: bool = False) -> InputSettings:
         """How the input of this layer is communicated."""
@@ -130,10 +133,10 @@ class ColumnParallelLinear(ParallelLinear):
         """Return the output; with ``skip_bias_add`` the output and the bias."""
         group = self.tensor_model_parallel_group
         if group.size() == 1 and not self.skip_bias_add:
-            return F.linear(input_, self.weight, self.bias)
+            return F.linear(input_, weight_of_linear(self.weight, self.transposed), self.bias)
         if not self.input_is_shared:
             input_ = column_input(input_, [self.weight], self.input_settings(in_autocast_dtype=True))
-        output = linear(input_, self.weight, group)
+        output = linear(input_, self.weight, group, self.transposed)
         if self.gather_output:
             output = gather_from_tensor_model_parallel_region(output, group)
         bias = None if self.bias is None else with_summed_gradient(self.bias, group)
@@ -157,10 +160,13 @@ class RowParallelLinear(ParallelLinear):
         bias: whether there is one.
         input_is_parallel: see above; sequence parallelism needs it.
         dtype, device, stride, init_method, sequence_parallel_enabled, sequence_dimension, keep_master_weight,
-            skip_bias_add, pad, tensor_model_parallel_group, sections: see `ColumnParallelLinear`.
+            skip_bias_add, pad, tensor_model_parallel_group, sections, transposed: see `ColumnParallelLinear`.
         reduce_output: else the rank's share of the sum is returned.
         reduce_dtype: to which the shares are cast before they are summed; the sum is cast back. ``None``:
             their own.
+
+    Attributes:
+        tokens: whose shares it sums; ``None``: their shape says so.
 
     Raises:
         ValueError: sizes that do not divide, or arguments that exclude each other.
@@ -187,6 +193,7 @@ class RowParallelLinear(ParallelLinear):
         reduce_dtype: torch.dtype | None = torch.float32,
         *,
         sections: Sequence[int] | None = None,
+        transposed: bool = False,
     ) -> None:
         if sequence_parallel_enabled and not input_is_parallel:
             raise ValueError("sequence_parallel_enabled needs input_is_parallel=True")
@@ -203,34 +210,49 @@ class RowParallelLinear(ParallelLinear):
             pad,
             tensor_model_parallel_group,
             reduce_dtype,
+            transposed,
         )
         self.input_is_parallel, self.reduce_output = input_is_parallel, reduce_output
-        partition = Partition.of(1, input_size, self.tensor_model_parallel_group.size(), stride, sections)
+        ranks = self.tensor_model_parallel_group.size()
+        partition = Partition.of(0 if transposed else 1, input_size, ranks, stride, sections)
+        self.tokens: Tokens | None = None
         self.tag("bias", sequence_parallel_enabled=sequence_parallel_enabled)
         self.initialise(partition, None, bias, init_method, dtype, device, keep_master_weight)
 
     @classmethod
-    def from_linear(cls, full: nn.Linear, *, input_is_parallel: bool = True, **settings: Any) -> Self:
+    def from_linear(cls, full: nn.Module, *, input_is_parallel: bool = True, **settings: Any) -> Self:
         """Make one out of a full layer; see `ColumnParallelLinear.from_linear`."""
-        settings = {
-            "input_is_parallel": input_is_parallel,
-            "dtype": full.weight.dtype,
-            "device": "meta",
-            **settings,
-        }
-        return cls(full.in_features, full.out_features, full.bias is not None, **settings).take(full)
+        return cls(**{**settings_of(full), "input_is_parallel": input_is_parallel, **settings}).take(full)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output; with ``skip_bias_add`` the output and the bias."""
         group = self.tensor_model_parallel_group
         if group.size() == 1 and not self.skip_bias_add:
-            return F.linear(input_, self.weight, self.bias)
+            return F.linear(input_, weight_of_linear(self.weight, self.transposed), self.bias)
         if not self.input_is_parallel:
             input_ = scatter_to_tensor_model_parallel_region(input_, group)
-        output = F.linear(input_, self.weight)
+        output = F.linear(input_, weight_of_linear(self.weight, self.transposed))
         if self.reduce_output and group.size() > 1:
             dim = self.sequence_dimension if self.sequence_parallel_enabled else None
-            output = sum_of_shares(output, group, dim, self.reduce_dtype)
+            output = sum_of_shares(output, group, dim, self.reduce_dtype, self.tokens)
         if self.skip_bias_add:
             return output, self.bias
         return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class GatheredColumns(ColumnParallelLinear):
+    """A column-parallel layer whose output is gathered again, and read by shares: gradients are summed."""
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return ``[.., output_size]``; what reads it does different work on each rank."""
+        own: Any = super().forward(input_)
+        return all_gather(own, -1, self.tensor_model_parallel_group, True, self.reduce_dtype)
+
+
+class SplitRow(RowParallelLinear):
+    """A row-parallel layer that takes its part of whole features, whose gradient is a share then."""
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
+        """Multiply ``[.., input_size]``; see `RowParallelLinear`."""
+        group = self.tensor_model_parallel_group
+        return super().forward(input_.chunk(group.size(), -1)[group.rank()])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,31 @@ PADDING_REFUSED = (
 )
 
 
+def sizes_of(full: Any) -> tuple[int, int]:
+    """Return input and output features of a full linear layer."""
+    if is_transposed(full):
+        return full.nx, full.nf
+    return full.in_features, full.out_features
+
+
+def settings_of(full: Any) -> dict[str, Any]:
+    """Return the arguments by which a parallel layer like a full one is made, without storage."""
+    input_size, output_size = sizes_of(full)
+    return {
+        "input_size": input_size,
+        "output_size": output_size,
+        "bias": full.bias is not None,
+        "dtype": full.weight.dtype,
+        "device": "meta",
+        "transposed": is_transposed(full),
+    }
+
+
+def is_transposed(full: nn.Module) -> bool:
+    """Whether a layer is transformers' ``Conv1D``: linear, its weight ``[in, out]``."""
+    return type(full).__name__ == "Conv1D"
+
+
 class ParallelLinear(ShardedModule):
     """Base of `layers.ColumnParallelLinear` and `layers.RowParallelLinear`, which describe the arguments."""
 
@@ -40,6 +65,7 @@ class ParallelLinear(ShardedModule):
         pad: bool,
         group: dist.ProcessGroup | None,
         reduce_dtype: torch.dtype | None,
+        transposed: bool,
     ) -> None:
         if pad:
             raise ValueError(PADDING_REFUSED)
@@ -47,7 +73,7 @@ class ParallelLinear(ShardedModule):
         self.input_size, self.output_size = input_size, output_size
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = sequence_dimension or 0
-        self.skip_bias_add, self.reduce_dtype = skip_bias_add, reduce_dtype
+        self.skip_bias_add, self.reduce_dtype, self.transposed = skip_bias_add, reduce_dtype, transposed
         self.master_weight: torch.Tensor | None = None
 
     def initialise(
@@ -61,7 +87,9 @@ class ParallelLinear(ShardedModule):
         keep_master_weight: bool,
     ) -> None:
         """Draw weight, then bias, as ``nn.Linear`` of the full sizes would."""
-        rank, shape = self.tensor_model_parallel_group.rank(), (self.output_size, self.input_size)
+        rank, shape = self.tensor_model_parallel_group.rank(), [self.output_size, self.input_size]
+        if self.transposed:
+            shape.reverse()
         weight, full = initial_part(shape, partition, rank, init_method or kaiming_weight, dtype, device)
         self.divide("weight", partition)
         self.weight = nn.Parameter(weight)
@@ -75,7 +103,7 @@ class ParallelLinear(ShardedModule):
                 self.divide("bias", bias_partition)
             self.bias = nn.Parameter(drawn)
 
-    def take(self, full: nn.Linear) -> Self:
+    def take(self, full: nn.Module) -> Self:
         """Take the rank's parts of a full layer's parameters, and its state."""
         rank = self.tensor_model_parallel_group.rank()
         for name, parameter in full.named_parameters(recurse=False):

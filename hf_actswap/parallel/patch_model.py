@@ -12,7 +12,7 @@ Weights are whole before, the same on every rank, and are cut: so a model is the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,20 +22,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..config.schema import ParallelConfig
 from ..errors import ActSwapError, Problem
-from .block_hooks import RankStreamHooks
 from .data_sharding import shard_over_data
-from .decoder_block import Heads, divide_block, problems_of_block
-from .families import Family
+from .decoder_layers import Decoder, divide_layers, problems_of_decoder
 from .full_state import Progress, gather_full_state, own_state, partitions_of
 from .gradients import TAG
 from .group import group_or_enclosing
-from .mixture_of_experts import divide_experts, has_experts, problems_of_experts
 from .parameter_tags import ParameterTags
 from .rank_agreement import check_agreement, parameters_fact
-from .sequence_region import BaseExitHook, EntryHook, ScatterHook, SequenceRegion
-from .sharded_module import ShardedModule
+from .sequence_region import BaseExitHook, EntryHook, SequenceRegion
+from .sharded_module import partitions_in
 from .step_guard import StepGuard
-from .tensor_plan import family_of
 from .vocabulary import divide_vocabulary, problems_of_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -57,13 +53,20 @@ class Patched:
         model: after patching, adapters included.
         region: of the model.
         tags: of its parameters.
+        layers: of its decoder; ``None``: they are looked for.
 
     Attributes:
         model: the model.
     """
 
-    def __init__(self, model: nn.Module, region: SequenceRegion, tags: ParameterTags) -> None:
-        self.model, self._region, self._tags = model, region, tags
+    def __init__(
+        self,
+        model: nn.Module,
+        region: SequenceRegion,
+        tags: ParameterTags,
+        layers: Sequence[nn.Module] | None = None,
+    ) -> None:
+        self.model, self._region, self._tags, self._layers = model, region, tags, layers
 
     @property
     def bare(self) -> Any:
@@ -135,7 +138,8 @@ class Patched:
         Raises:
             MeshError: the mesh has more axes.
         """
-        shard_over_data(self.model, _decoder(self.bare).layers, mesh, **settings)
+        layers = self._layers or Decoder.of(self.bare).layers
+        shard_over_data(self.model, layers, mesh, **settings)
         self._tags.put()
 
     def describe(self) -> str:
@@ -195,17 +199,14 @@ def patch_model(
     if size == 1:
         return Patched(model, region, tags)
     root = _language_model(model)
-    base = _decoder(root)
-    family = family_of(base.config, base)
-    if not isinstance(family, Family):
-        raise PatchError(family)
-    heads = Heads.of(base.config, size)
-    problems = list(_problems(model, root, base, family, heads))
+    decoder = Decoder.of(root)
+    problems = [*problems_of_decoder(model, decoder, region), *problems_of_vocabulary(root)]
     if problems:
         raise PatchError(problems)
     _agree(model, parallel_config, found, timeout_s)
-    _divide(root, base, family, heads, region, tags)
-    patched = Patched(model, region, tags)
+    layers = decoder.layers
+    _divide(root, decoder, region, tags)
+    patched = Patched(model, region, tags, layers)
     if dist.get_rank() == 0:
         logger.info("%s", patched.describe())
     return patched
@@ -218,42 +219,23 @@ def _bare(model: Any) -> Any:
 
 def _language_model(model: Any) -> Any:
     root = _bare(model)
-    if any(isinstance(module, ShardedModule) for module in root.modules()):
+    if any(partitions_in(module) for module in root.modules()):
         raise PatchError([Problem("model", "a whole model", "one that is divided already")])
     if not hasattr(root, "config") or not hasattr(root, "base_model_prefix"):
         raise PatchError([Problem("model", "a model of transformers", type(root).__name__)])
+    decoder = Decoder.of(root)
+    inner = decoder.base
+    if inner is not root and getattr(inner, "get_output_embeddings", lambda: None)() is not None:
+        expected = "the language model itself"
+        hint = f"Pass its {next(name for name, module in root.named_modules() if module is inner)}."
+        raise PatchError(
+            [Problem("model", expected, f"{type(root).__name__} around a {type(inner).__name__}", hint)]
+        )
+    if not decoder.stacks:
+        expected = "layers with attention, an MLP or experts whose projections are known"
+        hint = "Leave tensor_parallel_size at 1: its vocabulary alone is not worth several processes."
+        raise PatchError([Problem("model", expected, f"none in {type(root).__name__}", hint)])
     return root
-
-
-def _decoder(root: Any) -> Any:
-    base = getattr(root, root.base_model_prefix, root)
-    base = getattr(base, "language_model", base)
-    if not isinstance(getattr(base, "layers", None), nn.ModuleList):
-        raise PatchError([Problem("model", "a decoder with layers", type(base).__name__)])
-    return base
-
-
-def _problems(model: nn.Module, root: Any, base: Any, family: Family, heads: Heads) -> Iterator[Problem]:
-    names = {id(module): name for name, module in model.named_modules()}
-    yield from heads.problems()
-    yield from problems_of_vocabulary(root)
-    for layer in base.layers:
-        for block in family.blocks:
-            where = f"{names[id(layer)]}.{block.path}"
-            module = layer._modules.get(block.path)
-            if module is None:
-                yield Problem(where, "a module", "none")
-            elif has_experts(module):
-                yield from problems_of_experts(where, module, heads.ranks)
-            else:
-                yield from problems_of_block(where, module, block, heads)
-    understood = {"layers", family.final_norm}
-    embedding = root.get_input_embeddings()
-    for name, child in base.named_children():
-        if name not in understood and child is not embedding and next(child.parameters(), None) is not None:
-            yield Problem(
-                f"{names[id(base)]}.{name}", "an embedding, layers and a norm", "further parameters"
-            )
 
 
 def _agree(model: nn.Module, config: ParallelConfig, group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -274,47 +256,14 @@ def _moments(samples: list[torch.Tensor]) -> list[float]:
     return [values.sum().item(), (values * places).sum().item()]
 
 
-def _divide(
-    root: Any, base: Any, family: Family, heads: Heads, region: SequenceRegion, tags: ParameterTags
-) -> None:
-    drops = _drops(base)
-    for layer in base.layers:
-        if drops:
-            RankStreamHooks(region, on_parts=True).attach(layer)
-        blocks = [layer.get_submodule(block.path) for block in family.blocks]
-        for block, module in zip(family.blocks, blocks, strict=True):
-            if has_experts(module):
-                divide_experts(layer, block.path, region, tags)
-            else:
-                divide_block(layer, block, heads, region, tags)
-            if drops and block.is_attention:
-                RankStreamHooks(region, on_parts=False).attach(module)
-        if region.enabled:
-            inside = {id(p) for module in blocks for p in module.parameters()}
-            _tag_rest(layer, inside, tags)
-    if region.enabled:
-        tags.add_summed(base.get_submodule(family.final_norm))
-        base.layers[0].register_forward_pre_hook(ScatterHook(region), with_kwargs=True)
+def _divide(root: Any, decoder: Decoder, region: SequenceRegion, tags: ParameterTags) -> None:
+    base = decoder.base
+    divide_layers(decoder, region, tags)
     divide_vocabulary(root, region)
     entries = (base, root) if region.head is not None else (base,)
+    region.head_reads_parts = not decoder.further_modules(root)
     entries[-1].register_forward_pre_hook(StepGuard(region.group, tags.put))
     for module in entries:
-        entry = EntryHook(region, module.forward, tags.put, region.head is not None and module is root)
+        entry = EntryHook(region, module.forward, tags.put, calls_head=module is root and len(entries) > 1)
         module.register_forward_pre_hook(entry, with_kwargs=True)
     base.register_forward_hook(BaseExitHook(region), always_call=True)
-
-
-def _tag_rest(layer: nn.Module, inside_blocks: set[int], tags: ParameterTags) -> None:
-    """Tag the layer's parameters outside of its blocks: they see this rank's tokens."""
-    for module in layer.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in inside_blocks:
-                tags.add(module, name, **{TAG: True})
-
-
-def _drops(base: nn.Module) -> bool:
-    """Whether anything in the layers is dropped at random in training."""
-    return any(
-        (isinstance(module, nn.Dropout) and module.p > 0) or getattr(module, "attention_dropout", 0.0) > 0
-        for module in base.modules()
-    )

@@ -16,7 +16,8 @@ So a router's gradient is complete for the tokens that it has seen: its paramete
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,6 +35,72 @@ TOKEN_DIM = 0
 """Of what experts are given, ``[T, H]``."""
 
 
+_DEFAULT_GATE = "_default_apply_gate"
+"""Name of transformers' function for experts that compute ``act_fn(gate) * up``."""
+
+
+class ExpertsLayout(NamedTuple):
+    """How transformers' experts store and use their weights.
+
+    Args:
+        gated: the first weights make gate and up, ``2 I`` features; else ``I``.
+        transposed: weights are ``[E, in, out]``; else ``[E, out, in]``.
+        interleaved: gate and up alternate; else all of gate stands before up.
+        biased: both products have biases, ``[E, out]``.
+    """
+
+    gated: bool
+    transposed: bool
+    interleaved: bool
+    biased: bool
+
+    @classmethod
+    def of(cls, experts: Any) -> ExpertsLayout:
+        """Read it off what ``use_experts_implementation`` of transformers has written on a module."""
+        return cls(
+            getattr(experts, "has_gate", True),
+            getattr(experts, "is_transposed", False),
+            not getattr(experts, "is_concatenated", True),
+            getattr(experts, "has_bias", False),
+        )
+
+    @property
+    def columns(self) -> str:
+        """Name of the first weights."""
+        return "gate_up_proj" if self.gated else "up_proj"
+
+    @property
+    def rows(self) -> str:
+        """Name of the second weights."""
+        return "down_proj"
+
+    @property
+    def rows_bias(self) -> str:
+        """Name of the second biases."""
+        return f"{self.rows}_bias"
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Names of all."""
+        weights = (self.columns, self.rows)
+        return (*weights, *(f"{name}_bias" for name in weights)) if self.biased else weights
+
+    def inner_size(self, experts: nn.Module) -> int:
+        """Return ``I`` of whole experts."""
+        return experts.get_parameter(self.rows).shape[1 if self.transposed else 2]
+
+    def partitions(self, inner: int, ranks: int) -> dict[str, Partition]:
+        """Return how the parameters are divided, all along ``I``; the second biases are not."""
+        size, stride = (2 * inner, 1 if self.interleaved else 2) if self.gated else (inner, 1)
+        found = {
+            self.columns: Partition.of(2 if self.transposed else 1, size, ranks, stride),
+            self.rows: Partition.of(1 if self.transposed else 2, inner, ranks),
+        }
+        if self.biased:
+            found[f"{self.columns}_bias"] = Partition.of(1, size, ranks, stride)
+        return found
+
+
 class ParallelExperts(ShardedModule):
     """This rank's parts of routed experts, in the place of a Hugging Face experts module.
 
@@ -41,34 +108,35 @@ class ParallelExperts(ShardedModule):
     experts of other classes cannot run on fake tensors; these can, and their communications are to be seen.
 
     Args:
-        full: the whole experts, with ``gate_up_proj`` ``[E, 2I, H]``, ``down_proj`` ``[E, H, I]``, ``act_fn``
-            and a ``config`` whose ``_experts_implementation`` is read at each call: ``eager`` computes one
-            expert after the other, all others one kernel for all where the device has one for these sizes.
+        full: the whole experts, with ``gate_up_proj`` (or ``up_proj``) ``[E, 2I, H]`` and ``down_proj``
+            ``[E, H, I]``, or as `ExpertsLayout` says, ``act_fn`` or ``_apply_gate``, and a ``config`` whose
+            ``_experts_implementation`` is read at each call: ``eager`` computes one expert after the other,
+            all others one kernel for all where the device has one for these sizes.
         region: of the model.
         layer: the decoder layer that it is in.
 
     Attributes:
-        gate_up_proj: ``[E, 2I / tp, H]``.
-        down_proj: ``[E, H, I / tp]``.
+        layout: of the parameters, which have the names of those of ``full``.
         keep_gathered: see `column_input`; besides, what is gathered is kept where Hugging Face's gradient
             checkpointing is on for the layer.
     """
 
-    gate_up_proj: nn.Parameter
-    down_proj: nn.Parameter
-
     def __init__(self, full: Any, region: SequenceRegion, layer: nn.Module) -> None:
         super().__init__(region.group)
         self._region, self._layer = region, _Held(layer)
-        self.config, self.act_fn = getattr(full, "config", None), full.act_fn
-        self.num_experts, _, inner = full.down_proj.shape
-        ranks, rank = region.group.size(), region.group.rank()
-        self.divide("gate_up_proj", Partition.of(1, 2 * inner, ranks, stride=2))
-        self.divide("down_proj", Partition.of(2, inner, ranks))
-        for name, partition in self.partitions.items():
-            whole = getattr(full, name)
+        self.config, self.num_experts = getattr(full, "config", None), full.num_experts
+        self.layout = layout = ExpertsLayout.of(full)
+        rank = region.group.rank()
+        for name, partition in layout.partitions(layout.inner_size(full), region.group.size()).items():
+            self.divide(name, partition)
+        for name in layout.parameters:
+            whole, cut = full.get_parameter(name), self.partitions.get(name)
             with torch.no_grad():
-                setattr(self, name, like_parameter(partition.part(whole, rank), whole))
+                part = whole.clone() if cut is None else cut.part(whole, rank)
+            setattr(self, name, like_parameter(part, whole))
+        if hasattr(full, "act_fn"):
+            self.act_fn = full.act_fn
+        self._gate = _own_gate(full)
         self.keep_gathered = False
         vars(self)["forward"] = self._forward
         self.train(full.training)
@@ -89,32 +157,67 @@ class ParallelExperts(ShardedModule):
         region, group = self._region, self._region.group
         keep_gathered = self.keep_gathered or (self.training and is_checkpointed(self._layer.module))
         settings = InputSettings(group, region.is_active, TOKEN_DIM, region.reduce_dtype, keep_gathered)
-        hidden = column_input(hidden_states, [self.gate_up_proj], settings)
+        columns = self.get_parameter(self.layout.columns)
+        hidden = column_input(hidden_states, [columns], settings)
+        bias = self._bias_of_tokens(top_k_index, top_k_weights)
         if region.is_active:
             top_k_index, top_k_weights = _of_all_tokens(top_k_index, top_k_weights, region)
         else:
             top_k_weights = copied(top_k_weights, group)
         share = self._share(hidden, top_k_index, top_k_weights)
-        return sum_of_shares(share, group, TOKEN_DIM if region.is_active else None, region.reduce_dtype)
+        total = sum_of_shares(share, group, TOKEN_DIM if region.is_active else None, region.reduce_dtype)
+        return total if bias is None else total + bias.to(total.dtype)
 
     def _share(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return this rank's share ``[T, H]`` of the experts' sums, of all tokens."""
-        routing = Routing.of(experts, self.num_experts)
+        layout, routing = self.layout, Routing.of(experts, self.num_experts)
         settings = self._settings(hidden)
-        gate, up = routed_product(hidden, self.gate_up_proj, routing, settings).chunk(2, dim=-1)
-        inner = self.act_fn(gate) * up
-        return combined_product(inner, weights, self.down_proj, routing, settings).to(hidden.dtype)
+        inner = routed_product(hidden, self.get_parameter(layout.columns), routing, settings)
+        if layout.biased:
+            inner = inner + self.get_parameter(f"{layout.columns}_bias")[routing.experts(inner.shape[0])]
+        rows = self.get_parameter(layout.rows)
+        inner = self._activated(inner)
+        return combined_product(inner, weights, rows, routing, settings).to(hidden.dtype)
+
+    def _activated(self, inner: torch.Tensor) -> torch.Tensor:
+        """Return ``[R, I / tp]`` of what the first weights make, ``[R, 2I / tp]`` if experts are gated."""
+        if self._gate is not None:
+            return self._gate(inner)
+        if not self.layout.gated:
+            activated: torch.Tensor = self.act_fn(inner)
+            return activated
+        gate, up = inner.chunk(2, dim=-1)
+        return self.act_fn(gate) * up
+
+    def _bias_of_tokens(self, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+        """Return what the second biases add to this rank's tokens, ``[T, H]``: it is no share of a sum."""
+        if not self.layout.biased:
+            return None
+        of_experts = weights.new_zeros((*experts.shape[:-1], self.num_experts))
+        bias = self.get_parameter(self.layout.rows_bias)
+        return of_experts.scatter_add(-1, experts, weights).to(bias.dtype) @ bias
 
     def _settings(self, hidden: torch.Tensor) -> ProductSettings:
         """As the implementations of transformers: autocast does not know ``grouped_mm``."""
         implementation = getattr(self.config, "_experts_implementation", None) or "eager"
-        dtype, kind = self.gate_up_proj.dtype, hidden.device.type
+        dtype, kind = self.get_parameter(self.layout.rows).dtype, hidden.device.type
         if implementation != "grouped_mm" and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
-        return ProductSettings(dtype, implementation != "eager")
+        return ProductSettings(dtype, implementation != "eager", self.layout.transposed)
 
     def extra_repr(self) -> str:
         return f"experts={self.num_experts}, ranks={self.partitions['down_proj'].ranks}"
+
+
+def _own_gate(full: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what gated experts do between their products, if it is not ``act_fn(gate) * up``."""
+    gate = getattr(full, "_apply_gate", None)
+    if gate is None or gate.__name__ == _DEFAULT_GATE or not ExpertsLayout.of(full).gated:
+        return None
+    for name in ExpertsLayout.of(full).parameters:  # the method needs its module, which nobody else has now
+        del full._parameters[name]
+    own: Callable[[torch.Tensor], torch.Tensor] = gate
+    return own
 
 
 class _Held:

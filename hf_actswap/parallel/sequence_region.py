@@ -27,13 +27,15 @@ import torch.distributed as dist
 from torch import nn
 
 from .column_input import InputSettings
+from .gradients import TAG
 from .mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
 from .parallel_linear import ParallelLinear
+from .parameter_tags import ParameterTags
 from .sequence_padding import padded, rows_without_padding, sequence_length, without_padding
 from .sharded_module import HeldGroup
 
-SEQUENCE_DIM = 1
-"""Of hidden states in Hugging Face's models, ``[B, S, H]``."""
+SEQUENCE_DIM = -2
+"""Of hidden states in Hugging Face's models, ``[B, S, H]``, or of all their tokens, ``[B S, H]``."""
 
 
 @dataclass
@@ -45,20 +47,22 @@ class ForwardPass:
         length: tokens per sequence, without padding; 0: not known, nothing was filled up.
         padding: tokens that were added.
         was_active: state of the region before.
-        head_takes_part: the head reads the parts itself.
+        is_for_head: the head gets all rows, those of the padding too, as the labels have them.
         masked: an attention mask was given.
         labelled: labels were given: the loss is asked for.
-        lost: the loss was computed by ours.
+        lost: the loss was computed by ours, or the model's own was given whole logits.
+        is_cut: hidden states are parts at present: the first layer has begun, and nothing made them whole.
     """
 
     owner: nn.Module
     length: int
     padding: int
     was_active: bool
-    head_takes_part: bool = False
+    is_for_head: bool = False
     masked: bool = False
     labelled: bool = False
     lost: bool = False
+    is_cut: bool = False
 
 
 class SequenceRegion:
@@ -68,6 +72,11 @@ class SequenceRegion:
         group: tensor-parallel group.
         enabled: sequence parallelism is wanted at all.
         reduce_dtype: in which input gradients are summed; ``None``: their own.
+
+    Attributes:
+        head: of the model, if it is divided.
+        head_reads_parts: it reads parts of the sequence: nothing stands between the layers and it.
+        head_hands_on_parts: it hands on parts of the vocabulary: the loss is the replaced one.
     """
 
     def __init__(
@@ -78,6 +87,7 @@ class SequenceRegion:
         self.is_active = False
         self._layers: list[ParallelLinear] = []
         self.head: ParallelLinear | None = None
+        self.head_hands_on_parts = self.head_reads_parts = True
         self.current: ForwardPass | None = None
 
     @property
@@ -142,7 +152,7 @@ class SequenceRegion:
         if padding:
             _refuse_cache(arguments, found.length, self.group.size())
             arguments = padded(arguments, found.length, padding)
-        found.head_takes_part = divides and calls_head and _keeps_all_logits(arguments)
+        found.is_for_head = calls_head and _keeps_all_logits(arguments)
         self.switch(divides, False)
         self.current = found
         return arguments
@@ -153,18 +163,32 @@ class SequenceRegion:
             was_active, self.current = self.current.was_active, None
             self.switch(self.is_active if torch.is_grad_enabled() else was_active)
 
+    @property
+    def holds_parts(self) -> bool:
+        """Whether, in the forward under way, hidden states are parts of the sequence at present."""
+        return self.is_active and self.current is not None and self.current.is_cut
+
     def whole(self, part: torch.Tensor, length: int) -> torch.Tensor:
         """Gather ``[B, S / tp, H]`` for a reader that is the same on every rank; cut the padding off."""
-        if self.is_active:
+        if self.holds_parts:
             part = gather_from_sequence_parallel_region(part, SEQUENCE_DIM, False, self.group)
         return without_padding(part, SEQUENCE_DIM, length) if length else part
 
     def whole_rows(self, parts: Sequence[torch.Tensor], batch: int) -> tuple[torch.Tensor, ...]:
-        """Gather ``[B S / tp, E]`` of each layer to ``[B S, E]``, all by one collective, as `whole` does."""
-        if not self.is_active:
+        """Gather ``[B S / tp, E]`` of each layer to ``[B S, E]``, all by one collective, as `whole` does.
+
+        Of a layer that had all of them the own ones are taken first, whose gradients are its share.
+        """
+        if not self.is_active or self.current is None:
             return tuple(parts)
-        stacked = torch.stack([part.unflatten(0, (batch, -1)) for part in parts])
-        rows = gather_from_sequence_parallel_region(stacked, 1 + SEQUENCE_DIM, False, self.group)
+        length = (self.current.length + self.current.padding) // self.group.size()
+        of_sequences = [part.unflatten(0, (batch, -1)) for part in parts]
+        first = self.group.rank() * length
+        own = [
+            p if p.shape[1] == length or not length else p[:, first : first + length] for p in of_sequences
+        ]
+        stacked = torch.stack(own)
+        rows = gather_from_sequence_parallel_region(stacked, SEQUENCE_DIM, False, self.group)
         return rows.flatten(1, 2).unbind()
 
 
@@ -252,10 +276,16 @@ class BaseExitHook:
             region.end(module)
 
     def _hidden(self, hidden: torch.Tensor, current: ForwardPass) -> torch.Tensor:
-        if current.head_takes_part:
+        length = current.length + current.padding
+        if current.is_cut and length and hidden.shape[SEQUENCE_DIM] * self._region.group.size() != length:
+            raise RuntimeError(
+                f"behind its layers the model gives hidden states the shape {list(hidden.shape)}: no part of "
+                f"{length} tokens. Set sequence_parallel_enabled: false"
+            )
+        if current.is_for_head and current.is_cut and self._region.head_reads_parts:
             self._region.switch(self._region.is_active, True)
             return hidden
-        return self._region.whole(hidden, current.length)
+        return self._region.whole(hidden, 0 if current.is_for_head else current.length)
 
     def _attentions(self, attentions: Sequence[torch.Tensor | None], current: ForwardPass) -> tuple[Any, ...]:
         """Probabilities ``[B, heads / tp, S, S]`` of all heads, without padding."""
@@ -278,25 +308,94 @@ def cut_masked_rows(output: Any, current: ForwardPass) -> None:
         output.router_logits = _cut_rows(output.router_logits, current)
 
 
+def argument_names(module: nn.Module) -> list[str]:
+    """Return the names of what a module is given, also while a plan or a library wraps its forward."""
+    return list(inspect.signature(type(module).forward).parameters)[1:]
+
+
 class ScatterHook:
-    """Pre-hook of the first layer: keeps this rank's part of the sequence."""
+    """Pre-hook of a layer: keeps this rank's part of the sequence.
+
+    Args:
+        region: of the model.
+        names: arguments that have a row for each token, ``[.., S, n]``.
+        first_dim: of the sequence in the first argument, which is cut too; ``None``: it is cut already.
+    """
+
+    part_of_the_model = True
+
+    def __init__(self, region: SequenceRegion, names: Sequence[str], first_dim: int | None) -> None:
+        self._region, self._names, self._first_dim = region, names, first_dim
+
+    def __call__(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._region.is_active:
+            return None
+        if self._first_dim is not None and self._region.current is not None:
+            self._region.current.is_cut = True
+        names = argument_names(layer)
+        dims = dict.fromkeys(self._names, SEQUENCE_DIM)
+        if self._first_dim is not None:
+            dims[names[0]] = self._first_dim
+        own = [self._own(value, dims.get(name)) for name, value in zip(names, args, strict=False)]
+        return (*own, *args[len(own) :]), {n: self._own(value, dims.get(n)) for n, value in kwargs.items()}
+
+    def _own(self, value: Any, dim: int | None) -> Any:
+        if dim is None or not isinstance(value, torch.Tensor):
+            return value
+        dim = dim if value.is_floating_point() else -1
+        return scatter_to_sequence_parallel_region(value, dim, self._region.group)
+
+
+class WholeAgainHook:
+    """Hook of the last layer, where what follows is not known to work token by token: gathers its output."""
 
     part_of_the_model = True
 
     def __init__(self, region: SequenceRegion) -> None:
         self._region = region
 
-    def __call__(
-        self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self._region.is_active:
+    def __call__(self, _layer: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
+        region, current = self._region, self._region.current
+        if current is None or not region.holds_parts:
             return None
-        if args:
-            return (self._own(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self._own(kwargs["hidden_states"])}
+        is_several = isinstance(output, tuple | list)
+        hidden = output[0] if is_several else output
+        hidden = gather_from_sequence_parallel_region(hidden, SEQUENCE_DIM, False, region.group)
+        current.is_cut = False
+        return type(output)((hidden, *output[1:])) if is_several else hidden
 
-    def _own(self, hidden: torch.Tensor) -> torch.Tensor:
-        return scatter_to_sequence_parallel_region(hidden, SEQUENCE_DIM, self._region.group)
+
+class PartsHook:
+    """Pre-hook of what stands around the layers: its parameters carry the tag if it is given parts.
+
+    Before the layers it is given the whole sequence, and its gradients are complete; behind them, parts. In
+    most models the place where a module is registered says which; its first call says it for certain.
+
+    Args:
+        module: that has parameters of its own.
+        behind: whether it is taken to stand behind the layers.
+        region: of the model.
+        tags: of its parameters.
+    """
+
+    part_of_the_model = True
+
+    def __init__(self, module: nn.Module, behind: bool, region: SequenceRegion, tags: ParameterTags) -> None:
+        self._region, self._tags, self._behind = region, tags, False
+        self._say(module, behind)
+
+    def __call__(self, module: nn.Module, _args: tuple[Any, ...]) -> None:
+        if self._region.is_active and self._behind != self._region.holds_parts:
+            self._say(module, self._region.holds_parts)
+            self._tags.put()
+
+    def _say(self, module: nn.Module, behind: bool) -> None:
+        if behind != self._behind:
+            self._behind = behind
+            for name in module._parameters:
+                self._tags.add(module, name, **{TAG: behind})
 
 
 class LengthCheck:
@@ -312,6 +411,8 @@ class LengthCheck:
         hidden = args[0] if args else kwargs.get("hidden_states")
         tables = kwargs.get("position_embeddings")
         if not isinstance(hidden, torch.Tensor) or not isinstance(tables, tuple):
+            return
+        if not isinstance(tables[0], torch.Tensor):
             return
         if hidden.shape[1] != tables[0].shape[-2]:
             raise RuntimeError(

@@ -2,6 +2,8 @@
 
 Which gradients are summed, and how a norm counts a parameter, is said by attributes of the parameters (NxD's
 contract). PyTorch loses them wherever it makes a parameter anew; here they are kept by the module.
+
+A module of somebody else's, which keeps its class, can have parameters divided too: see `divide_parameter`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .group import group_or_enclosing
-from .weights import Partition, whole_of_ranks
+from .weights import Partition, like_parameter, whole_of_ranks
 
 
 class HeldGroup:
@@ -121,10 +123,43 @@ class ShardedModule(TaggedModule):
         return whole_of_ranks(tensor, partition, self.tensor_model_parallel_group)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        for name, partition in self.partitions.items():
-            parameter, given = self._parameters.get(name), state_dict.get(prefix + name)
-            if parameter is None or given is None or given.shape == parameter.shape:
-                continue
-            if partition.fits(given.shape):
-                state_dict[prefix + name] = partition.part(given, self.tensor_model_parallel_group.rank())
+        cut_to_parts(self, state_dict, prefix, self.tensor_model_parallel_group.rank())
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def partitions_in(module: nn.Module) -> dict[str, Partition]:
+    """Return how the own parameters of a module are divided, by name; it may be none of ours."""
+    found: dict[str, Partition] = vars(module).get("partitions", {})
+    return found
+
+
+def divide_parameter(module: nn.Module, name: str, partition: Partition, rank: int) -> None:
+    """Replace a parameter of any module by this rank's part; loading a full tensor takes the part then, too.
+
+    Its attributes (``partition.tags``) are up to the caller.
+    """
+    full = module.get_parameter(name)
+    with torch.no_grad():
+        module._parameters[name] = like_parameter(partition.part(full, rank), full)
+    if "partitions" not in vars(module):
+        vars(module)["partitions"] = {}
+        module.register_load_state_dict_pre_hook(_CutToParts(rank))
+    vars(module)["partitions"][name] = partition
+
+
+def cut_to_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, rank: int) -> None:
+    """Put this rank's parts in the place of full tensors of a state dict."""
+    for name, partition in partitions_in(module).items():
+        parameter, given = module._parameters.get(name), state_dict.get(prefix + name)
+        if parameter is None or given is None or given.shape == parameter.shape:
+            continue
+        if partition.fits(given.shape):
+            state_dict[prefix + name] = partition.part(given, rank)
+
+
+class _CutToParts:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        cut_to_parts(module, state_dict, prefix, self._rank)

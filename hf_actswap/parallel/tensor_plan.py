@@ -1,65 +1,230 @@
-"""Reads how an unknown family is divided off the model's own ``base_model_tp_plan``, as data.
+"""Reads off a model which projections its layers have, and how they are divided.
 
-Hugging Face's plans name a style for each projection of a layer. Projections of one parent form a block; its
-input is taken at the block itself, since a plan does not say which norm it reads.
+Hugging Face's plans (``base_model_tp_plan``) name a style for each projection of a layer. Where a plan says
+nothing of a module, the names of its projections do (`families.PATTERNS`). Of both a projection counts only
+if a row-parallel one ends its block: what the ranks compute then is a sum of shares.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
-from ..errors import Problem
-from .families import FAMILIES, Block, Columns, Family
+from .adapters import base_of
+from .families import (
+    EXPERTS,
+    HEAD_PARAMETERS,
+    KINDS,
+    LINEAR_CLASSES,
+    LOW_RANK,
+    PATTERNS,
+    WIDE_NORMS,
+    Block,
+    Columns,
+    Family,
+)
+from .mixture_of_experts import is_understood
+from .parallel_linear import ParallelLinear, sizes_of
 
-_LAYER = "layers.*."
-_COLUMN, _ROW, _SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
-_ATTENTION_COLUMNS = {"q_proj": Columns.QUERY, "k_proj": Columns.KEY_VALUE, "v_proj": Columns.KEY_VALUE}
+Styles = dict[str, str | Columns]
+
+_COLUMN, _GATHERED = ("colwise", "packed_colwise"), ("colwise_gather_output", "colwise_rep")
+_ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep")
+_ROW_NAMES = {row.rpartition(".")[2] for _, row in PATTERNS}
+_ATTENTION = (Columns.QUERY, Columns.KEY_VALUE, Columns.FUSED_HEADS, Columns.FUSED_QKV)
 
 
-def family_of(config: Any, base: nn.Module) -> Family | list[Problem]:
-    """Return how a decoder is divided, or what of its plan is not understood.
+def plan_of(config: Any) -> dict[str, str]:
+    """Return the plan of a decoder's configuration, by path inside a layer (``*`` for a number)."""
+    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    return {path.partition(".*.")[2]: style for path, style in plan.items() if ".*." in path}
+
+
+def blocks_of(layer: nn.Module, plan: Mapping[str, str], family: Family) -> list[Block]:
+    """Return the blocks of a layer whose projections are divided, in the order of its modules.
 
     Args:
-        config: of the text model.
-        base: the decoder without head.
+        layer: of the decoder.
+        plan: from `plan_of`.
+        family: of the model.
     """
-    known = FAMILIES.get(config.model_type)
-    if known is not None:
-        return known
-    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
-    styles = {path.removeprefix(_LAYER): style for path, style in plan.items() if path.startswith(_LAYER)}
-    problems = list(_problems(config.model_type, styles))
-    norms = [name for name, child in base.named_children() if "norm" in type(child).__name__.lower()]
-    if len(norms) != 1:
-        found = ", ".join(norms) or "none"
-        problems.append(Problem(f"family {config.model_type}", "one norm behind the last layer", found))
-    return problems or Family(tuple(_blocks(styles)), norms[0])
+    found: list[Block] = []
+    for group, styles in _groups(layer, plan, family).items():
+        rows = tuple(path for path, style in styles.items() if _is_row(layer, path, style))
+        kinds = {path: _kind(path, style) for path, style in styles.items() if path not in rows}
+        columns = {path: kind for path, kind in kinds.items() if kind is not None}
+        if rows and columns:
+            found += _blocks(group, _with_features(layer, group, columns, family), rows, family)
+    for path, parameters in family.shares.items():
+        if _exists(layer, f"{path}.{EXPERTS}"):
+            found = _as_one(path, parameters, found)
+    places = {name: place for place, (name, _) in enumerate(layer.named_modules())}
+    return sorted(found, key=lambda block: places[block.path])
 
 
-def _problems(model_type: str, styles: Mapping[str, str]) -> Iterator[Problem]:
-    where = f"family {model_type}"
-    if not styles:
-        hint = f"Known families: {', '.join(FAMILIES)}."
-        yield Problem(where, "a known family, or a model with a base_model_tp_plan", "neither", hint)
-    for path, style in styles.items():
-        if style not in (_COLUMN, _ROW, _SUMMED):
-            expected = f"style {_COLUMN}, {_ROW} or {_SUMMED} in base_model_tp_plan"
-            yield Problem(f"{where}, {path}", expected, style)
-        elif "." not in path:
-            yield Problem(f"{where}, {path}", "a module inside a block", "one of the layer itself")
+def closed_paths(layer: nn.Module, family: Family) -> list[str]:
+    """Return the modules of a layer that stay whole because they hold routed experts of an unknown kind."""
+    experts = [path for path, module in layer.named_modules() if path.rpartition(".")[2] == EXPERTS]
+    unknown = [path for path in experts if not is_understood(layer.get_submodule(path))]
+    return [parent for path in unknown if (parent := path.rpartition(".")[0]) not in family.shares]
 
 
-def _blocks(styles: Mapping[str, str]) -> Iterator[Block]:
-    for parent in dict.fromkeys(path.rpartition(".")[0] for path in styles):
-        inside = {
-            path.removeprefix(f"{parent}."): style
-            for path, style in styles.items()
-            if path.rpartition(".")[0] == parent
-        }
-        names = {style: tuple(n for n, s in inside.items() if s == style) for style in set(inside.values())}
-        columns = {name: _ATTENTION_COLUMNS.get(name, Columns.PLAIN) for name in names.get(_COLUMN, ())}
-        is_attention = any(kind is not Columns.PLAIN for kind in columns.values())
-        yield Block(parent, columns, names.get(_ROW, ()), None, names.get(_SUMMED, ()), is_attention)
+def is_linear(module: Any) -> bool:
+    """Whether something is a linear layer that can be divided, or an adapter around one."""
+    return isinstance(module, nn.Module) and type(base_of(module)).__name__ in LINEAR_CLASSES
+
+
+def _blocks(
+    group: str, columns: dict[str, Columns], rows: tuple[str, ...], family: Family
+) -> Iterator[Block]:
+    """One block; where the projections are the layer's own, one for each, which is its own input."""
+    parents = {path.rpartition(".")[0] for path in columns}
+    path = min(parents, key=len)
+    if not all(_is_at_or_below(parent, path) for parent in parents):
+        path = group
+    if path:
+        is_attention = any(kind in _ATTENTION for kind in columns.values())
+        yield Block(path, columns, rows, family.norms.get(path), is_attention)
+        return
+    for number, (column, kind) in enumerate(columns.items()):
+        yield Block(column, {column: kind}, () if number else rows)
+
+
+def _as_one(path: str, parameters: Mapping[str, tuple[int, int]], found: list[Block]) -> list[Block]:
+    """Blocks with those in the module ``path`` as a single one."""
+    inside = [block for block in found if _is_at_or_below(block.path, path)]
+    columns = {name: kind for block in inside for name, kind in block.columns.items()}
+    rows = tuple(row for block in inside for row in block.rows)
+    own = {f"{path}.{name}": division for name, division in parameters.items()}
+    one = Block(path, columns, rows, parameters=own, sums_output=True)
+    return [*(block for block in found if block not in inside), one]
+
+
+def _groups(layer: nn.Module, plan: Mapping[str, str], family: Family) -> dict[str, Styles]:
+    """Styles of the layer's projections and parameters, by the module that is one block."""
+    groups: dict[str, Styles] = {}
+    for path, style in _planned(layer, plan).items():
+        groups.setdefault(path.rpartition(".")[0], {})[path] = style
+    ended = [g for g, of in groups.items() if any(_is_row(layer, path, style) for path, style in of.items())]
+    for group in list(groups):
+        outer = next((other for other in ended if group.startswith(f"{other}.")), None)
+        if outer is not None:
+            groups[outer].update(groups.pop(group))
+    for group, module in layer.named_modules():
+        if not _is_inside(EXPERTS, group) and group not in ended:
+            for pattern in _matching(group, module, {path for of in groups.values() for path in of}):
+                groups.setdefault(group, {}).update(pattern)
+    for styles in groups.values():
+        styles.update({path: kind for path, kind in family.styles.items() if path in styles})
+    whole = (*family.undivided, *closed_paths(layer, family))
+    return {g: of for g, of in groups.items() if not any(_is_at_or_below(g, path) for path in whole if path)}
+
+
+def _planned(layer: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Styles of what the layer has, except of routed experts."""
+    modules = [name for name, module in layer.named_modules() if not isinstance(module, ParallelLinear)]
+    paths = [*modules, *(name for name, of in layer.named_parameters() if of.dim() == 1)]
+    wanted = {re.compile(re.escape(path).replace(r"\*", r"\d+")): style for path, style in plan.items()}
+    return {
+        path: style
+        for path in paths
+        for pattern, style in wanted.items()
+        if pattern.fullmatch(path) and not _is_inside(EXPERTS, path)
+    }
+
+
+def _matching(group: str, module: nn.Module, known: set[str]) -> Iterator[Styles]:
+    """Styles of the patterns that a module matches, if it holds nothing else that is not understood."""
+    prefix = f"{group}." if group else ""
+    for columns, row in PATTERNS:
+        names = (*columns, row)
+        if any(prefix + name in known for name in names):
+            continue
+        if not all(_exists(module, name) and is_linear(_get(module, name)) for name in names):
+            continue
+        heads = tuple(name for name in HEAD_PARAMETERS if _exists(module, name))
+        is_attention = any(KINDS.get(name) in _ATTENTION for name in columns)
+        if not _further(module, (*names, *heads)) if group else not is_attention:
+            known.update(prefix + name for name in names)
+            yield {**{prefix + name: "colwise" for name in (*columns, *heads)}, prefix + row: "rowwise"}
+
+
+def _further(module: nn.Module, names: tuple[str, ...]) -> list[str]:
+    """Parameters of a module besides the named ones, and besides those of norms and of activations."""
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if not any(_is_at_or_below(name, known) for known in (*names, *LOW_RANK))
+        and "norm" not in type(module.get_submodule(name.rpartition(".")[0])).__name__.lower()
+        and parameter.numel() > 1
+    ]
+
+
+def _is_at_or_below(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}.")
+
+
+def _is_inside(name: str, path: str) -> bool:
+    return name in path.split(".")
+
+
+def _exists(module: nn.Module, path: str) -> bool:
+    return isinstance(_get(module, path), nn.Module | nn.Parameter)
+
+
+def _get(module: nn.Module, path: str) -> Any:
+    """A module or parameter by its path; ``None``: there is none."""
+    parent, _, name = path.rpartition(".")
+    try:
+        return getattr(module.get_submodule(parent), name, None)
+    except AttributeError:
+        return None
+
+
+def _is_row(layer: nn.Module, path: str, style: str | Columns) -> bool:
+    ends = path.rpartition(".")[2] in _ROW_NAMES and style in (*_ROWS, *_GATHERED)
+    return ends and isinstance(_get(layer, path), nn.Module)
+
+
+def _kind(path: str, style: str | Columns) -> Columns | None:
+    """How a projection is divided: not at all, if its style is none of a projection."""
+    if isinstance(style, Columns):
+        return style
+    name = path.rpartition(".")[2]
+    if style in _COLUMN:
+        return KINDS.get(name, Columns.QUERY if name in HEAD_PARAMETERS else Columns.PLAIN)
+    if style in _GATHERED:
+        fused = KINDS.get(name)
+        return fused if fused in (Columns.FUSED_QKV, Columns.FUSED_PAIR) else Columns.GATHERED
+    return None
+
+
+def _with_features(
+    layer: nn.Module, group: str, columns: dict[str, Columns], family: Family
+) -> dict[str, Columns]:
+    """Gather features that a family's block needs all; divide q, k, v that a plan gathers for norms only."""
+    if getattr(layer.get_submodule(group), family.gathered.get(group, ""), 0):
+        return dict.fromkeys(columns, Columns.GATHERED)
+    gathered = {path for path, kind in columns.items() if kind is Columns.GATHERED}
+    of_norms = {f"{group}.{name}" for name in ("q_proj", "k_proj", "v_proj")}
+    if gathered != of_norms or not wide_norms(layer, group):
+        return columns
+    return {path: _kind(path, "colwise") or kind for path, kind in columns.items()}
+
+
+def wide_norms(layer: nn.Module, group: str) -> list[str]:
+    """Return the names of norms in a block that are over all features which the ranks divide."""
+    block = layer.get_submodule(group)
+    found = []
+    for name, projection in WIDE_NORMS.items():
+        weight = getattr(getattr(block, name, None), "weight", None)
+        full: Any = getattr(block, projection, None)
+        if weight is None or not is_linear(full):
+            continue
+        sizes = sizes_of(base_of(full))
+        if weight.numel() == sizes[0 if projection in _ROW_NAMES else 1]:
+            found.append(name)
+    return found

@@ -10,6 +10,7 @@ so is the embedding's. `Patched.full_state_dict` has the whole ones.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,70 +23,96 @@ from .embedding import ParallelEmbedding
 from .layers import ColumnParallelLinear
 from .lazy_logits import full_logits, lazy_full_logits
 from .sequence_padding import without_padding
-from .sequence_region import SEQUENCE_DIM, SequenceRegion, cut_masked_rows
+from .sequence_region import SEQUENCE_DIM, ForwardPass, SequenceRegion, cut_masked_rows
 
 _CAUSAL_LM_LOSS = "ForCausalLMLoss"
 """Name of transformers' loss that ours stands for."""
 
 
+_LOSS = "loss_function"
+"""Name by which transformers' models call it."""
+
+
 class ScaledParallelEmbedding(ParallelEmbedding):
     """As Gemma's: what is looked up is multiplied by a number, ``embed_scale``."""
 
-    embed_scale: torch.Tensor
+    embed_scale: torch.Tensor | float
 
     def take_scale(self, full: Any) -> None:
         """Take the number from the full embedding."""
         self.scalar_embed_scale = getattr(full, "scalar_embed_scale", None)
-        self.register_buffer("embed_scale", full.embed_scale.clone(), persistent=False)
+        if isinstance(full.embed_scale, torch.Tensor):
+            self.register_buffer("embed_scale", full.embed_scale.clone(), persistent=False)
+        else:
+            self.embed_scale = full.embed_scale
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Look ``[B, S]`` ids up: ``[B, S, H]``."""
-        return super().forward(input_) * self.embed_scale.to(self.weight.dtype)
+        scale = self.embed_scale
+        if isinstance(scale, torch.Tensor):
+            scale = scale.to(self.weight.dtype)
+        return super().forward(input_) * scale
 
 
 def problems_of_vocabulary(model: Any) -> Iterator[Problem]:
     """Name an embedding or a head that is not understood."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    known = type(embedding) is nn.Embedding or (
-        isinstance(embedding, nn.Embedding)
-        and isinstance(getattr(embedding, "embed_scale", None), torch.Tensor)
-    )
-    if not known:
+    if not isinstance(embedding, nn.Embedding):
         hint = "Adapters on it are not supported: take it out of target_modules and modules_to_save."
         yield Problem("embedding", "nn.Embedding", type(embedding).__name__, hint)
     elif embedding.max_norm is not None or embedding.scale_grad_by_freq:
         yield Problem("embedding", "neither max_norm nor scale_grad_by_freq", "one of them")
-    if head is not None and type(head) is not nn.Linear:
+    if head is not None and type(head) is not nn.Linear and any(True for _ in head.parameters()):
         hint = "Adapters on it are not supported: take it out of target_modules and modules_to_save."
         yield Problem("head", "nn.Linear", type(head).__name__, hint)
 
 
 def divide_vocabulary(model: Any, region: SequenceRegion) -> None:
-    """Divide embedding and head in place; tied ones stay tied."""
-    group = region.group
+    """Divide embedding and head in place; tied ones stay tied.
+
+    An embedding that does more than to look up and scale stays whole, and so does a head that is tied to it.
+    """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        head = None
     tied = head is not None and head.weight is embedding.weight
-    kind = ScaledParallelEmbedding if hasattr(embedding, "embed_scale") else ParallelEmbedding
-    divided = kind.from_embedding(embedding, tensor_model_parallel_group=group)
-    if isinstance(divided, ScaledParallelEmbedding):
-        divided.take_scale(embedding)
-    replace(model, embedding, divided)
     model.resize_token_embeddings = refuse_resizing
-    if head is None:
+    is_scaled = isinstance(getattr(embedding, "embed_scale", None), torch.Tensor | float | int)
+    if type(embedding) is nn.Embedding or is_scaled:
+        kind = ScaledParallelEmbedding if is_scaled else ParallelEmbedding
+        divided = kind.from_embedding(embedding, tensor_model_parallel_group=region.group)
+        if isinstance(divided, ScaledParallelEmbedding):
+            divided.take_scale(embedding)
+        replace(model, embedding, divided)
+        embedding = divided
+    elif tied:
         return
+    if head is not None:
+        _divide_head(model, head, embedding.weight if tied else None, region)
+
+
+def _divide_head(model: Any, head: nn.Linear, tied_to: nn.Parameter | None, region: SequenceRegion) -> None:
     settings: dict[str, Any] = {
         "pad_output": True,
         "sequence_dimension": SEQUENCE_DIM,
-        "tensor_model_parallel_group": group,
+        "tensor_model_parallel_group": region.group,
         "reduce_dtype": region.reduce_dtype,
     }
     region.head = ColumnParallelLinear.from_linear(head, **settings)
-    if tied:
-        region.head.weight = divided.weight
+    if tied_to is not None:
+        region.head.weight = tied_to
     replace(model, head, region.head)
+    region.head_hands_on_parts = _LOSS in _names_in_forward(model)
     region.head.register_forward_hook(_HeadHook(region, head.out_features))
-    model.loss_function = VocabularyLoss(region, head.out_features, model.loss_function)
+    if region.head_hands_on_parts:
+        model.loss_function = VocabularyLoss(region, head.out_features, model.loss_function)
     model.register_forward_hook(_ModelExitHook(region, head.out_features), always_call=True)
+
+
+def _names_in_forward(model: nn.Module) -> tuple[str, ...]:
+    """Names that a model's forward uses: one that has a loss of its own needs whole logits."""
+    forward = inspect.unwrap(type(model).forward)
+    return forward.__code__.co_names
 
 
 def refuse_resizing(*_: Any, **__: Any) -> None:
@@ -141,8 +168,11 @@ class _HeadHook:
         self._region, self._vocabulary_size = region, vocabulary_size
 
     def __call__(self, _head: nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        if self._region.current is not None:
+        current = self._region.current
+        if current is not None and self._region.head_hands_on_parts:
             return output
+        if current is not None:
+            current.lost = True  # the model's own loss reads what is whole
         return full_logits(output, self._vocabulary_size, self._region.group)
 
 
@@ -165,6 +195,8 @@ class _ModelExitHook:
                     "loss, such as Liger's?): it has seen this rank's part of the vocabulary only. Switch "
                     "the fused loss off; the patched model's own never makes whole logits either"
                 )
+            if not region.head_hands_on_parts:
+                return self._without_padding(output, current)
             if isinstance(output, tuple):
                 place = 1 if current.labelled else 0
                 return (*output[:place], self._whole(output[place]), *output[place + 1 :])
@@ -173,6 +205,12 @@ class _ModelExitHook:
             return output
         finally:
             region.end(model)
+
+    def _without_padding(self, output: Any, current: ForwardPass) -> Any:
+        """An output whose logits are whole already."""
+        if current.length and not isinstance(output, tuple):
+            output.logits = without_padding(output.logits, SEQUENCE_DIM, current.length)
+        return output
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
         region, current = self._region, self._region.current

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_actswap.parallel import (
     ColumnParallelLinear,
     GQAQKVColumnParallelLinear,
     LayerNorm,
     ParallelEmbedding,
+    Partition,
     RMSNorm,
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
@@ -29,6 +31,8 @@ from hf_actswap.parallel import (
     scatter_to_tensor_model_parallel_region,
     tensor_parallel_group,
 )
+from hf_actswap.parallel.communication import all_gather, all_reduce, reduce_scatter
+from hf_actswap.parallel.mappings import copied
 from tests.parallel.collective_calls import KINDS, Collective, wrapped
 from tests.parallel.sharded_math import alone, assert_close, from_all, part, same, summed
 
@@ -156,6 +160,39 @@ def case_column_and_row_match_linear(group: dist.ProcessGroup) -> None:
             reference = _mlp_reference(bias)
             if batch_dim_divides:
                 _column_and_row(group, reference, sequence_parallel, dim, 1e-6)
+
+
+def case_double_is_summed_in_double(group: dist.ProcessGroup) -> None:
+    """``reduce_dtype`` is float32 by default: a sum is never narrower than what is summed."""
+    for sequence_parallel in (False, True):
+        _column_and_row(group, _mlp_reference(True).double(), sequence_parallel, 1, 1e-14)
+    x = (same(BATCH, LENGTH, HIDDEN).double() / 3).requires_grad_()
+    wide = summed(x.detach(), group)
+    assert torch.equal(all_reduce(x, group, torch.float32), wide)
+    assert torch.equal(reduce_scatter(x, 1, group, None, torch.float32), part(wide, 1, group))
+    for found in (copied(x, group, torch.float32), all_gather(x, 1, group, True, torch.float32)):
+        gradient = found.detach() / 7
+        (own,) = torch.autograd.grad(found, x, gradient)
+        expected = summed(gradient, group)
+        assert torch.equal(own, expected if found.shape == x.shape else part(expected, 1, group))
+
+
+def case_transposed(group: dist.ProcessGroup) -> None:
+    """As transformers' Conv1D has its weight: [in, out], parts of q, k and v."""
+    full = Conv1D(3 * HIDDEN, HIDDEN)
+    x, gradient = same(BATCH, LENGTH, HIDDEN).requires_grad_(), same(BATCH, LENGTH, 3 * HIDDEN, seed=2)
+    full(x).backward(gradient)
+    cut = Partition.of(1, 3 * HIDDEN, group.size(), 3)
+    column = ColumnParallelLinear.from_linear(full, stride=3, tensor_model_parallel_group=group)
+    own = x.detach().requires_grad_()
+    mine = Partition.of(2, 3 * HIDDEN, group.size(), 3).part(gradient, group.rank())
+    column(own).backward(mine)
+    assert column.weight.shape == (HIDDEN, 3 * HIDDEN // group.size())
+    assert_close(column.weight.grad, cut.part(full.weight.grad, group.rank()))
+    assert_close(own.grad, x.grad)
+    assert torch.equal(column.full_parameter("weight"), full.weight)
+    row = RowParallelLinear.from_linear(Conv1D(HIDDEN, HIDDEN), tensor_model_parallel_group=group)
+    assert row.weight.shape == (HIDDEN // group.size(), HIDDEN)
 
 
 def case_sequence_first(group: dist.ProcessGroup) -> None:

@@ -14,6 +14,12 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Llama4Config,
+    Llama4ForConditionalGeneration,
+)
 
 from hf_actswap.apply import apply
 from hf_actswap.config.schema import ParallelConfig
@@ -26,7 +32,7 @@ from hf_actswap.parallel.rank_agreement import RankAgreementError
 from hf_actswap.plan.outline import outline as outline_of
 from tests.parallel.collective_calls import noted
 from tests.parallel.patch_worker import BATCH, Case, batches, compare, config, drifting, full_gradients, step
-from tests.parallel.patched_models import tiny_model
+from tests.parallel.patched_models import HIDDEN, tiny_model
 from tests.parallel.rank_processes import run_cases
 
 WORLD_SIZE, LENGTH, NEW_TOKENS = 2, 16, 20
@@ -316,6 +322,8 @@ PLAN = {
     "recompute_config": {"select_recompute": {"feed_forward": [0]}, "select_comm_recompute": True},
 }
 FULL_PLAN = {**PLAN, "recompute_config": {"recompute": [1]}}
+FURTHER_PLANNED = ("deepseek_v3", "gemma3n_text", "gpt_oss", "olmo2")
+"""Latent attention, further arguments of layers, biased experts, norms over the features of all heads."""
 EXPERTS_PLAN = {
     "parallel_config": PLAN["parallel_config"],
     "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 4, "layers": [0, 1]}]},
@@ -398,6 +406,75 @@ def _refusal(call: Callable[[], object], kind: type[Exception]) -> str:
     return ""
 
 
+_VISION = {"hidden_size": HIDDEN, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+_IMAGE = {"image_size": 28, "patch_size": 14}
+_IMAGE_TOKEN, _IMAGE_TOKENS = 95, 4
+
+
+def gemma3_with_images() -> Any:
+    """Return a tiny Gemma 3 whose tower has more layers than its decoder."""
+    configuration = Gemma3Config(
+        text_config=tiny_model("gemma3_text").config,
+        vision_config={**_VISION, **_IMAGE},
+        mm_tokens_per_image=_IMAGE_TOKENS,
+        image_token_index=_IMAGE_TOKEN,
+    )
+    torch.manual_seed(3)
+    return Gemma3ForConditionalGeneration(configuration).train()
+
+
+def llama4_with_images() -> Any:
+    """Return a tiny Llama 4, whose language model has its own head."""
+    sizes = dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), HIDDEN)
+    vision = {**_VISION, **_IMAGE, **sizes}
+    return Llama4ForConditionalGeneration(
+        Llama4Config(text_config=tiny_model("llama4_text").config, vision_config=vision)
+    )
+
+
+def run_images(sequence_parallel: bool, group: Group) -> dict[str, Any]:
+    """A step on an image and text, divided and in one process."""
+    assert group is not None
+    alone, model = gemma3_with_images(), gemma3_with_images()
+    patched = patch_model(model, config(group, sequence_parallel), group)
+    ids = ids_of(17).clamp(max=_IMAGE_TOKEN - 1)
+    ids[:, 1 : 1 + _IMAGE_TOKENS] = _IMAGE_TOKEN
+    pixels = torch.randn(len(ids), 3, 28, 28, generator=torch.Generator().manual_seed(2))
+    inputs = {"input_ids": ids, "labels": ids, "pixel_values": pixels, "use_cache": False}
+    inputs["token_type_ids"] = (ids == _IMAGE_TOKEN).long()
+    losses = []
+    for one in (alone, model):
+        loss = one(**inputs).loss
+        loss.backward()
+        losses.append(loss.item())
+    allreduce_sequence_parallel_gradients(model, group)
+    gradients = full_gradients(patched)
+    expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    return {
+        "losses": losses,
+        "errors": {
+            name: ((gradients[name] - grad).abs().max() / grad.abs().max().clamp(min=1e-6)).item()
+            for name, grad in expected.items()
+        },
+        "drift": drifting(patched, gradients),
+        "divided": sorted(patched.sharded),
+    }
+
+
+class BiasBehindMLP(nn.Module):
+    """What a model of an unknown family may do: a parameter of a block that is no part of the ranks' sum."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.act_fn, self.norm = mlp.act_fn, nn.LayerNorm(HIDDEN)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return ``[B, S, H]``."""
+        product: torch.Tensor = self.down_proj(self.act_fn(self.gate_proj(hidden)) * self.up_proj(hidden))
+        return self.norm(product)
+
+
 def run_refusals(group: Group) -> dict[str, str]:
     """Messages of what is refused."""
     assert group is not None
@@ -409,9 +486,10 @@ def run_refusals(group: Group) -> dict[str, str]:
     quick = partial(patch_model, parallel_config=wanted, group=group, timeout_s=5)
     odd = tiny_model("llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=48)
     before = {name: tuple(p.shape) for name, p in odd.named_parameters()}
-    unknown = tiny_model("llama")
-    unknown.config.model_type = "unheard_of"
-    unknown.model.config.base_model_tp_plan = {"layers.*.mlp.gate_proj": "colwise_gather_output"}
+    behind = tiny_model("llama")
+    for layer in behind.model.layers:
+        layer.mlp = BiasBehindMLP(layer.mlp)
+    patch_model(behind, config(group, False), group)
     twice = tiny_model("llama")
     patch(twice)
     fused = tiny_model("llama")
@@ -427,7 +505,9 @@ def run_refusals(group: Group) -> dict[str, str]:
         "heads": _refusal(lambda: patch(odd), PatchError),
         "untouched": str(before == {name: tuple(p.shape) for name, p in odd.named_parameters()}),
         "group": _refusal(lambda: patch(untied, ParallelConfig(tensor_parallel_size=4)), PatchError),
-        "unknown": _refusal(lambda: patch(unknown), PatchError),
+        "unknown": _refusal(lambda: patch(tiny_model("mamba")), PatchError),
+        "inside": _refusal(lambda: patch(llama4_with_images()), PatchError),
+        "behind the sum": _refusal(lambda: behind(input_ids=ids, labels=ids), RuntimeError),
         "twice": _refusal(lambda: patch(twice), PatchError),
         "adapters after": _refusal(lambda: adapted(twice, "llama"), ValueError),
         "resize after": _refusal(lambda: twice.resize_token_embeddings(100), RuntimeError),
@@ -448,9 +528,11 @@ def cases(folder: str) -> dict[str, Callable[[Group], object]]:
     """Return what is run, by name."""
     return {
         "generation_llama": partial(run_generation, "llama", ONE_KV_HEAD),
-        "generation_gemma3": partial(run_generation, "gemma3", TIED_ODD),
+        "generation_gemma3_text": partial(run_generation, "gemma3_text", TIED_ODD),
         "generation_qwen3_moe": partial(run_generation, "qwen3_moe", {"output_router_logits": False}),
         "generation_phi3": partial(run_generation, "phi3", {}),
+        "generation_gpt2": partial(run_generation, "gpt2", {}),
+        "generation_bloom": partial(run_generation, "bloom", {}),
         "outputs": run_outputs,
         "own_losses": run_own_losses,
         "lazy": run_lazy,
@@ -478,8 +560,11 @@ def cases(folder: str) -> dict[str, Callable[[Group], object]]:
         "plan_experts_full": partial(run_plan, "mixtral", FULL_PLAN, {}),
         "plan_experts_ops": partial(run_plan, "mixtral", EXPERTS_PLAN, {}),
         "plan_neox": partial(run_plan, "gpt_neox", FULL_PLAN, {"hidden_dropout": 0.2}),
+        **{f"plan_{family}": partial(run_plan, family, FULL_PLAN, {}) for family in FURTHER_PLANNED},
         "dropout": partial(run_dropout, True),
         "dropout_replicated": partial(run_dropout, False),
+        "images": partial(run_images, True),
+        "images_replicated": partial(run_images, False),
         "refusals": run_refusals,
     }
 

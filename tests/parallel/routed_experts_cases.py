@@ -27,7 +27,8 @@ Group = dist.ProcessGroup | None
 def run_audit(kind: str, implementation: str, frozen: str, group: Group) -> dict[str, Any]:
     """Shapes, and bytes by dtype, that the second layer saves; parameters named ``frozen`` do not train."""
     assert group is not None
-    model = tiny_model(kind, num_key_value_heads=4, experts_implementation=implementation)
+    whole_attention = {"num_key_value_heads": 4, "sliding_window": None}
+    model = tiny_model(kind, **whole_attention, experts_implementation=implementation)
     freeze(frozen, model)
     patch_model(model, config(group, True), group)
     saved = _saved(model, model.model.layers[1], ids_of())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.patch_ways_worker import LENGTH, MAX_NORM, STEPS, WORLD_SIZE, run_on_rank
+from tests.parallel.patch_ways_worker import FURTHER_PLANNED, LENGTH, MAX_NORM, STEPS, WORLD_SIZE, run_on_rank
 from tests.parallel.patch_worker import BATCH
 from tests.parallel.patched_models import HIDDEN, INNER, LAYERS
 from tests.parallel.rank_processes import launch, result
@@ -31,7 +31,7 @@ def of_ranks(folder: Path, name: str) -> list[Any]:
     return [result(folder, name, rank) for rank in range(WORLD_SIZE)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3_moe", "phi3"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_moe", "phi3", "gpt2", "bloom"])
 def test_generation(kind: str, results: Path) -> None:
     for found in of_ranks(results, f"generation_{kind}"):
         assert torch.equal(found["tokens"], found["expected"])
@@ -170,6 +170,14 @@ def test_plans(name: str, block_ends: tuple[str, str], results: Path) -> None:
         )
 
 
+@pytest.mark.parametrize("family", FURTHER_PLANNED)
+def test_plans_of_further_families(family: str, results: Path) -> None:
+    """Gradients bitwise those without."""
+    for found in of_ranks(results, f"plan_{family}"):
+        assert (found["differing"], found["missing"]) == ([], set())
+        assert found["rows"] > 0
+
+
 @pytest.mark.parametrize("name", ["plan_experts", "plan_experts_full", "plan_experts_ops"])
 def test_plans_of_experts(name: str, results: Path) -> None:
     """Gradients bitwise those without; an outline sees how experts communicate."""
@@ -183,6 +191,21 @@ def test_plans_of_experts(name: str, results: Path) -> None:
             "mlp.experts.all_gather",
             "mlp.experts.reduce_scatter",
         )
+
+
+@pytest.mark.parametrize("name", ["images", "images_replicated"])
+def test_images(name: str, results: Path) -> None:
+    """The decoder of a model that sees is divided, its deeper tower is not; gradients of both are right."""
+    for found in of_ranks(results, name):
+        assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-5)
+        assert max(found["errors"].values()) < 1e-4
+        assert {path.partition(".layers.")[0] for path in found["errors"]} > {
+            "model.vision_tower.encoder",
+            "model.language_model",
+        }
+        assert found["drift"] == []
+        assert any(".layers." in path for path in found["divided"])
+        assert not any("vision" in path for path in found["divided"])
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
@@ -213,7 +236,9 @@ def test_deep_copy(results: Path) -> None:
 REFUSALS = {
     "heads": "a divisor of 3, the number of attention heads",
     "group": "expected 4 ranks",
-    "unknown": "found colwise_gather_output",
+    "unknown": "whose projections are known",
+    "inside": "Llama4ForConditionalGeneration around a Llama4ForCausalLM. Pass its language_model",
+    "behind the sum": "in it is added to what the ranks sum",
     "twice": "divided already",
     "adapters after": "ColumnParallelLinear",
     "resize after": "Resize the whole model, then patch it",

@@ -22,6 +22,7 @@ from typing import Literal
 from torch import nn
 
 from ...parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, RowParallelLinear
+from ...parallel.collectives import sum_dtype
 from ...parallel.gradients import TAG
 from ...plan.actions import Scope
 from ...plan.outline import LayerOutline, Outline
@@ -111,7 +112,7 @@ class _Axis:
         linears = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
         first = linears[0] if linears else None
         summed = None if first is None else first.reduce_dtype
-        self._sum_bytes = self._size_bytes if summed is None else summed.itemsize
+        self._sum_bytes = sum_dtype(weight.dtype, summed).itemsize
         batch, length = profile.batch_shape
         self._tokens = batch * length
         self._hidden = self._tokens * _hidden_size(model, outline)

@@ -1,0 +1,58 @@
+"""Families of transformers, divided and with plans, against one process; and the page that says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+
+from docs.make_families import PAGE, cells_of
+from tests.parallel.family_worker import (
+    RIGHT,
+    WRONG,
+    Findings,
+    everything,
+    findings,
+    page,
+    run_most_used,
+)
+from tests.parallel.patched_models import FAMILIES, MOST_USED
+from tests.parallel.rank_processes import launch
+
+LIMIT_S, LONG_LIMIT_S = 200, 1500
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture(scope="module")
+def most_used(tmp_path_factory: pytest.TempPathFactory) -> Findings:
+    """What was found of the families that are used most, in one launch."""
+    return findings(launch(run_most_used, tmp_path_factory.mktemp("families"), 2, LIMIT_S))
+
+
+@pytest.mark.parametrize("family", MOST_USED)
+def test_as_in_one_process(family: str, most_used: Findings) -> None:
+    """Losses, each gradient, and the state dict, with sequence parallelism and without."""
+    assert {way: finding for way, finding in most_used[family].items() if finding[0] != RIGHT} == {}
+    assert len(most_used[family]) == 2
+
+
+def test_page_of_most_used(most_used: Findings) -> None:
+    assert set(MOST_USED) <= set(FAMILIES)
+    cells = cells_of(PAGE.read_text(encoding="utf-8"))
+    for family, found in most_used.items():
+        shown = {way: cells[family][way] for way in found}
+        assert shown == {way: status for way, (status, _) in found.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * LONG_LIMIT_S)
+def test_page_of_everything(tmp_path: Path) -> None:
+    """No family is wrong, and the page says of each what is found."""
+    found = everything(tmp_path, LONG_LIMIT_S)
+    assert {family: ways for family, ways in found.items() if WRONG in dict(ways.values())} == {}
+    shown = PAGE.read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__}." not in shown:
+        pytest.skip("the page is of another version of transformers: run docs/make_families.py")
+    assert page(found) == shown, "run: python docs/make_families.py"

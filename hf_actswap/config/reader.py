@@ -16,7 +16,7 @@ from .keys import unknown_key_hint
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of the document to a value."""
 
-_SHOWN_CHARACTERS = 60
+SHOWN_CHARACTERS = 60
 _SHOWN_ITEMS = 8
 _SHOWN_DEPTH = 4
 _LARGEST_INT = 2**63 - 1
@@ -112,7 +112,7 @@ def where(path: Path) -> str:
 def show(value: object, depth: int = 0) -> str:
     """Write a value as the user would recognise it: one line, YAML's words, at most 60 characters."""
     text = _show_whole(value, depth)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
 
 
 def _show_whole(value: object, depth: int) -> str:
@@ -123,7 +123,7 @@ def _show_whole(value: object, depth: int) -> str:
     if isinstance(value, int):
         return "a number beyond 64 bits" if abs(value) > _LARGEST_INT else str(value)
     if isinstance(value, str):
-        head = value[:_SHOWN_CHARACTERS]
+        head = value[:SHOWN_CHARACTERS]
         return f"'{head}'" if head.isprintable() else repr(head)
     if isinstance(value, list | tuple | Mapping) and depth >= _SHOWN_DEPTH:
         return "..."

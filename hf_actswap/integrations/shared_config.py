@@ -9,7 +9,7 @@ from accelerate.utils import broadcast_object_list
 
 from ..config import ActSwapConfig, load_config
 from ..config.hub import is_commit, split_hub_id
-from ..config.reader import show, where
+from ..config.reader import SHOWN_CHARACTERS, show, where
 from ..errors import ConfigError
 from ..parallel.rank_agreement import digest, failing_together
 from ..plan import MemoryPlan
@@ -22,13 +22,15 @@ def facts_of(config: ActSwapConfig | MemoryPlan) -> dict[str, str]:
     """Return what ranks compare of their configurations or plans, a short text for each key."""
     if isinstance(config, MemoryPlan):
         return {"plan": digest(repr(config.rows))}
-    return {
-        where((section, key)): f"{show(value)} ({digest(repr(value))})"
-        if len(show(value)) == 60
-        else show(value)
-        for section, values in config.to_dict().items()
-        for key, value in values.items()
-    }
+    facts = {}
+    for section, values in config.to_dict().items():
+        keys = values.items() if isinstance(values, dict) else [(None, values)]
+        for key, value in keys:
+            shown = show(value)
+            facts[where((section,) if key is None else (section, key))] = (
+                f"{shown} ({digest(repr(value))})" if len(shown) == SHOWN_CHARACTERS else shown
+            )
+    return facts
 
 
 def may_move(source: object) -> bool:

@@ -313,8 +313,9 @@ class Planner:
             peak_bytes, source = self._warm_up_peak_bytes, "measured in warm-up"
         used_bytes = max(step.peak_bytes for step in best.steps)
         # A step that is recorded or guarded takes longer than others: of times only the relation is taken.
-        without_ms = best.step_ms * without.step_ms / best.prediction.step_ms
-        return Outcome(used_bytes, best.step_ms, peak_bytes, without_ms, source)
+        predicted_ms = best.prediction.step_ms
+        times = without.step_ms / predicted_ms if predicted_ms else 1.0  # nothing: the clock stood still
+        return Outcome(used_bytes, best.step_ms, peak_bytes, best.step_ms * times, source)
 
 
 def _more_telling(step: RecordedStep, before: RecordedStep | None) -> RecordedStep:

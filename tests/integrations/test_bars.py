@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from hf_actswap import ActSwapCallback
+from hf_actswap.integrations import callback as callback_module
 from hf_actswap.planner import Planner
 from hf_actswap.report import PinningBar, PlannerBar
 
@@ -40,7 +41,7 @@ def test_pinning_says_so_in_the_log_only(
     make_trainer: Any, quiet: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
-    globals_of_apply = ActSwapCallback.on_train_begin.__globals__["apply_plan"].__globals__
+    globals_of_apply = callback_module.apply_plan.__globals__
     install = globals_of_apply["install"]
 
     def listen(*args: Any) -> Any:

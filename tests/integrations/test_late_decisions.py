@@ -136,7 +136,7 @@ def test_only_rank_0_shows_a_bar(monkeypatch: pytest.MonkeyPatch, rank: int) -> 
         given.append(args[4])
         return install(*args)
 
-    monkeypatch.setitem(hf_actswap.apply.__globals__, "install", listen)
+    monkeypatch.setitem(callback_module.apply_plan.__globals__, "install", listen)
     hf_actswap.apply(tiny_llama(), CASE_2).remove()
     assert [type(progress) for progress in given] == [PinningBar if rank == 0 else type(None)]
 

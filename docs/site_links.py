@@ -1,7 +1,7 @@
 """Links of the repository's pages, for where else they are read: on the site, and on the package index.
 
 A page's links are relative to its file. `package_readme` makes those of README.md absolute; what mkdocs calls
-(the ``on_...`` functions, a hook of mkdocs.yml) makes them lead to the page of the site that a file has become,
+(the ``on_...`` functions, a hook of mkdocs.yml) makes them lead to the page of the site that a file became,
 else to the file in the repository. Where that is, ``project.urls`` in pyproject.toml says.
 """
 

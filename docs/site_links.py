@@ -86,7 +86,7 @@ def on_page_markdown(markdown: str, page: Any, files: Any, **_: Any) -> str:
 
     def lead(target: str) -> str:
         there = _on_site(target)
-        if files.get_file_from_path(there) is None:
+        if files.get_file_from_path(there) is None and (ROOT / target).exists():
             return in_repository(target)
         return posixpath.relpath(there, posixpath.dirname(own))
 

@@ -36,11 +36,13 @@ class _Links(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the site; ``--strict`` fails on links to pages and headings that are not there."""
+    """The folder of the site. ``--strict`` fails on links to pages and headings that are not there; it counts
+    warnings, which ``--quiet`` would take from it.
+    """
     pytest.importorskip("material", reason="the extra `docs` builds the site")
     pytest.importorskip("mkdocstrings_handlers.python", reason="the extra `docs` builds the site")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0, ran.stderr[-4000:]

@@ -102,7 +102,11 @@ def test_links_in_code_stay_and_all_others_lead() -> None:
     )
 
 
-def test_the_repository_is_named_in_one_place() -> None:
-    """Where a checkout is published, one line changes."""
-    pages = [ROOT / "README.md", ROOT / "mkdocs.yml", *DOCS.rglob("*.md"), *ROOT.glob("*/README.md")]
-    assert [page for page in pages if LINKS.repository_url() in text_of(page)] == []
+def test_the_repository_has_one_address() -> None:
+    """A page that cannot do without it has that of ``project.urls``."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("*.yml"), *DOCS.rglob("*.md"), *ROOT.glob("*/README.md")]
+    pages += ROOT.glob("examples/*")
+    found = {
+        link for page in pages for link in re.findall(r"https://[^\s\"']*/hf[-_]actswap\b", text_of(page))
+    }
+    assert found == {LINKS.repository_url()}

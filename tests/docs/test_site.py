@@ -105,7 +105,7 @@ def test_links_in_code_stay_and_all_others_lead() -> None:
 def test_the_repository_has_one_address() -> None:
     """A page that cannot do without it has that of ``project.urls``."""
     pages = [*ROOT.glob("*.md"), *ROOT.glob("*.yml"), *DOCS.rglob("*.md"), *ROOT.glob("*/README.md")]
-    pages += ROOT.glob("examples/*")
+    pages += ROOT.glob("examples/*.*")
     found = {
         link for page in pages for link in re.findall(r"https://[^\s\"']*/hf[-_]actswap\b", text_of(page))
     }

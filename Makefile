@@ -1,5 +1,6 @@
 # make test      lint, types and the quick tests, in a fresh .venv
 # make test-all  the same with the slow tests
+# make docs      the documentation as a site, in site/
 # make demo      pretrain a small Llama on the embedded corpus, swap on (CPU is enough, no network but a package index)
 # make oldest    the quick tests with the oldest PyTorch and transformers (gigabytes: that PyTorch brings CUDA along)
 # make gpu       tests and benchmarks that need an accelerator, in the current Python
@@ -19,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest $(ON_ALL_CORES)
 # The settings of pyproject.toml without --strict-config and --strict-markers.
 NOT_STRICT := -m pytest -o addopts="--import-mode=importlib -ra"
 
-.PHONY: test test-all oldest lint types demo gpu sanitize clean
+.PHONY: test test-all oldest lint types docs demo gpu sanitize clean
 .DELETE_ON_ERROR:
 
 test: lint types
@@ -37,6 +38,10 @@ lint: $(VENV)/.dev
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
+
+# MkDocs 1 is what the pinned theme builds on; its word about MkDocs 2 is no news here.
+docs: $(VENV)/.dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 demo: $(VENV)/.run
 	$(BIN)/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
@@ -64,7 +69,7 @@ sanitize:
 	PYTORCH_ALLOC_CONF=backend:cudaMallocAsync $(SANITIZED) --track-stream-ordered-races all $(FOR_SANITIZER)
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) $(OLDEST) build dist site .hypothesis .mypy_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -not -path './.git/*' -type d -prune -exec rm -rf {} +
 
 # torch first and alone: a CPU wheel that the index configuration offers is then taken as it is.
@@ -75,7 +80,7 @@ $(VENV)/.torch: constraints.txt
 	touch $@
 
 $(VENV)/.run: $(VENV)/.torch pyproject.toml
-	$(PIP_INSTALL) --editable .
+	$(PIP_INSTALL) --editable '.[recipes]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml

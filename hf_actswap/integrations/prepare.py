@@ -84,7 +84,7 @@ def prepare(
     With ``parallel_config.tensor_parallel_size`` above 1 the model is divided among the ranks. Data loaders
     that ``accelerator`` prepares afterwards give the ranks of one model the same batches;
     ``accelerator.clip_grad_norm_`` clips by the norm of the whole model; tagged gradients are summed there
-    or, at the latest, when the optimizer steps; DDP covers the data axis only. The loop stays as it is::
+    or, at the latest, when the optimizer steps; DDP covers the data axis only. The loop stays as it is:
 
         prepared = hf_actswap.prepare(accelerator, model, "config.yaml", optimizer)
         model, optimizer = prepared.model, prepared.optimizer

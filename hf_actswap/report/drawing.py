@@ -103,6 +103,11 @@ class Drawing:
         """Put shapes above what is there."""
         self.shapes += shapes
 
+    @property
+    def titles(self) -> list[str]:
+        """What shapes say when they are pointed at, in order."""
+        return [shape.title for shape in self.shapes if isinstance(shape, Box | Area) and shape.title]
+
     def svg(self, css_class: str = "") -> str:
         """Return it as an SVG element whose colours are classes ``c-<meaning>`` (`colour_rules`)."""
         size = f'viewBox="0 0 {_n(self.width)} {_n(self.height)}" width="{_n(self.width)}"'

@@ -9,6 +9,7 @@ from ..engine.step_record import ComputePart, StepMemory
 from ..planner.profile import Prediction
 from .axes import LEGEND_ROW, add_legend, add_parts, add_time_axis, legend_rows
 from .drawing import Area, Drawing, Label, Stroke
+from .saving import Saving
 from .scales import Scale, byte_unit, size_text, tick_text
 
 LAYERS = (
@@ -38,6 +39,7 @@ class MemoryCurve:
         end_ms: where the step ends.
         budget_bytes: to keep within; ``None``: none is drawn.
         peak_bytes: that the allocator saw, if that is more than the points show; ``None``: not known.
+        saving: says what the peak is without a plan; ``None``: not known.
     """
 
     title: str
@@ -47,6 +49,7 @@ class MemoryCurve:
     end_ms: float
     budget_bytes: int | None = None
     peak_bytes: int | None = None
+    saving: Saving | None = None
 
     @property
     def peak(self) -> tuple[float, int]:
@@ -54,9 +57,26 @@ class MemoryCurve:
         ms, sizes = max(self.points, key=lambda point: sum(point[1]))
         return ms, sum(sizes)
 
+    @property
+    def limits(self) -> list[tuple[int, str, str]]:
+        """Lines across the picture: bytes, text, colour. The highest first."""
+        most, budget, seen, saving = self.peak[1], self.budget_bytes, self.peak_bytes, self.saving
+        found = []
+        if budget and budget < 2 * most:
+            found.append((budget, f"budget {size_text(budget)}", "stall"))
+        if seen and seen > 1.02 * most:
+            found.append((seen, f"allocator's peak {size_text(seen)}", "muted"))
+        if saving is not None and saving.saved_bytes and saving.without_peak_bytes:
+            without = f"{saving.at_most}{size_text(saving.without_peak_bytes)}"
+            found.append((saving.without_peak_bytes, f"without a plan {without}", "ink"))
+        return sorted(found, reverse=True)
+
 
 def measured_curve(
-    memory: StepMemory, budget_bytes: int | None = None, peak_bytes: int | None = None
+    memory: StepMemory,
+    budget_bytes: int | None = None,
+    peak_bytes: int | None = None,
+    saving: Saving | None = None,
 ) -> MemoryCurve:
     """Return what was measured; what is neither kept nor swapped nor there before is the rest."""
     points = []
@@ -72,10 +92,13 @@ def measured_curve(
         memory.step_ms,
         budget_bytes,
         peak_bytes,
+        saving,
     )
 
 
-def predicted_curve(prediction: Prediction, budget_bytes: int | None = None) -> MemoryCurve:
+def predicted_curve(
+    prediction: Prediction, budget_bytes: int | None = None, saving: Saving | None = None
+) -> MemoryCurve:
     """Return what was predicted."""
     points = [
         (point.ms, (point.base_bytes, point.kept_bytes, point.swapped_bytes, point.rebuilt_bytes))
@@ -86,7 +109,9 @@ def predicted_curve(prediction: Prediction, budget_bytes: int | None = None) -> 
         ComputePart("backward", None, prediction.turn_ms, max(ms for ms, _ in points)),
     )
     title = "Memory over a step, predicted"
-    return MemoryCurve(title, _PREDICTED_LAYERS, points, parts, prediction.step_ms, budget_bytes)
+    return MemoryCurve(
+        title, _PREDICTED_LAYERS, points, parts, prediction.step_ms, budget_bytes, saving=saving
+    )
 
 
 def memory_chart(curve: MemoryCurve, width: float) -> Drawing:
@@ -97,17 +122,18 @@ def memory_chart(curve: MemoryCurve, width: float) -> Drawing:
         width: in px.
     """
     peak_ms, peak_bytes = curve.peak
-    budget = curve.budget_bytes if curve.budget_bytes and curve.budget_bytes < 2 * peak_bytes else None
-    seen = curve.peak_bytes if curve.peak_bytes and curve.peak_bytes > 1.02 * peak_bytes else None
+    limits = curve.limits
     unit, unit_bytes = byte_unit(peak_bytes)
     narrow = width < 600
     left, right = (44.0 if narrow else 56.0), width - 8
     top = legend_rows(curve.entries, width - left) * LEGEND_ROW + 26
     bottom = top + (190.0 if narrow else 260.0)
-    drawing = Drawing(width, bottom + 62, curve.title)
+    peak_text = f"peak {size_text(peak_bytes)}"
+    title = f"{curve.title}: {', '.join([peak_text, *(text for _, text, _ in limits)])}"
+    drawing = Drawing(width, bottom + 62, title)
     add_legend(drawing, curve.entries, left, 2, width - left)
     x = Scale(curve.end_ms, left, right)
-    y = Scale(max(peak_bytes, budget or 0, seen or 0) / unit_bytes * 1.08, bottom, top)
+    y = Scale(max([peak_bytes, *(size for size, _, _ in limits)]) / unit_bytes * 1.08, bottom, top)
     for value in y.ticks(5):
         drawing.add(Stroke([(left, y(value)), (right, y(value))], "grid"))
         drawing.add(Label(left - 6, y(value) + 4, tick_text(value), anchor="end", size=11))
@@ -125,26 +151,18 @@ def memory_chart(curve: MemoryCurve, width: float) -> Drawing:
     at, height = x(peak_ms), y(peak_bytes / unit_bytes)
     drawing.add(Stroke([(at, height), (at, top - 4)], "ink"))
     anchor, shift = ("end", -5.0) if at > (left + right) / 2 else ("start", 5.0)
-    text = f"peak {size_text(peak_bytes)}"
-    drawing.add(Label(at + shift, top - 6, text, "ink", "start" if anchor == "start" else "end", bold=True))
-    if budget is not None:
-        _add_limit(drawing, y(budget / unit_bytes), (left, right), f"budget {size_text(budget)}", "stall")
-    if seen is not None:
-        text = f"allocator's peak {size_text(seen)}"
-        _add_limit(drawing, y(seen / unit_bytes), (right, left), text, "muted")
+    drawing.add(
+        Label(at + shift, top - 6, peak_text, "ink", "start" if anchor == "start" else "end", bold=True)
+    )
+    free = top
+    for size, text, means in limits:  # from above: a text that has no room over its line goes below the last
+        height = y(size / unit_bytes)
+        drawing.add(Stroke([(left, height), (right, height)], means, 1.5, dashed=True))
+        free = max(height - 4, free + 13)
+        drawing.add(Label(left + 4, free, text, means))
     add_parts(drawing, curve.parts, x, bottom + 4, 15)
     add_time_axis(drawing, x, bottom + 19, bottom + 22, "ms since the step began")
     return drawing
-
-
-def _add_limit(drawing: Drawing, y: float, ends: tuple[float, float], text: str, means: str) -> None:
-    """A line from end to end, its text at the first."""
-    start, end = ends
-    drawing.add(Stroke([(start, y), (end, y)], means, 1.5, dashed=True))
-    if start < end:
-        drawing.add(Label(start + 4, y - 4, text, means))
-    else:
-        drawing.add(Label(start - 4, y - 4, text, means, "end"))
 
 
 def _steps(xs: Sequence[float], ys: Sequence[float], end: float) -> list[tuple[float, float]]:

@@ -45,6 +45,8 @@ tr.chosen td{font-weight:600}
 .line{white-space:nowrap}
 .fate{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:6px}
 pre{overflow-x:auto;border:1px solid var(--c-grid);border-radius:8px;padding:10px 12px;font-size:13px}
+.listed{max-height:320px;overflow:auto;font-size:13px;margin-top:8px}
+:focus-visible{outline:3px solid var(--c-keep);outline-offset:2px}
 details{margin-top:8px}
 summary{cursor:pointer}
 @media (max-width:720px){.wide{display:none}.narrow{display:block}h1{font-size:20px}dd{font-size:17px}}
@@ -78,16 +80,17 @@ def page(run: RecordedRun, facts: RunFacts, pictures: Sequence[Picture]) -> str:
         *(_figure(picture) for picture in pictures),
     ]
     if facts.compared:
-        body += ["<h2>Predicted and measured</h2>", _compared_table(facts.compared)]
+        body.append(_compared_table(facts.compared))
     if facts.trials:
-        body += ["<h2>What the planner tried</h2>", _trials_table(facts)]
+        body.append(_trials_table(facts))
     if run.plan is not None:
-        body += ["<h2>Plan</h2>", _plan_table(run.plan), _overrides(run.plan)]
+        body += [_plan_table(run.plan), _overrides(run.plan)]
     if facts.refused:
-        body += ["<h2>Planned to be swapped, and stayed</h2>", _refused_table(facts.refused)]
-    body += ["<h2>Run</h2>", _about_table(about)]
+        body.append(_refused_table(facts.refused))
+    body.append(_about_table(about))
     if config := about.get("config"):
-        body.append(f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>")
+        text = f"<pre {_reached('Configuration')}>{escape(config)}</pre>"
+        body.append(f"<details><summary>Configuration</summary>{text}</details>")
     return _HTML.format(
         title=escape(title), style=colour_rules() + _STYLE, body="\n".join(item for item in body if item)
     )
@@ -160,13 +163,22 @@ def _share(part_ms: float, step_ms: float | None) -> str:
 
 
 def _figure(picture: Picture) -> str:
-    wide, narrow = picture.draw(WIDE_PX).svg("wide"), picture.draw(NARROW_PX).svg("narrow")
-    caption = f"<figcaption>{escape(picture.caption)}</figcaption>"
-    return f"<h2>{escape(picture.heading)}</h2>\n<figure>{caption}{wide}{narrow}</figure>"
+    """The list says what pointing at the shapes does, to those who read or have a keyboard alone."""
+    wide, narrow = picture.draw(WIDE_PX), picture.draw(NARROW_PX).svg("narrow")
+    heading, caption = escape(picture.heading), f"<figcaption>{escape(picture.caption)}</figcaption>"
+    items = "".join(f"<li>{escape(title)}</li>" for title in wide.titles)
+    listed = f'<div class="listed" {_reached(f"{picture.heading}, as a list")}><ol>{items}</ol></div>'
+    words = f"<details><summary>{heading}, as a list</summary>{listed}</details>"
+    return f"<h2>{heading}</h2>\n<figure>{caption}{wide.svg('wide')}{narrow}{words}</figure>"
 
 
-def _table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], numbers: int) -> str:
-    """``rows``: (class, cells as HTML); the last ``numbers`` columns are numbers."""
+def _reached(name: str) -> str:
+    """Attributes of what may scroll: a key reaches it, and it has a name."""
+    return f'tabindex="0" role="region" aria-label="{escape(name)}"'
+
+
+def _table(name: str, head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], numbers: int) -> str:
+    """A heading and a table; ``rows``: (class, cells as HTML); the last ``numbers`` columns are numbers."""
     first = len(head) - numbers
 
     def cells(tag: str, texts: Sequence[str]) -> str:
@@ -176,7 +188,8 @@ def _table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], numbe
 
     lines = [f"<tr{f' class={kind}' if kind else ''}>{cells('td', texts)}</tr>" for kind, texts in rows]
     return (
-        f'<div class="scroll"><table><thead><tr>{cells("th", head)}</tr></thead>'
+        f"<h2>{escape(name)}</h2>\n"
+        f'<div class="scroll" {_reached(name)}><table><thead><tr>{cells("th", head)}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table></div>"
     )
 
@@ -200,7 +213,9 @@ def _compared_table(compared: Sequence[Compared]) -> str:
         for item in compared
         if item.predicted or item.measured
     ]
-    return _table(("A step", "Predicted", "Measured", "Measured / predicted"), rows, 3)
+    return _table(
+        "Predicted and measured", ("A step", "Predicted", "Measured", "Measured / predicted"), rows, 3
+    )
 
 
 def _trials_table(facts: RunFacts) -> str:
@@ -225,7 +240,7 @@ def _trials_table(facts: RunFacts) -> str:
         rows.append(("chosen" if trial["chosen"] else "", cells))
     head = ("Trial", "", "Peak, predicted", "held", "Step, predicted", "measured", "Evicted")
     line = "" if budget is None else f'<p class="muted">Budget: {size_text(budget)}.</p>'
-    return line + _table(head, rows, 5)
+    return _table("What the planner tried", head, rows, 5) + line
 
 
 def _plan_table(plan: MemoryPlan) -> str:
@@ -243,7 +258,7 @@ def _plan_table(plan: MemoryPlan) -> str:
         for row in (own or (PlanRow(0, "", "keep"),)) if label else ():
             rows.append(("", (escape(label), *_plan_cells(row))))
             label = ""
-    return _table(("Layers", "Op", "Fate", "Prefetch, ops", "Release, ops"), rows, 2)
+    return _table("Plan", ("Layers", "Op", "Fate", "Prefetch, ops", "Release, ops"), rows, 2)
 
 
 def _plan_cells(row: PlanRow) -> tuple[str, str, str, str]:
@@ -268,7 +283,7 @@ def _overrides(plan: MemoryPlan) -> str:
 
 def _refused_table(refused: Mapping[str, float]) -> str:
     rows = [("", (escape(reason), size_text(size))) for reason, size in refused.items()]
-    return _table(("Why", "In a step"), rows, 1)
+    return _table("Planned to be swapped, and stayed", ("Why", "In a step"), rows, 1)
 
 
 def _about_table(about: RunAbout) -> str:
@@ -282,4 +297,4 @@ def _about_table(about: RunAbout) -> str:
         "Started": str(about.get("started", "")),
         "Versions": versions,
     }
-    return _table(("", ""), [("", (escape(name), escape(text))) for name, text in facts.items()], 0)
+    return _table("Run", ("", ""), [("", (escape(name), escape(text))) for name, text in facts.items()], 0)

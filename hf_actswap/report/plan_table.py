@@ -21,7 +21,9 @@ def plan_table(plan: MemoryPlan, width: int = 110) -> str:
         width: of the table in characters; overrides take a line each, however long.
     """
     out = StringIO()
-    Console(file=out, width=width, color_system=None, highlight=False).print(_rows_table(plan))
+    # In a notebook a console shows what it is given as HTML, and writes nothing to its file.
+    console = Console(file=out, width=width, color_system=None, highlight=False, force_jupyter=False)
+    console.print(_rows_table(plan))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     if plan.overrides:
         lines += ["What was asked and gave way:", *(f"  - {override}" for override in plan.overrides)]

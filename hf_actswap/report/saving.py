@@ -35,6 +35,11 @@ class Saving:
         """The peak of the same step without the plan; at most this where it is `COUNTED`."""
         return None if self.peak_bytes is None else self.peak_bytes + self.saved_bytes
 
+    @property
+    def at_most(self) -> str:
+        """What is said before `without_peak_bytes`."""
+        return "at most " if self.source == COUNTED else ""
+
     def as_log(self, prefix: str = "actswap_") -> dict[str, float]:
         """Return the numbers that belong into a training log, under names for it."""
         numbers = {f"{prefix}saved_gib": gib(self.saved_bytes)}
@@ -53,9 +58,8 @@ class Saving:
         peak = f"Peak memory {gib_text(self.peak_bytes)}"
         if not self.saved_bytes:
             return f"{peak}, as without a plan ({self.source})."
-        most = "at most " if self.source == COUNTED else ""
         share = self.saved_bytes / self.without_peak_bytes
-        without = f"{most}{gib_text(self.without_peak_bytes)} without a plan ({self.source})"
+        without = f"{self.at_most}{gib_text(self.without_peak_bytes)} without a plan ({self.source})"
         return f"{peak} in place of {without}: {saved} less, {share:.0%}."
 
     def _time_in_words(self) -> str:

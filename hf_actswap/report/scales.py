@@ -13,23 +13,27 @@ class Scale:
     """Values onto px.
 
     Args:
-        most: the largest value; the smallest is 0.
-        start_px, end_px: where 0 and ``most`` lie.
+        most: the largest value.
+        start_px, end_px: where ``least`` and ``most`` lie.
+        least: the smallest value.
     """
 
     most: float
     start_px: float
     end_px: float
+    least: float = 0.0
 
     def __call__(self, value: float) -> float:
         """Return where a value lies."""
-        share = value / self.most if self.most else 0.0
+        span = self.most - self.least
+        share = (value - self.least) / span if span else 0.0
         return self.start_px + share * (self.end_px - self.start_px)
 
     def ticks(self, count: int) -> list[float]:
-        """Return about ``count`` round values from 0 to ``most``."""
-        step = round_step(self.most / max(count, 1))
-        return [step * number for number in range(int(self.most / step + 1e-9) + 1)]
+        """Return about ``count`` round values from ``least`` to ``most``."""
+        step = round_step((self.most - self.least) / max(count, 1))
+        first = math.ceil(self.least / step - 1e-9)
+        return [step * number for number in range(first, int(self.most / step + 1e-9) + 1)]
 
 
 def round_step(least: float) -> float:

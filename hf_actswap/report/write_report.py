@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from .page import WIDE_PX, Picture, page
 from .picture_files import write_pictures
 from .run_facts import RunFacts, prediction_of, run_facts
 from .run_files import RecordedRun, read_run
-from .steps_chart import steps_chart
+from .steps_chart import loss_chart, steps_chart, with_loss
 from .timeline_chart import timeline_chart
 
 PAGE = "report.html"
@@ -67,26 +68,29 @@ def write_report(
 def pictures_of(run: RecordedRun, prediction: Prediction | None, facts: RunFacts) -> dict[str, Picture]:
     """Return what can be shown of a run, by the names of its files."""
     found: dict[str, Picture] = {}
+    saving = facts.saving
+    source = f" Peak without a plan: {saving.source}." if saving is not None and saving.saved_bytes else ""
     memory, timeline, plan, profile = run.memory, run.timeline, run.plan, run.profile
     if memory is not None and memory.samples:
-        measured = measured_curve(memory, facts.budget_bytes, facts.peak_bytes)
+        measured = measured_curve(memory, facts.budget_bytes, facts.peak_bytes, saving)
         found["memory"] = Picture(
             "Memory over a step",
-            "Measured in one step in which each saved tensor was followed; that makes the step longer.",
+            "Measured in one step in which each saved tensor was followed; that makes the step longer."
+            + source,
             lambda width: memory_chart(measured, width),
         )
     if prediction is not None and prediction.memory:
-        expected = predicted_curve(prediction, facts.budget_bytes)
+        expected = predicted_curve(prediction, facts.budget_bytes, saving)
         found["memory_predicted"] = Picture(
             "Memory over a step, predicted",
-            "By the planner, of one micro-batch, from what it recorded of a step without a plan.",
+            "By the planner, of one micro-batch, from what it recorded of a step without a plan." + source,
             lambda width: memory_chart(expected, width),
         )
     if timeline is not None and timeline.compute:
         beside = "" if timeline.overlaps else " Copies on this device do not run beside compute."
         found["timeline"] = Picture(
             "Timeline of a step",
-            f"Measured in one step. Point at a box to see what it is.{beside}",
+            f"Measured in one step. Point at a box to see what it is, or read the list.{beside}",
             lambda width: timeline_chart(timeline, width),
         )
     if profile is not None and plan is not None and (cells := planned_cells(profile, plan)):
@@ -100,6 +104,13 @@ def pictures_of(run: RecordedRun, prediction: Prediction | None, facts: RunFacts
             "Swapped bytes by layer and op",
             "Measured in one step, by the rows of the plan: the stronger the colour, the more.",
             lambda width: bytes_chart(swapped, width),
+        )
+    losses = [loss for _, loss in with_loss(run.steps)]
+    if len(losses) > 1 and any(map(math.isfinite, losses)):
+        found["loss"] = Picture(
+            "Loss",
+            "As the training logged it; a red point is no finite number.",
+            lambda width: loss_chart(run.steps, width),
         )
     if len(run.steps) > 2:
         found["steps"] = Picture(

@@ -1,13 +1,23 @@
-"""Makes `examples/trainer.ipynb` of `examples/trainer.py`: ``python -m tests.examples.notebook``."""
+"""Makes `examples/trainer.ipynb` of `examples/trainer.py`: ``python -m tests.examples.notebook``.
+
+It runs it, so that the outputs are in it, for which ``pip install nbclient ipykernel`` is needed once.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+from tests.docs.pages import script as docs_script
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MARK = "# %%"
+INSTALL = """from importlib.util import find_spec
+
+if find_spec("hf_actswap") is None:  # on Colab, say
+    %pip install --quiet git+{url}"""
 
 
 def cells_of(script: str) -> list[tuple[bool, str]]:
@@ -26,13 +36,20 @@ def cells_of(script: str) -> list[tuple[bool, str]]:
     return cells
 
 
-def notebook_of(script: str) -> dict[str, Any]:
-    """Return the notebook of a script; a notebook has no ``__file__`` and runs in its own folder."""
+def notebook_of(script: str, settings: str) -> dict[str, Any]:
+    """Return the notebook of a script, not run. No file is beside a notebook on Colab: its cells hold all.
+
+    Args:
+        script: in the percent format, its text first.
+        settings: the YAML that the script reads from a file.
+    """
+    head, *pieces = cells_of(script)
+    install = INSTALL.format(url=docs_script("site_links").repository_url())
     cells: list[dict[str, Any]] = []
-    for number, (is_text, body) in enumerate(cells_of(script)):
-        body = body.replace('str(Path(__file__).with_name("trainer.yaml"))', '"trainer.yaml"')
+    for number, (is_text, body) in enumerate([head, (False, install), *pieces]):
+        body = body.replace('str(Path(__file__).with_name("trainer.yaml"))', f'"""\n{settings}"""')
         body = body.replace("from pathlib import Path\n", "")
-        body = body.replace("    python examples/trainer.py\n\n", "")
+        body = body.replace("    python examples/trainer.py\n\n", "").replace("`trainer.yaml`", "`CONFIG`")
         cell = {"cell_type": "markdown" if is_text else "code", "id": f"cell-{number}", "metadata": {}}
         cell["source"] = body.splitlines(keepends=True)
         cells.append(cell if is_text else {**cell, "execution_count": None, "outputs": []})
@@ -41,11 +58,38 @@ def notebook_of(script: str) -> dict[str, Any]:
     return {"cells": cells, "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}
 
 
+def with_outputs(notebook: dict[str, Any]) -> dict[str, Any]:
+    """Run a notebook, and return it with what its cells showed."""
+    import nbclient
+    import nbformat
+
+    ran = nbformat.reads(text_of(notebook), as_version=4)
+    quiet = {**os.environ, "PYTHONWARNINGS": "ignore"}  # those of libraries name folders of this machine
+    nbclient.NotebookClient(ran, timeout=300, record_timing=False).execute(env=quiet)
+    shown = [{key: cell[key] for key in ("execution_count", "outputs") if key in cell} for cell in ran.cells]
+    cells = [{**cell, **outputs} for cell, outputs in zip(notebook["cells"], shown, strict=True)]
+    for output in (output for cell in cells for output in cell.get("outputs", ())):
+        if isinstance(output.get("text"), str):  # in lines, which a difference can be read in
+            output["text"] = output["text"].splitlines(keepends=True)
+    return {**notebook, "cells": cells}
+
+
+def without_outputs(notebook: dict[str, Any]) -> dict[str, Any]:
+    """Return a notebook as if it was not run."""
+    blank = {"execution_count": None, "outputs": []}
+    cells = [{**cell, **blank} if cell["cell_type"] == "code" else cell for cell in notebook["cells"]]
+    return {**notebook, "cells": cells}
+
+
 def text_of(notebook: dict[str, Any]) -> str:
     """Return the file's text, as `ruff format` leaves it."""
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
+def made() -> dict[str, Any]:
+    """Return the notebook of the example, not run."""
+    return notebook_of(*((EXAMPLES / f"trainer.{end}").read_text(encoding="utf-8") for end in ("py", "yaml")))
+
+
 if __name__ == "__main__":
-    made = notebook_of((EXAMPLES / "trainer.py").read_text(encoding="utf-8"))
-    (EXAMPLES / "trainer.ipynb").write_text(text_of(made), encoding="utf-8")
+    (EXAMPLES / "trainer.ipynb").write_text(text_of(with_outputs(made())), encoding="utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hf_actswap.plan import MemoryPlan, PlanRow, Windows
 from hf_actswap.plan.actions import Override
 from hf_actswap.report import plan_table
@@ -34,3 +36,9 @@ def test_overrides_stand_below() -> None:
     override = Override("swap_config", (0,), "", "swap, backward_prefetch auto", "keep 4 bytes", "late")
     plan = MemoryPlan(PLAN.rows, PLAN.num_layers, overrides=(override,))
     assert plan_table(plan).splitlines()[-2:] == ["What was asked and gave way:", f"  - {override}"]
+
+
+def test_a_notebook_has_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = plan_table(PLAN)
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert plan_table(PLAN) == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from html.parser import HTMLParser
 from itertools import combinations
@@ -17,8 +18,9 @@ from hf_actswap.report.memory_chart import measured_curve, memory_chart
 from hf_actswap.report.page import NARROW_PX, WIDE_PX
 from hf_actswap.report.run_facts import run_facts
 from hf_actswap.report.run_files import ReportError, read_run
+from hf_actswap.report.saving import COUNTED, Saving
 from hf_actswap.report.scales import Scale, ms_text, size_text
-from hf_actswap.report.steps_chart import steps_chart
+from hf_actswap.report.steps_chart import loss_chart, steps_chart, with_loss
 from hf_actswap.report.timeline_chart import timeline_chart
 from hf_actswap.report.write_report import write_report
 from tests.engine.tiny_models import NUM_LAYERS, plan_of, swap_rows
@@ -50,12 +52,14 @@ class _Tags(HTMLParser):
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.attributes: list[tuple[str, str | None]] = []
         self.open: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        self.elements.append((tag, dict(attrs)))
         self.attributes += attrs
         if tag != "meta":
             self.open.append(tag)
@@ -88,6 +92,7 @@ def test_the_page_of_a_run_that_swaps(swapped_run: Path) -> None:
         "Memory over a step",
         "Timeline of a step",
         "Swapped bytes by layer and op",
+        "Loss",
         "Plan",
         "Run",
     ):
@@ -132,7 +137,7 @@ def test_a_record_of_nothing_but_its_beginning(tmp_path: Path) -> None:
 def test_pictures_as_files(swapped_run: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     written = write_report(swapped_run, tmp_path / "page.html", tmp_path / "pictures")
-    assert [path.stem for path in written.pictures] == ["memory", "timeline", "bytes", "steps"]
+    assert [path.stem for path in written.pictures] == ["memory", "timeline", "bytes", "loss", "steps"]
     for path in written.pictures:
         head = path.read_bytes()[:24]
         assert head[:8] == b"\x89PNG\r\n\x1a\n"
@@ -163,16 +168,20 @@ def test_the_last_stage_counts_without_its_first_line(tmp_path: Path) -> None:
 
 
 def drawings(layers: int, width: float) -> dict[str, Drawing]:
-    lines = [
-        {"step": 10 * n, "step_ms": 1000.0 + n, "phase": "warm-up" if n < 3 else "stable"} for n in range(60)
+    lines: list[Any] = [
+        {"step": 10 * n, "step_ms": 1e3 + n, "phase": "warm-up" if n < 3 else "stable", "loss": 5 - n / 20}
+        for n in range(60)
     ]
     timeline = made_up_timeline(layers)
     budget = (100 + 3 * layers) << 20
+    saving = Saving(21 << 20, COUNTED, budget)
+    curve = measured_curve(made_up_memory(layers), budget, budget + (20 << 20), saving)
     return {
-        "memory": memory_chart(measured_curve(made_up_memory(layers), budget, budget + (20 << 20)), width),
+        "memory": memory_chart(curve, width),
         "timeline": timeline_chart(timeline, width),
         "bytes": bytes_chart(swapped_cells(timeline), width),
         "steps": steps_chart(lines, width),
+        "loss": loss_chart(lines, width),
     }
 
 
@@ -214,6 +223,78 @@ def test_the_stack_adds_up_to_what_is_in_use() -> None:
     assert curve.peak == (3.0, 109 << 20)
 
 
+def test_the_peak_without_a_plan_is_a_line_above_the_stack() -> None:
+    memory = made_up_memory(4)
+    saving = Saving(200 << 20, "measured in warm-up", 109 << 20)
+    found = memory_chart(measured_curve(memory, saving=saving), WIDE_PX)
+    (line,) = [shape for shape in found.shapes if isinstance(shape, Stroke) and shape.dashed]
+    areas = [y for shape in found.shapes if isinstance(shape, Area) for _, y in shape.points]
+    bottom, top, height = max(areas), min(areas), line.points[0][1]
+    assert (bottom - height) / (bottom - top) == pytest.approx(309 / 109)
+    texts = [shape.text for shape in found.shapes if isinstance(shape, Label)]
+    assert "without a plan 309 MiB" in texts
+    assert found.title == "Memory over a step, measured: peak 109 MiB, without a plan 309 MiB"
+    counted = measured_curve(memory, saving=Saving(200 << 20, COUNTED, 109 << 20))
+    assert "without a plan at most 309 MiB" in memory_chart(counted, WIDE_PX).title
+    nothing = measured_curve(memory, saving=Saving(0, "it keeps everything", 109 << 20))
+    assert "without" not in memory_chart(nothing, WIDE_PX).title
+
+
+def test_the_page_shows_the_saving_of_the_run_in_its_picture(swapped_run: Path) -> None:
+    saving = read_run(swapped_run).saving
+    assert saving is not None
+    assert saving.without_peak_bytes is not None
+    text = write_report(swapped_run).page.read_text()
+    assert f">without a plan at most {size_text(saving.without_peak_bytes)}</text>" in text
+    assert f"Peak without a plan: {COUNTED}." in text
+
+
+def test_the_loss_is_that_of_the_record(swapped_run: Path) -> None:
+    lines = read_run(swapped_run).steps
+    chart = loss_chart(lines, WIDE_PX)
+    points = [shape for shape in chart.shapes if isinstance(shape, Box)]
+    losses = [loss for _, loss in with_loss(lines)]
+    assert chart.titles == [f"step {at}: loss {loss:.4g}" for at, loss in enumerate(losses, 1)]
+    by_loss = sorted(range(len(losses)), key=losses.__getitem__)
+    assert by_loss == sorted(range(len(points)), key=lambda at: -points[at].y)
+    ends = points[by_loss[0]].y - points[by_loss[-1]].y
+    assert ends > 100  # of 126 px: the scale is that of the losses
+
+
+def test_a_loss_that_is_no_number_is_marked_and_ends_nothing(tmp_path: Path) -> None:
+    stats = {"offloaded_bytes": 0, "stall_ms": 0.0, "host_peak_bytes": 0, "refused": {}}
+    losses = [3.0, math.nan, 2.0, math.inf, "tensor", -math.inf, None]
+    lines = [{"step": n, "step_ms": 1.0, "stats": stats, "loss": loss} for n, loss in enumerate(losses)]
+    write_lines(tmp_path, lines)
+    text = write_report(tmp_path).page.read_text()
+    self_contained(text)
+    assert re.findall(r"<li>step (\d): loss [^<]*\(beyond", text) == list("13456")
+    assert '"nan' not in text.split("<h2>Loss</h2>")[1]
+    (tmp_path / "actswap" / "steps.jsonl").write_text("".join(f"{json.dumps(lines[n])}\n" for n in (1, 3)))
+    assert "<h2>Loss</h2>" not in write_report(tmp_path).page.read_text()
+
+
+def test_a_keyboard_reaches_what_pointing_shows(planned_run: Path) -> None:
+    """Lists open by a key; what scrolls has the focus in its turn, and a name; the focus is seen."""
+    text = write_report(planned_run).page.read_text()
+    elements = self_contained(text).elements
+    scrolling = [
+        which for tag, which in elements if tag == "pre" or which.get("class") in ("scroll", "listed")
+    ]
+    assert len(scrolling) > 5
+    assert all(which["tabindex"] == "0" and which["aria-label"] for which in scrolling)
+    assert all(which["role"] == "img" and which["aria-label"] for tag, which in elements if tag == "svg")
+    assert ":focus-visible{outline:3px" in text
+    figures = text.split("<figure>")[1:]
+    assert figures
+    for figure in figures:
+        figure, _, _ = figure.partition("</figure>")
+        pointed = re.findall(r"<title>(.*?)</title>", figure.split('<svg class="narrow"')[0])
+        (listed,) = re.findall(r"<details><summary>.*?, as a list</summary>(.*?)</details>", figure)
+        assert pointed
+        assert re.findall(r"<li>(.*?)</li>", listed) == pointed
+
+
 def test_every_colour_that_is_used_is_defined_in_both_themes(swapped_run: Path) -> None:
     text = write_report(swapped_run).page.read_text()
     used = set(re.findall(r"var\(--c-([a-z]+)\)", text))
@@ -241,3 +322,5 @@ def test_ticks_are_round_and_within() -> None:
     assert Scale(118.0, 0, 1).ticks(5) == [0, 50, 100]
     assert Scale(0.35, 0, 1).ticks(4) == pytest.approx([0, 0.1, 0.2, 0.3])
     assert Scale(0.0, 0, 1).ticks(4) == [0]
+    assert Scale(5.1, 0, 1, 3.3).ticks(4) == pytest.approx([3.5, 4, 4.5, 5])
+    assert Scale(5.1, 0, 1, 3.3)(4.2) == pytest.approx(0.5)

@@ -1,18 +1,4 @@
-"""Brackets an extension op that nothing else sees, so that the planner can see it.
-
-What a custom C++ or Triton op does passes no dispatcher: no mode learns that it ran, or of its memory. The
-bracket says so, with two marks that are ops themselves, and do nothing: every dispatch mode sees them, on
-every thread that it reaches::
-
-    with op_hook("gmm_forward", inputs=(x, weight)) as hook:
-        y = extension.gmm(x, weight)
-        hook.outputs(y)
-
-Under an `OomGuard`, room is made before the op for as much as its last call with inputs of these sizes turned
-out to need. Inputs stay on the device until the end, for the hook holds them, and what is held is not idle.
-Without a guard a bracket costs some microseconds. An autograd function needs none: what it saves is seen by
-whoever sees saved tensors, and the ops in its forward and backward are ops.
-"""
+"""The bracket around extension ops that no dispatch mode sees."""
 
 from __future__ import annotations
 
@@ -44,7 +30,22 @@ _op_end = _register("op_end", "(int call, Tensor[] outputs, bool out_of_memory, 
 
 
 class op_hook:  # read as a verb, like `torch.no_grad`
-    """See the module's text.
+    """Brackets an extension op that nothing else sees, so that the planner can see it.
+
+    What a custom C++ or Triton op does passes no dispatcher: no mode learns that it ran, or of its memory.
+    The bracket says so, with two marks that are ops themselves, and do nothing: every dispatch mode sees
+    them, on every thread that it reaches:
+
+    ```python
+    with op_hook("gmm_forward", inputs=(x, weight)) as hook:
+        y = extension.gmm(x, weight)
+        hook.outputs(y)
+    ```
+
+    Under an `OomGuard`, room is made before the op for as much as its last call with inputs of these sizes
+    turned out to need. Inputs stay on the device until the end, for the hook holds them, and what is held is
+    not idle. Without a guard a bracket costs some microseconds. An autograd function needs none: what it
+    saves is seen by whoever sees saved tensors, and the ops in its forward and backward are ops.
 
     Args:
         name: of the op; calls of the same name and input sizes are taken to be alike.

@@ -11,6 +11,7 @@ import typer
 from rich.console import RenderableType
 
 from ..config import load_config
+from ..config.sizes import device_kind
 from ..engine.host_memory import available_bytes
 from ..errors import Problem
 from ..plan import MemoryPlan, outline
@@ -32,6 +33,10 @@ from .subject import Subject, subject
 
 THIS = "this"
 _FEWER = "Ask for fewer --layers: their times are taken for the others too. Or for less --seq or --batch."
+
+
+def _device_or_this(text: str) -> str:
+    return THIS if text.strip().lower() == THIS else options.device_named(text)
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,9 @@ def profile(
             metavar="MODEL", help="A folder of a model, its config.json, or a Hub id.", show_default=False
         ),
     ],
-    seq: Annotated[int, typer.Option("--seq", min=1, metavar="N", help="Tokens of a sequence.")] = 4096,
+    seq: Annotated[
+        int, typer.Option("--seq", parser=options.tokens, metavar="N", help="Tokens of a sequence: 4096, 4k.")
+    ] = 4096,
     batch: options.Batch = 1,
     layers: Annotated[
         int | None,
@@ -124,9 +131,10 @@ def profile(
         str | None,
         typer.Option(
             "--device",
+            parser=_device_or_this,
             metavar="NAME",
-            help="Measured if it is here, else computed from shapes: this, H200, H100, A100-80, A100-40, "
-            "B200, L40S, 'RTX 4090', cpu. Else the accelerator that is here, and H200 where none is.",
+            help="Measured if it is here, else computed from shapes: this, or a name as `plan` takes it. "
+            "Else the accelerator that is here, and H200 where none is.",
             show_default=False,
         ),
     ] = None,
@@ -171,13 +179,12 @@ def profile(
 
 def _device_here(asked: str | None) -> torch.device | None:
     """The device to measure on; ``None``: what was asked for is not here."""
-    name = None if asked is None else asked.strip().lower()
-    if name == "cpu":
+    if asked == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == THIS:
+    if asked == THIS:
         return accelerator or torch.device("cpu")
-    return accelerator if name is None or name == (kind_here() or "").lower() else None
+    return accelerator if asked is None or device_kind(asked) == kind_here() else None
 
 
 def _nothing_to_measure(name: str) -> Problem:

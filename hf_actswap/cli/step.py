@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
+from ..config.sizes import device_kind
 from ..errors import Problem
 from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import Scope
 from ..planner.profile import Prediction, Profile
-from ..planner.record.devices import DEVICES, device_rates
+from ..planner.record.devices import device_rates
 from ..planner.record.shapes import profile_from_shapes
 from .model_source import DTYPES, ModelError
 from .options import AutocastName, OptimizerName
@@ -80,8 +81,7 @@ def kind_here() -> str | None:
     """Return which of `planner.devices` this machine's GPU is; ``None``: none of them, or there is none."""
     if not torch.cuda.is_available():
         return None
-    here = torch.cuda.get_device_name().lower()
-    return next((rates.name for rates in DEVICES if rates.name.lower() in here), None)
+    return device_kind(torch.cuda.get_device_name())
 
 
 def profile_of(found: Subject, step: StepShape) -> Profile:

@@ -12,6 +12,11 @@ from ..config.sizes import DEVICE_KINDS, OWN_DEVICE, bytes_of, device_kind, own_
 AutocastName = Literal["bf16", "fp16"]
 DtypeName = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adamw", "sgd", "none"]
+PaperOptimizerName = Literal[
+    "adamw", "adamw_master", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "adafactor", "sgd", "none"
+]
+"""Names of transformers' ``optim`` where it has one."""
+QuantizeName = Literal["4bit", "8bit"]
 Value = TypeVar("Value")
 
 

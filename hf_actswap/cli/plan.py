@@ -10,9 +10,9 @@ from typing import Annotated
 import typer
 
 from . import options
-from .options import OptimizerName
+from .options import DtypeName, PaperOptimizerName, QuantizeName
 from .output import Answer, answer
-from .plan_request import PREDICTED, AskedStep, PlanRequest
+from .plan_request import PREDICTED, AskedStep, Lora, ModelRequest, PlanRequest, Sharding
 
 
 def plan(
@@ -75,13 +75,52 @@ def plan(
     dtype: options.Dtype = None,
     autocast: options.Autocast = None,
     optimizer: Annotated[
-        OptimizerName | None,
+        PaperOptimizerName | None,
         typer.Option(
             "--optimizer",
-            help="Whose states are on the device, 2 values a weight; else adamw.",
+            help="Whose states are on the device; else adamw: 2 values a weight, in its type.",
             show_default=False,
         ),
     ] = None,
+    grad_dtype: Annotated[
+        DtypeName | None,
+        typer.Option(
+            "--grad-dtype",
+            help="In which gradients rest until the optimizer's step; else that of the weights.",
+            show_default=False,
+        ),
+    ] = None,
+    shard: Annotated[
+        Sharding | None,
+        typer.Option(
+            "--shard",
+            parser=Sharding.read,
+            metavar="fsdp=N",
+            help="zero1=N, zero2=N, zero3=N or fsdp=N: what N data-parallel ranks share.",
+            show_default=False,
+        ),
+    ] = None,
+    lora: Annotated[
+        Lora | None,
+        typer.Option(
+            "--lora",
+            parser=Lora.read,
+            metavar="r=16",
+            help="Train adapters only (PEFT): r=16,targets=q_proj+v_proj,dropout=0.05; targets=all-linear.",
+            show_default=False,
+        ),
+    ] = None,
+    quantize: Annotated[
+        QuantizeName | None,
+        typer.Option(
+            "--quantize",
+            help="How the base's linear layers rest beside --lora (QLoRA).",
+            show_default=False,
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the model brings along.")
+    ] = False,
     tp: options.Tp = None,
     full: Annotated[
         bool, typer.Option("--full", help="The plan layer by layer, and the least budget.")
@@ -114,11 +153,18 @@ def plan(
         raise typer.BadParameter("--compare goes with neither --save nor --tp")
     if compared and profile is not None:
         raise typer.BadParameter("--profile is of one number of ranks: it does not go with --compare")
+    if profile is not None and (lora or quantize or shard or grad_dtype):
+        raise typer.BadParameter(
+            "--profile is of a step as it was recorded: without --lora, --quantize, --shard, --grad-dtype"
+        )
+    if quantize is not None and (lora is None or (tp or 1) > 1 or compared):
+        raise typer.BadParameter(
+            "--quantize goes with --lora (quantised weights are not trained) and one tensor-parallel rank"
+        )
     asked = PlanRequest(
-        model=model,
+        model=ModelRequest(model, dtype, lora, quantize, trust_remote_code),
         config=config,
-        step=AskedStep(batch, seq, device, autocast, optimizer),
-        dtype=dtype,
+        step=AskedStep(batch, seq, device, autocast, optimizer, grad_dtype, shard),
         profile=profile,
         budget_bytes=budget,
         tp=tp,

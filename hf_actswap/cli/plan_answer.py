@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from ..config import load_config
 from ..errors import ActSwapError
 from .communication import communication_document, communication_note, communication_of, fabric_of
 from .numbers_text import size_text, step_ms_text
+from .optimizers import state_bytes
 from .output import folded_by_layer, heading, listed, problems_document
 from .plan_request import PREDICTED, AskedStep, PlanRequest
 from .planned import NOTHING, PLANNED, Planned, memory_in_force, planned, poor_deal
@@ -51,6 +52,7 @@ class PlanAnswer:
             "profile": None if self.recorded is None else self.recorded.path,
             "predicted": {name: prediction_document(step) for name, step in found.steps.items()},
             "memory": {name: parts.document() for name, parts in found.parts.items()},
+            "assumed": list(assumptions(found)),
             "saved_to": self.saved_to,
             "plan": json.loads(found.plan.to_json()),
         }
@@ -77,6 +79,7 @@ class PlanAnswer:
             yield memory_table(found.parts)
         yield from poor_deal(found.steps)
         yield _ALONE if self.recorded is None else self.recorded.described()
+        yield from listed(assumptions(found))
         if self.saved_to is not None:
             yield f"Written to {self.saved_to}."
 
@@ -136,6 +139,40 @@ class Compared:
         return {"tp": tp, **PlanAnswer(found, None).document(), "communication": told}
 
 
+def assumptions(found: Planned) -> Iterator[str]:
+    """Yield what was taken for granted of how the model is trained."""
+    subject, step = found.subject, found.step
+    if subject.trained < subject.parameters:
+        yield "Adapters are as PEFT makes them, in fp32 beside a base in half precision."
+    if subject.quantize is not None:
+        bits = {
+            "4bit": "NF4 with double quantisation, 4.127 bits a weight (QLoRA, section 3)",
+            "8bit": "LLM.int8(), 8 bits a weight and an fp32 constant a row",
+        }[subject.quantize]
+        yield (
+            f"Linear layers of the decoder rest in {bits}; one is made whole at a time, which takes "
+            "memory and no time here. All else has the model's own type: prepare_model_for_kbit_training "
+            "was not applied."
+        )
+    if (paged := state_bytes(step.optimizer, subject.model)[1]) and step.optimizer is not None:
+        ranks = step.sharding.ranks if step.sharding else 1
+        yield (
+            f"{size_text(paged // ranks)} of the optimizer's states are in pages that the driver moves to "
+            "the host when memory is short: none is counted on the device, nor the time."
+        )
+    if step.sharding is not None:
+        yield (
+            f"Of one of {step.sharding.ranks} ranks, ZeRO stage {step.sharding.stage}. "
+            + ("Whole are what is outside the layers and two layers. " if step.sharding.stage == 3 else "")
+            + (
+                "Gradients of two layers are whole until they are scattered. "
+                if step.sharding.stage > 1
+                else ""
+            )
+            + "What the ranks tell each other is not in the times."
+        )
+
+
 def answer_plan(asked: PlanRequest) -> PlanAnswer | Compared:
     """Return what `plan` says.
 
@@ -147,7 +184,7 @@ def answer_plan(asked: PlanRequest) -> PlanAnswer | Compared:
         wanted = with_tp(load_config(asked.config), size)
         memory = memory_in_force(wanted, asked.budget_bytes)
         step = _step_on_paper(asked.step) if recorded is None else recorded.step(asked.step)
-        with subject(asked.model, asked.dtype, wanted) as found:
+        with subject(asked.model, wanted) as found:
             if recorded is None:
                 return planned(found, step, wanted, memory, with_least=asked.full)
             recorded.check(found)
@@ -169,6 +206,8 @@ def _step_on_paper(asked: AskedStep) -> StepShape:
         device_name(asked.device),
         asked.autocast,
         asked.optimizer or "adamw",
+        asked.gradient_dtype,
+        asked.sharding,
     )
 
 

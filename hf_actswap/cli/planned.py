@@ -36,7 +36,7 @@ class MemoryParts:
     """What a peak consists of, in bytes.
 
     Args:
-        weights: of the model.
+        weights: of the model, buffers included.
         gradients: of weights, complete at that moment.
         states: of the optimizer.
         activations: the rest: what autograd saves, and what ops need while they run.

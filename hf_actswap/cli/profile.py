@@ -22,8 +22,10 @@ from ..report import PlannerBar
 from . import options
 from .model_source import ModelError, parameters_of, random_model
 from .numbers_text import link_text, size_text, step_ms_text
+from .optimizers import state_bytes
 from .options import DtypeName
 from .output import answer, busy, heading
+from .plan_request import ModelRequest
 from .profile_file import write_profile
 from .profile_table import OpCost, cost_table, op_costs
 from .recorded_steps import TIMED_STEPS, RecordedSteps
@@ -159,7 +161,7 @@ def profile(
         here = _device_here(device)
         named = name_of(here) if here is not None else device_name(device)
         step = StepShape(batch, seq, named, autocast, optimizer)
-        with subject(model, dtype, load_config(None)) as found:
+        with subject(ModelRequest(model, dtype), load_config(None)) as found:
             if here is None:
                 if layers is not None:
                     raise ModelError([_nothing_to_measure(named)])
@@ -253,7 +255,7 @@ def _refuse_if_too_large(whole: Subject, step: StepShape, layers: int) -> None:
     """
     free, share = available_bytes(), layers / len(whole.shape.layers)
     weight_bytes = sum(p.numel() * p.element_size() for p in whole.model.parameters())
-    least = int((2 + step.state_values) * weight_bytes * share)
+    least = int((2 * weight_bytes + state_bytes(step.optimizer, whole.model)[0]) * share)
     if free is not None and least > free:
         expected = f"a step that has room in the {size_text(free)} that are free"
         found = f"{size_text(least)} of weights, gradients and optimizer states"

@@ -113,7 +113,7 @@ class Profile:
         source: ``measured`` in a step, or computed from ``shapes``.
         frontier: what compiled layers may do beside what they do by themselves, and what steps have shown of
             it. Shares of their memory are known without being listed (`compiled_shares`).
-        weight_bytes: part of every ``base_bytes``; 0: not known.
+        weight_bytes: part of every ``base_bytes``, buffers included; 0: not known.
         gradient_bytes: part of ``backward_base_bytes``, by span: gradients of weights that are complete when
             it begins; and last, all of them when backward has ended. Empty: not known.
         hooks: each time that autograd saved a tensor, of ``saved`` or not (weights, tables that layers

@@ -87,8 +87,8 @@ def profile_from_shapes(
                     result.backward(torch.empty_like(result))
         finally:
             meter.stop()
-    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in trained)
-    moved_bytes = 2 * optimizer_state_bytes + 3 * weight_bytes  # states and weights both ways, gradients once
+    trained_bytes = sum(tensor.nbytes for tensor in trained)
+    moved_bytes = 2 * optimizer_state_bytes + 3 * trained_bytes  # states, weights both ways; gradients once
     return recorder.profile(
         device=rates.name,
         device_bytes=rates.memory_bytes,

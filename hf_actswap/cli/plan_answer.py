@@ -130,6 +130,8 @@ class Compared:
                 yield heading(f"tp={tp}")
                 yield from listed(folded_by_layer(map(str, found.problems)))
         yield f"\n{communication_note(fabric_of(known[0]) if known else None)}"
+        if known:
+            yield from listed(assumptions(known[0]))
 
     @staticmethod
     def _entry(tp: int, found: Planned | ActSwapError) -> dict[str, Any]:
@@ -169,7 +171,7 @@ def assumptions(found: Planned) -> Iterator[str]:
                 if step.sharding.stage > 1
                 else ""
             )
-            + "What the ranks tell each other is not in the times."
+            + "What data-parallel ranks tell each other is not in the times."
         )
 
 

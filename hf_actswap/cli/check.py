@@ -17,6 +17,7 @@ from ..planner.profile import Prediction, Profile
 from . import options
 from .model_source import ModelError
 from .output import answer, heading, listed, problems_document, shown_problems
+from .plan_request import ModelRequest
 from .planned import PLANNED, poor_deal, search, usual_steps
 from .step import StepShape, device_name, prediction_document, profile_of
 from .subject import Subject, subject, with_tp
@@ -137,7 +138,8 @@ def check(
             read = error
             found.problems += error.problems
         try:
-            with subject(model, dtype, ActSwapConfig() if isinstance(read, ConfigError) else read) as seen:
+            known = ActSwapConfig() if isinstance(read, ConfigError) else read
+            with subject(ModelRequest(model, dtype), known) as seen:
                 _look(found, seen, read)
         except ActSwapError as error:
             found.problems += error.problems

@@ -19,6 +19,7 @@ from . import options
 from .alternatives import Alternative, alternatives
 from .numbers_text import size_text
 from .output import answer, heading, listed
+from .plan_request import ModelRequest
 from .step import StepShape, profile_of, saved_by_op
 from .subject import Subject, subject, with_tp
 from .tables import windows_text
@@ -133,7 +134,7 @@ def explain(
 
     def ask() -> Explanation:
         read = with_tp(load_config(config), tp)
-        with subject(model, dtype, read) as found:
+        with subject(ModelRequest(model, dtype), read) as found:
             step = None if seq is None else StepShape(batch, seq, "H200", None, "none")
             return _explained(found, read, layer, op, step)
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ..config.hub import HubOptions, fetch, split_hub_id
 from ..errors import ActSwapError, Problem
 from .options import DtypeName
+from .plan_request import Lora, ModelRequest
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -26,13 +27,47 @@ class ModelError(ActSwapError):
     subject = "model"
 
 
-def model_on_meta(name: str, dtype: DtypeName | None) -> nn.Module:
-    """Return the model in training mode, all of its tensors on ``meta``; see `random_model`."""
-    return random_model(name, dtype, torch.device("meta"))
+def model_on_meta(asked: ModelRequest) -> nn.Module:
+    """Return the model in training mode, all tensors on ``meta``, with its adapters; see `random_model`.
+
+    Raises:
+        ModelError: also where PEFT is missing, or finds nothing to adapt.
+    """
+    meta = torch.device("meta")
+    model = random_model(asked.name, asked.dtype, meta, trust_remote_code=asked.trust_remote_code)
+    return model if asked.lora is None else _adapted(model, asked.lora, meta)
+
+
+def _adapted(model: nn.Module, lora: Lora, device: torch.device) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        hint = "pip install peft"
+        raise ModelError([Problem("--lora", "PEFT, which makes the adapters", str(error), hint)]) from None
+    targets: Any = lora.targets or None
+    settings = LoraConfig(
+        r=lora.r,
+        target_modules="all-linear" if targets == ("all-linear",) else targets and list(targets),
+        lora_dropout=lora.dropout,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        with device:
+            adapted: nn.Module = get_peft_model(model, settings)
+    except Exception as error:  # PEFT raises ValueError, KeyError, ... for names that are not there
+        hint = "Name the modules: --lora r=16,targets=all-linear."
+        raise ModelError(
+            [Problem("--lora", "modules that PEFT can adapt", str(error)[:300], hint)]
+        ) from error
+    return adapted.train()
 
 
 def random_model(
-    name: str, dtype: DtypeName | None, device: torch.device, layers: int | None = None
+    name: str,
+    dtype: DtypeName | None,
+    device: torch.device,
+    layers: int | None = None,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """Return the model in training mode, its weights as they are before training. None are read.
 
@@ -41,25 +76,31 @@ def random_model(
         dtype: of its weights; ``None``: what its configuration says, else fp32.
         device: of its weights.
         layers: how many of its decoder layers it has, the first ones; ``None``: all.
+        trust_remote_code: whether code that lies beside the configuration may run.
 
     Raises:
         ModelError: there is none, or it is no causal language model of transformers.
         torch.OutOfMemoryError: the device has no room for it.
     """
-    path = _config_path(name)
+    place = _with_code(name) if trust_remote_code else {"pretrained_model_name_or_path": _config_path(name)}
     try:
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(**place, trust_remote_code=trust_remote_code)
         if layers is not None:
             _cut_to(config.get_text_config(), layers)
         wanted = DTYPES[dtype] if dtype is not None else _dtype_of(config)
         with torch.device(device):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=wanted)
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=wanted, trust_remote_code=trust_remote_code
+            )
     except torch.OutOfMemoryError:
         raise
     # transformers raises whatever its reading of a file of anybody's meets: OSError, ValueError, KeyError ...
     except Exception as error:
+        hint = (
+            "Only if you trust that code: --trust-remote-code." if "trust_remote_code" in str(error) else ""
+        )
         raise ModelError(
-            [Problem("model", "a causal language model of transformers", _why(name, error))]
+            [Problem("model", "a causal language model of transformers", _why(name, error), hint)]
         ) from error
     return model.train()
 
@@ -89,6 +130,15 @@ def _cut_to(config: Any, layers: int) -> None:
 def _dtype_of(config: Any) -> torch.dtype:
     found = getattr(config, "dtype", None)
     return found if isinstance(found, torch.dtype) else torch.float32
+
+
+def _with_code(name: str) -> dict[str, Any]:
+    """Where the configuration and the code lie: a folder, or a repository on the Hub and its revision."""
+    path = Path(name)
+    hub_id = None if path.exists() else split_hub_id(name)
+    if hub_id is None:
+        return {"pretrained_model_name_or_path": str(Path(_config_path(name)).parent)}
+    return {"pretrained_model_name_or_path": hub_id[0], "revision": hub_id[1]}
 
 
 def _config_path(name: str) -> str:

@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable
+from typing import Annotated, Literal, TypeVar
 
 import typer
+
+from ..config.sizes import DEVICE_KINDS, OWN_DEVICE, bytes_of, device_kind, own_device, tokens_of
 
 AutocastName = Literal["bf16", "fp16"]
 DtypeName = Literal["bf16", "fp16", "fp32"]
 OptimizerName = Literal["adamw", "sgd", "none"]
+PaperOptimizerName = Literal[
+    "adamw", "adamw_master", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit", "adafactor", "sgd", "none"
+]
+"""Names of transformers' ``optim`` where it has one."""
+QuantizeName = Literal["4bit", "8bit"]
+Value = TypeVar("Value")
+
+
+def tokens(text: str) -> int:
+    """Return a number of tokens; see `tokens_of`."""
+    return _read(tokens_of, text)
+
+
+def size(text: str) -> int:
+    """Return a size in bytes; see `bytes_of`."""
+    return _read(bytes_of, text)
+
+
+def device_named(text: str) -> str:
+    """Return the name of a device: of a known kind, or numbers of one's own."""
+    if "=" in text:
+        _read(own_device, text)
+    elif device_kind(text) is None:
+        raise typer.BadParameter(f"{text!r} is none of {', '.join(DEVICE_KINDS)}, nor {OWN_DEVICE}")
+    return device_kind(text) or text
+
+
+def _read(how: Callable[[str], Value], text: str) -> Value:
+    try:
+        return how(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
 
 Config = Annotated[
     str,
@@ -32,7 +68,11 @@ Model = Annotated[
 Seq = Annotated[
     int | None,
     typer.Option(
-        "--seq", min=1, metavar="N", help="Tokens of a sequence. Without it no bytes.", show_default=False
+        "--seq",
+        parser=tokens,
+        metavar="N",
+        help="Tokens of a sequence: 8192, 8k. Without it no bytes.",
+        show_default=False,
     ),
 ]
 Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Sequences of a micro-batch.")]
@@ -48,9 +88,10 @@ Device = Annotated[
     str | None,
     typer.Option(
         "--device",
+        parser=device_named,
         metavar="NAME",
-        help="Kind of device to predict for: H200, H100, A100-80, A100-40, B200, L40S, 'RTX 4090', cpu. "
-        "Else the one that is here, and H200 where none is.",
+        help=f"Kind of device to predict for, by any usual name: {', '.join(DEVICE_KINDS)}. Or numbers of "
+        f"your own, as it reaches them: {OWN_DEVICE}. Else the one that is here, and H200 where none is.",
         show_default=False,
     ),
 ]

@@ -1,134 +1,18 @@
-"""``hf-actswap plan``: what the planner would do, on a machine without a GPU and without weights."""
+"""``hf-actswap plan``: its options, which are checked before anything large is imported."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import RenderableType
-from rich.table import Table
 
-from ..config import load_config
-from ..errors import ActSwapError
 from . import options
-from .communication import communication_document, communication_note, communication_of, fabric_of
-from .numbers_text import size_text, step_ms_text
-from .options import OptimizerName
-from .output import answer, folded_by_layer, heading, listed, problems_document
-from .planned import NOTHING, PLANNED, Planned, memory_in_force, planned, poor_deal
-from .profile_file import AskedStep, ProfileFile, read_profile
-from .step import StepShape, device_name, prediction_document
-from .subject import subject, with_tp
-from .tables import fate_table, step_table, summary_table
-
-_ALONE = "Times are computed from shapes and the device's rates; communication between ranks is not in them."
-_SEQ = 4096
-_PREDICTED = "predicted"
-
-
-@dataclass(frozen=True)
-class PlanAnswer:
-    """One plan. See `output.Answer`."""
-
-    found: Planned
-    saved_to: str | None
-    windows: bool = False
-    recorded: ProfileFile | None = None
-    ok: bool = True
-
-    def document(self) -> Mapping[str, Any]:
-        """See `output.Answer`."""
-        found = self.found
-        return {
-            "model": found.subject.document(),
-            "step": found.step.document(),
-            "mode": found.memory.mode,
-            "budget_bytes": found.budget_bytes,
-            "profile": None if self.recorded is None else self.recorded.path,
-            "predicted": {name: prediction_document(step) for name, step in found.steps.items()},
-            "saved_to": self.saved_to,
-            "plan": json.loads(found.plan.to_json()),
-        }
-
-    def shown(self) -> Iterable[RenderableType]:
-        """See `output.Answer`."""
-        found = self.found
-        yield f"Model:  {found.subject.described()}"
-        yield f"Step:   {found.step.described()}"
-        yield f"Budget: {size_text(found.budget_bytes)}, {found.memory.mode}"
-        yield heading("Plan")
-        if self.windows:
-            yield fate_table(found.plan, found.profile)
-        else:
-            yield summary_table(found.plan, found.profile)
-        yield heading("Predicted")
-        yield step_table(found.steps, found.budget_bytes)
-        if any(step.peak_bytes > found.budget_bytes for step in found.steps.values()):
-            yield "! above the budget."
-        yield from poor_deal(found.steps)
-        yield _ALONE if self.recorded is None else self.recorded.described()
-        if self.saved_to is not None:
-            yield f"Written to {self.saved_to}."
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Plans for several numbers of ranks; a plan, or why there is none. See `output.Answer`."""
-
-    by_tp: Mapping[int, Planned | ActSwapError]
-
-    @property
-    def ok(self) -> bool:
-        """Whether there is a plan for any of them."""
-        return any(isinstance(found, Planned) for found in self.by_tp.values())
-
-    def document(self) -> Mapping[str, Any]:
-        """See `output.Answer`."""
-        return {"compare": [self._entry(tp, found) for tp, found in self.by_tp.items()]}
-
-    def shown(self) -> Iterable[RenderableType]:
-        """See `output.Answer`."""
-        known = [found for found in self.by_tp.values() if isinstance(found, Planned)]
-        if known:
-            yield f"Step:   {known[0].step.described()}"
-            yield f"Budget: {size_text(known[0].budget_bytes)} a rank, {known[0].memory.mode}"
-        yield ""
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for name in ("tp", "Peak, nothing", "Peak", "Step", "Comm.", "Swapped", "Recomputed"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for tp, found in self.by_tp.items():
-            if isinstance(found, Planned):
-                step, told = found.prediction, communication_of(found)
-                added_ms = 0.0 if told is None else told.added_ms
-                table.add_row(
-                    str(tp),
-                    size_text(found.steps[NOTHING].peak_bytes),
-                    size_text(step.peak_bytes),
-                    step_ms_text(step.step_ms + added_ms),
-                    "?" if told is None else step_ms_text(added_ms),
-                    size_text(step.swapped_bytes),
-                    size_text(step.recomputed_bytes),
-                )
-            else:
-                table.add_row(str(tp), "", "no plan", "", "", "", "")
-        yield table
-        for tp, found in self.by_tp.items():
-            if isinstance(found, ActSwapError):
-                yield heading(f"tp={tp}")
-                yield from listed(folded_by_layer(map(str, found.problems)))
-        yield f"\n{communication_note(fabric_of(known[0]) if known else None)}"
-
-    @staticmethod
-    def _entry(tp: int, found: Planned | ActSwapError) -> dict[str, Any]:
-        if isinstance(found, ActSwapError):
-            return {"tp": tp, "problems": problems_document(found.problems)}
-        told = communication_document(communication_of(found))
-        return {"tp": tp, **PlanAnswer(found, None).document(), "communication": told}
+from .options import DtypeName, PaperOptimizerName, QuantizeName
+from .output import Answer, answer
+from .plan_request import PREDICTED, AskedStep, Lora, ModelRequest, PlanRequest, Sharding
 
 
 def plan(
@@ -149,7 +33,11 @@ def plan(
     seq: Annotated[
         int | None,
         typer.Option(
-            "--seq", min=1, metavar="N", help="Tokens of a sequence; else 4096.", show_default=False
+            "--seq",
+            parser=options.tokens,
+            metavar="N",
+            help="Tokens of a sequence: 8192, 8k; else 4096.",
+            show_default=False,
         ),
     ] = None,
     batch: Annotated[
@@ -172,28 +60,71 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    budget_gib: Annotated[
-        float | None,
+    budget: Annotated[
+        int | None,
         typer.Option(
+            "--budget",
             "--budget-gib",
-            min=0.001,
-            metavar="X",
-            help="The most device memory of a step, per rank. Else the configuration's, else the device's "
-            "less 3 %.",
+            parser=options.size,
+            metavar="SIZE",
+            help="The most device memory of a step, per rank: 40GB, 24GiB, or a number of GiB. Else the "
+            "configuration's, else the device's less 3 %.",
             show_default=False,
         ),
     ] = None,
     dtype: options.Dtype = None,
     autocast: options.Autocast = None,
     optimizer: Annotated[
-        OptimizerName | None,
+        PaperOptimizerName | None,
         typer.Option(
             "--optimizer",
-            help="Whose states are on the device, 2 values a weight; else adamw.",
+            help="Whose states are on the device; else adamw: 2 values a weight, in its type.",
             show_default=False,
         ),
     ] = None,
+    grad_dtype: Annotated[
+        DtypeName | None,
+        typer.Option(
+            "--grad-dtype",
+            help="In which gradients rest until the optimizer's step; else that of the weights.",
+            show_default=False,
+        ),
+    ] = None,
+    shard: Annotated[
+        Sharding | None,
+        typer.Option(
+            "--shard",
+            parser=Sharding.read,
+            metavar="fsdp=N",
+            help="zero1=N, zero2=N, zero3=N or fsdp=N: what N data-parallel ranks share.",
+            show_default=False,
+        ),
+    ] = None,
+    lora: Annotated[
+        Lora | None,
+        typer.Option(
+            "--lora",
+            parser=Lora.read,
+            metavar="r=16",
+            help="Train adapters only (PEFT): r=16,targets=q_proj+v_proj,dropout=0.05; targets=all-linear.",
+            show_default=False,
+        ),
+    ] = None,
+    quantize: Annotated[
+        QuantizeName | None,
+        typer.Option(
+            "--quantize",
+            help="How the base's linear layers rest beside --lora (QLoRA).",
+            show_default=False,
+        ),
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the model brings along.")
+    ] = False,
     tp: options.Tp = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="The plan layer by layer, and the least budget.")
+    ] = False,
     windows: Annotated[
         bool, typer.Option("--windows", help="A line for each op, with its prefetch and release.")
     ] = False,
@@ -215,53 +146,39 @@ def plan(
     as_json: options.Json = False,
 ) -> None:
     """Find what to keep, swap and recompute within a budget, and predict the step."""
-    sizes = _sizes(compare) if compare is not None else ()
+    compared = _sizes(compare) if compare is not None else ()
     if save is not None:
         _refuse_to_overwrite(save)
-    if sizes and (save is not None or tp is not None):
+    if compared and (save is not None or tp is not None):
         raise typer.BadParameter("--compare goes with neither --save nor --tp")
-    if sizes and profile is not None:
+    if compared and profile is not None:
         raise typer.BadParameter("--profile is of one number of ranks: it does not go with --compare")
-    asked = AskedStep(batch, seq, device, autocast, optimizer)
-
-    def of(size: int | None, recorded: ProfileFile | None = None) -> Planned:
-        wanted = with_tp(load_config(config), size)
-        memory = memory_in_force(wanted, budget_gib)
-        step = _step_on_paper(asked) if recorded is None else recorded.step(asked)
-        with subject(model, dtype, wanted) as found:
-            if recorded is None:
-                return planned(found, step, wanted, memory)
-            recorded.check(found)
-            return planned(found, step, wanted, memory, recorded.profile)
-
-    def ask() -> PlanAnswer | Compared:
-        if sizes:
-            return Compared({size: _or_why_not(of, size) for size in sizes})
-        recorded = None if profile is None else read_profile(profile)
-        found = of(tp, recorded)
-        if save is not None:
-            _write(save, found)
-        return PlanAnswer(found, save, windows, recorded)
-
-    answer("plan", as_json, ask)
-
-
-def _step_on_paper(asked: AskedStep) -> StepShape:
-    return StepShape(
-        asked.sequences or 1,
-        asked.tokens or _SEQ,
-        device_name(asked.device),
-        asked.autocast,
-        asked.optimizer or "adamw",
+    if profile is not None and (lora or quantize or shard or grad_dtype):
+        raise typer.BadParameter(
+            "--profile is of a step as it was recorded: without --lora, --quantize, --shard, --grad-dtype"
+        )
+    if quantize is not None and (lora is None or (tp or 1) > 1 or compared):
+        raise typer.BadParameter(
+            "--quantize goes with --lora (quantised weights are not trained) and one tensor-parallel rank"
+        )
+    asked = PlanRequest(
+        model=ModelRequest(model, dtype, lora, quantize, trust_remote_code),
+        config=config,
+        step=AskedStep(batch, seq, device, autocast, optimizer, grad_dtype, shard),
+        profile=profile,
+        budget_bytes=budget,
+        tp=tp,
+        compared=compared,
+        save=save,
+        windows=windows,
+        full=full,
     )
 
+    def ask() -> Answer:
+        found: Answer = import_module(".plan_answer", __package__).answer_plan(asked)
+        return found
 
-def _or_why_not(of: Any, size: int) -> Planned | ActSwapError:
-    try:
-        found: Planned = of(size)
-    except ActSwapError as error:
-        return error
-    return found
+    answer("plan", as_json, ask)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -280,22 +197,6 @@ def _refuse_to_overwrite(path: str) -> None:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         document = None
-    if not isinstance(document, dict) or _PREDICTED not in document:
+    if not isinstance(document, dict) or PREDICTED not in document:
         text = f"{path} exists and was not written by --save: it stays as it is"
         raise typer.BadParameter(text, param_hint="--save")
-
-
-def _write(path: str, found: Planned) -> None:
-    document = json.loads(found.plan.to_json())
-    document[_PREDICTED] = {
-        "model": found.subject.document(),
-        "step": found.step.document(),
-        "budget_bytes": found.budget_bytes,
-        **prediction_document(found.steps[PLANNED]),
-        "without_plan_peak_bytes": found.steps[NOTHING].peak_bytes,
-        "without_plan_step_ms": found.steps[NOTHING].step_ms,
-    }
-    try:
-        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="--save") from error

@@ -14,12 +14,13 @@ from ..plan import MemoryPlan, resolve_plan
 from ..planner.budget import BudgetError, budget_bytes, impossible, limits_of
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
-from ..planner.search.find_plan import find_plan, least_peak_bytes
+from ..planner.search.find_plan import find_plan, least_peak
 from .numbers_text import size_text, step_ms_text
 from .output import busy
 from .step import StepShape, profile_of, recompute_everything
 from .subject import Subject
 
+LEAST = "least budget"
 NOTHING = "nothing"
 EVERYTHING = "recompute all"
 WRITTEN = "as written"
@@ -28,6 +29,51 @@ PLANNED = "planned"
 
 _POOR_SHARE = 0.01
 """What is written by hand may take this share of a step more than the planner's best within the same peak."""
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """What a peak consists of, in bytes.
+
+    Args:
+        weights: of the model, buffers included.
+        gradients: of weights, complete at that moment.
+        states: of the optimizer.
+        activations: the rest: what autograd saves, and what ops need while they run.
+    """
+
+    weights: int
+    gradients: int
+    states: int
+    activations: int
+
+    @property
+    def decides(self) -> str:
+        """The largest of them."""
+        return max(vars(self), key=lambda name: int(getattr(self, name)))
+
+    def document(self) -> dict[str, object]:
+        """Return it as JSON values."""
+        return {**{f"{name}_bytes": size for name, size in vars(self).items()}, "decides": self.decides}
+
+    def __str__(self) -> str:
+        listed = ", ".join(f"{name} {size_text(size)}" for name, size in vars(self).items())
+        return f"{listed}: {self.decides} decide"
+
+
+def memory_parts(profile: Profile, step: Prediction, states_moved: bool = False) -> MemoryParts | None:
+    """Return what the peak of a predicted step consists of; ``None``: the profile does not know.
+
+    Args:
+        profile: of the step without a plan.
+        step: predicted from it.
+        states_moved: whether the optimizer's states are on the host then.
+    """
+    if not profile.weight_bytes:
+        return None
+    states = 0 if states_moved else profile.optimizer_state_bytes
+    rest = profile.weight_bytes + step.peak_gradient_bytes + states
+    return MemoryParts(profile.weight_bytes, step.peak_gradient_bytes, states, step.peak_bytes - rest)
 
 
 @dataclass(frozen=True)
@@ -41,7 +87,7 @@ class Planned:
         profile: of the step without a plan.
         plan: that was found.
         budget_bytes: that it keeps within.
-        steps: predictions by what is done: see `usual_steps`, and `PLANNED`.
+        steps: predictions by what is done: see `usual_steps`, `PLANNED`, and `LEAST` where it was asked for.
     """
 
     subject: Subject
@@ -57,13 +103,23 @@ class Planned:
         """Of the plan that was found."""
         return self.steps[PLANNED]
 
+    @property
+    def parts(self) -> Mapping[str, MemoryParts]:
+        """What each peak consists of; empty where the profile does not know."""
+        moved = self.memory.preference == "memory_saving"
+        found = {
+            name: memory_parts(self.profile, step, moved and name in (PLANNED, LEAST))
+            for name, step in self.steps.items()
+        }
+        return {name: parts for name, parts in found.items() if parts is not None}
 
-def memory_in_force(config: ActSwapConfig, budget_gib: float | None) -> MemoryConfig:
-    """Return the ``memory`` section, with a mode if it has none, and with another budget if one is given."""
+
+def memory_in_force(config: ActSwapConfig, budget: int | None) -> MemoryConfig:
+    """Return the ``memory`` section, with a mode if it has none, and another budget if one is given."""
     memory = config.memory
     if memory.mode == "off":
         memory = replace(memory, mode="smart_swap")
-    return memory if budget_gib is None else replace(memory, budget_gib=budget_gib, reduce_by_gib=None)
+    return memory if budget is None else replace(memory, budget_gib=budget / GIB, reduce_by_gib=None)
 
 
 def usual_steps(profile: Profile, written: MemoryPlan) -> dict[str, Prediction]:
@@ -114,6 +170,7 @@ def planned(
     config: ActSwapConfig,
     memory: MemoryConfig,
     profile: Profile | None = None,
+    with_least: bool = False,
 ) -> Planned:
     """Search a plan; what is written by hand stays as it is.
 
@@ -123,6 +180,7 @@ def planned(
         config: whose fates stay.
         memory: the section that is in force.
         profile: of this step of this model; ``None``: it is computed from shapes.
+        with_least: whether to look for the step with the least peak too.
 
     Raises:
         BudgetError: nothing fits; it names what would.
@@ -134,11 +192,16 @@ def planned(
         with busy(f"profile of {found.described()}"):
             profile = profile_of(found, step)
     with busy("search"):
-        return search(found, step, memory, profile, fixed)
+        return search(found, step, memory, profile, fixed, with_least)
 
 
 def search(
-    found: Subject, step: StepShape, memory: MemoryConfig, profile: Profile, fixed: MemoryPlan
+    found: Subject,
+    step: StepShape,
+    memory: MemoryConfig,
+    profile: Profile,
+    fixed: MemoryPlan,
+    with_least: bool = False,
 ) -> Planned:
     """Search a plan for a profile; see `planned`."""
     moved = memory.preference == "memory_saving"
@@ -148,7 +211,12 @@ def search(
     try:
         best = find_plan(profile, fixed, limits)
     except BudgetError:
-        least = least_peak_bytes(profile, fixed, limits)
-        raise impossible(memory, budget, least, unplanned.peak_bytes) from None
+        least = least_peak(profile, fixed, limits)
+        (problem,) = impossible(memory, budget, least.peak_bytes, unplanned.peak_bytes).problems
+        parts = memory_parts(profile, least, moved)
+        needs = "" if parts is None else f" The least is {parts}."
+        raise BudgetError([replace(problem, hint=f"{problem.hint}{needs}".strip())]) from None
     steps = {**usual_steps(profile, fixed), PLANNED: best.prediction}
+    if with_least:
+        steps[LEAST] = least_peak(profile, fixed, limits)
     return Planned(found, step, memory, profile, best.plan, budget, steps)

@@ -11,6 +11,7 @@ import typer
 from rich.console import RenderableType
 
 from ..config import load_config
+from ..config.sizes import device_kind
 from ..engine.host_memory import available_bytes
 from ..errors import Problem
 from ..plan import MemoryPlan, outline
@@ -21,8 +22,10 @@ from ..report import PlannerBar
 from . import options
 from .model_source import ModelError, parameters_of, random_model
 from .numbers_text import link_text, size_text, step_ms_text
+from .optimizers import state_bytes
 from .options import DtypeName
 from .output import answer, busy, heading
+from .plan_request import ModelRequest
 from .profile_file import write_profile
 from .profile_table import OpCost, cost_table, op_costs
 from .recorded_steps import TIMED_STEPS, RecordedSteps
@@ -32,6 +35,10 @@ from .subject import Subject, subject
 
 THIS = "this"
 _FEWER = "Ask for fewer --layers: their times are taken for the others too. Or for less --seq or --batch."
+
+
+def _device_or_this(text: str) -> str:
+    return THIS if text.strip().lower() == THIS else options.device_named(text)
 
 
 @dataclass(frozen=True)
@@ -108,7 +115,9 @@ def profile(
             metavar="MODEL", help="A folder of a model, its config.json, or a Hub id.", show_default=False
         ),
     ],
-    seq: Annotated[int, typer.Option("--seq", min=1, metavar="N", help="Tokens of a sequence.")] = 4096,
+    seq: Annotated[
+        int, typer.Option("--seq", parser=options.tokens, metavar="N", help="Tokens of a sequence: 4096, 4k.")
+    ] = 4096,
     batch: options.Batch = 1,
     layers: Annotated[
         int | None,
@@ -124,9 +133,10 @@ def profile(
         str | None,
         typer.Option(
             "--device",
+            parser=_device_or_this,
             metavar="NAME",
-            help="Measured if it is here, else computed from shapes: this, H200, H100, A100-80, A100-40, "
-            "B200, L40S, 'RTX 4090', cpu. Else the accelerator that is here, and H200 where none is.",
+            help="Measured if it is here, else computed from shapes: this, or a name as `plan` takes it. "
+            "Else the accelerator that is here, and H200 where none is.",
             show_default=False,
         ),
     ] = None,
@@ -151,7 +161,7 @@ def profile(
         here = _device_here(device)
         named = name_of(here) if here is not None else device_name(device)
         step = StepShape(batch, seq, named, autocast, optimizer)
-        with subject(model, dtype, load_config(None)) as found:
+        with subject(ModelRequest(model, dtype), load_config(None)) as found:
             if here is None:
                 if layers is not None:
                     raise ModelError([_nothing_to_measure(named)])
@@ -171,13 +181,12 @@ def profile(
 
 def _device_here(asked: str | None) -> torch.device | None:
     """The device to measure on; ``None``: what was asked for is not here."""
-    name = None if asked is None else asked.strip().lower()
-    if name == "cpu":
+    if asked == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if name == THIS:
+    if asked == THIS:
         return accelerator or torch.device("cpu")
-    return accelerator if name is None or name == (kind_here() or "").lower() else None
+    return accelerator if asked is None or device_kind(asked) == kind_here() else None
 
 
 def _nothing_to_measure(name: str) -> Problem:
@@ -246,7 +255,7 @@ def _refuse_if_too_large(whole: Subject, step: StepShape, layers: int) -> None:
     """
     free, share = available_bytes(), layers / len(whole.shape.layers)
     weight_bytes = sum(p.numel() * p.element_size() for p in whole.model.parameters())
-    least = int((2 + step.state_values) * weight_bytes * share)
+    least = int((2 * weight_bytes + state_bytes(step.optimizer, whole.model)[0]) * share)
     if free is not None and least > free:
         expected = f"a step that has room in the {size_text(free)} that are free"
         found = f"{size_text(least)} of weights, gradients and optimizer states"

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from ..config.json_documents import Count, JsonReader, read_text, write_whole
+from ..config.sizes import device_kind
 from ..errors import ActSwapError, PlanError, Problem
 from ..planner.profile import Profile
 from ..planner.record.profile_document import profile_from_document, profile_to_json
 from .options import AutocastName, OptimizerName
+from .plan_request import AskedStep
 from .step import StepShape
 from .subject import Subject
 
@@ -52,21 +54,6 @@ class ProfileError(ActSwapError):
     """A profile that is none, or one of something else than what is planned for."""
 
     subject = "profile"
-
-
-@dataclass(frozen=True)
-class AskedStep:
-    """What the command line says of the step; ``None``: nothing.
-
-    Args:
-        sequences, tokens, device, autocast, optimizer: see `StepShape`.
-    """
-
-    sequences: int | None = None
-    tokens: int | None = None
-    device: str | None = None
-    autocast: AutocastName | None = None
-    optimizer: OptimizerName | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +102,7 @@ class ProfileFile:
             )
             if wanted is not None and wanted != has
         ]
-        if asked.device is not None and asked.device.strip().lower() not in own.device.lower():
+        if asked.device is not None and not _same_device(asked.device, own.device):
             hint = "Leave --device out, or record it anew on that device."
             problems.append(Problem(f"{self.path}: device", asked.device, own.device, hint))
         if problems:
@@ -154,6 +141,11 @@ class ProfileFile:
             if strange:
                 yield f"layer {layer.index}", "modules of this model", ", ".join(strange[:3])
                 return
+
+
+def _same_device(asked: str, own: str) -> bool:
+    kind = device_kind(asked)
+    return asked == own if kind is None else kind == device_kind(own)
 
 
 def write_profile(path: str, profile: Profile, found: Subject, step: StepShape, measured_layers: int) -> None:

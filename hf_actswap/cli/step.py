@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from fractions import Fraction
 from typing import Any
 
 import torch
+from torch import nn
 
+from ..config.sizes import device_kind
 from ..errors import Problem
 from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import Scope
 from ..planner.profile import Prediction, Profile
-from ..planner.record.devices import DEVICES, device_rates
+from ..planner.record.devices import device_rates
+from ..planner.record.resting import Resting, with_resting
 from ..planner.record.shapes import profile_from_shapes
 from .model_source import DTYPES, ModelError
-from .options import AutocastName, OptimizerName
+from .optimizers import state_bytes
+from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName
+from .plan_request import Sharding
 from .subject import Subject
 
 DEFAULT_DEVICE = "H200"
-
-_VALUES_PER_WEIGHT = {"adamw": 2, "sgd": 0, "none": 0}
-"""Optimizer states, of the weights' own type: what torch.optim keeps without any option."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +38,27 @@ class StepShape:
         device: one of `planner.devices`, or the name of the one that was measured.
         autocast: mixed precision, or ``None``.
         optimizer: whose states are on the device; ``None``: nobody says.
+        gradient_dtype: in which gradients rest until the optimizer's step; ``None``: that of the weights.
+        sharding: what data-parallel ranks share; ``None``: nothing.
     """
 
     sequences: int
     tokens: int
     device: str
     autocast: AutocastName | None
-    optimizer: OptimizerName | None
+    optimizer: PaperOptimizerName | None
+    gradient_dtype: DtypeName | None = None
+    sharding: Sharding | None = None
 
     def described(self) -> str:
         """Return it in one line."""
         precision = f", {self.autocast} autocast" if self.autocast else ""
-        states = f", {self.optimizer} states" if self.state_values else ""
-        return f"{self.sequences} x {self.tokens} tokens on {self.device}{precision}{states}"
-
-    @property
-    def state_values(self) -> int:
-        """Optimizer states on the device, for each weight."""
-        return 0 if self.optimizer is None else _VALUES_PER_WEIGHT[self.optimizer]
+        states = f", {self.optimizer} states" if self.optimizer not in (None, "sgd", "none") else ""
+        gradients = f", {self.gradient_dtype} gradients" if self.gradient_dtype else ""
+        shares = f", {self.sharding.name} over {self.sharding.ranks} ranks" if self.sharding else ""
+        return (
+            f"{self.sequences} x {self.tokens} tokens on {self.device}{precision}{states}{gradients}{shares}"
+        )
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -62,6 +68,8 @@ class StepShape:
             "device": self.device,
             "autocast": self.autocast,
             "optimizer": self.optimizer,
+            "gradient_dtype": self.gradient_dtype,
+            "sharding": None if self.sharding is None else asdict(self.sharding),
         }
 
 
@@ -80,8 +88,7 @@ def kind_here() -> str | None:
     """Return which of `planner.devices` this machine's GPU is; ``None``: none of them, or there is none."""
     if not torch.cuda.is_available():
         return None
-    here = torch.cuda.get_device_name().lower()
-    return next((rates.name for rates in DEVICES if rates.name.lower() in here), None)
+    return device_kind(torch.cuda.get_device_name())
 
 
 def profile_of(found: Subject, step: StepShape) -> Profile:
@@ -90,22 +97,70 @@ def profile_of(found: Subject, step: StepShape) -> Profile:
     Raises:
         ModelError: the model does not run on fake tensors.
     """
-    weight_bytes = sum(p.numel() * p.element_size() for p in found.model.parameters())
     shape = (step.sequences, step.tokens)
     # One tensor each: a model may move or cut its labels.
     batch = {name: torch.empty(shape, dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
     mixed = torch.autocast("cpu", DTYPES[step.autocast]) if step.autocast else nullcontext()
     try:
         with mixed:
-            return profile_from_shapes(
+            profile = profile_from_shapes(
                 found.model,
                 found.shape,
                 batch,
                 step.device,
-                optimizer_state_bytes=step.state_values * weight_bytes,
+                optimizer_state_bytes=state_bytes(step.optimizer, found.model)[0],
             )
     except Exception as error:  # the model's own code runs: it may raise anything
         raise not_run("a model that runs on fake tensors", error) from error
+    if found.quantize is None and step.gradient_dtype is None and step.sharding is None:
+        return profile
+    return with_resting(profile, _resting(found, step, profile))
+
+
+def _resting(found: Subject, step: StepShape, profile: Profile) -> Resting:
+    """Return what a training keeps of weights and gradients; buffers count as weights outside the layers."""
+    less: dict[int, int] = {}
+    passing: dict[tuple[Scope, str], int] = {}
+    layers = {layer.index: found.model.get_submodule(layer.module_path) for layer in found.shape.layers}
+    if found.quantize is not None:
+        for index, layer in layers.items():
+            for path, module in layer.named_modules():
+                if isinstance(module, nn.Linear) and not module.weight.requires_grad:
+                    less[id(module.weight)] = module.weight.nbytes - _QUANTIZED[found.quantize](module.weight)
+                    passing[index, path] = module.weight.nbytes
+    sizes = [sum(w.nbytes - less.get(id(w), 0) for w in layer.parameters()) for layer in layers.values()]
+    weight_bytes = profile.weight_bytes - sum(less.values())
+    trained = [weight for weight in found.model.parameters() if weight.requires_grad]
+    scale = Fraction(1)
+    if step.gradient_dtype is not None:
+        made = sum(weight.nbytes for weight in trained)
+        scale = Fraction(DTYPES[step.gradient_dtype].itemsize * sum(map(torch.Tensor.numel, trained)), made)
+    return Resting(
+        layer_bytes=max(sizes),
+        other_bytes=weight_bytes - sum(sizes),
+        weight_bytes=weight_bytes,
+        gradient_scale=scale,
+        stage=step.sharding.stage if step.sharding else 0,
+        ranks=step.sharding.ranks if step.sharding else 1,
+        passing=passing,
+    )
+
+
+def _nf4_bytes(weight: torch.Tensor) -> int:
+    """NF4 with double quantisation (Dettmers et al., QLoRA, 2305.14314, section 3).
+
+    Four bits; for each block of 64 an 8-bit constant, and for each 256 of those an fp32 one.
+    """
+    blocks = -(-weight.numel() // 64)
+    return -(-weight.numel() // 2) + blocks + 4 * -(-blocks // 256)
+
+
+def _int8_bytes(weight: torch.Tensor) -> int:
+    """LLM.int8() (Dettmers et al., 2208.07339): eight bits, and an fp32 constant for each row."""
+    return weight.numel() + 4 * weight.shape[0]
+
+
+_QUANTIZED: dict[QuantizeName, Callable[[torch.Tensor], int]] = {"4bit": _nf4_bytes, "8bit": _int8_bytes}
 
 
 def not_run(expected: str, error: Exception) -> ModelError:

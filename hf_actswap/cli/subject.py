@@ -10,11 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ..config import ActSwapConfig
+from ..errors import Problem
 from ..parallel import patch_model
 from ..plan import Outline, outline
-from .model_source import dtype_name, model_on_meta, parameters_of
+from .model_source import ModelError, dtype_name, model_on_meta, parameters_of
 from .one_of_many import rank_0_of
-from .options import DtypeName
+from .options import QuantizeName
+from .plan_request import ModelRequest
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,11 @@ class Subject:
         name: as the user named it.
         model: on ``meta``; rank 0's part of it where there are several.
         shape: its outline.
-        parameters: of the whole model.
+        parameters: of the whole model, adapters included.
+        trained: how many of them are trained.
         dtype: of its weights.
         tensor_parallel_size: ranks that hold it together.
+        quantize: type in which its frozen linear layers rest.
     """
 
     name: str
@@ -36,6 +40,8 @@ class Subject:
     parameters: int
     dtype: str
     tensor_parallel_size: int
+    trained: int
+    quantize: QuantizeName | None = None
 
     def described(self) -> str:
         """Return it in one line."""
@@ -44,7 +50,10 @@ class Subject:
             f"{self.parameters / 1e9:.2f} B" if self.parameters >= 1e8 else f"{self.parameters / 1e6:.2f} M"
         )
         ranks = "" if self.tensor_parallel_size == 1 else f", rank 0 of {self.tensor_parallel_size}"
-        return f"{self.shape.family or self.name}, {layers} layers, {size} parameters, {self.dtype}{ranks}"
+        base = f", {self.quantize} base" if self.quantize else ""
+        part = f", {self.trained / 1e6:.2f} M trained" if self.trained < self.parameters else ""
+        kind = self.shape.family or self.name
+        return f"{kind}, {layers} layers, {size} parameters, {self.dtype}{base}{part}{ranks}"
 
     def document(self) -> dict[str, object]:
         """Return it as JSON values."""
@@ -56,6 +65,8 @@ class Subject:
             "dtype": self.dtype,
             "tensor_parallel_size": self.tensor_parallel_size,
             "functions_known": self.shape.functions_known,
+            "trained": self.trained,
+            "quantize": self.quantize,
         }
 
 
@@ -67,12 +78,11 @@ def with_tp(config: ActSwapConfig, tp: int | None) -> ActSwapConfig:
 
 
 @contextmanager
-def subject(name: str, dtype: DtypeName | None, config: ActSwapConfig) -> Iterator[Subject]:
+def subject(asked: ModelRequest, config: ActSwapConfig) -> Iterator[Subject]:
     """Make the model, as one rank holds it; within the block its forward runs on fake tensors.
 
     Args:
-        name: see `model_on_meta`.
-        dtype: of its weights.
+        asked: which model, and what of it is trained.
         config: whose ``parallel_config`` holds.
 
     Raises:
@@ -80,14 +90,17 @@ def subject(name: str, dtype: DtypeName | None, config: ActSwapConfig) -> Iterat
         PatchError: it cannot be divided.
         PlanError: it has no decoder layers.
     """
-    model = model_on_meta(name, dtype)
-    parameters, types = parameters_of(model), dtype_name(model)
-    size = config.parallel_config.tensor_parallel_size
+    model, size = model_on_meta(asked), config.parallel_config.tensor_parallel_size
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    facts = parameters_of(model), dtype_name(model), size, trained, asked.quantize
     if size == 1:
-        yield Subject(name, model, outline(model), parameters, types, 1)
+        yield Subject(asked.name, model, outline(model), *facts)
         return
+    if asked.quantize is not None:
+        expected = "1 where weights are quantised"
+        raise ModelError([Problem("parallel_config.tensor_parallel_size", expected, str(size))])
     with rank_0_of(size) as group:
-        yield Subject(name, model, _divided(model, config, group), parameters, types, size)
+        yield Subject(asked.name, model, _divided(model, config, group), *facts)
 
 
 def _divided(model: nn.Module, config: ActSwapConfig, group: dist.ProcessGroup) -> Outline:

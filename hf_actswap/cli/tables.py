@@ -11,6 +11,7 @@ from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import COMPILE_BUDGET, SCOPES, Scope, folded
 from ..planner.profile import Prediction, Profile
 from .numbers_text import size_text, step_ms_text
+from .planned import MemoryParts
 from .step import saved_by_row
 
 _Line = tuple[str, str, str, int]
@@ -41,6 +42,39 @@ def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
             saved = [size_text(size * len(scopes)) if size else ""] if profile is not None else []
             table.add_row(label, op, fate, windows, *saved)
             label = ""
+    return table
+
+
+def short_table(plan: MemoryPlan, profile: Profile) -> Table:
+    """Return a line for each fate: bytes, and the ops with the number of layers in which they have it."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("Fate")
+    table.add_column("Saved", justify="right", no_wrap=True)
+    table.add_column("Ops (layers)", overflow="fold")
+    sizes = dict(saved_by_row(profile, plan))
+    saved: dict[str, int] = {}
+    layers: dict[str, dict[str, int]] = {}
+    for scope in plan.scopes:
+        for ops, fate, _, size in _by_fate(_lines(plan, sizes, scope)):
+            saved[fate] = saved.get(fate, 0) + size
+            for op in ops.split(", "):
+                layers.setdefault(fate, {}).setdefault(op, 0)
+                layers[fate][op] += 1
+    for fate in sorted(saved):
+        ops = ", ".join(f"{op} ({count})" for op, count in layers[fate].items() if fate != "keep")
+        table.add_row(fate, size_text(saved[fate]), ops or "everything else")
+    return table
+
+
+def memory_table(parts: Mapping[str, MemoryParts]) -> Table:
+    """Return what peaks consist of, by what is done to the activations."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    table.add_column("", overflow="fold")
+    for name in ("Weights", "Gradients", "States", "Activations", "Decides"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, part in parts.items():
+        sizes = (part.weights, part.gradients, part.states, part.activations)
+        table.add_row(name, *map(size_text, sizes), part.decides)
     return table
 
 

@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..config.schema import MemoryConfig
+from ..config.sizes import device_kind
 from ..engine.stats import gib_text
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline, unwrapped
@@ -145,10 +146,7 @@ class LeastBudget:
 
 def _like(device: str) -> str:
     """Name of the known device that is this one, or whose copies overlap compute as this one's do."""
-    if device == "cpu":
-        return device
-    known = [rates.name for rates in DEVICES if rates.link is not None]
-    return next((name for name in known if name.lower() in device.lower()), known[0])
+    return device_kind(device) or DEVICES[0].name
 
 
 @dataclass(frozen=True)

@@ -113,6 +113,9 @@ class Profile:
         source: ``measured`` in a step, or computed from ``shapes``.
         frontier: what compiled layers may do beside what they do by themselves, and what steps have shown of
             it. Shares of their memory are known without being listed (`compiled_shares`).
+        weight_bytes: part of every ``base_bytes``, buffers included; 0: not known.
+        gradient_bytes: part of ``backward_base_bytes``, by span: gradients of weights that are complete when
+            it begins; and last, all of them when backward has ended. Empty: not known.
         hooks: each time that autograd saved a tensor, of ``saved`` or not (weights, tables that layers
             share): (number of the last use by then, operator). There the engine gets control. Empty: it is
             not known, and the engine is taken to get it where ``saved`` says so, at the end of a span.
@@ -135,6 +138,8 @@ class Profile:
     source: Literal["measured", "shapes"]
     frontier: tuple[FrontierPoint, ...] = ()
     hooks: tuple[tuple[Count, Count], ...] = ()
+    weight_bytes: Bytes = 0
+    gradient_bytes: tuple[Bytes, ...] = ()
 
     @property
     def compute_ms(self) -> float:
@@ -229,6 +234,7 @@ class Prediction:
         kept_bytes, swapped_bytes, recomputed_bytes: of what autograd saves without a policy, by what becomes
             of it; kept includes what recomputation holds in addition.
         host_bytes: the most host memory in use.
+        peak_gradient_bytes: part of the peak: gradients of weights (`Profile.gradient_bytes`).
     """
 
     step_ms: float
@@ -245,3 +251,4 @@ class Prediction:
     swapped_bytes: int
     recomputed_bytes: int
     host_bytes: int
+    peak_gradient_bytes: int = 0

@@ -150,8 +150,73 @@ def test_compare(run: Run, tiny: Path) -> None:
         assert run("plan", tiny, "--compare", wrong).code == 2
 
 
+# Of `TINY`: embedding and head 2 x 64 x 32, final norm 32; in each of 4 layers q and o 2 x 32 x 32, k and v
+# 2 x 16 x 32, gate, up and down 3 x 32 x 48, norms 2 x 32.
+WEIGHTS = 2 * 64 * 32 + 32 + 4 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48 + 2 * 32)
+BUFFERS = 2 * 4 * 4
+"""``inv_freq`` and the copy of it that RoPE keeps: half a head's width of 8, fp32."""
+
+
+def test_what_a_peak_consists_of(run: Run, tiny: Path) -> None:
+    """bf16 weights and gradients, two bf16 states a weight. Gradients come in the order of backward."""
+    step = ("--seq", "512", "--batch", "8", "--json")
+    found = run("plan", tiny, *step, "--budget", "8", "--full").document
+    parts, predicted = found["memory"], found["predicted"]
+    assert list(parts) == list(predicted) == ["nothing", "recompute all", "planned", "least budget"]
+    for name, part in parts.items():
+        assert part["weights_bytes"] == 2 * WEIGHTS + BUFFERS
+        assert part["states_bytes"] == 2 * 2 * WEIGHTS
+        assert sum(part[key] for key in part if key != "decides") == predicted[name]["peak_bytes"]
+        assert 0 <= part["gradients_bytes"] <= 2 * WEIGHTS
+        assert part["decides"] == "activations"
+    assert parts["nothing"]["gradients_bytes"] == 0  # the peak is where backward begins
+    short = run("plan", tiny, "--seq", "1", "--json").document["memory"]["nothing"]
+    assert short["decides"] == "states"
+
+
+def test_an_impossible_budget_says_what_the_least_consists_of(run: Run, tiny: Path) -> None:
+    text = " ".join(run("plan", tiny, "--seq", "1", "--budget", "1KiB").out.split())
+    assert f"states {2 * 2 * WEIGHTS / 1024:.2f} KiB, activations" in text
+    assert "states decide." in text
+
+
+def test_a_short_table_and_a_full_one(run: Run, tiny: Path, peaks: tuple[float, float]) -> None:
+    budget = ("--budget", f"{sum(peaks) / 2:.6f}")
+    document = run("plan", tiny, *STEP, *budget, "--json").document
+    short, full = (run("plan", tiny, *STEP, *budget, *more).out for more in ((), ("--full",)))
+    table = short.split("Plan\n")[1].split("Predicted")[0]
+    fates = [line.split()[0] for line in table.splitlines()[2:] if line[:1].strip()]
+    assert fates == sorted({row["fate"] for row in document["plan"]["rows"]} | {"keep"})
+    assert "Layers" in full
+    assert "Layers" not in short
+    assert "least budget" in full
+    assert "least budget" not in short
+    counted = re.findall(r"([\w.]+)\s+\((\d+)\)", table)
+    rows = [row["op_path"] for row in document["plan"]["rows"]]
+    assert counted
+    assert all(rows.count(op) >= int(count) > 0 for op, count in counted)
+
+
 def test_text_fits_into_80_columns(run: Run, tiny: Path, peaks: tuple[float, float]) -> None:
-    for more in ((), ("--windows",)):
+    for more in ((), ("--full",), ("--windows",)):
         text = run("plan", tiny, *STEP, "--budget-gib", f"{sum(peaks) / 2:.6f}", *more).out
         assert max(map(len, text.splitlines())) <= 80
         assert "everything else" in text
+
+
+def test_sizes_and_devices_as_people_write_them(run: Run, tiny: Path) -> None:
+    step = ("--batch", "8", "--optimizer", "none", "--json")
+    found = run(
+        "plan", tiny, "--seq", "0.5k", *step, "--budget", "4GB", "--device", "NVIDIA A100-SXM4-40GB"
+    ).document
+    assert (found["step"]["seq"], found["budget_bytes"], found["step"]["device"]) == (
+        512,
+        4 * 10**9,
+        "A100-40",
+    )
+    own = run(
+        "plan", tiny, *STEP, "--device", "memory=2GiB,tflops=150,bandwidth=0.9,link=25", "--json"
+    ).document
+    assert own["budget_bytes"] == round(2 * GIB * 0.97)
+    old = run("plan", tiny, *STEP, "--budget-gib", "0.25", "--json").document
+    assert old["budget_bytes"] == GIB // 4

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_actswap.cli import plan as plan_command
+from hf_actswap.cli import plan_answer as plan_command
 from hf_actswap.version import __version__
 
 from .conftest import Run
@@ -58,7 +58,7 @@ def test_help_names_the_commands_and_exit_codes(run: Run) -> None:
 def test_what_compiled_code_prints_is_no_answer(
     run: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def noisy(*_: object) -> None:
+    def noisy(*_: object, **_settings: object) -> None:
         os.write(1, b"from compiled code\n")
         print("from Python")
         raise AssertionError

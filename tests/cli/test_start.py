@@ -44,6 +44,19 @@ def test_help_version_and_wrong_usage_load_no_library(repository: Path) -> None:
         assert modules.isdisjoint(HEAVY), words
 
 
+def test_wrong_options_of_plan_are_named_before_torch_is_imported(repository: Path) -> None:
+    for words in (
+        ["--seq", "8kk"],
+        ["--budget", "40GX"],
+        ["--device", "H20"],
+        ["--device", "memory=48GB"],
+        ["--compare", "tp=0"],
+    ):
+        ended, modules = loaded_by(repository, "plan", "model", *words)
+        assert ended == 2
+        assert modules.isdisjoint({*HEAVY} - {"yaml"}), words
+
+
 def test_the_list_says_what_the_commands_say(run: Run) -> None:
     """Each command is there, and its summary is the first line of its own docstring."""
     for place in Commands.places:

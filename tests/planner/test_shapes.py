@@ -12,11 +12,13 @@ from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaModel
 
 from hf_actswap import MemoryPlan, PlanError, load_config, outline, resolve_plan
+from hf_actswap.config.sizes import DEVICE_KINDS
 from hf_actswap.plan.saved_bytes import dropped_bytes
 from hf_actswap.planner.cost.simulate import predict
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.devices import DEVICES, device_rates
 from hf_actswap.planner.record.lives import measured_peak_bytes
+from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
 from hf_actswap.planner.record.roofline import RooflineClock, attention_flops
 from hf_actswap.planner.record.shapes import profile_from_shapes
 from tests.engine.tiny_models import snapshot, tiny_llama
@@ -115,6 +117,28 @@ def test_optimizer_states_and_gradients_lie_below_everything() -> None:
     assert set(more) == {1000 + gradient_bytes}
 
 
+def test_gradients_are_counted_as_they_are_completed() -> None:
+    """None when the head's begins; of the embedding, the last, none when its own begins; then all of them."""
+    model = tiny_llama()
+    profile = on_paper(model, optimizer_state_bytes=1000)
+    named = {name: parameter.nbytes for name, parameter in model.named_parameters()}
+    reached = sorted((span.backward_place, number) for number, span in enumerate(profile.spans))
+    counted = [profile.gradient_bytes[number] for place, number in reached if place >= 0]
+    assert counted[0] == 0
+    assert counted == sorted(counted)
+    assert profile.gradient_bytes[-1] == sum(named.values())
+    embedding = next(number for number, span in enumerate(profile.spans) if span.call[0] == "embedding")
+    assert profile.gradient_bytes[embedding] == sum(named.values()) - named["model.embed_tokens.weight"]
+    assert profile.weight_bytes == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    for span, gradients in zip(profile.spans, profile.gradient_bytes, strict=False):
+        assert span.forward_base_bytes >= profile.weight_bytes + 1000
+        if span.backward_place >= 0:
+            assert span.backward_base_bytes >= profile.weight_bytes + 1000 + gradients
+    assert profile_from_json(profile_to_json(profile)) == profile
+    before = on_paper(model, gradients_exist=True).gradient_bytes
+    assert {size for size in before if size} == {sum(named.values())}
+
+
 YARDSTICK = [(16, 8192, 388, 23.6), (6, 32768, 837, 37.4)]
 """Layers, tokens, and what one H200 took: ms and GiB of activations; decoder stack, bf16, sdpa, eager."""
 
@@ -149,6 +173,19 @@ def test_devices_by_name() -> None:
         device_rates("H20")
     with pytest.raises(PlanError, match="Did you mean 'H200'"):
         device_rates("H20")
+    assert [rates.name for rates in DEVICES] == list(DEVICE_KINDS)
+
+
+def test_a_device_of_ones_own_is_like_the_h200_in_what_it_does_not_say() -> None:
+    h200, name = device_rates("H200"), "memory=48GB,tflops=330,bandwidth=0.9,link=25"
+    own = device_rates(name)
+    assert (own.name, own.memory_bytes, own.bytes_per_ms) == (name, 48 * 10**9, 0.9e9)
+    assert own.attention_flop_per_ms == pytest.approx(h200.attention_flop_per_ms / 2)
+    assert own.full_flop_per_ms == pytest.approx(h200.full_flop_per_ms / 2)
+    assert own.link is not None
+    assert own.link.out_bytes_per_ms == 25e6
+    with pytest.raises(PlanError, match="memory=48GB,tflops=150"):
+        device_rates("memory=48GB")
 
 
 def test_no_device_takes_no_time() -> None:

@@ -10,6 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from benchmarks.parallel_table import Llama, Setting, tensor_axis_bytes
+from hf_actswap.cli.plan_request import ModelRequest
 from hf_actswap.cli.step import StepShape, profile_of
 from hf_actswap.cli.subject import Subject, subject
 from hf_actswap.config import load_config
@@ -35,7 +36,7 @@ def divided(
     )
     config.save_pretrained(folder)
     parallel = {"tensor_parallel_size": ranks, "sequence_parallel_enabled": sequence_parallel}
-    with subject(str(folder), "bf16", load_config({"parallel_config": parallel})) as found:
+    with subject(ModelRequest(str(folder), "bf16"), load_config({"parallel_config": parallel})) as found:
         yield found, profile_of(found, StepShape(1, TOKENS, "H200", None, "adamw"))
 
 

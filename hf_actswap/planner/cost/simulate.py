@@ -116,6 +116,9 @@ class Simulator:
             swapped_bytes=swapped_bytes,
             recomputed_bytes=sum(fate.dropped_bytes for fate in fates),
             host_bytes=swapped_bytes,
+            peak_gradient_bytes=memory.peak_gradient_bytes
+            if memory.peak_bytes >= outside_bytes
+            else (profile.gradient_bytes or (0,))[-1],
         )
 
     def _sharing_of(self, points: tuple[tuple[int, FrontierPoint], ...]) -> Simulator:

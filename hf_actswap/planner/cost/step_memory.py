@@ -26,6 +26,7 @@ class StepMemory:
     Attributes:
         peak_bytes: the most in use in forward and backward.
         peak_at: what ran then.
+        peak_gradient_bytes: of the peak, gradients that were complete.
         kept_bytes: storages that stay until backward reads them, in all.
     """
 
@@ -65,7 +66,9 @@ class StepMemory:
         self._back_kept = []
         self._kept_in = [left := left - end for end in self._ends]
         self._back_kept = [self._kept_in[place] for place in back.moments.places]
-        self.peak_bytes, self.peak_at = self._peak()
+        self.peak_bytes, self.peak_at, place = self._peak()
+        gradients, reached = order.profile.gradient_bytes, order.places.order
+        self.peak_gradient_bytes = gradients[reached[place]] if gradients and reached else 0
 
     def points(self) -> tuple[MemoryPoint, ...]:
         """The curve: a point at each change."""
@@ -103,7 +106,8 @@ class StepMemory:
             part[min(birth, turn + 1)] += life.size_bytes
             part[min(max(end, birth), turn + 1)] -= life.size_bytes
 
-    def _peak(self) -> tuple[int, OpCall]:
+    def _peak(self) -> tuple[int, OpCall, int]:
+        """The peak, what ran then, and the place of backward: the first stands for all of forward."""
         spans, back = self._order.spans, self._back.moments
         ahead = list(map(sum, zip(self._base, self._kept, self._swapped, self._dropped, strict=True)))
         behind = list(
@@ -114,10 +118,11 @@ class StepMemory:
         )
         if behind and max(behind) > max(ahead, default=0):
             peak = max(behind)
-            return peak, spans[back.spans[behind.index(peak)]].call
+            moment = behind.index(peak)
+            return peak, spans[back.spans[moment]].call, back.places[moment]
         peak = max(ahead, default=0)
         at = min(ahead.index(peak), len(spans) - 1) if spans else -1
-        return peak, spans[at].call if spans else (None, "", None)
+        return peak, spans[at].call if spans else (None, "", None), 0
 
     def _forward_ms(self) -> list[float]:
         waited = [0.0] * (len(self._order.spans) + 1)

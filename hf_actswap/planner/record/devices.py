@@ -3,7 +3,8 @@
 Achieved rates, not those of the data sheets. The H200's are fitted to measured steps (Llama-shaped layers,
 bf16, torch 2.11: 16 layers of 8,192 tokens 388 ms, 6 layers of 32,768 tokens 837 ms; copies of 54.9 GB/s out
 and 55.1 back, 49.8 each at once). The others stand in the H200's relation to their own data sheets, so that
-they are estimates: measure where you can.
+they are estimates: measure where you can. (MI300X: 192 GB, 5.3 TB/s, 1,307 TFLOP/s in bf16 and 163 in fp32,
+PCIe 5, AMD's data sheet.)
 
 Between devices nothing has been measured: there it *is* the data sheets' rate (`Fabric`), which no collective
 quite reaches.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...config.sizes import OWN_DEVICE, device_kind, own_device
 from ...engine.link import Link
 from ...errors import PlanError, Problem, nearest
 
@@ -21,7 +23,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """What connects the devices of one machine, by NVIDIA's data sheets; not measured.
+    """What connects the devices of one machine, by its maker's data sheet; not measured.
 
     Args:
         name: of the link.
@@ -92,9 +94,10 @@ _NVLINK_3, _NVLINK_4, _NVLINK_5 = (
     for generation, gigabytes in ((3, 600), (4, 900), (5, 1800))
 )
 _PCIE_4 = Fabric("PCIe 4 x16", 64e6 / 2)
+_XGMI = Fabric("Infinity Fabric", 896e6 / 2)
 """Data sheets of A100 80GB SXM (NVLink 600 GB/s), H100 and H200 SXM (900 GB/s), HGX B200 (1.8 TB/s a GPU),
-L40S (PCIe Gen4 x16: 64 GB/s, no NVLink); the RTX 4090 has PCIe 4.0 x16 and no NVLink either. All are both
-ways together."""
+L40S (PCIe Gen4 x16: 64 GB/s, no NVLink), MI300X (seven links of 128 GB/s); the RTX 4090 has PCIe 4.0 x16 and
+no NVLink either. All are both ways together."""
 
 DEVICES: tuple[DeviceRates, ...] = (
     _accelerator("H200", 139.0, 660, 50, 545, 3.2, _H200_LINK, _NVLINK_4),
@@ -104,22 +107,44 @@ DEVICES: tuple[DeviceRates, ...] = (
     _accelerator("B200", 178.0, 1450, 65, 950, 5.3, _link(55), _NVLINK_5),
     _accelerator("L40S", 44.0, 210, 55, 160, 0.58, _link(25), _PCIE_4),
     _accelerator("RTX 4090", 23.5, 140, 60, 120, 0.68, _link(25), _PCIE_4),
+    _accelerator("MI300X", 191.0, 870, 120, 720, 3.5, _link(55), _XGMI),
     DeviceRates("cpu", 64 * _GIB, 0.5e9, 0.5e9, 0.3e9, 0.02e9, 0.002, None),
 )
 
 
 def device_rates(name: str) -> DeviceRates:
-    """Return the rates of a device by its name, whatever its case.
+    """Return the rates of a device.
+
+    Args:
+        name: any usual one (`config.sizes.DEVICE_KINDS`), or numbers of one's own as the device reaches
+            them (`OWN_DEVICE`). Then fp32 and attention stand in the H200's relation to half precision.
 
     Raises:
         PlanError: no such device; lists those that are known.
     """
-    known = {rates.name.lower(): rates for rates in DEVICES}
-    found = known.get(name.strip().lower())
-    if found is None:
-        names = ", ".join(rates.name for rates in DEVICES)
-        problem = Problem(
-            "device", f"one of {names}", repr(name), nearest(name, [item.name for item in DEVICES])
-        )
-        raise PlanError([problem])
-    return found
+    kind = device_kind(name)
+    known = {rates.name: rates for rates in DEVICES}
+    if kind is not None:
+        return known[kind]
+    found, hint = repr(name), nearest(name, list(known))
+    if "=" in name:
+        try:
+            return _own_rates(name)
+        except ValueError as error:
+            found, hint = str(error), ""
+    raise PlanError([Problem("device", f"one of {', '.join(known)}, or {OWN_DEVICE}", found, hint)])
+
+
+def _own_rates(name: str) -> DeviceRates:
+    numbers, like = own_device(name), DEVICES[0]
+    half = numbers["tflops"] * 1e9
+    return DeviceRates(
+        name,
+        int(numbers["memory"]),
+        half,
+        half * like.full_flop_per_ms / like.half_flop_per_ms,
+        half * like.attention_flop_per_ms / like.half_flop_per_ms,
+        numbers["bandwidth"] * 1e9,
+        like.launch_ms,
+        _link(numbers["link"]),
+    )

@@ -58,6 +58,10 @@ def profile_to_json(profile: Profile) -> str:
     document["span_columns"], document["use_columns"] = list(_SPAN), list(_USE)
     if profile.frontier:
         document["frontier"] = [[getattr(point, name) for name in _POINT] for point in profile.frontier]
+    if profile.weight_bytes:
+        document["weight_bytes"] = profile.weight_bytes
+    if profile.gradient_bytes:
+        document["gradient_bytes"] = list(profile.gradient_bytes)
     if profile.hooks:
         document["hooks"] = [list(hook) for hook in profile.hooks]
     document["modules"] = [sorted(paths) for paths in profile.saved.modules.values()]

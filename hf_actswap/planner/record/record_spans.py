@@ -34,6 +34,7 @@ class _Visit:
     start: Stamp
     end: Stamp
     peak_bytes: int | None
+    gradient_bytes: int
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class SpanLog:
         sees_ops: whether `ran` tells of every op. If not, a row ends wherever nodes were made.
         nodes: operators that a call counts as, whatever it makes: compiled layers.
         away_bytes: what would be on the device, were there room; added to what is.
+        gradient_bytes: weights' gradients that are complete by now.
     """
 
     def __init__(
@@ -73,8 +75,9 @@ class SpanLog:
         sees_ops: bool,
         nodes: Mapping[OpCall, int],
         away_bytes: Callable[[], int] = lambda: 0,
+        gradient_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._away_bytes = away_bytes
+        self._away_bytes, self._gradient_bytes = away_bytes, gradient_bytes
         self._meter, self._clock, self._order, self._sees_ops = meter, clock, order, sees_ops
         self._nodes = nodes
         self._rows: list[_Row] = []
@@ -82,7 +85,7 @@ class SpanLog:
         self._packs: list[tuple[int, int]] = []
         self._call: OpCall = (None, "", None)
         self._busy = self._communicates = self._random = False
-        self._first_node = self._first_op = self._turn = 0
+        self._first_node = self._first_op = self._turn = self._gradients_before = 0
         self._since: Stamp | None = None
         self._visited: _Row | None = None
         self._turned = self._ended = False
@@ -92,6 +95,8 @@ class SpanLog:
         """The most in use, in forward and backward."""
         self.outside_ms_of: tuple[Stamp, Stamp] | None = None
         self.outside_peak_bytes = 0
+        self.gradients_below: tuple[int, ...] = ()
+        """`Profile.gradient_bytes`, once `spans` has been asked for."""
         self.on_turn: Callable[[], None] | None = None
         """Called when backward begins, from the thread that runs it."""
 
@@ -162,17 +167,21 @@ class SpanLog:
         places = [row.place for row in self._rows]
         known = lives(saved, [row.last_order for row in self._rows])
         forward, backward = saved_on_device(known, places)
-        below: dict[int, int] = {}  # by turn; a visit in which nothing ran is as the one before
+        below: dict[int, tuple[int, int]] = {}  # by turn; a visit in which nothing ran is as the one before
         peaks = sorted(
-            (visit.turn, number, visit.peak_bytes)
+            (visit.turn, number, visit.peak_bytes, visit.gradient_bytes)
             for number, row in enumerate(self._rows)
             for visit in row.visits
         )
         base_bytes = 0
-        for _, number, peak_bytes in peaks:
+        for _, number, peak_bytes, gradient_bytes in peaks:
             if peak_bytes is not None:
                 base_bytes = max(0, peak_bytes - backward[number])
-            below[number] = max(below.get(number, 0), base_bytes)
+            below[number] = max(below.get(number, (0, 0)), (base_bytes, gradient_bytes))
+        self.gradients_below = (
+            *(below.get(number, (0, 0))[1] for number in range(len(self._rows))),
+            self._gradient_bytes(),
+        )
         return tuple(
             Span(
                 call=row.call,
@@ -183,7 +192,7 @@ class SpanLog:
                 forward_ms=max(0.0, row.end.ms_since(row.start)),
                 backward_ms=sum(max(0.0, visit.end.ms_since(visit.start)) for visit in row.visits),
                 forward_base_bytes=max(0, row.peak_bytes - forward[number]),
-                backward_base_bytes=below.get(number, 0),
+                backward_base_bytes=below.get(number, (0, 0))[0],
                 backward_place=row.place,
                 communicates=row.communicates,
                 random=row.random,
@@ -261,6 +270,7 @@ class SpanLog:
         if row.place < 0:
             row.place = self._turn
         self._visited, self._busy = row, False
+        self._gradients_before = self._gradient_bytes()
         self._turn += 1
 
     def _leave_row(self) -> None:
@@ -271,5 +281,5 @@ class SpanLog:
         if self._busy or not self._sees_ops:
             now, peak_bytes = self._clock.stamp(), self._look()
             self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        row.visits.append(_Visit(self._turn - 1, since, now, peak_bytes))
+        row.visits.append(_Visit(self._turn - 1, since, now, peak_bytes, self._gradients_before))
         self._since = now

@@ -55,6 +55,7 @@ class StepRecorder:
         device: where the model computes; ``None``: where its first parameter is.
         forwards_before: forwards with gradients that go by before the one that is recorded (micro-batches).
         away_bytes: what ``hold`` has moved off the device at present, and would be there without a shortage.
+        gradient_bytes: weights' gradients that are complete by now; ``None``: nobody counts them.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class StepRecorder:
         device: torch.device | None = None,
         forwards_before: int = 0,
         away_bytes: Callable[[], int] = lambda: 0,
+        gradient_bytes: Callable[[], int] | None = None,
     ) -> None:
         self._root, self._outline, self._meter, self._clock = unwrapped(model), outline.decoder, meter, clock
         self._hold, self._compiles, self._forwards_before = hold, compiles, forwards_before
@@ -81,8 +83,15 @@ class StepRecorder:
             self._outline, device, self._pack, self._unpack, self._enters, compiles, inner_tensors
         )
         self._log = SpanLog(
-            meter, clock, lambda: self._uses.order, not opaque, self._compiled_nodes(), away_bytes
+            meter,
+            clock,
+            lambda: self._uses.order,
+            not opaque,
+            self._compiled_nodes(),
+            away_bytes,
+            gradient_bytes or (lambda: 0),
         )
+        self._counts_gradients = gradient_bytes is not None
         self._log.on_turn = self._backward_begins
         self._watch = None if opaque else OpWatch(self._log, clock)
         self._undo: list[Callable[[], None]] = []
@@ -156,6 +165,7 @@ class StepRecorder:
         optimizer_state_bytes: int = 0,
         outside_ms: float | None = None,
         outside_base_bytes: int | None = None,
+        weight_bytes: int = 0,
         source: Literal["measured", "shapes"] = "measured",
     ) -> Profile:
         """Return what was recorded. Waits for the device.
@@ -167,6 +177,7 @@ class StepRecorder:
             optimizer_state_bytes: of this rank, on the device.
             outside_ms: of a step outside forward and backward; ``None``: from the end of backward to `stop`.
             outside_base_bytes: the most device memory in use there; ``None``: the same.
+            weight_bytes: of this rank, on the device; 0: not known.
             source: see `Profile`.
 
         Raises:
@@ -181,9 +192,12 @@ class StepRecorder:
             device_bytes = self._meter.limit_bytes() if self._meter is not None else 0
         if outside_base_bytes is None:
             outside_base_bytes = self._log.outside_peak_bytes
+        spans = self._log.spans(self._saved)
         return Profile(
             saved=self._saved,
-            spans=self._log.spans(self._saved),
+            spans=spans,
+            weight_bytes=weight_bytes,
+            gradient_bytes=self._log.gradients_below if self._counts_gradients else (),
             hooks=self._log.hooks(),
             num_layers=len(self._outline.layers),
             family=self._outline.family,

@@ -7,7 +7,7 @@ the device: fused attention saves the same there (its output and the softmax sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,10 +63,20 @@ def profile_from_shapes(
         if gradients_exist:
             for tensor in trained:
                 tensor.grad = torch.empty_like(tensor)
+        meter.own(state.values())
+        weight_bytes = meter.allocated_bytes()
         resting = torch.empty(optimizer_state_bytes, dtype=torch.uint8)
-        meter.own([resting, *state.values(), *(tensor.grad for tensor in trained if tensor.grad is not None)])
+        meter.own([resting, *(tensor.grad for tensor in trained if tensor.grad is not None)])
         meter.own(leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))
-        recorder = StepRecorder(model, outline, meter, RooflineClock(rates), compiles=False, device=_CPU)
+        recorder = StepRecorder(
+            model,
+            outline,
+            meter,
+            RooflineClock(rates),
+            compiles=False,
+            device=_CPU,
+            gradient_bytes=_counter_of_gradients(trained),
+        )
         meter.start()
         try:
             with recorder:
@@ -77,16 +87,29 @@ def profile_from_shapes(
                     result.backward(torch.empty_like(result))
         finally:
             meter.stop()
-    weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in trained)
-    moved_bytes = 2 * optimizer_state_bytes + 3 * weight_bytes  # states and weights both ways, gradients once
+    trained_bytes = sum(tensor.nbytes for tensor in trained)
+    moved_bytes = 2 * optimizer_state_bytes + 3 * trained_bytes  # states, weights both ways; gradients once
     return recorder.profile(
         device=rates.name,
         device_bytes=rates.memory_bytes,
         link=rates.link,
         optimizer_state_bytes=optimizer_state_bytes,
         outside_ms=moved_bytes / rates.bytes_per_ms if optimizer_state_bytes else 0.0,
+        weight_bytes=weight_bytes,
         source="shapes",
     )
+
+
+def _counter_of_gradients(trained: Sequence[torch.Tensor]) -> Callable[[], int]:
+    """Return what says how many bytes of gradients are complete: each when autograd has accumulated it."""
+    there = {id(tensor): tensor.nbytes for tensor in trained if tensor.grad is not None}
+
+    def accumulated(tensor: torch.Tensor) -> None:
+        there[id(tensor)] = tensor.nbytes
+
+    for tensor in trained:
+        tensor.register_post_accumulate_grad_hook(accumulated)
+    return lambda: sum(there.values())
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:

@@ -112,7 +112,12 @@ def find_plan(
 
 
 def least_peak_bytes(profile: Profile, fixed: MemoryPlan, limits: Limits) -> int:
-    """Return the least peak that the search reaches, whatever it costs.
+    """Return the least peak that the search reaches; see `least_peak`."""
+    return least_peak(profile, fixed, limits).peak_bytes
+
+
+def least_peak(profile: Profile, fixed: MemoryPlan, limits: Limits) -> Prediction:
+    """Return the step with the least peak that the search reaches, whatever it costs.
 
     Args:
         profile, fixed: see `find_plan`.
@@ -121,7 +126,7 @@ def least_peak_bytes(profile: Profile, fixed: MemoryPlan, limits: Limits) -> int
     Raises:
         PlanError: scipy is missing.
     """
-    return Search(profile, fixed, limits, SAFETY).least().prediction.peak_bytes
+    return Search(profile, fixed, limits, SAFETY).least().prediction
 
 
 def candidates(profile: Profile, fixed: MemoryPlan, limits: Limits, count: int) -> list[Found]:

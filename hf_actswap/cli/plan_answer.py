@@ -1,0 +1,237 @@
+"""What ``hf-actswap plan`` answers: what the planner would do, without a GPU and without weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from ..config import load_config
+from ..errors import ActSwapError
+from .communication import communication_document, communication_note, communication_of, fabric_of
+from .numbers_text import size_text, step_ms_text
+from .optimizers import state_bytes
+from .output import folded_by_layer, heading, listed, problems_document
+from .plan_request import PREDICTED, AskedStep, PlanRequest
+from .planned import NOTHING, PLANNED, Planned, memory_in_force, planned, poor_deal
+from .profile_file import ProfileFile, read_profile
+from .step import StepShape, device_name, prediction_document
+from .subject import subject, with_tp
+from .tables import fate_table, memory_table, short_table, step_table, summary_table
+
+_ALONE = "Times are computed from shapes and the device's rates; communication between ranks is not in them."
+_SEQ = 4096
+
+
+@dataclass(frozen=True)
+class PlanAnswer:
+    """One plan. See `output.Answer`."""
+
+    found: Planned
+    saved_to: str | None
+    full: bool = False
+    windows: bool = False
+    recorded: ProfileFile | None = None
+    ok: bool = True
+
+    def document(self) -> Mapping[str, Any]:
+        """See `output.Answer`."""
+        found = self.found
+        return {
+            "model": found.subject.document(),
+            "step": found.step.document(),
+            "mode": found.memory.mode,
+            "budget_bytes": found.budget_bytes,
+            "profile": None if self.recorded is None else self.recorded.path,
+            "predicted": {name: prediction_document(step) for name, step in found.steps.items()},
+            "memory": {name: parts.document() for name, parts in found.parts.items()},
+            "assumed": list(assumptions(found)),
+            "saved_to": self.saved_to,
+            "plan": json.loads(found.plan.to_json()),
+        }
+
+    def shown(self) -> Iterable[RenderableType]:
+        """See `output.Answer`."""
+        found = self.found
+        yield f"Model:  {found.subject.described()}"
+        yield f"Step:   {found.step.described()}"
+        yield f"Budget: {size_text(found.budget_bytes)}, {found.memory.mode}"
+        yield heading("Plan")
+        if self.windows:
+            yield fate_table(found.plan, found.profile)
+        elif self.full:
+            yield summary_table(found.plan, found.profile)
+        else:
+            yield short_table(found.plan, found.profile)
+        yield heading("Predicted")
+        yield step_table(found.steps, found.budget_bytes)
+        if any(step.peak_bytes > found.budget_bytes for step in found.steps.values()):
+            yield "! above the budget."
+        if found.parts:
+            yield heading("At the peak")
+            yield memory_table(found.parts)
+        yield from poor_deal(found.steps)
+        yield _ALONE if self.recorded is None else self.recorded.described()
+        yield from listed(assumptions(found))
+        if self.saved_to is not None:
+            yield f"Written to {self.saved_to}."
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Plans for several numbers of ranks; a plan, or why there is none. See `output.Answer`."""
+
+    by_tp: Mapping[int, Planned | ActSwapError]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is a plan for any of them."""
+        return any(isinstance(found, Planned) for found in self.by_tp.values())
+
+    def document(self) -> Mapping[str, Any]:
+        """See `output.Answer`."""
+        return {"compare": [self._entry(tp, found) for tp, found in self.by_tp.items()]}
+
+    def shown(self) -> Iterable[RenderableType]:
+        """See `output.Answer`."""
+        known = [found for found in self.by_tp.values() if isinstance(found, Planned)]
+        if known:
+            yield f"Step:   {known[0].step.described()}"
+            yield f"Budget: {size_text(known[0].budget_bytes)} a rank, {known[0].memory.mode}"
+        yield ""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        for name in ("tp", "Peak, nothing", "Peak", "Step", "Comm.", "Swapped", "Recomputed"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for tp, found in self.by_tp.items():
+            if isinstance(found, Planned):
+                step, told = found.prediction, communication_of(found)
+                added_ms = 0.0 if told is None else told.added_ms
+                table.add_row(
+                    str(tp),
+                    size_text(found.steps[NOTHING].peak_bytes),
+                    size_text(step.peak_bytes),
+                    step_ms_text(step.step_ms + added_ms),
+                    "?" if told is None else step_ms_text(added_ms),
+                    size_text(step.swapped_bytes),
+                    size_text(step.recomputed_bytes),
+                )
+            else:
+                table.add_row(str(tp), "", "no plan", "", "", "", "")
+        yield table
+        for tp, found in self.by_tp.items():
+            if isinstance(found, ActSwapError):
+                yield heading(f"tp={tp}")
+                yield from listed(folded_by_layer(map(str, found.problems)))
+        yield f"\n{communication_note(fabric_of(known[0]) if known else None)}"
+        if known:
+            yield from listed(assumptions(known[0]))
+
+    @staticmethod
+    def _entry(tp: int, found: Planned | ActSwapError) -> dict[str, Any]:
+        if isinstance(found, ActSwapError):
+            return {"tp": tp, "problems": problems_document(found.problems)}
+        told = communication_document(communication_of(found))
+        return {"tp": tp, **PlanAnswer(found, None).document(), "communication": told}
+
+
+def assumptions(found: Planned) -> Iterator[str]:
+    """Yield what was taken for granted of how the model is trained."""
+    subject, step = found.subject, found.step
+    if subject.trained < subject.parameters:
+        yield "Adapters are as PEFT makes them, in fp32 beside a base in half precision."
+    if subject.quantize is not None:
+        bits = {
+            "4bit": "NF4 with double quantisation, 4.127 bits a weight (QLoRA, section 3)",
+            "8bit": "LLM.int8(), 8 bits a weight and an fp32 constant a row",
+        }[subject.quantize]
+        yield (
+            f"Linear layers of the decoder rest in {bits}; one is made whole at a time, which takes "
+            "memory and no time here. All else has the model's own type: prepare_model_for_kbit_training "
+            "was not applied."
+        )
+    if (paged := state_bytes(step.optimizer, subject.model)[1]) and step.optimizer is not None:
+        ranks = step.sharding.ranks if step.sharding else 1
+        yield (
+            f"{size_text(paged // ranks)} of the optimizer's states are in pages that the driver moves to "
+            "the host when memory is short: none is counted on the device, nor the time."
+        )
+    if step.sharding is not None:
+        yield (
+            f"Of one of {step.sharding.ranks} ranks, ZeRO stage {step.sharding.stage}. "
+            + ("Whole are what is outside the layers and two layers. " if step.sharding.stage == 3 else "")
+            + (
+                "Gradients of two layers are whole until they are scattered. "
+                if step.sharding.stage > 1
+                else ""
+            )
+            + "What data-parallel ranks tell each other is not in the times."
+        )
+
+
+def answer_plan(asked: PlanRequest) -> PlanAnswer | Compared:
+    """Return what `plan` says.
+
+    Raises:
+        ActSwapError: there is no plan; says why.
+    """
+
+    def of(size: int | None, recorded: ProfileFile | None = None) -> Planned:
+        wanted = with_tp(load_config(asked.config), size)
+        memory = memory_in_force(wanted, asked.budget_bytes)
+        step = _step_on_paper(asked.step) if recorded is None else recorded.step(asked.step)
+        with subject(asked.model, wanted) as found:
+            if recorded is None:
+                return planned(found, step, wanted, memory, with_least=asked.full)
+            recorded.check(found)
+            return planned(found, step, wanted, memory, recorded.profile, asked.full)
+
+    if asked.compared:
+        return Compared({size: _or_why_not(of, size) for size in asked.compared})
+    recorded = None if asked.profile is None else read_profile(asked.profile)
+    found = of(asked.tp, recorded)
+    if asked.save is not None:
+        _write(asked.save, found)
+    return PlanAnswer(found, asked.save, asked.full, asked.windows, recorded)
+
+
+def _step_on_paper(asked: AskedStep) -> StepShape:
+    return StepShape(
+        asked.sequences or 1,
+        asked.tokens or _SEQ,
+        device_name(asked.device),
+        asked.autocast,
+        asked.optimizer or "adamw",
+        asked.gradient_dtype,
+        asked.sharding,
+    )
+
+
+def _or_why_not(of: Any, size: int) -> Planned | ActSwapError:
+    try:
+        found: Planned = of(size)
+    except ActSwapError as error:
+        return error
+    return found
+
+
+def _write(path: str, found: Planned) -> None:
+    document = json.loads(found.plan.to_json())
+    document[PREDICTED] = {
+        "model": found.subject.document(),
+        "step": found.step.document(),
+        "budget_bytes": found.budget_bytes,
+        **prediction_document(found.steps[PLANNED]),
+        "without_plan_peak_bytes": found.steps[NOTHING].peak_bytes,
+        "without_plan_step_ms": found.steps[NOTHING].step_ms,
+    }
+    try:
+        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="--save") from error

@@ -1,0 +1,122 @@
+"""What `plan` is asked, as far as it is known before torch is imported."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import typer
+
+from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName
+
+PREDICTED = "predicted"
+"""Section of a saved plan by which `--save` knows what it has written."""
+
+
+_STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Over how many data-parallel ranks what is sharded.
+
+    Args:
+        name: ``zero1``, ``zero2``, ``zero3`` or ``fsdp``.
+        ranks: at least 1.
+    """
+
+    name: str
+    ranks: int
+
+    @property
+    def stage(self) -> int:
+        """Of ZeRO; see `planner.record.resting`."""
+        return _STAGES[self.name]
+
+    @classmethod
+    def read(cls, text: str) -> Sharding:
+        """Read ``fsdp=8``."""
+        name, _, ranks = text.partition("=")
+        if name not in _STAGES or not ranks.isdecimal() or int(ranks) < 1:
+            raise typer.BadParameter(f"{text!r} is not of the form {'=N, '.join(_STAGES)}=N (ranks)")
+        return cls(name, int(ranks))
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters, as `peft.LoraConfig` takes them.
+
+    Args:
+        r: rank.
+        targets: names of modules, or ``("all-linear",)``; empty: PEFT's own choice for the family.
+        dropout: of the adapters' input.
+    """
+
+    r: int
+    targets: tuple[str, ...] = ()
+    dropout: float = 0.0
+
+    @classmethod
+    def read(cls, text: str) -> Lora:
+        """Read ``r=16``, or ``r=16,targets=q_proj+v_proj,dropout=0.05``."""
+        given = {key: value for key, _, value in (part.partition("=") for part in text.split(","))}
+        try:
+            r, dropout = int(given.pop("r")), float(given.pop("dropout", "0"))
+            targets = tuple(name for name in given.pop("targets", "").split("+") if name)
+            if r < 1 or not 0 <= dropout < 1 or given:
+                raise ValueError
+        except (KeyError, ValueError):
+            form = "r=16, or r=16,targets=q_proj+v_proj,dropout=0.05, or r=16,targets=all-linear"
+            raise typer.BadParameter(f"{text!r} is not of the form {form}") from None
+        return cls(r, targets, dropout)
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """A model, and what of it is trained.
+
+    Args:
+        name: a path or a Hub id.
+        dtype: of its weights; ``None``: its configuration's.
+        lora: adapters, which alone are trained; ``None``: all weights are.
+        quantize: type in which the base's linear layers rest; ``None``: as they are.
+        trust_remote_code: whether code of the model's own repository may run.
+    """
+
+    name: str
+    dtype: DtypeName | None = None
+    lora: Lora | None = None
+    quantize: QuantizeName | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class AskedStep:
+    """What the command line says of the step; ``None``: nothing.
+
+    Args:
+        sequences, tokens, device, autocast, optimizer, gradient_dtype, sharding: see `step.StepShape`.
+    """
+
+    sequences: int | None = None
+    tokens: int | None = None
+    device: str | None = None
+    autocast: AutocastName | None = None
+    optimizer: PaperOptimizerName | None = None
+    gradient_dtype: DtypeName | None = None
+    sharding: Sharding | None = None
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """The arguments and options of `plan`; see its help."""
+
+    model: ModelRequest
+    config: str | None
+    step: AskedStep
+    profile: str | None
+    budget_bytes: int | None
+    tp: int | None
+    compared: tuple[int, ...]
+    save: str | None
+    windows: bool
+    full: bool

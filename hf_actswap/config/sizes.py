@@ -1,0 +1,92 @@
+"""Sizes and kinds of devices as people write them: ``8k`` tokens, ``40GB``, ``24GiB``, ``RTX 4090``.
+
+Read ahead of torch, so that a command line is refused at once.
+"""
+
+from __future__ import annotations
+
+import re
+
+_NUMBER = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_BYTES = {"": 2**30, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_TOKENS = {"": 1, "k": 2**10, "m": 2**20}
+
+DEVICE_KINDS = {
+    "H200": r"\bh200\b",
+    "H100": r"\bh100\b",
+    "A100-80": r"\ba100\b(?!.*\b40 ?g?b?\b)",
+    "A100-40": r"\ba100\b.*\b40 ?g?b?\b",
+    "B200": r"\bg?b200\b",
+    "L40S": r"\bl40s\b",
+    "RTX 4090": r"\b(rtx ?)?4090\b(?!.*laptop)",
+    "MI300X": r"\bmi300x\b",
+    "cpu": r"^ ?cpu ?$",
+}
+"""Devices whose rates are known, by what their usual names have in them: NVIDIA A100-SXM4-80GB, MI300X OAM.
+
+An A100 that does not say its memory has 80 GB.
+"""
+
+OWN_DEVICE_KEYS = ("memory", "tflops", "bandwidth", "link")
+OWN_DEVICE = "memory=48GB,tflops=150,bandwidth=0.9,link=25"
+"""A device of one's own: memory, half-precision TFLOP/s, TB/s of device memory, GB/s to the host each way."""
+
+
+def bytes_of(text: str) -> int:
+    """Return a size in bytes: ``40GB`` is 40 * 10^9, ``24GiB`` 24 * 2^30, a number alone is GiB.
+
+    Raises:
+        ValueError: it is none, or less than one byte.
+    """
+    return _amount(text, _BYTES, "a size such as 40GB, 24GiB, 512MiB, or a number of GiB")
+
+
+def tokens_of(text: str) -> int:
+    """Return a number of tokens: ``8k`` is 8,192, as context lengths are written.
+
+    Raises:
+        ValueError: it is no whole number above 0.
+    """
+    return _amount(text, _TOKENS, "a whole number of tokens such as 8192 or 8k")
+
+
+def device_kind(name: str) -> str | None:
+    """Return which of `DEVICE_KINDS` a name means; ``None``: none of them."""
+    plain = re.sub(r"[\s_-]+", " ", name.lower())
+    return next((kind for kind, pattern in DEVICE_KINDS.items() if re.search(pattern, plain)), None)
+
+
+def own_device(text: str) -> dict[str, float]:
+    """Return the numbers of a device of one's own (`OWN_DEVICE`): bytes, TFLOP/s, TB/s, GB/s.
+
+    Raises:
+        ValueError: one is missing, unknown or no number above 0; says which.
+    """
+    parts = [part.partition("=") for part in text.split(",")]
+    given = {key.strip(): value.strip() for key, _, value in parts}
+    wrong = sorted(set(given) ^ set(OWN_DEVICE_KEYS))
+    if wrong or len(given) != len(parts):
+        raise ValueError(
+            f"{text!r} is not of the form {OWN_DEVICE}: see {', '.join(wrong) or 'what is twice'}"
+        )
+    numbers: dict[str, float] = {"memory": bytes_of(given["memory"])}
+    for key in OWN_DEVICE_KEYS[1:]:
+        match = _NUMBER.fullmatch(given[key])
+        if match is None or match[2] or not float(match[1]):
+            raise ValueError(f"{key}={given[key]} is no number above 0; the form is {OWN_DEVICE}")
+        numbers[key] = float(match[1])
+    return numbers
+
+
+def _amount(text: str, units: dict[str, int], expected: str) -> int:
+    match = _NUMBER.fullmatch(text)
+    unit = None if match is None else units.get(match[2].lower())
+    found = 0.0 if match is None or unit is None else float(match[1]) * unit
+    if found < 1 or (units is _TOKENS and found != int(found)):
+        raise ValueError(f"{text!r} is not {expected}")
+    return round(found)

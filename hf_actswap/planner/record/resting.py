@@ -1,0 +1,132 @@
+"""A step on paper as one rank of several has it, or with weights and gradients that rest in other types.
+
+The step on fake tensors holds whole weights, and gradients in the weights' own type. What a training keeps of
+them is put in their place, span by span; nothing else of the profile changes but the time of the optimizer.
+
+What each stage shards over N ranks: 1 the optimizer's states, 2 gradients too, 3 weights too (Rajbhandari et
+al., ZeRO, 2020, section 3 and figure 1). Around the shards FSDP2's rules hold (torch/distributed/fsdp): what
+is outside the layers is gathered from its forward to the end of backward; of the layers, the running one and
+the one that is gathered ahead; gradients of a layer are whole until they are scattered, while the next layer
+runs. That is counted in every span, also where no second layer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+
+from ...plan.actions import Scope
+from ...plan.outline import is_below
+from ..profile import Profile
+
+
+@dataclass(frozen=True)
+class Resting:
+    """What rests on the device of one rank.
+
+    Args:
+        layer_bytes: of the largest layer's weights, as they rest.
+        other_bytes: of all weights outside the layers.
+        weight_bytes: of all weights.
+        gradient_scale: bytes that a complete gradient takes, over what backward makes of it.
+        stage: 0 to 3; see the module's text.
+        ranks: over which is sharded.
+        passing: what the ops of a module need while they run, beside what rests: (scope, path in the layer)
+            -> bytes. Quantised weights, made whole.
+    """
+
+    layer_bytes: int
+    other_bytes: int
+    weight_bytes: int
+    gradient_scale: Fraction = Fraction(1)
+    stage: int = 0
+    ranks: int = 1
+    passing: Mapping[tuple[Scope, str], int] = field(default_factory=dict)
+
+    @property
+    def running_bytes(self) -> int:
+        """Weights on the device in forward and backward: the shard, and what is gathered."""
+        if self.stage < 3:
+            return self.weight_bytes
+        gathered = min(self.other_bytes + 2 * self.layer_bytes, self.weight_bytes)
+        return gathered + _shard(self.weight_bytes - gathered, self.ranks)
+
+
+def with_resting(profile: Profile, resting: Resting) -> Profile:
+    """Return the profile of the same step with what rests in the place of what rested.
+
+    Args:
+        profile: computed from shapes, so that it knows weights and gradients; without gradients of an earlier
+            micro-batch.
+        resting: of one rank.
+    """
+    ranks = resting.ranks
+    states = _shard(profile.optimizer_state_bytes, ranks if resting.stage else 1)
+    gradients = _gradients(profile, resting)
+    weights = resting.running_bytes - profile.weight_bytes
+    less = weights + states - profile.optimizer_state_bytes
+    spans = tuple(
+        replace(
+            span,
+            forward_base_bytes=max(span.forward_base_bytes + less + passing, 0),
+            backward_base_bytes=max(span.backward_base_bytes + less + passing + after - before, 0)
+            if span.backward_place >= 0
+            else span.backward_base_bytes,
+        )
+        for span, before, after, passing in zip(
+            profile.spans,
+            profile.gradient_bytes,
+            gradients,
+            (_passing(resting, *span.call[:2]) for span in profile.spans),
+            strict=False,
+        )
+    )
+    at_rest = _shard(resting.weight_bytes, ranks if resting.stage == 3 else 1) - profile.weight_bytes
+    outside = at_rest + states - profile.optimizer_state_bytes + gradients[-1] - profile.gradient_bytes[-1]
+    return replace(
+        profile,
+        spans=spans,
+        weight_bytes=resting.running_bytes,
+        gradient_bytes=gradients,
+        optimizer_state_bytes=states,
+        outside_base_bytes=max(profile.outside_base_bytes + outside, 0),
+        outside_ms=profile.outside_ms / (ranks if resting.stage else 1),
+    )
+
+
+def _gradients(profile: Profile, resting: Resting) -> tuple[int, ...]:
+    """`Profile.gradient_bytes` as they rest: shards of what is scattered, the rest whole."""
+    if resting.stage < 2:
+        return tuple(int(size * resting.gradient_scale) for size in profile.gradient_bytes)
+    found = [0] * len(profile.gradient_bytes)
+    outside = own = flying = scattered = 0
+    running: Scope | None = None
+    reached = sorted(
+        (span.backward_place, number) for number, span in enumerate(profile.spans) if span.backward_place >= 0
+    )
+    numbers = [number for _, number in reached]
+    for number, following in zip(numbers, [*numbers[1:], -1], strict=True):
+        scope = profile.spans[number].call[0]
+        if isinstance(scope, int) and scope != running:
+            running, scattered, flying, own = scope, scattered + flying, own, 0
+        rests = int(scattered * resting.gradient_scale)
+        found[number] = outside + own + flying + _shard(rests, resting.ranks)
+        made = max(profile.gradient_bytes[following] - profile.gradient_bytes[number], 0)
+        if isinstance(scope, int):
+            own += made
+        else:
+            outside += made
+    found[-1] = _shard(int(profile.gradient_bytes[-1] * resting.gradient_scale), resting.ranks)
+    return tuple(found)
+
+
+def _passing(resting: Resting, scope: Scope | None, path: str) -> int:
+    return max(
+        (size for (at, module), size in resting.passing.items() if at == scope and is_below(path, module)),
+        default=0,
+    )
+
+
+def _shard(size_bytes: int, ranks: int) -> int:
+    return -(-size_bytes // ranks)

@@ -9,8 +9,8 @@ from typing import Any
 from ..config import ActSwapConfig, load_config
 from ..errors import ActSwapError
 from ..plan import MemoryPlan, Outline, resolve_plan
-from ..plan.families import DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
-from .wishes import wishes_of
+from ..plan.mindformers_names import DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
+from .requested_ops import wishes_of
 
 
 @dataclass(frozen=True)

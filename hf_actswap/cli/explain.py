@@ -20,10 +20,10 @@ from .alternatives import Alternative, alternatives
 from .numbers_text import size_text
 from .output import answer, heading, listed
 from .plan_request import ModelRequest
+from .plan_tables import windows_text
+from .requested_ops import Wish, wishes_of
 from .step import StepShape, profile_of, saved_by_op
 from .subject import Subject, subject, with_tp
-from .tables import windows_text
-from .wishes import Wish, wishes_of
 
 _MEANING = {
     "keep": "What it produces stays on the device until backward has read it.",

@@ -15,16 +15,16 @@ from rich.table import Table
 
 from ..config import load_config
 from ..errors import ActSwapError
-from .communication import communication_document, communication_note, communication_of, fabric_of
 from .numbers_text import size_text, step_ms_text
 from .optimizers import state_bytes
 from .output import folded_by_layer, heading, listed, problems_document
 from .plan_request import PREDICTED, AskedStep, PlanRequest
+from .plan_tables import fate_table, memory_table, short_table, step_table, summary_table
 from .planned import NOTHING, PLANNED, Planned, memory_in_force, planned, poor_deal
 from .profile_file import ProfileFile, read_profile
 from .step import StepShape, device_name, prediction_document
+from .step_communication import communication_document, communication_note, communication_of, fabric_of
 from .subject import subject, with_tp
-from .tables import fate_table, memory_table, short_table, step_table, summary_table
 
 _ALONE = "Times are computed from shapes and the device's rates; communication between ranks is not in them."
 _SEQ = 4096
@@ -85,7 +85,7 @@ class PlanAnswer:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedSizes:
     """Plans for several numbers of ranks; a plan, or why there is none. See `output.Answer`."""
 
     by_tp: Mapping[int, Planned | ActSwapError]
@@ -175,7 +175,7 @@ def assumptions(found: Planned) -> Iterator[str]:
         )
 
 
-def answer_plan(asked: PlanRequest) -> PlanAnswer | Compared:
+def answer_plan(asked: PlanRequest) -> PlanAnswer | ComparedSizes:
     """Return what `plan` says.
 
     Raises:
@@ -193,7 +193,7 @@ def answer_plan(asked: PlanRequest) -> PlanAnswer | Compared:
             return planned(found, step, wanted, memory, recorded.profile, asked.full)
 
     if asked.compared:
-        return Compared({size: _or_why_not(of, size) for size in asked.compared})
+        return ComparedSizes({size: _or_why_not(of, size) for size in asked.compared})
     recorded = None if asked.profile is None else read_profile(asked.profile)
     found = of(asked.tp, recorded)
     if asked.save is not None:

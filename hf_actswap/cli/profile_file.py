@@ -42,7 +42,7 @@ class _StepFacts(TypedDict, total=False):
     optimizer: OptimizerName | None
 
 
-class MadeFor(TypedDict, total=False):
+class ProfileOrigin(TypedDict, total=False):
     """What a profile says of itself, as far as it is read again."""
 
     model: _ModelFacts
@@ -68,7 +68,7 @@ class ProfileFile:
 
     path: str
     profile: Profile
-    made_for: MadeFor
+    made_for: ProfileOrigin
 
     @property
     def measured_layers(self) -> int:
@@ -179,5 +179,5 @@ def read_profile(path: str) -> ProfileFile:
         expected = "a file that `hf-actswap profile --output` has written"
         raise ProfileError([Problem(path, expected, error.strerror or str(error))]) from None
     reader = JsonReader(text, "profile", PlanError, path)
-    made_for: MadeFor = reader.value(MadeFor, "made_for") if "made_for" in reader.document else {}
+    made_for: ProfileOrigin = reader.value(ProfileOrigin, "made_for") if "made_for" in reader.document else {}
     return ProfileFile(path, profile_from_document(reader), made_for)

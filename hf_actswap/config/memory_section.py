@@ -7,7 +7,7 @@ from typing import Any
 
 from .keys import MEMORY_KEYS
 from .mindspeed_keys import MODE_FLAGS, SETTINGS
-from .mindspeed_settings import Setting, read_flags, read_settings, read_stable_step
+from .mindspeed_settings import MindSpeedSetting, read_flags, read_settings, read_stable_step
 from .reader import (
     Findings,
     Path,
@@ -33,7 +33,7 @@ def read_memory(findings: Findings) -> MemoryConfig:
     """Read ``memory`` and MindSpeed's two flags. ``null`` is accepted where it is the default."""
     section = read_section(findings, "memory", MEMORY_KEYS, (*SETTINGS, *MODE_FLAGS))
     settings = [
-        Setting(key, ("memory", key), _read_value(findings, ("memory", key), key, value))
+        MindSpeedSetting(key, ("memory", key), _read_value(findings, ("memory", key), key, value))
         for key, value in section.items()
         if key in MEMORY_KEYS and not (value is None and key in _MAY_BE_NULL)
     ]
@@ -69,14 +69,14 @@ def check_fates(
         )
 
 
-def _warmup(settings: Sequence[Setting]) -> Setting:
-    default = Setting("warmup_steps", ("memory", "warmup_steps"), MemoryConfig.warmup_steps)
+def _warmup(settings: Sequence[MindSpeedSetting]) -> MindSpeedSetting:
+    default = MindSpeedSetting("warmup_steps", ("memory", "warmup_steps"), MemoryConfig.warmup_steps)
     return next((one for one in settings if one.key == "warmup_steps"), default)
 
 
-def _each_once(findings: Findings, settings: Sequence[Setting]) -> dict[str, Setting]:
+def _each_once(findings: Findings, settings: Sequence[MindSpeedSetting]) -> dict[str, MindSpeedSetting]:
     """Refuse what is written under two names, in the order of the document; the first counts."""
-    written: dict[str, Setting] = {}
+    written: dict[str, MindSpeedSetting] = {}
     for one in sorted(settings, key=lambda one: findings.position(one.path)):
         first = written.setdefault(one.key, one)
         if first is not one:
@@ -84,7 +84,7 @@ def _each_once(findings: Findings, settings: Sequence[Setting]) -> dict[str, Set
     return written
 
 
-def _check_budget(findings: Findings, written: Mapping[str, Setting]) -> None:
+def _check_budget(findings: Findings, written: Mapping[str, MindSpeedSetting]) -> None:
     budget, reduction = written.get("budget_gib"), written.get("reduce_by_gib")
     if budget and reduction:
         _refuse_both(findings, budget, reduction)
@@ -94,7 +94,7 @@ def _check_budget(findings: Findings, written: Mapping[str, Setting]) -> None:
         findings.note(margin.path, f"`{where(margin.path)}` counts where no budget is written; {ignored}.")
 
 
-def _refuse_both(findings: Findings, one: Setting, other: Setting) -> None:
+def _refuse_both(findings: Findings, one: MindSpeedSetting, other: MindSpeedSetting) -> None:
     later = max((one.path, other.path), key=findings.position)
     findings.problem(later, f"one of {where(one.path)} and {where(other.path)}", "both", "Leave one out.")
 

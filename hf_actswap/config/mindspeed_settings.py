@@ -26,7 +26,7 @@ _ENUM = "SwapPolicyPref."
 
 
 @dataclass(frozen=True)
-class Setting:
+class MindSpeedSetting:
     """A value for a key of `MemoryConfig`, and where it is written; ``None``: written and unreadable."""
 
     key: str
@@ -34,7 +34,7 @@ class Setting:
     value: Any
 
 
-def read_settings(findings: Findings, section: Mapping[Any, Any]) -> list[Setting]:
+def read_settings(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
     """Read all of MindSpeed's settings but ``stable_step`` and the flags, and note those without effect."""
     for key in section:
         if key in UNUSED:
@@ -46,7 +46,7 @@ def read_settings(findings: Findings, section: Mapping[Any, Any]) -> list[Settin
     ]
 
 
-def read_flags(findings: Findings, section: Mapping[Any, Any]) -> list[Setting]:
+def read_flags(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
     """Read ``smart_swap`` and ``adaptive_memory_optimization``, at the top level and in ``memory``.
 
     ``false`` says only that the mode is not this one.
@@ -59,30 +59,32 @@ def read_flags(findings: Findings, section: Mapping[Any, Any]) -> list[Setting]:
             path: Path = (*parent, flag)
             on = read_bool(findings, path, mapping[flag])
             if on is not False:
-                settings.append(Setting("mode", path, mode if on else None))
+                settings.append(MindSpeedSetting("mode", path, mode if on else None))
             elif section.get("mode") == mode:
                 findings.problem(path, f"true, because memory.mode is {mode}", "false", "Leave one out.")
     return settings
 
 
-def read_stable_step(findings: Findings, section: Mapping[Any, Any], warmup: Setting) -> list[Setting]:
+def read_stable_step(
+    findings: Findings, section: Mapping[Any, Any], warmup: MindSpeedSetting
+) -> list[MindSpeedSetting]:
     """Read ``stable_step``, the step with which the stable stage begins: what warm-up leaves is search."""
     if "stable_step" not in section:
         return []
     path = ("memory", "stable_step")
     stable = read_int(findings, path, section["stable_step"], minimum=1)
     if stable is None or warmup.value is None:
-        return [Setting("search_steps", path, None)]
+        return [MindSpeedSetting("search_steps", path, None)]
     if stable < warmup.value:
         expected = f"a step at or after the end of warm-up ({where(warmup.path)}: {warmup.value})"
         findings.problem(
             path, expected, str(stable), "The stable stage begins with this step, counted from 0."
         )
-        return [Setting("search_steps", path, None)]
-    return [Setting("search_steps", path, stable - warmup.value)]
+        return [MindSpeedSetting("search_steps", path, None)]
+    return [MindSpeedSetting("search_steps", path, stable - warmup.value)]
 
 
-def _read_direct(findings: Findings, section: Mapping[Any, Any]) -> list[Setting]:
+def _read_direct(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
     """The settings that are one of our keys in another unit or with other words."""
     readers: dict[str, tuple[str, Callable[[Findings, Path, object], Any]]] = {
         "policy_pref": ("preference", _read_preference),
@@ -91,13 +93,13 @@ def _read_direct(findings: Findings, section: Mapping[Any, Any]) -> list[Setting
         "warmup_step": ("warmup_steps", _read_warmup),
     }
     return [
-        Setting(key, ("memory", name), read(findings, ("memory", name), section[name]))
+        MindSpeedSetting(key, ("memory", name), read(findings, ("memory", name), section[name]))
         for name, (key, read) in readers.items()
         if name in section
     ]
 
 
-def _read_target(findings: Findings, section: Mapping[Any, Any]) -> list[Setting]:
+def _read_target(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
     """``target_mode`` says which of the two sizes counts, as in MindSpeed, where it is false by default."""
     sizes = {
         name: _read_bytes(findings, ("memory", name), section[name])
@@ -121,17 +123,17 @@ def _read_target(findings: Findings, section: Mapping[Any, Any]) -> list[Setting
         )
     if counts in sizes:
         size = sizes[counts]
-        return [Setting(key, ("memory", counts), None if size is None else size / GIB)]
+        return [MindSpeedSetting(key, ("memory", counts), None if size is None else size / GIB)]
     if section.get(key) is not None:
         return []
     line = (
         f"`memory.target_mode`: {counts} is not written; MindSpeed's default counts, {key} {default // GIB}."
     )
     findings.note(mode_path, line)
-    return [Setting(key, mode_path, default / GIB)]
+    return [MindSpeedSetting(key, mode_path, default / GIB)]
 
 
-def _read_plan_file(findings: Findings, section: Mapping[Any, Any]) -> list[Setting]:
+def _read_plan_file(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
     """``save_policy`` asks for a file in ``output_root_path``."""
     path, root_path = ("memory", "save_policy"), ("memory", "output_root_path")
     root: str | None = OUTPUT_ROOT_PATH
@@ -139,14 +141,14 @@ def _read_plan_file(findings: Findings, section: Mapping[Any, Any]) -> list[Sett
         root = read_text(findings, root_path, section["output_root_path"])
     saves = read_bool(findings, path, section["save_policy"]) if "save_policy" in section else False
     if saves is None or (saves and root is None):
-        return [Setting("plan_file", path, None)]
+        return [MindSpeedSetting("plan_file", path, None)]
     if saves and root is not None:
         file = f"{root.rstrip('/')}/plan.json"
         line = (
             f"`memory.save_policy`: the plan is written to {file}, and read from there by a run that it fits."
         )
         findings.note(path, line)
-        return [Setting("plan_file", path, file)]
+        return [MindSpeedSetting("plan_file", path, file)]
     if "output_root_path" in section:
         findings.note(root_path, "`memory.output_root_path` counts where save_policy is true; it is ignored.")
     return []

@@ -29,9 +29,9 @@ from .fates import KEEP, Action
 from .host_pool import HostPool
 from .link import Link, slowest
 from .observation import Key, Measured, Observation, Seen
-from .profile import Decision, Timeline
 from .stats import Counters, gib_text
 from .transfer import Transfer
+from .window_choices import Decision, Timeline
 from .windows import choose_windows
 
 logger = logging.getLogger(__name__)

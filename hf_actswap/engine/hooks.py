@@ -45,7 +45,7 @@ from .owners import Place
 from .recompute import Region
 from .recompute_choice import plan_that_pays
 from .routines import Routines
-from .slices import Replicas, Slices
+from .slices import ReplicaRanks, Slices
 from .stats import Counters, SwapStats
 from .swapped_storages import Keeper
 from .transfer import Transfer
@@ -69,7 +69,7 @@ class Engine:
         outline: Outline,
         transfer: Transfer | None,
         progress: Progress | None,
-        replicas: Replicas | None = None,
+        replicas: ReplicaRanks | None = None,
         keeper: Keeper | None = None,
         host: HostMemory | None = None,
     ) -> None:

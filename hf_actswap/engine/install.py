@@ -14,7 +14,7 @@ from .around import Hook
 from .hooks import Engine
 from .host_budget import HostMemory, Progress
 from .interrupts import uninterrupted
-from .slices import Replicas
+from .slices import ReplicaRanks
 from .stats import SwapStats
 from .swapped_storages import Keeper
 from .transfer import Transfer
@@ -138,7 +138,7 @@ def install(
     outline: Outline,
     transfer: Transfer | None = None,
     progress: Progress | None = None,
-    replicas: Replicas | None = None,
+    replicas: ReplicaRanks | None = None,
     keeper: Keeper | None = None,
     host: HostMemory | None = None,
 ) -> AppliedPlan:
@@ -180,7 +180,7 @@ def _other_plan(root: nn.Module) -> list[Problem]:
     return []
 
 
-def _check(root: nn.Module, plan: MemoryPlan, outline: Outline, replicas: Replicas | None) -> None:
+def _check(root: nn.Module, plan: MemoryPlan, outline: Outline, replicas: ReplicaRanks | None) -> None:
     problems = _other_plan(root)
     if plan.num_layers != len(outline.layers):
         problems.append(

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..plan.actions import Scope, Windows
-from .profile import Candidate, Timeline
 from .stats import PendingTime
 from .transfer import Stamp, Transfer
+from .window_choices import Candidate, Timeline
 
 Key = tuple[Scope | None, int]
 """Where a tensor was saved (scope) and as which of the swapped ones there, in order."""

@@ -14,7 +14,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 
-class Replicas(Protocol):
+class ReplicaRanks(Protocol):
     """The ranks that hold a tensor alike; `hf_actswap.parallel.Replicas` is one.
 
     Attributes:
@@ -37,7 +37,7 @@ class SliceTicket:
 
     __slots__ = ("_part", "_replicas")
 
-    def __init__(self, replicas: Replicas, part: torch.Tensor) -> None:
+    def __init__(self, replicas: ReplicaRanks, part: torch.Tensor) -> None:
         self._replicas, self._part = replicas, part
 
     def restore(self) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Slices:
         replicas: of the tensor-parallel group.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: ReplicaRanks) -> None:
         self._replicas = replicas
         self._warned = False
 

@@ -20,8 +20,8 @@ from collections.abc import Collection, Sequence
 
 from ..plan.actions import Windows
 from .link import Link
-from .profile import Candidate, Decision, Hooks, Timeline
 from .swap_choice import NO_HOST_MEMORY, ROUNDING_MS, TOO_LATE_BACK, Loads, SwapCopy, best_set, out_ends_ms
+from .window_choices import Candidate, Decision, Hooks, Timeline
 
 EMPTY = "it has no bytes"
 NOT_READ = "backward does not read it"

@@ -39,7 +39,7 @@ SEQUENCE_DIM = -2
 
 
 @dataclass
-class ForwardPass:
+class SequenceForward:
     """One forward that is under way.
 
     Args:
@@ -88,7 +88,7 @@ class SequenceRegion:
         self._layers: list[ParallelLinear] = []
         self.head: ParallelLinear | None = None
         self.head_hands_on_parts = self.head_reads_parts = True
-        self.current: ForwardPass | None = None
+        self.current: SequenceForward | None = None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -141,7 +141,7 @@ class SequenceRegion:
         padding = -(length or 0) % self.group.size() if divides else 0
         if padding and takes_cache and arguments.get("use_cache") is None:
             arguments = {**arguments, "use_cache": False}  # what fills up must not stay in a cache
-        found = ForwardPass(
+        found = SequenceForward(
             owner,
             length or 0,
             padding,
@@ -275,7 +275,7 @@ class BaseExitHook:
         finally:
             region.end(module)
 
-    def _hidden(self, hidden: torch.Tensor, current: ForwardPass) -> torch.Tensor:
+    def _hidden(self, hidden: torch.Tensor, current: SequenceForward) -> torch.Tensor:
         length = current.length + current.padding
         if current.is_cut and length and hidden.shape[SEQUENCE_DIM] * self._region.group.size() != length:
             raise RuntimeError(
@@ -287,22 +287,24 @@ class BaseExitHook:
             return hidden
         return self._region.whole(hidden, 0 if current.is_for_head else current.length)
 
-    def _attentions(self, attentions: Sequence[torch.Tensor | None], current: ForwardPass) -> tuple[Any, ...]:
+    def _attentions(
+        self, attentions: Sequence[torch.Tensor | None], current: SequenceForward
+    ) -> tuple[Any, ...]:
         """Probabilities ``[B, heads / tp, S, S]`` of all heads, without padding."""
         return tuple(a if a is None else self._all_heads(a, current) for a in attentions)
 
-    def _all_heads(self, own: torch.Tensor, current: ForwardPass) -> torch.Tensor:
+    def _all_heads(self, own: torch.Tensor, current: SequenceForward) -> torch.Tensor:
         whole = gather_from_sequence_parallel_region(own, 1, False, self._region.group)
         return whole[:, :, : current.length, : current.length] if current.padding else whole
 
 
-def _cut_rows(router_logits: Sequence[torch.Tensor], current: ForwardPass) -> tuple[torch.Tensor, ...]:
+def _cut_rows(router_logits: Sequence[torch.Tensor], current: SequenceForward) -> tuple[torch.Tensor, ...]:
     """Router logits ``[B S, E]`` of each layer, without those of padding."""
     length, padding = current.length, current.padding
     return tuple(rows_without_padding(logits, length, padding) for logits in router_logits)
 
 
-def cut_masked_rows(output: Any, current: ForwardPass) -> None:
+def cut_masked_rows(output: Any, current: SequenceForward) -> None:
     """Cut padding off router logits of an output that kept it because a mask excludes it from the loss."""
     if current.padding and current.masked and getattr(output, "router_logits", None):
         output.router_logits = _cut_rows(output.router_logits, current)

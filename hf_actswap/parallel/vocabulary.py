@@ -23,7 +23,7 @@ from .embedding import ParallelEmbedding
 from .layers import ColumnParallelLinear
 from .lazy_logits import full_logits, lazy_full_logits
 from .sequence_padding import without_padding
-from .sequence_region import SEQUENCE_DIM, ForwardPass, SequenceRegion, cut_masked_rows
+from .sequence_region import SEQUENCE_DIM, SequenceForward, SequenceRegion, cut_masked_rows
 
 _CAUSAL_LM_LOSS = "ForCausalLMLoss"
 """Name of transformers' loss that ours stands for."""
@@ -206,7 +206,7 @@ class _ModelExitHook:
         finally:
             region.end(model)
 
-    def _without_padding(self, output: Any, current: ForwardPass) -> Any:
+    def _without_padding(self, output: Any, current: SequenceForward) -> Any:
         """An output whose logits are whole already."""
         if current.length and not isinstance(output, tuple):
             output.logits = without_padding(output.logits, SEQUENCE_DIM, current.length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .actions import MemoryPlan, Override, PlanRow, Windows
 from .outline import Outline, outline
-from .published import ConfigOrPlan, load_config_or_plan, load_plan
+from .plan_source import ConfigOrPlan, load_config_or_plan, load_plan
 from .resolve import resolve_plan, with_problems_of_model
 
 __all__ = [

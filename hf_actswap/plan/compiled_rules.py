@@ -14,7 +14,7 @@ from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule
 from ..errors import Problem
 from .actions import COMPILE_BUDGET, MemoryPlan, Override, PlanRow, Scope, folded
-from .families import EXPERTS_MODULE
+from .mindformers_names import EXPERTS_MODULE
 from .outline import OUTPUT, LayerOutline, Outline, is_below
 
 _ONE_BY_ONE = "layers that are compiled one by one"

@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from ..config.op_path import split_op_path
 from ..errors import nearest
-from .families import NameTable, megatron_names, reference_names
+from .mindformers_names import NameTable, megatron_names, reference_names
 from .outline import LayerOutline, Outline
 
 _SYNONYMS = {"linear": ("matmul",)}

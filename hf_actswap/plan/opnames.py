@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from .families import ATTENTION_CORE
+from .mindformers_names import ATTENTION_CORE
 
 _CORE_STARTS = frozenset(
     {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum", "flex_attention", "softmax"}

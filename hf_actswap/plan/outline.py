@@ -14,9 +14,9 @@ from ..errors import PlanError, Problem, short_traceback
 from .actions import OUTPUT as OUTPUT
 from .actions import MemoryPlan, Scope
 from .compiled import is_compiled, named_op_modules, runs_cuda_graphs, uncompiled
-from .families import ATTENTION_CORE, ATTENTION_MODULES
 from .fsdp2 import FSDP2_METHOD
 from .gradient_checkpointing import can_be_checkpointed, is_checkpointed
+from .mindformers_names import ATTENTION_CORE, ATTENTION_MODULES
 from .opnames import is_communication
 from .record import LAYER_INPUT, Call, LayerRecord, OpKey, StaleRead, record_forward
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 from .compiled import named_op_modules, uncompiled
 from .dry_run import fakes_only, hooks_off, one_sequence_each
 from .fake_batch import fake_weights
-from .families import EXPERTS_MODULE
+from .mindformers_names import EXPERTS_MODULE
 from .opnames import OpStack, function_name
 
 OpKey = tuple[str, int]

@@ -17,7 +17,6 @@ from ..errors import ConfigError, PlanError, Problem, short_traceback
 from .actions import MemoryPlan, Override, PlanRow, Scope
 from .comm_wishes import CommunicationPainter
 from .compiled_rules import by_layer, problems_of_compiled
-from .families import DEFAULT_COMM_PATTERNS, DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
 from .layer_tables import (
     layers_from_counts,
     layers_from_indices,
@@ -26,6 +25,7 @@ from .layer_tables import (
     normalise_selection,
 )
 from .layout import PipelineLayout, build_layout
+from .mindformers_names import DEFAULT_COMM_PATTERNS, DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
 from .outline import Outline
 from .overwritten import OVERWRITTEN, WHERE, overwritten
 from .reference_log import conflict_warnings, formative_lines

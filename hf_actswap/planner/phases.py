@@ -40,7 +40,7 @@ from .planning import Task, task_of
 from .record.recorder import batch_shape
 from .rescue.out_of_memory import Failure
 from .run import Run
-from .search_phase import Search
+from .search_phase import SearchPhase
 from .second_try import SecondTry
 from .shape_buckets import BatchSize, RecordedStep
 from .stable import MOST_PLANS, Stable
@@ -95,7 +95,7 @@ class Planner:
         self._last: MemoryPlan | None = None
         self._second_try = SecondTry(run.model, run.idle.device, self._can_try_again, self._ran_out)
         self._undo: list[Callable[[], None]] = []
-        self._phase: WarmUp | Search | Stable
+        self._phase: WarmUp | SearchPhase | Stable
         if known is not None:
             self._phase = self._stable_from(known)
             self.outcome = known.outcome
@@ -156,7 +156,7 @@ class Planner:
         phase = self._phase
         if isinstance(phase, WarmUp):
             self._after_warm_up(phase)
-        elif isinstance(phase, Search):
+        elif isinstance(phase, SearchPhase):
             if phase.step_ended():
                 self._settle(phase)
         elif phase.step_ended():
@@ -238,7 +238,7 @@ class Planner:
             self._warm_up_peak_bytes = phase.peak_bytes
         self._plans += 1
         if self.progress is not None:  # what follows may take seconds
-            self.progress(Search.name, max(self._run.memory.search_steps, 1))
+            self.progress(SearchPhase.name, max(self._run.memory.search_steps, 1))
         try:
             self._phase = self._begin_search(step, self._largest)
         except BudgetError as error:
@@ -246,14 +246,14 @@ class Planner:
                 raise
             self._go_on_guarded(self._last, error)
 
-    def _begin_search(self, step: RecordedStep, largest: BatchSize | None) -> Search:
+    def _begin_search(self, step: RecordedStep, largest: BatchSize | None) -> SearchPhase:
         """Search for the largest batch; where nothing fits that, for the recorded one: it has trained."""
         run, again = self._run, self._last is not None
         states_bytes = 0 if run.states is None else run.states.state_bytes
         device_bytes, beyond_bytes = run.meter.limit_bytes(), self._beyond_bytes
         task = task_of(step, run.fixed, run.memory, device_bytes, states_bytes, beyond_bytes, again, largest)
         try:
-            return Search(run, task, max(run.memory.search_steps, 1))
+            return SearchPhase(run, task, max(run.memory.search_steps, 1))
         except BudgetError as error:
             if largest is None or task.step is None or task.size == task.step.size:
                 raise
@@ -276,7 +276,7 @@ class Planner:
         if isinstance(self._phase, Stable):
             self._phase.ran_out(failure)
 
-    def _settle(self, search: Search) -> None:
+    def _settle(self, search: SearchPhase) -> None:
         run, best = self._run, search.best
         self.trials += [*search.outgrown, *search.trials]
         self.task = search.task

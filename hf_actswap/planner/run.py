@@ -28,7 +28,7 @@ from .rescue.compiled_calls import guard_compiled
 from .rescue.oom_guard import OomGuard
 from .states.optimizer_kinds import state_bytes_beside_weights
 from .states.optimizer_states import OptimizerStates
-from .trials import Measured
+from .trials import MeasuredStep
 
 Put = Callable[[MemoryPlan, Keeper | None], AppliedPlan]
 """Puts a plan on the model."""
@@ -223,17 +223,17 @@ class Run:
         self._stats, self._evicted_bytes = self.stats(), self.idle.evicted_bytes
         self._start = self.transfer.stamp()
 
-    def measured(self) -> Measured:
+    def measured(self) -> MeasuredStep:
         """Return what the step that ends took, the worst of all ranks; every rank must call it."""
-        return Measured.worst(from_all_ranks(self.measured_here()))
+        return MeasuredStep.worst(from_all_ranks(self.measured_here()))
 
-    def measured_here(self) -> Measured:
+    def measured_here(self) -> MeasuredStep:
         """Return what the step that ends took on this rank; waits for the device."""
         if self._start is None:
             raise RuntimeError("no step has started")
         end = self.transfer.stamp()
         self.transfer.synchronize()
-        return Measured(
+        return MeasuredStep(
             step_ms=end.ms_since(self._start),
             peak_bytes=self.meter.peak_bytes(),
             reserved_peak_bytes=self.meter.reserved_peak_bytes(),

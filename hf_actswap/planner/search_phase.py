@@ -26,14 +26,14 @@ from .run import Run
 from .search.compiled_frontier import learned, shown_by
 from .search.find_plan import Found
 from .shape_buckets import BatchSize
-from .trials import Measured, Trial, best_trial
+from .trials import MeasuredStep, Trial, best_trial
 
 logger = logging.getLogger(__name__)
 
 STEPS_PER_TRIAL = 2
 
 
-class Search:
+class SearchPhase:
     """See the module's text.
 
     Args:
@@ -109,11 +109,11 @@ class Search:
         self._next()
         return False
 
-    def _measured(self) -> tuple[Measured, BatchSize | None]:
+    def _measured(self) -> tuple[MeasuredStep, BatchSize | None]:
         """What the step took, its time as that of the planned size; and its largest batch, of all ranks."""
         sizes, self._sizes = self._sizes, []
         steps = from_all_ranks((self._run.measured_here(), sizes))
-        measured = Measured.worst([step for step, _ in steps])
+        measured = MeasuredStep.worst([step for step, _ in steps])
         known = [size for _, sizes in steps for size in sizes]
         if not known or self.task.size is None:
             return measured, None

@@ -10,7 +10,7 @@ from .profile import Prediction
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredStep:
     """One step, the worst of all ranks.
 
     Args:
@@ -28,9 +28,9 @@ class Measured:
     offloaded_bytes: int
 
     @staticmethod
-    def worst(steps: Sequence[Measured]) -> Measured:
+    def worst(steps: Sequence[MeasuredStep]) -> MeasuredStep:
         """Return the largest of each over ranks."""
-        return Measured(
+        return MeasuredStep(
             max(step.step_ms for step in steps),
             max(step.peak_bytes for step in steps),
             max(step.reserved_peak_bytes for step in steps),
@@ -51,7 +51,7 @@ class Trial:
 
     plan: MemoryPlan
     prediction: Prediction
-    steps: list[Measured]
+    steps: list[MeasuredStep]
 
     @property
     def step_ms(self) -> float:

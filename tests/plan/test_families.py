@@ -11,8 +11,8 @@ from torch import nn
 
 from hf_actswap import MemoryPlan, apply, load_config, outline, resolve_plan
 from hf_actswap.plan import Outline, PlanRow, Windows
-from hf_actswap.plan.families import megatron_names
 from hf_actswap.plan.match import LayerNames
+from hf_actswap.plan.mindformers_names import megatron_names
 
 PlanOf = Callable[..., MemoryPlan]
 MakeOutline = Callable[..., Outline]

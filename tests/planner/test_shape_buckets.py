@@ -23,9 +23,9 @@ from hf_actswap.planner.planning import Task, task_of
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.lives import measured_peak_bytes
 from hf_actswap.planner.record.shapes import profile_from_shapes
-from hf_actswap.planner.search_phase import Search
+from hf_actswap.planner.search_phase import SearchPhase
 from hf_actswap.planner.shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of, scores_of
-from hf_actswap.planner.trials import Measured
+from hf_actswap.planner.trials import MeasuredStep
 from hf_actswap.planner.warm_up import with_memory_of
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
 from tests.engine.test_with_moe import tiny_mixtral
@@ -421,7 +421,7 @@ def test_routed_experts() -> None:
 
 @dataclass
 class TimedRun:
-    """What `Search` asks of a run: each step takes as many ms as it has tokens, and 5 beside."""
+    """What `SearchPhase` asks of a run: each step takes as many ms as it has tokens, and 5 beside."""
 
     name: str = "adaptive"
     tokens: int = 0
@@ -432,11 +432,11 @@ class TimedRun:
         assert guarded
         self.switched.append(plan)
 
-    def measured_here(self) -> Measured:
-        return Measured(self.tokens + 5.0, self.peak_bytes, self.peak_bytes, 0, 0)
+    def measured_here(self) -> MeasuredStep:
+        return MeasuredStep(self.tokens + 5.0, self.peak_bytes, self.peak_bytes, 0, 0)
 
 
-def search_of(share: float, steps: int = 8) -> tuple[Search, TimedRun, int]:
+def search_of(share: float, steps: int = 8) -> tuple[SearchPhase, TimedRun, int]:
     """A search for batches of 512 tokens, whose budget is a share of what they take."""
     step = recorded_on_paper((4, 128), "sdpa")
     step = replace(step, profile=replace(step.profile, outside_ms=5.0))
@@ -444,7 +444,7 @@ def search_of(share: float, steps: int = 8) -> tuple[Search, TimedRun, int]:
     memory = MemoryConfig(mode="adaptive", budget_gib=share * peak_bytes / GIB)
     task = task_of(step, MemoryPlan((), 4, "llama"), memory, 2 * peak_bytes, 0)
     run = TimedRun(peak_bytes=int(0.1 * peak_bytes))
-    return Search(run, task, steps), run, peak_bytes  # type: ignore[arg-type]
+    return SearchPhase(run, task, steps), run, peak_bytes  # type: ignore[arg-type]
 
 
 def test_steps_of_different_sizes_are_compared_by_token() -> None:

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...engine.link import Link
-from ...engine.profile import Candidate
+from ...engine.window_choices import Candidate
 from ...engine.windows import choose_windows
 from ...plan.actions import MemoryPlan, Scope, Windows
 from .scope_fates import Built, CopyId, RunAgain, ScopeFate, StorageFate
 from .step_order import Pack, StepOrder, timeline
-from .step_walk import Backward, Forward, MovingCopy, StepProgram
+from .step_walk import BackwardWalk, ForwardWalk, MovingCopy, StepProgram
 from .storage_tickets import CopyOut
 
 _UNHIDDEN = Windows.of_prefetch(1)
@@ -133,8 +133,8 @@ class _Assembler:
         if link is None or not self._packs:
             return self.within_host({name: given or _UNHIDDEN for name, given in windows.items()})
         program = self.program({name: given or _UNHIDDEN for name, given in windows.items()})
-        ahead = Forward(program, None)
-        back = Backward(program, None, ahead.numbers, ahead.turn_ms, False)
+        ahead = ForwardWalk(program, None)
+        back = BackwardWalk(program, None, ahead.numbers, ahead.turn_ms, False)
         start_ms = self._order.start_ms
         forward = [(pack.op, start_ms[pack.span + pack.at_end]) for pack in self._packs]
         names = list(self._copies)

@@ -23,9 +23,9 @@ from ..profile import CopyTimes, FrontierPoint, Prediction, Profile
 from .compiled_shares import points_in, with_points, without_points
 from .plan_program import assemble
 from .scope_fates import ScopeFate, scope_fate
-from .step_memory import StepMemory
+from .step_memory import MemoryWalk
 from .step_order import StepOrder
-from .step_walk import Backward, Forward
+from .step_walk import BackwardWalk, ForwardWalk
 from .storage_tickets import TicketRules
 
 StorageOutcome = Literal["keep", "swap", "recompute", "unsaved"]
@@ -92,10 +92,10 @@ class Simulator:
         fates = self._fates(plan)
         assembled = assemble(self._order, fates, plan, link)
         duplex = None if link is None else DuplexLink(link)
-        ahead = Forward(assembled.program, duplex)
-        back = Backward(assembled.program, duplex, ahead.numbers, ahead.turn_ms, curve)
+        ahead = ForwardWalk(assembled.program, duplex)
+        back = BackwardWalk(assembled.program, duplex, ahead.numbers, ahead.turn_ms, curve)
         away_bytes = profile.optimizer_state_bytes if optimizer_states_moved else 0
-        memory = StepMemory(self._order, fates, assembled, ahead, back, away_bytes)
+        memory = MemoryWalk(self._order, fates, assembled, ahead, back, away_bytes)
         outside_ms, outside_bytes = profile.outside_ms, max(profile.outside_base_bytes - away_bytes, 0)
         if away_bytes and link is not None:
             rate = min(link.in_beside_out_bytes_per_ms, link.out_beside_in_bytes_per_ms)
@@ -185,7 +185,7 @@ class Simulator:
         return known
 
 
-def _copy_times(ahead: Forward, back: Backward, duplex: DuplexLink | None) -> tuple[CopyTimes, ...]:
+def _copy_times(ahead: ForwardWalk, back: BackwardWalk, duplex: DuplexLink | None) -> tuple[CopyTimes, ...]:
     out, back_in = ahead.copy_times(duplex), back.copy_times(duplex)
     found = []
     for name, (start_ms, end_ms) in out.items():

@@ -10,10 +10,10 @@ from ..profile import MemoryPoint
 from .plan_program import Assembled
 from .scope_fates import ScopeFate
 from .step_order import StepOrder
-from .step_walk import Backward, Forward
+from .step_walk import BackwardWalk, ForwardWalk
 
 
-class StepMemory:
+class MemoryWalk:
     """What is on the device in each moment.
 
     Args:
@@ -35,8 +35,8 @@ class StepMemory:
         order: StepOrder,
         fates: Sequence[ScopeFate],
         assembled: Assembled,
-        ahead: Forward,
-        back: Backward,
+        ahead: ForwardWalk,
+        back: BackwardWalk,
         moved_state_bytes: int,
     ) -> None:
         self._order, self._ahead, self._back = order, ahead, back

@@ -1,7 +1,7 @@
 """Walks through one step under a plan, in the engine's order: what waits, and what is on the device when.
 
 The engine acts at hooks, so that *which* moment something happens in does not depend on times. Times say only
-how long compute waits there. Copies are queued and carried by the link as `engine.simulate` does it.
+how long compute waits there. Copies are queued and carried by the link as `engine.window_simulation` does it.
 
 In forward: at each pack the releases that are due, then the copy out that starts there; at the turn all that
 has not been released. In backward: at each span the prefetches whose point is reached, then what it
@@ -76,7 +76,7 @@ class Moments:
     places: list[int] = field(default_factory=list)
 
 
-class Forward:
+class ForwardWalk:
     """Forward, up to the turn.
 
     Args:
@@ -144,7 +144,7 @@ class Forward:
             self.moments[name], self.released_ms[name] = moment, now_ms
 
 
-class Backward:
+class BackwardWalk:
     """Backward, from the turn.
 
     Args:

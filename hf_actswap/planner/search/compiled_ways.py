@@ -16,7 +16,7 @@ from torch import nn
 
 from ...plan.actions import MemoryPlan, PlanRow
 from ...plan.compiled_rules import problems_of_compiled
-from ...plan.families import ATTENTION_CORE
+from ...plan.mindformers_names import ATTENTION_CORE
 from ...plan.outline import LayerOutline, Outline, is_below
 from ...plan.record import Call, OpKey
 from ..cost.compiled_shares import passing_of
@@ -49,7 +49,7 @@ def _is_possible(point: FrontierPoint, layers: Iterable[LayerOutline], outline: 
 
 
 @dataclass(frozen=True)
-class _Product:
+class _WeightProduct:
     """A product with a weight.
 
     Args:
@@ -102,25 +102,25 @@ def _points(layer: LayerOutline, module: nn.Module, tokens: int) -> Iterator[Fro
         yield FrontierPoint(1.0, tuple(sorted(paths)), kept, saved, share, passing_of(saved))
 
 
-def _products(calls: Iterable[Call], module: nn.Module) -> Iterator[_Product]:
+def _products(calls: Iterable[Call], module: nn.Module) -> Iterator[_WeightProduct]:
     for call in calls:
         path, _, name = call.key[0].rpartition(".")
         weight = getattr(module.get_submodule(path), "weight", None) if name == "linear" else None
         if weight is not None and weight.dim() == 2 and call.inputs:
-            yield _Product(call.key, call.inputs[0], int(weight.shape[1]), int(weight.shape[0]))
+            yield _WeightProduct(call.key, call.inputs[0], int(weight.shape[1]), int(weight.shape[0]))
 
 
-def _features(products: Sequence[_Product]) -> int:
+def _features(products: Sequence[_WeightProduct]) -> int:
     """Features that are saved for each token: each input once, and each output."""
     inputs = {item.source: item.in_features for item in products}
     return sum(inputs.values()) + sum(item.out_features for item in products)
 
 
-def _inside(products: Iterable[_Product], path: str) -> list[_Product]:
+def _inside(products: Iterable[_WeightProduct], path: str) -> list[_WeightProduct]:
     return [item for item in products if is_below(item.key[0], path)]
 
 
-def _is_read(layer: LayerOutline, product: _Product, path: str) -> bool:
+def _is_read(layer: LayerOutline, product: _WeightProduct, path: str) -> bool:
     """Whether something inside ``path`` reads it; else nobody needs it again."""
     return any(product.key in call.inputs and is_below(call.key[0], path) for call in layer.calls)
 

@@ -9,7 +9,6 @@ from ..config import ActSwapConfig
 from ..config.schema import LayerCounts, Layers, Prefetch
 from ..plan import Outline
 from ..plan.actions import folded
-from ..plan.families import DEFAULT_COMM_PATTERNS, DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
 from ..plan.layer_tables import (
     layers_from_counts,
     layers_from_indices,
@@ -19,6 +18,7 @@ from ..plan.layer_tables import (
 )
 from ..plan.layout import PipelineLayout, build_layout
 from ..plan.match import names_by_layer
+from ..plan.mindformers_names import DEFAULT_COMM_PATTERNS, DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
 
 _SELECTIONS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("select_recompute_exclude", (), "keep"),
@@ -68,7 +68,7 @@ def wishes_of(config: ActSwapConfig, outline: Outline) -> tuple[Wish, ...]:
     Exclude keys, full recomputation, selective recomputation, ``op_swap``, ``layer_swap``: the order of
     MindFormers, Memory Optimization. For a configuration that resolves.
     """
-    names = _Names(outline)
+    names = _NamesByLayer(outline)
     swap, recompute = config.swap_config, config.recompute_config
     layout, _ = build_layout(len(outline.layers), config.parallel_config)
     layout = layout or PipelineLayout(((len(outline.layers),),))
@@ -98,7 +98,7 @@ def _full(value: LayerCounts, layout: PipelineLayout, swap: bool) -> tuple[int, 
     return layers_from_counts(normalise_counts(value, layout, where)[0], layout)
 
 
-def _swaps(config: ActSwapConfig, names: _Names, count: int) -> Iterator[Wish]:
+def _swaps(config: ActSwapConfig, names: _NamesByLayer, count: int) -> Iterator[Wish]:
     swap = config.swap_config
     if swap.op_swap is None and swap.layer_swap is None:
         layers, where = tuple(range(count)), "swap_config.swap (the default strategy)"
@@ -119,7 +119,7 @@ def _indices(layers: Layers, count: int) -> tuple[int, ...]:
     return tuple(layer for layer in layers if layer < count)
 
 
-class _Names:
+class _NamesByLayer:
     """What names mean in each layer."""
 
     def __init__(self, outline: Outline) -> None:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from ..plan.actions import Windows
 from .link import DuplexLink, Lane, Link
-from .profile import Candidate, Decision, Timeline
 from .schedule import PrefetchOrder, ReleaseQueue, Want
+from .window_choices import Candidate, Decision, Timeline
 
 _TOLERANCE_MS = 1e-6
 """A wait that is shorter is rounding."""

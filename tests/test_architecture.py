@@ -27,7 +27,7 @@ PUBLIC_NAMES = {
 }
 
 FLOORS = (  # lowest first; a unit imports from lower floors and from itself
-    {"errors", "version"},
+    {"errors", "interrupts", "version"},
     {"config"},
     {"plan"},
     {"engine", "parallel"},

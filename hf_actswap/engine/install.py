@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from torch import nn
 
 from ..errors import PlanError, Problem
+from ..interrupts import uninterrupted
 from ..plan.actions import SCOPES, MemoryPlan, PlanRow, Scope
 from ..plan.compiled_rules import problems_of_compiled
 from ..plan.outline import OUTPUT, LayerOutline, Outline, unwrapped
 from .around import Hook
 from .hooks import Engine
 from .host_budget import HostMemory, Progress
-from .interrupts import uninterrupted
 from .slices import ReplicaRanks
 from .stats import SwapStats
 from .swapped_storages import Keeper

@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from ..interrupts import uninterrupted
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PART_OF_THE_MODEL = frozenset({"transformers.utils.output_capturing", "transformers.modeling_utils"})
 """Whose hooks stay: a forward of transformers reads what these collect (router logits)."""
@@ -104,11 +106,15 @@ class _FakeTensors(FakeTensorMode):
 
 @contextmanager
 def fakes_only() -> Iterator[None]:
-    """Make tensors fake, without an address, and record autograd's nodes but nothing that they save."""
+    """Make tensors fake, without an address, and record autograd's nodes but nothing that they save.
+
+    An interrupt waits until the end: PyTorch also asks fake tensors from C++ that may not throw, and there it
+    would end the process (``terminate called after throwing an instance of 'python_error'``).
+    """
     no_address: AbstractContextManager[Any] = nullcontext()
     if hasattr(functorch_config, _NO_ADDRESS):
         no_address = functorch_config.patch({_NO_ADDRESS: False})
-    with ExitStack() as stack:
+    with uninterrupted(), ExitStack() as stack:
         # Modes around us would come before the fake mode, and count or evict what has no memory.
         stack.enter_context(_disable_current_modes())
         stack.enter_context(no_address)  # read when the mode is made

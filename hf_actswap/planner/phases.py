@@ -27,9 +27,9 @@ from torch import nn
 
 from ..engine.agreement import rank
 from ..engine.install import AppliedPlan
-from ..engine.interrupts import uninterrupted
 from ..engine.stats import GIB, SwapStats, gib_text
 from ..errors import short_traceback
+from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline
 from .bucket_plans import BucketPlans, ShapeBucket

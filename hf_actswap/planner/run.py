@@ -16,11 +16,11 @@ from ..engine.agreement import from_all_ranks
 from ..engine.around import Before, Undo, compiled_around, replace_call
 from ..engine.evictable import IdleTensors
 from ..engine.install import AppliedPlan
-from ..engine.interrupts import uninterrupted
 from ..engine.stats import SwapStats
 from ..engine.swapped_storages import Keeper
 from ..engine.transfer import Stamp, Transfer
 from ..errors import ActSwapError
+from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline, unwrapped
 from .meter import Meter

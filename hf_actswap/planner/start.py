@@ -16,11 +16,11 @@ from ..engine.around import Hook
 from ..engine.evictable import IdleTensors
 from ..engine.host_budget import HostMemory
 from ..engine.host_pool import HostPool
-from ..engine.interrupts import uninterrupted
 from ..engine.stats import GIB
 from ..engine.transfer import Transfer
 from ..engine.transfer_streams import transfer_of
 from ..errors import ActSwapError, PlanError, Problem
+from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline, unwrapped
 from .least_budget import LeastBudget

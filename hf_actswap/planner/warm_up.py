@@ -13,8 +13,8 @@ import logging
 from dataclasses import replace
 
 from ..engine.agreement import from_all_ranks
-from ..engine.interrupts import uninterrupted
 from ..engine.link import Link
+from ..interrupts import uninterrupted
 from ..plan.outline import unwrapped
 from .held_forwards import HeldForwards
 from .model_weights import module_weights

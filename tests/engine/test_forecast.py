@@ -171,12 +171,12 @@ def test_where_it_cannot_be_known_a_line_says_so(
     assert lines(caplog) == [("INFO", text)]
 
 
-def test_plans_without_swap_are_not_recorded(
+def test_a_plan_that_keeps_everything_is_not_recorded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(foreseen, "record_saved", lambda *_: pytest.fail("recorded"))
     model = tiny_llama()
-    with caplog.at_level(logging.INFO), apply(model, plan_of(PlanRow(0, "", "recompute"))):
+    with caplog.at_level(logging.INFO), apply(model, plan_of(PlanRow(0, "", "keep"))):
         one_step(model)
     assert lines(caplog) == []
 

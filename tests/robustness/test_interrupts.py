@@ -106,6 +106,7 @@ def _timer() -> Any:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some come in `__del__`
 @pytest.mark.usefixtures("_timer")
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("config", "interrupts"),
     [

@@ -4,7 +4,8 @@ There are too many combinations of fates to list, but few of them can be best. W
 held, the best set of calls to run again is a minimum cut: a call run again costs its time, and asks for its
 inputs; what is held costs its bytes. As p rises from 0, cuts change at a few prices only, and these cuts are
 all that a mixture over many layers needs (the lower hull of time against bytes). For each of them, several
-shares of what is held are swapped. A layer with few calls is enumerated instead.
+shares of what is held are swapped. A layer with few calls is enumerated instead. A compiled layer has, beside
+what it does by itself, its options at each point of the frontier.
 """
 
 from __future__ import annotations

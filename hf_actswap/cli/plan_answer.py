@@ -15,6 +15,8 @@ from rich.table import Table
 
 from ..config import load_config
 from ..errors import ActSwapError
+from ..planner.cost.tensor_axis import Exchanged, exchanged, tensor_axis
+from ..planner.record.devices import DEVICES, Fabric
 from .numbers_text import size_text, step_ms_text
 from .optimizers import state_bytes
 from .output import folded_by_layer, heading, listed, problems_document
@@ -23,7 +25,6 @@ from .plan_tables import fate_table, memory_table, short_table, step_table, summ
 from .planned import NOTHING, PLANNED, Planned, memory_in_force, planned, poor_deal
 from .profile_file import ProfileFile, read_profile
 from .step import StepShape, device_name, prediction_document
-from .step_communication import communication_document, communication_note, communication_of, fabric_of
 from .subject import subject, with_tp
 
 _ALONE = "Times are computed from shapes and the device's rates; communication between ranks is not in them."
@@ -235,3 +236,41 @@ def _write(path: str, found: Planned) -> None:
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="--save") from error
+
+
+def fabric_of(found: Planned) -> Fabric | None:
+    """Return what connects the devices of a step; ``None``: nothing is known of it."""
+    return next((rates.fabric for rates in DEVICES if rates.name == found.step.device), None)
+
+
+def communication_of(found: Planned) -> Exchanged | None:
+    """Return the exchanges of a step; ``None``: they, or the link, are not known. A plan adds none."""
+    fabric, ranks = fabric_of(found), found.subject.tensor_parallel_size
+    if fabric is None or (ranks > 1 and not found.subject.shape.communicates):
+        return None
+    return exchanged(tensor_axis(found.subject.model, found.subject.shape, found.profile), ranks, fabric)
+
+
+def communication_document(found: Exchanged | None) -> dict[str, Any] | None:
+    """Return it as JSON values."""
+    if found is None:
+        return None
+    return {
+        "source": "data sheet",
+        "sent_bytes": found.sent_bytes,
+        "collectives": found.collectives,
+        "ms": found.ms,
+        "added_ms": found.added_ms,
+    }
+
+
+def communication_note(fabric: Fabric | None) -> str:
+    """Return what a table of such steps must say."""
+    if fabric is None:
+        return "Of one rank. Times are computed from shapes; communication between ranks is not in them."
+    rate = f"{fabric.bytes_per_ms / 1e6:.0f} GB/s and {fabric.latency_ms:g} ms each"
+    return (
+        "Of one rank. Times are computed from shapes. Comm., which the step contains, is on paper: what "
+        f"collectives add that no product hides, at {rate} ({fabric.name} by its data sheet; not measured), "
+        "all ranks in one machine."
+    )

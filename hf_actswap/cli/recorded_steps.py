@@ -31,7 +31,7 @@ from .step import StepShape
 WARM_UP_STEPS, TIMED_STEPS = 2, 3
 
 Progress = Callable[[str, int], None]
-"""Told the stage, and how many of its steps are left; see `report.planner_bar`."""
+"""Told the stage, and how many of its steps are left; see `report.PlannerBar`."""
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 from collections.abc import Iterable
@@ -21,10 +22,10 @@ from ..errors import ActSwapError, ConfigError, PlanError, Problem, short_traceb
 from ..parallel import tensor_parallel_group
 from ..parallel.rank_agreement import failing_together
 from ..plan import ConfigOrPlan, MemoryPlan, load_config_or_plan, outline, resolve_plan
+from ..plan.compiled import is_compiled
 from ..planner import Planner
 from ..report import PinningBar, plan_table
 from ..report.saving import Saving
-from .calling_trainer import called_model, calling_trainer
 from .fused_head import take_fused_head
 from .launcher_traps import refuse_lonely_processes, started_together
 from .logs import console_logging, worker_log
@@ -397,3 +398,45 @@ def _log_plan(
         target.warning("%s", warning)
     for line in plan.log_lines():
         target.log(lines, "%s", line)
+
+
+def calling_trainer(callback: TrainerCallback) -> Any:
+    """Return the Trainer whose event is running, read off the call stack, or ``None``.
+
+    The Trainer hands its events the model, the optimizer and the loaders, but not itself, and there is no
+    event for an exception. The frame that raised the event is a method of the Trainer.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        handler = getattr(candidate, "callback_handler", None)
+        if handler is not None and callback in handler.callbacks:
+            return candidate
+        frame = frame.f_back
+    return None
+
+
+def called_model(trainer: Any, model: nn.Module) -> nn.Module:
+    """Return the model that ``trainer`` calls in training, if that is compiled; else ``model``.
+
+    An event is given the bare model. Where ``torch_compile`` is on, or Accelerate has a dynamo backend, the
+    Trainer trains another object by the time of ``on_train_begin``:
+
+    ===================== ============================================================================
+    the whole model       ``model_wrapped`` is ``torch.compile``'s wrapper around the model, or around
+                          its ``DistributedDataParallel``
+    regional compilation  ``model_wrapped`` is a shallow copy of the model with compiled modules in it:
+                          other modules than those of the bare model, with the same parameters
+    neither               ``model_wrapped`` is the model, or a wrapper around it
+    ===================== ============================================================================
+
+    Hooks on the bare model would be traced into the graph in the first case and never run in the second.
+
+    Args:
+        trainer: in or after ``on_train_begin``; ``None``: not known.
+        model: the one that the event was given.
+    """
+    wrapped = getattr(trainer, "model_wrapped", None)
+    if isinstance(wrapped, nn.Module) and any(map(is_compiled, wrapped.modules())):
+        return wrapped
+    return model

@@ -24,8 +24,7 @@ from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan
 from ..plan.outline import Outline, unwrapped
 from .meter import Meter
-from .rescue.compiled_calls import guard_compiled
-from .rescue.oom_guard import OomGuard
+from .rescue.oom_guard import OomGuard, guard_compiled
 from .states.optimizer_kinds import state_bytes_beside_weights
 from .states.optimizer_states import OptimizerStates
 from .trials import MeasuredStep

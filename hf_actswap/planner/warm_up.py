@@ -10,19 +10,27 @@ memory is that of the first, and the times are scaled to its tokens.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
 
 from ..engine.agreement import from_all_ranks
+from ..engine.around import Undo, around
+from ..engine.autograd_state import pop_leaked_hooks
 from ..engine.link import Link
+from ..engine.tickets import Ticket, restore
 from ..interrupts import uninterrupted
-from ..plan.outline import unwrapped
-from .held_forwards import HeldForwards
-from .model_weights import module_weights
+from ..plan.actions import Scope
+from ..plan.compiled import called_modules, uncompiled
+from ..plan.outline import Outline, unwrapped
 from .profile import Profile
 from .record.clock import DeviceClock
 from .record.recorder import StepRecorder
 from .run import Run
-from .search.compiled_ways import ways_of
+from .search.compiled_frontier import ways_of
 from .shape_buckets import Module, ModuleWeights, RecordedStep, tokens_of
 
 logger = logging.getLogger(__name__)
@@ -31,6 +39,12 @@ LEAST_COMPILED_STEPS = 3
 """Of a first warm-up, where layers are compiled. Their first step compiles them and measures kernels, whose
 buffers are no memory of a step: the step whose memory is recorded must be a later one, and not the last,
 whose times are."""
+
+_GATHERED = 3
+"""Of sharded weights: a layer's, gathered, the next layer's beside it, and gradients not yet scattered."""
+
+_DEQUANTISED = 4
+"""Bytes of a dequantised weight for each byte of a quantised one (4 bits to 16)."""
 
 
 def first_steps(run: Run) -> int:
@@ -208,3 +222,103 @@ def _at_shape_of(memory: Profile, times: Profile) -> Profile:
         outside_ms=times.outside_ms,
         optimizer_state_bytes=times.optimizer_state_bytes,
     )
+
+
+class HeldForwards:
+    """Makes what the forwards of a recorded step save evictable, those that are not recorded.
+
+    Of a step's micro-batches the recorder takes one, and no plan is on meanwhile. Without this the others
+    would keep what they save as ever, and a step that does not fit would not survive. Start it before the
+    recorder, and stop it after.
+
+    Args:
+        module: whose call is a forward.
+        hold: makes what stands in the place of a saved tensor.
+        recorded: whether the recorder follows the forward that has just begun.
+    """
+
+    def __init__(
+        self, module: nn.Module, hold: Callable[[torch.Tensor], Ticket], recorded: Callable[[], bool]
+    ) -> None:
+        self._module, self._hold, self._recorded = module, hold, recorded
+        self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._undo: list[Undo] = []
+
+    def start(self) -> None:
+        """Hold what forwards save from now on."""
+        self._undo = around(self._module, self._forward_starts, self._forward_ends)
+
+    def stop(self) -> None:
+        """Leave nothing behind; also in mid-step, after an exception. Safe to call again."""
+        self._forward_ends()
+        undo, self._undo = self._undo, []
+        for step in reversed(undo):
+            step()
+
+    def _forward_starts(self, *_: Any) -> None:
+        if not torch.is_grad_enabled() or self._recorded():
+            return
+        self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, restore)
+        self._saving.__enter__()
+
+    def _forward_ends(self, *_: Any) -> None:
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            pop_leaked_hooks(saving.pack_hook)
+
+    def _pack(self, tensor: torch.Tensor) -> Ticket:
+        """Held detached: else a node's own output would keep it alive."""
+        return self._hold(tensor.detach())
+
+
+def module_weights(root: nn.Module, outline: Outline) -> dict[Module, ModuleWeights]:
+    """Return what the weights of modules need on the device while a step runs, beside lying there.
+
+    For the modules of all scopes, as things are ahead of a forward.
+
+    Args:
+        root: the model inside its wrappers.
+        outline: of it.
+    """
+    seen: set[int] = set()
+    found: dict[Module, ModuleWeights] = {}
+    for scope, module in _scope_modules(root, outline):
+        sharded_bytes = _GATHERED * _weight_bytes(module, True) if outline.sharded else 0
+        whole = uncompiled(module)
+        for path, child in [("", whole), *called_modules(whole)]:
+            new, passing = 0, sharded_bytes
+            for weight in child._parameters.values():
+                if weight is None:
+                    continue
+                if weight.requires_grad and weight.grad is None and id(weight) not in seen:
+                    new += weight.nbytes // _ranks_of(weight)
+                elif weight.requires_grad:
+                    passing += weight.nbytes
+                elif not weight.is_floating_point():
+                    passing += _DEQUANTISED * weight.nbytes
+                seen.add(id(weight))
+            if new or passing:
+                found[scope, path] = ModuleWeights(new, passing)
+    return found
+
+
+def _scope_modules(root: nn.Module, outline: Outline) -> Iterator[tuple[Scope, nn.Module]]:
+    """In the order of backward: a weight that two modules share gets its gradient from the first."""
+    around: dict[Scope, str | None] = {"head": outline.head, "final_norm": outline.final_norm}
+    for scope, path in around.items():
+        if path is not None:
+            yield scope, root.get_submodule(path)
+    for layer in reversed(outline.layers):
+        yield layer.index, root.get_submodule(layer.module_path)
+    if outline.embedding is not None:
+        yield "embedding", root.get_submodule(outline.embedding)
+
+
+def _weight_bytes(module: nn.Module, recurse: bool) -> int:
+    return sum(weight.nbytes for weight in module.parameters(recurse))
+
+
+def _ranks_of(weight: torch.Tensor) -> int:
+    """Over how many ranks a weight is sharded: ``nbytes`` is that of all of it."""
+    mesh = getattr(weight, "device_mesh", None)
+    return 1 if mesh is None else int(mesh.size())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from .bytes_bar import BytesBar
-from .pinning_bar import PinningBar
+from .bars import BytesBar, PinningBar, PlannerBar
 from .plan_table import plan_table
-from .planner_bar import PlannerBar
 
 __all__ = ["BytesBar", "PinningBar", "PlannerBar", "plan_table"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from hf_actswap.cli import profile_command
+from hf_actswap.cli import profile as profile_command
 from hf_actswap.cli.app import app
 from hf_actswap.cli.model_source import ModelError, random_model
 from hf_actswap.cli.profile_file import ProfileFile, read_profile

@@ -87,7 +87,7 @@ def saving(
 def saving_experts(folder: Path, size: int, name: str, resume: str | None = None) -> Run:
     """The same of a model with routed experts, whose choices a larger step would make chaotic.
 
-    In one process the plain Trainer resumes nothing of the experts (see `parallel_weight_names`): there the
+    In one process the plain Trainer resumes nothing of the experts (see `OwnNamesHook`): there the
     model is made from the checkpoint.
     """
     model: Any = tiny_mixtral()

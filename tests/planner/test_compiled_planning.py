@@ -16,8 +16,7 @@ from hf_actswap.planner.cost.compiled_shares import offered_points, point_of_sha
 from hf_actswap.planner.cost.simulate import predict
 from hf_actswap.planner.profile import FrontierPoint, Limits, Profile
 from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
-from hf_actswap.planner.search.compiled_frontier import Shown, learned
-from hf_actswap.planner.search.compiled_ways import ways_of
+from hf_actswap.planner.search.compiled_frontier import Shown, learned, ways_of
 from hf_actswap.planner.search.find_plan import Found, candidates, find_plan
 from hf_actswap.planner.search.layer_milp import MOST_WAYS
 from tests.engine.tiny_models import batch, tiny_llama

@@ -17,8 +17,7 @@ from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.slabs import PinnedSlabs
 from hf_actswap.engine.tickets import restore
 from hf_actswap.planner.meter import AllocatorMeter
-from hf_actswap.planner.rescue.compiled_calls import guard_compiled
-from hf_actswap.planner.rescue.oom_guard import OomGuard
+from hf_actswap.planner.rescue.oom_guard import OomGuard, guard_compiled
 
 pytestmark = [
     pytest.mark.gpu,

@@ -26,8 +26,7 @@ from hf_actswap.engine.evictable import IdleTensors
 from hf_actswap.engine.stats import gib_text
 from hf_actswap.engine.tickets import restore
 from hf_actswap.planner.meter import CountingMeter
-from hf_actswap.planner.rescue.compiled_calls import guard_compiled
-from hf_actswap.planner.rescue.oom_guard import OomGuard
+from hf_actswap.planner.rescue.oom_guard import OomGuard, guard_compiled
 from hf_actswap.planner.rescue.out_of_memory import failure_of
 from tests.engine.tiny_models import (
     VOCABULARY,

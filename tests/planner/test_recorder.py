@@ -21,8 +21,7 @@ from hf_actswap.planner.meter import CountingMeter
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.clock import DeviceClock
 from hf_actswap.planner.record.lives import measured_peak_bytes
-from hf_actswap.planner.record.record_ops import computes
-from hf_actswap.planner.record.recorder import StepRecorder, signature
+from hf_actswap.planner.record.recorder import StepRecorder, computes, signature
 from tests.engine.tiny_models import assert_bitwise_equal, gradients, snapshot, tiny_llama, tiny_neox
 from tests.planner.recorded_steps import (
     MODELS,

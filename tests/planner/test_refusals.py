@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap.plan import outline
-from hf_actswap.planner.refusals import COUNTING_ALLOCATORS, allocator_name, problems_of_planner
+from hf_actswap.planner.start import COUNTING_ALLOCATORS, allocator_name, problems_of_planner
 
 MODES = ("smart_swap", "adaptive")
 

@@ -18,7 +18,6 @@ from hf_actswap.engine.install import AppliedPlan, install
 from hf_actswap.plan.actions import MemoryPlan
 from hf_actswap.planner import bucket_plans, stable
 from hf_actswap.planner.bucket_plans import ShapeBucket
-from hf_actswap.planner.model_weights import module_weights
 from hf_actswap.planner.planning import Task, task_of
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.lives import measured_peak_bytes
@@ -26,7 +25,7 @@ from hf_actswap.planner.record.shapes import profile_from_shapes
 from hf_actswap.planner.search_phase import SearchPhase
 from hf_actswap.planner.shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of, scores_of
 from hf_actswap.planner.trials import MeasuredStep
-from hf_actswap.planner.warm_up import with_memory_of
+from hf_actswap.planner.warm_up import module_weights, with_memory_of
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
 from tests.engine.test_with_moe import tiny_mixtral
 from tests.engine.tiny_models import (

@@ -12,16 +12,22 @@ from typing import Any
 
 import pytest
 
-from hf_actswap.report.bytes_chart import bytes_chart, swapped_cells
+from hf_actswap.report.charts import (
+    bytes_chart,
+    loss_chart,
+    measured_curve,
+    memory_chart,
+    steps_chart,
+    swapped_cells,
+    timeline_chart,
+    with_loss,
+)
 from hf_actswap.report.drawing import COLOURS, Area, Box, Drawing, Label, Stroke, text_width
-from hf_actswap.report.memory_chart import measured_curve, memory_chart
 from hf_actswap.report.page import NARROW_PX, WIDE_PX
 from hf_actswap.report.run_facts import run_facts
 from hf_actswap.report.run_files import ReportError, read_run
 from hf_actswap.report.saving import COUNTED, Saving
 from hf_actswap.report.scales import Scale, ms_text, size_text
-from hf_actswap.report.steps_chart import loss_chart, steps_chart, with_loss
-from hf_actswap.report.timeline_chart import timeline_chart
 from hf_actswap.report.write_report import write_report
 from tests.engine.tiny_models import NUM_LAYERS, plan_of, swap_rows
 
@@ -150,7 +156,7 @@ def test_without_matplotlib_only_files_are_refused(
     def missing(name: str) -> Any:
         raise ImportError(name)
 
-    monkeypatch.setattr("hf_actswap.report.picture_files.importlib.import_module", missing)
+    monkeypatch.setattr("hf_actswap.report.write_report.importlib.import_module", missing)
     write_report(swapped_run, tmp_path / "page.html")
     with pytest.raises(ReportError, match=r"pip install 'hf_actswap\[report\]'"):
         write_report(swapped_run, tmp_path / "page.html", tmp_path)

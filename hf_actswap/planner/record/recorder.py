@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Literal, Self
+from functools import lru_cache
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from ...engine.around import around, compiled_around
@@ -30,13 +32,16 @@ from ...plan.compiled import is_compiled
 from ...plan.outline import Outline, unwrapped
 from ...plan.saved_bytes import OpCall, SavedBytes
 from ...plan.use_recorder import UseRecorder
-from ..meter import Meter
+from ..meter import Meter, runs_its_own_dispatch
 from ..profile import Profile
 from .clock import Clock
-from .record_ops import OpWatch
 from .record_spans import SpanLog
 
 logger = logging.getLogger(__name__)
+
+_COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
+_WITHOUT_ALIAS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})
+"""Views whose schema does not say so."""
 
 
 class StepRecorder:
@@ -289,3 +294,99 @@ def batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...
         if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2:
             return tuple(leaf.shape[:2])
     return ()
+
+
+@lru_cache(maxsize=4096)
+def computes(func: Callable[..., Any]) -> bool:
+    """Whether an op does more than to look at its arguments in another way."""
+    schema = getattr(func, "_schema", None)
+    if schema is None:
+        return True
+    if schema.name in _WITHOUT_ALIAS or func.__module__.endswith("prim"):
+        return False
+    returned = [item.alias_info for item in schema.returns]
+    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments):
+        return True
+    return not returned or any(alias is None for alias in returned)
+
+
+def is_collective(func: Callable[..., Any]) -> bool:
+    """Whether an op communicates with other ranks."""
+    return getattr(func, "namespace", "") in _COLLECTIVES
+
+
+def draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op draws random numbers. Attention without dropout carries the tag, and draws none."""
+    position = _random_and_dropout_at(func)
+    if position is None:
+        return False
+    name, at = position
+    if not name:
+        return True
+    dropout = kwargs.get(name, args[at] if at < len(args) else 0.0)
+    return bool(dropout)
+
+
+@lru_cache(maxsize=4096)
+def _random_and_dropout_at(func: Callable[..., Any]) -> tuple[str, int] | None:
+    """Name and position of the dropout argument; ``("", 0)`` where there is none; ``None``: never random."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return None
+    arguments = func._schema.arguments  # type: ignore[attr-defined]
+    return next(
+        ((item.name, at) for at, item in enumerate(arguments) if item.name == "dropout_p"),
+        ("", 0),
+    )
+
+
+class SpanKeeper(Protocol):
+    """Who wants to know what runs."""
+
+    def reached(self, node: int) -> None:
+        """Backward runs this node."""
+
+    def ran(self, communicates: bool, random: bool) -> None:
+        """An op that does something has run."""
+
+
+class OpWatch(TorchDispatchMode):
+    """Tells of each aten op, in forward and in backward.
+
+    Args:
+        spans: is told.
+        clock: is told too.
+    """
+
+    def __init__(self, spans: SpanKeeper, clock: Clock) -> None:
+        super().__init__()
+        self._spans, self._clock = spans, clock
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled regions stay compiled: else what first runs under the mode would never be compiled."""
+        return True
+
+    def is_innermost(self) -> bool:
+        """Whether it can be left now."""
+        stack = _get_current_dispatch_mode_stack()
+        return bool(stack) and stack[-1] is self
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if runs_its_own_dispatch(types):
+            return NotImplemented  # and the ops that the subclass makes of it are seen
+        if not computes(func):
+            return func(*args, **kwargs)
+        node = running_node_number()
+        if node is not None:
+            self._spans.reached(node)
+        result = func(*args, **kwargs)
+        self._spans.ran(is_collective(func), draws(func, args, kwargs))
+        self._clock.ran(func, args, kwargs, result)
+        return result

@@ -12,7 +12,7 @@ Some ops cannot be run again, and room is made before them, as far as it is know
 * collectives: the other ranks have done their part;
 * everything while a graph of the accelerator is captured: memory cannot be copied away then.
 
-What is not an op is not seen. `op_hook` brackets an opaque extension op, `compiled_calls` the compiled
+What is not an op is not seen. `op_hook` brackets an opaque extension op, `guard_compiled` the compiled
 regions, which run compiled under this mode too. (Were `OomGuard.ignore_compile_internals` false, the compiler
 would skip them, and a function that was skipped once runs eagerly *for ever after*: pytorch#190286.) What
 cannot be bracketed is ``storage.resize_`` (FSDP's unsharding), which asks the allocator directly.
@@ -23,13 +23,17 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from ...engine.around import Undo, replace_call, replace_forward
 from ...engine.stats import gib_text
+from ...plan.compiled import is_compiled, uncompiled
 from ..meter import Meter, runs_its_own_dispatch
 from .op_traits import OpTraits, tensor_bytes, traits_of
 from .out_of_memory import Failure, attempt
@@ -269,3 +273,52 @@ class OomGuard(TorchDispatchMode):
         func(*args)
         if which == "end":
             self.op_ends(*args)
+
+
+def guard_compiled(guard: OomGuard, modules: Iterable[nn.Module]) -> list[Undo]:
+    """Let ``guard`` run the calls of those among ``modules`` that are compiled; return what undoes it.
+
+    A compiled region is one op, its backward another. It allocates by itself, without the dispatcher, and a
+    part of it cannot be run again. The whole can: it is a function of its inputs. So the call of a compiled
+    module is run again as a single op is, unless the failed attempt has changed a buffer or an input. Its
+    backward runs inside autograd and gets one attempt: room is made before it, as much as its forward took
+    and the gradients that it will allocate.
+
+    Put it on after whatever else is `around` the calls, and take it off before.
+    """
+    return [_guarded(guard, module) for module in modules if is_compiled(module)]
+
+
+def _guarded(guard: OomGuard, module: nn.Module) -> Undo:
+    inner = uncompiled(module)
+    name = f"compiled {type(inner).__name__}"
+
+    def guarded(compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not guard.running:
+                return compiled(*args, **kwargs)
+            written = [*inner.buffers(), *_tensors((args, kwargs))]
+            output, used_bytes = guard.run_region(name, compiled, args, kwargs, written)
+            nodes = {tensor.grad_fn: None for tensor in _tensors(output) if tensor.grad_fn is not None}
+            for node in list(nodes)[:1]:
+                node.register_prehook(_makes_room(guard, f"{name}, backward", used_bytes, inner))
+            return output
+
+        return call
+
+    if getattr(module, "_compiled_call_impl", None) is None:
+        return replace_forward(module, guarded(module.forward))
+    return replace_call(module, guarded)
+
+
+def _makes_room(guard: OomGuard, name: str, used_bytes: int, module: nn.Module) -> Callable[..., None]:
+    def before(_gradients: Any) -> None:
+        if guard.running:
+            new = [item for item in module.parameters() if item.requires_grad and item.grad is None]
+            guard.make_room(name, used_bytes + sum(item.nbytes for item in new))
+
+    return before
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

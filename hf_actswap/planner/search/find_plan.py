@@ -3,7 +3,7 @@
 1. The step is cut into segments, equal layers share one graph (`layer_graph`).
 2. For each kind of layer: the options that can be part of a best plan (`layer_options`).
 3. One option for each layer, by a mixed-integer program over the whole step (`layer_milp`).
-4. Windows for what is swapped (`planned_windows`); the rows (`planned_rows`).
+4. Windows for what is swapped, and the rows (`planned_rows`).
 5. The simulator says what that really takes (`simulate`). Where its peak is above the budget, or far below,
    the program gets a smaller or larger one, and 3 to 5 run again. What is best by the simulator wins.
 
@@ -26,14 +26,12 @@ from ..budget import BudgetError
 from ..cost.compiled_shares import offered_points, points_in
 from ..cost.simulate import Simulator
 from ..profile import Limits, Prediction, Profile, Way
-from .compiled_options import as_chosen
 from .layer_cuts import need_scipy
 from .layer_milp import Caps, Solution, solve
-from .layer_options import options_of
+from .layer_options import as_chosen, options_of
 from .layer_segments import effective_min_bytes, segments_of
 from .layer_sweep import Option, Pace
-from .planned_rows import Choice, plan_of
-from .planned_windows import windows_of
+from .planned_rows import Choice, plan_of, windows_of
 
 SAFETY = 1.05
 """Copies are taken to last this many times as long as measured."""

@@ -1,16 +1,25 @@
-"""From the chosen options to a plan: the fewest rows that say the same, with windows."""
+"""From the chosen options to a plan: the fewest rows that say the same, with windows.
+
+Windows say when what a plan swaps moves: released as soon as its copy is out, fetched back as late as
+possible. As `engine.windows` chooses them, on a timeline that knows what is run again in backward. Copies
+out run one after another in the order in which they can start; from the last read backwards, each copy back
+ends at its read or where the next one begins. What the link cannot bring in time is asked for when backward
+begins.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from ...plan.actions import COMPILE_BUDGET, Fate, MemoryPlan, PlanRow, Scope, Windows
 from ...plan.outline import OUTPUT
 from ...plan.saved_bytes import OpCall
-from ..profile import FrontierPoint
-from .layer_graph import KEEP, RECOMPUTE, SWAP, Segment
-from .layer_sweep import Option
+from ..profile import FrontierPoint, Profile, Span
+from .layer_graph import KEEP, RECOMPUTE, SWAP, LayerGraph, Segment
+from .layer_sweep import Option, Pace, Sweep
 
 _FATES: Mapping[str, Fate] = {KEEP: "keep", SWAP: "swap", RECOMPUTE: "recompute"}
 
@@ -20,7 +29,7 @@ class Choice:
     """One option for each segment.
 
     Args:
-        segments: in the order of forward, as their options make them (`compiled_options.as_chosen`).
+        segments: in the order of forward, as their options make them (`layer_options.as_chosen`).
         options: of each.
     """
 
@@ -99,3 +108,140 @@ def widest(windows: Sequence[Windows]) -> Windows | None:
     if not windows:
         return None
     return Windows(max(item.prefetch_ops for item in windows), max(item.release_ops for item in windows))
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One storage that moves; times since the start of forward or of backward."""
+
+    maker: OpCall
+    size_bytes: int
+    ready_ms: float
+    ready_op: int
+    read_ms: float
+    last_op: int
+    segment: int
+    rank: int
+
+    @property
+    def out_order(self) -> tuple[float, int, int]:
+        """Ascending in the order of copies out: what a layer hands on goes after what it saves."""
+        return self.ready_ms, self.segment, self.rank
+
+    @property
+    def back_order(self) -> tuple[float, int, int]:
+        """Ascending from the last copy back to the first."""
+        return -self.read_ms, -self.segment, -self.rank
+
+
+class _Timeline:
+    """Hooks and copies of a choice."""
+
+    def __init__(self, choice: Choice, profile: Profile) -> None:
+        self.forward: list[tuple[float, int]] = []
+        self.backward: list[tuple[float, int]] = []
+        self.copies: list[_Copy] = []
+        spans = iter(profile.spans)
+        operators = [[next(spans) for _ in segment.graph.forward_ms] for segment in choice.segments]
+        starts, now_ms = [], 0.0
+        for segment in choice.segments:
+            starts.append(now_ms)
+            now_ms += sum(segment.graph.forward_ms)
+        self.turn_ms, now_ms = now_ms, 0.0
+        for number in reversed(range(len(choice.segments))):
+            now_ms = self._add(choice, number, operators[number], starts[number], now_ms)
+        self.forward.sort()
+        self.end_op = max((span.first_op + span.num_ops for span in profile.spans), default=0) + 1
+
+    def _add(
+        self, choice: Choice, number: int, spans: list[Span], forward_ms: float, backward_ms: float
+    ) -> float:
+        """Add one segment; return when its backward ends."""
+        segment, option = choice.segments[number], choice.options[number]
+        graph = segment.graph
+        sweep = Sweep(graph, option.fates, option.whole)
+        sweep.backward()
+        begin_ms = list(accumulate(graph.forward_ms, initial=forward_ms))
+        asks = [max(span.first_op - 1, 0) for span in spans]  # a call, before its first node
+        saves = [span.first_op + max(span.num_ops - 1, 0) for span in spans]  # its last node
+        ops = (asks, saves)
+        if option.whole:  # one hook at its start, and to prefetching one moment: its last operator
+            self.forward.append((begin_ms[0], saves[0]))
+            self.backward.append((backward_ms, saves[-1]))
+        else:
+            for place, delay in sorted(_hooks(graph).items()):
+                self.forward.append((begin_ms[place + delay], saves[place]))
+            hooks = _hooks(graph)
+            turns = [(sweep.turn_ms[turn], place) for turn, place in enumerate(graph.turns) if place in hooks]
+            self.backward += [(backward_ms + ms, saves[place]) for ms, place in turns]
+        for index, (maker, read_ms) in sorted(sweep.held.items()):
+            if not sweep.moves(index, maker):
+                continue
+            readers = sweep.readers(index)
+            self.copies.append(
+                _Copy(
+                    segment.makers[maker],
+                    graph.storages[index].size_bytes,
+                    begin_ms[sweep.ready_after(index, maker)],
+                    ops[readers[0][1]][readers[0][0]],
+                    backward_ms + read_ms,
+                    saves[-1] if option.whole else ops[readers[-1][1]][readers[-1][0]],
+                    number,
+                    graph.storages[index].rank,
+                )
+            )
+        return backward_ms + option.recompute_ms + sum(graph.backward_ms[place] for place in graph.turns)
+
+
+def _hooks(graph: LayerGraph) -> dict[int, bool]:
+    """Spans in which something is saved, each with whether that is nothing but its own result, at its end."""
+    found: dict[int, bool] = {}
+    for storage in graph.storages:
+        for place, maker in storage.saved:
+            found[place] = found.get(place, True) and graph.calls[maker].place == place
+    return found
+
+
+def windows_of(choice: Choice, profile: Profile, pace: Pace) -> Mapping[OpCall, Windows]:
+    """Return windows for what a choice swaps, by who makes it: wide enough for all that this call makes.
+
+    Args:
+        choice: what was found.
+        profile: of the step.
+        pace: of copies.
+    """
+    timeline = _Timeline(choice, profile)
+    releases = _releases(timeline, pace)
+    prefetches = _prefetches(timeline, pace)
+    found: dict[OpCall, Windows] = {}
+    for copy, release_ops, prefetch_ops in zip(timeline.copies, releases, prefetches, strict=True):
+        known = [found[copy.maker]] if copy.maker in found else []
+        wide = widest([*known, Windows(prefetch_ops, release_ops)])
+        assert wide is not None
+        found[copy.maker] = wide
+    return found
+
+
+def _releases(timeline: _Timeline, pace: Pace) -> list[int]:
+    hooks_ms = [ms for ms, _ in timeline.forward]
+    found = [0] * len(timeline.copies)
+    end_ms = 0.0
+    for number in sorted(range(len(found)), key=lambda at: timeline.copies[at].out_order):
+        copy = timeline.copies[number]
+        end_ms = max(end_ms, copy.ready_ms) + pace.out_ms(copy.size_bytes)
+        at = bisect_left(hooks_ms, end_ms)
+        op = timeline.forward[at][1] if at < len(hooks_ms) else timeline.end_op
+        found[number] = max(op - copy.ready_op, 1)
+    return found
+
+
+def _prefetches(timeline: _Timeline, pace: Pace) -> list[int]:
+    hooks_ms = [ms for ms, _ in timeline.backward]
+    found = [0] * len(timeline.copies)
+    next_ms = float("inf")
+    for number in sorted(range(len(found)), key=lambda at: timeline.copies[at].back_order):
+        copy = timeline.copies[number]
+        next_ms = min(copy.read_ms, next_ms) - pace.in_ms(copy.size_bytes)
+        at = max(bisect_right(hooks_ms, next_ms) - 1, 0)
+        found[number] = max(timeline.backward[at][1] - copy.last_op, 0)
+    return found

@@ -1,0 +1,148 @@
+"""Progress bars for what takes its time, and whether bars are shown at all."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from huggingface_hub.utils import are_progress_bars_disabled
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+logger = logging.getLogger(__name__)
+
+_GIB = 2**30
+
+STABLE = "stable"
+
+
+def shows_bars(console: Console) -> bool:
+    """Whether a bar is drawn: on a terminal, unless bars are switched off.
+
+    By ``disable_progress_bar()`` of transformers' logging, ``disable_progress_bars()`` of huggingface_hub, or
+    ``HF_HUB_DISABLE_PROGRESS_BARS=1``.
+    """
+    return console.is_terminal and not are_progress_bars_disabled()
+
+
+class BytesBar:
+    """Called with (bytes, bytes in all), equal at the end: give it to one rank only.
+
+    On a terminal a bar on stderr, which goes when all is done; elsewhere nothing. It is drawn anew at each
+    call and by no thread, so that it does not fight with the trainer's own bar.
+
+    Args:
+        title: what is done.
+        console: by default stderr.
+        shown: ``False``: nothing is drawn (the Trainer's ``disable_tqdm``).
+    """
+
+    def __init__(self, title: str, console: Console | None = None, shown: bool = True) -> None:
+        self._title, self._console, self._shown = title, console or Console(stderr=True), shown
+        self._progress: Progress | None = None
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        """Show how far it is; the two equal: the end."""
+        if self._shown and shows_bars(self._console):
+            self._draw(done_bytes, total_bytes)
+        if done_bytes >= total_bytes:
+            self.close()
+
+    def close(self) -> None:
+        """Take the bar away, also in the middle of the work. Safe to call again."""
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            progress.stop()
+
+    def _draw(self, done_bytes: int, total_bytes: int) -> None:
+        if self._progress is None:
+            self._progress = Progress(
+                TextColumn(self._title),
+                BarColumn(),
+                DownloadColumn(binary_units=True),
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+            )
+            self._progress.add_task("", total=total_bytes)
+            self._progress.start()
+        task = self._progress.task_ids[0]
+        self._progress.update(task, completed=done_bytes, total=total_bytes, refresh=True)
+
+
+class PinningBar(BytesBar):
+    """A ``progress`` callback of the host pool, while host memory is page-locked: give it to one rank only.
+
+    See `BytesBar`.
+
+    One log line at the end, whether the bar is drawn or not.
+
+    Args:
+        console: by default stderr.
+        shown: ``False``: nothing is drawn.
+    """
+
+    def __init__(self, console: Console | None = None, shown: bool = True) -> None:
+        super().__init__("pinning host memory", console, shown)
+        self._started: float | None = None
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        """Show how far it is; the two equal: the end."""
+        if self._started is None:
+            self._started = time.monotonic()
+        super().__call__(done_bytes, total_bytes)
+        if done_bytes >= total_bytes:
+            seconds, self._started = time.monotonic() - self._started, None
+            logger.info("%.1f GiB of host memory ready after %.1f s.", total_bytes / _GIB, seconds)
+
+
+class PlannerBar:
+    """A ``progress`` callback of the planner, which measures and searches: give it to one rank only.
+
+    On a terminal a line on stderr, which goes when the plan is found; elsewhere nothing. It is drawn anew
+    after each step and by no thread, so the trainer's own bar and this one take turns.
+
+    Args:
+        console: by default stderr.
+        title: what stands before the phase.
+    """
+
+    def __init__(self, console: Console | None = None, title: str = "planner") -> None:
+        self._console, self._title = console or Console(stderr=True), title
+        self._progress: Progress | None = None
+        self._phase, self._steps = "", 0
+
+    def __call__(self, phase: str, steps_left: int) -> None:
+        """Show how far it is.
+
+        Args:
+            phase: of the planner; ``stable`` is the end.
+            steps_left: of the phase, at most.
+        """
+        if phase == STABLE:
+            self.close()
+            return
+        if not shows_bars(self._console):
+            return
+        if self._progress is None or phase != self._phase:
+            self.close()
+            self._phase, self._steps = phase, steps_left
+            self._progress = Progress(
+                TextColumn(f"{self._title}: {{task.description}}"),
+                BarColumn(),
+                TextColumn("{task.fields[left]} step(s) left at most"),
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+            )
+            self._progress.add_task(phase, total=max(steps_left, 1), left=steps_left)
+            self._progress.start()
+        done = max(self._steps - steps_left, 0)
+        task = self._progress.task_ids[0]
+        self._progress.update(task, completed=done, left=steps_left, refresh=True)
+
+    def close(self) -> None:
+        """Take the line away. Safe to call again."""
+        progress, self._progress = self._progress, None
+        if progress is not None:
+            progress.stop()

@@ -1,7 +1,7 @@
 """Who produces and who uses the storages of one forward, written down while it runs.
 
-The same for a forward on fake tensors (`save_recorder`), of which nothing is kept, and for a real one that
-trains, whose saved tensors must come back: how they are held is the caller's affair.
+The same for a forward on fake tensors (`engine/foreseen.py`), of which nothing is kept, and for a real one
+that trains, whose saved tensors must come back: how they are held is the caller's affair.
 
 Ownership is the engine's (`saved_bytes` says what follows from it): a storage belongs to the op that produced
 it, views looked through; weights, buffers and what the model or a layer was called with are nobody's; a layer

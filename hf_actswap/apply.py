@@ -19,7 +19,7 @@ from .engine.host_budget import HostMemory, Progress
 from .engine.swapped_storages import Keeper
 from .errors import ConfigError, PlanError, Problem, short_traceback
 from .parallel import Replicas, enclosing_group, tensor_parallel_group
-from .parallel.gathered_inputs import keep_gathered_inputs
+from .parallel.block_hooks import keep_gathered_inputs
 from .plan import (
     ConfigOrPlan,
     MemoryPlan,

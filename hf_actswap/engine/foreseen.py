@@ -1,4 +1,7 @@
-"""What the forward that is about to start will save: one run on fake tensors, for all who ask."""
+"""What the forward that is about to start will save: one run on fake tensors, for all who ask.
+
+Before the first step the engine asks, and keeps what is recomputed although it would save more than it drops.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
 
 from ..plan.actions import MemoryPlan
+from ..plan.fake_batch import check_device, dry_call, fake_batch, fake_weights
 from ..plan.outline import Outline
-from ..plan.save_recorder import record_saved
+from ..plan.overwritten import keep_what_is_overwritten
+from ..plan.recompute_pays import (
+    keep_what_costs,
+    keeps_inside,
+    recomputes_selectively,
+    say_what_is_held,
+)
 from ..plan.saved_bytes import SavedBytes, dropped_bytes
+from ..plan.use_recorder import UseRecorder
 
 logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
 
 
 def dropped_by(plan: MemoryPlan, foreseen: Foreseen) -> int | None:
@@ -59,3 +74,68 @@ class Foreseen:
                 self.why_not = next(iter(str(error).splitlines()), "")
                 logger.debug("no run on fake tensors", exc_info=True)
         return self._saved
+
+
+def plan_that_pays(plan: MemoryPlan, foreseen: Foreseen) -> MemoryPlan:
+    """Return ``plan`` with selective recomputation only where the bytes saved fall by it.
+
+    And with an override for each result that is held because its op is not run again.
+
+    Only the real shapes and types can tell, so this is decided at the first training forward. Where that is
+    not known (compiled layers, models that do not run on fake tensors) the plan stands as it is, and of the
+    latter a line says so.
+
+    Args:
+        plan: on the model.
+        foreseen: what the forward that starts will save.
+    """
+    if foreseen.compiled or not (recomputes_selectively(plan) or keeps_inside(plan)):
+        return plan
+    saved = foreseen.saved()
+    if saved is None:
+        if why := foreseen.why_not:
+            logger.info("All that is named is recomputed, whether it pays or not: no fake run (%s).", why)
+        return plan
+    # What reads an op that now stays may have relied on its being rebuilt.
+    chosen = keep_what_is_overwritten(keep_what_costs(plan, saved), foreseen.outline)
+    chosen = say_what_is_held(chosen, saved)
+    for override in chosen.overrides[len(plan.overrides) :]:
+        logger.info("%s", override)
+    return chosen
+
+
+def record_saved(
+    model: nn.Module,
+    outline: Outline,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    device: torch.device = _CPU,
+) -> SavedBytes:
+    """Record what autograd saves when ``model`` is called with ``args`` and ``kwargs``, without computing.
+
+    And whose it is. No hook on the model runs, none of its tensors is touched, no random number is drawn;
+    autocast is as it is when this is called. Compiled modules run eagerly. Of layers that are recomputed
+    whole already, by a plan that is on the model, only what they are called with is seen.
+
+    Args:
+        model: the model inside its wrappers, as the outline names it.
+        outline: of this model.
+        args, kwargs: as at the call. Of tensors only shape, type and device are read, and of a mask and of
+            positions whether they say anything, because attention runs otherwise then.
+        device: where tensors on ``meta`` are taken to be, as attention kernels differ.
+
+    Raises:
+        ValueError: this build of PyTorch knows no such device.
+        Exception: whatever the model raises on fake tensors (data-dependent shapes, custom kernels).
+    """
+    check_device(device)
+    with dry_call(model, kwargs or {}) as named:
+        state = fake_weights(model, device)
+        fake_args, fake_kwargs = fake_batch((args, named), device)
+        first = next(model.parameters(), None)
+        recorder = UseRecorder(outline, _CPU if first is None else device if first.is_meta else first.device)
+        recorder.own(state.values(), None)
+        recorder.own(tree_leaves((fake_args, fake_kwargs)), None)
+        with recorder.installed(model), recorder.saving(), recorder:
+            functional_call(model, state, fake_args, fake_kwargs)
+    return recorder.saved()

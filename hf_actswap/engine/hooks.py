@@ -1,6 +1,6 @@
 """The hooks by which a plan acts on a running model.
 
-What is installed, and nothing else:
+What `Engine` installs, and nothing else:
 
 * on the model, something before and after its call (`around`): the saved-tensor hooks are pushed before its
   forward and popped after it, also after an exception; and around its call, for what skips even
@@ -8,42 +8,49 @@ What is installed, and nothing else:
 * on each layer, and on the embedding, the final norm and the head, a pair that says where we are;
 * on the modules inside layers whose ops are decided one by one, a pair that follows the module path, and
   the `NamingMode` while the layer runs, both until its `routines` are known;
-* on layers that are recomputed whole, ``torch.utils.checkpoint`` around their forward.
+* on layers that are recomputed whole, ``torch.utils.checkpoint`` around their forward, non-reentrant with
+  early stop.
 
 Outside a training forward (no grad, evaluation, recomputation in backward) there is no `ForwardPass`, and
 every hook returns at once.
+
+The hooks tell two watchers of each forward. `CheckpointWatch` raises where gradient checkpointing has been
+switched on since the plan was applied and the plan cannot act beside it; `FirstStep` warns, once, where a
+step did nothing of what the plan says.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
-from ..plan.actions import MemoryPlan, Override, Scope
+from ..errors import PlanError
+from ..plan.actions import MemoryPlan, Override, PlanRow, Scope, folded
+from ..plan.checkpointing_rules import problems_of_checkpointing
 from ..plan.compiled import called_modules, uncompiled
 from ..plan.fake_batch import holds_several_sequences
+from ..plan.gradient_checkpointing import is_checkpointed
 from ..plan.opnames import OpStack
 from ..plan.outline import LayerOutline, Outline, unwrapped
-from .around import Undo, around, compiled_around, replace_call
+from .around import Undo, around, compiled_around, replace_call, replace_forward
 from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
 from .checkpoint_inputs import checkpoint_of
-from .checkpoint_watch import CheckpointWatch
-from .checkpointed_layer import checkpointed
 from .compiled_regions import CompiledRegions
 from .fates import FateTable
-from .first_step import FirstStep
-from .foreseen import Foreseen, dropped_by
+from .foreseen import Foreseen, dropped_by, plan_that_pays
 from .forward_pass import ForwardPass
 from .host_budget import HostMemory, Progress
 from .naming_mode import NamingMode, end_region
 from .owners import Place
 from .recompute import Region
-from .recompute_choice import plan_that_pays
 from .routines import Routines
 from .slices import ReplicaRanks, Slices
 from .stats import Counters, SwapStats
@@ -344,3 +351,139 @@ class Engine:
         mode, self._mode = self._mode, None
         if mode is not None and function_mode_is_innermost(mode):
             mode.__exit__(None, None, None)
+
+
+def checkpointed(layer: nn.Module) -> Undo:
+    """Put ``torch.utils.checkpoint`` around a layer's forward; return what takes it off again."""
+    forward = layer.forward
+    first = next(iter(inspect.signature(forward).parameters), "")
+
+    def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if not args and first in kwargs:  # saved-tensor hooks see only what is passed by position
+            args = (kwargs.pop(first),)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return replace_forward(layer, checkpointed_forward)
+
+
+class CheckpointWatch:
+    """Notices gradient checkpointing that is switched on after a plan has been applied, at the next forward.
+
+    It asks the rules again that were asked when the plan was applied, if their answer may have changed.
+
+    Args:
+        model: inside its wrappers.
+        plan: on it.
+        outline: of the model as it was then.
+    """
+
+    def __init__(self, model: nn.Module, plan: MemoryPlan, outline: Outline) -> None:
+        self._plan, self._compiled = plan, outline.compiled
+        self._layers = outline.layer_modules(model)
+        self._known = [layer.checkpointed for layer in outline.all_layers]
+
+    def check(self) -> None:
+        """A training forward starts.
+
+        Raises:
+            PlanError: gradient checkpointing has been switched on since, and the plan cannot act beside it.
+        """
+        now = [layer.training and is_checkpointed(layer) for layer in self._layers.values()]
+        if not any(on and not known for on, known in zip(now, self._known, strict=True)):
+            return
+        if problems := problems_of_checkpointing(self._layers, self._plan, self._compiled):
+            raise PlanError(problems)
+        self._known = [on or known for on, known in zip(now, self._known, strict=True)]
+
+
+_AGAIN = ("recompute", "re-gather")
+_PAYS_NOT = "each op that it names would hold more than it drops (see the overrides of the applied plan)"
+
+
+class FirstStep:
+    """Says in one warning why a plan did nothing in its first step, if it did nothing.
+
+    It follows the steps under the plan until it has judged one: a forward and the backward through it.
+
+    Args:
+        plan: as it was applied.
+        outline: of the model.
+        root: the model inside its wrappers.
+        counters: of the plan.
+
+    Attributes:
+        entered: scopes that the forward has come to; ``None``: a step has been judged.
+    """
+
+    def __init__(self, plan: MemoryPlan, outline: Outline, root: nn.Module, counters: Counters) -> None:
+        self.entered: set[Scope] | None = set()
+        self._plan, self._counters, self._layers = plan, counters, outline.layer_modules(root)
+        self._compiled = {layer.index for layer in outline.all_layers if layer.compiled or outline.compiled}
+        self._without_gradients = 0
+        self._backward_ran = False
+
+    def forward_without_gradients(self) -> None:
+        """A forward has started of which autograd saves nothing."""
+        self._without_gradients += 1
+
+    def forward_starts(self, plan: MemoryPlan, measures: bool) -> None:
+        """A training forward starts: judge the one before, if backward has run through it.
+
+        Args:
+            plan: as it is by now: what does not pay is kept in it.
+            measures: whether windows that are not written are chosen by measurement, which says what it does.
+        """
+        if self.entered is not None and self._backward_ran:
+            self._judge(plan, measures)
+
+    def forward_ends(self, output: Any) -> None:
+        """It has ended, and returned ``output``."""
+        if self.entered is None or self._backward_ran:
+            return
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                leaf.grad_fn.register_prehook(self._backward_runs)
+
+    def removed(self, plan: MemoryPlan, measures: bool) -> None:
+        """The plan is taken off."""
+        if plan.rows and not self._counters.forwards and self._without_gradients:
+            count = self._without_gradients
+            logger.warning("The plan did nothing: all %d forwards under it ran without gradients.", count)
+        elif self.entered is not None and self._backward_ran:
+            self._judge(plan, measures)
+
+    def _backward_runs(self, _gradients: object) -> None:
+        self._backward_ran = True
+
+    def _judge(self, plan: MemoryPlan, measures: bool) -> None:
+        entered, self.entered = self.entered or set(), None
+        swapping = [row for row in plan.rows if row.fate == "swap" and not (measures and row.windows is None)]
+        if swapping and not self._counters.offloads:
+            refused = "; ".join(f"{size:,} bytes {reason}" for reason, size in self._counters.refused.items())
+            why = f"all that it names stays: {refused}" if refused else self._why(swapping, entered)
+            logger.warning("The plan swaps nothing in a step: %s.", why)
+        asked, left = _again(self._plan.rows), _again(plan.rows)
+        whole = {row.scope for row in left if not row.op_path}
+        seen = self._counters.recomputes or any(self._trains(scope) for scope in whole & entered)
+        if asked and not seen and not any(row.scope in self._compiled for row in asked):
+            logger.warning(
+                "The plan recomputes nothing in a step: %s.", self._why(left, entered) if left else _PAYS_NOT
+            )
+
+    def _why(self, rows: Sequence[PlanRow], entered: set[Scope]) -> str:
+        scopes = {row.scope for row in rows}
+        if not scopes & entered:
+            return f"the model does not call what it names ({folded(scopes)})"
+        frozen = "" if any(map(self._trains, scopes)) else ", where no weight needs a gradient"
+        return f"autograd saves nothing of what it names ({folded(scopes)}){frozen}"
+
+    def _trains(self, scope: Scope) -> bool:
+        """Whether a layer has weights with gradients; what is around the layers is not asked."""
+        layer = self._layers.get(scope)
+        return layer is None or any(weight.requires_grad for weight in layer.parameters())
+
+
+def _again(rows: Iterable[PlanRow]) -> list[PlanRow]:
+    return [row for row in rows if row.fate in _AGAIN]

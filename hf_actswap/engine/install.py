@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
@@ -10,6 +11,7 @@ from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
 from ..plan.actions import SCOPES, MemoryPlan, PlanRow, Scope
 from ..plan.compiled_rules import problems_of_compiled
+from ..plan.fsdp2 import FSDP2_METHOD, parameter_groups
 from ..plan.outline import OUTPUT, LayerOutline, Outline, unwrapped
 from .around import Hook
 from .hooks import Engine
@@ -19,7 +21,6 @@ from .stats import SwapStats
 from .swapped_storages import Keeper
 from .transfer import Transfer
 from .watched_copies import CopyListener
-from .weight_gathering import gather_weights_again
 
 
 class AppliedPlan:
@@ -208,3 +209,42 @@ def _check(root: nn.Module, plan: MemoryPlan, outline: Outline, replicas: Replic
 
 def _communicates(row: PlanRow, layers: Mapping[Scope, LayerOutline]) -> bool:
     return row.scope in layers and row.op_path in layers[row.scope].communications
+
+
+def gather_weights_again(model: nn.Module) -> Callable[[], None]:
+    """Let all FSDP2 modules of ``model``, the outermost too, free gathered weights after their forward.
+
+    MindSpore's flag (``parallel_optimizer_comm_recompute``) meant that the all-gather of optimizer-sharded
+    weights is done again in backward, so that they are not held gathered in between. FSDP2 calls it
+    ``reshard_after_forward``.
+
+    Returns:
+        What restores each module's own setting. It is readable in private attributes only, those of PyTorch
+        2.13; earlier versions have one group of parameters for each module.
+    """
+    undo = [_resharding(module) for module in model.modules() if hasattr(type(module), FSDP2_METHOD)]
+
+    def restore() -> None:
+        for step in undo:
+            step()
+
+    return restore
+
+
+def _resharding(module: Any) -> Callable[[], None]:
+    """Let one module free its gathered weights after forward; return what restores its setting."""
+    state: Any = module._get_fsdp_state()
+    groups = parameter_groups(module)
+    automatic = getattr(state, "_auto_reshard_after_forward", False)
+    undecided = automatic and state._is_root is None
+    before = [group.post_forward_mesh_info for group in groups]
+    module.set_reshard_after_forward(True, recurse=False)
+
+    def restore() -> None:
+        state._auto_reshard_after_forward = automatic
+        # FSDP2 decides at the first forward who is the root, whose weights it then keeps gathered.
+        root_since = undecided and state._is_root
+        for group, mesh in zip(groups, before, strict=True):
+            group.post_forward_mesh_info = None if root_since else mesh
+
+    return restore

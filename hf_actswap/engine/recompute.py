@@ -10,7 +10,7 @@ A recomputed *module* keeps its output. A recomputed *function* drops it: the co
 `OutputTicket`s that run the function again, and its inputs are tickets in turn, so chains unfold by
 themselves. A region is run again exactly as it ran, so gradients are bitwise equal.
 
-Whole layers ride on ``torch.utils.checkpoint`` (`checkpointed_layer`). Its hooks lie inside ours and win, so
+Whole layers ride on ``torch.utils.checkpoint`` (`hooks.checkpointed`). Its hooks lie inside ours and win, so
 a layer in which some op is excluded from recomputation is a region instead.
 """
 

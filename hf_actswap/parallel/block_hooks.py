@@ -1,7 +1,12 @@
-"""Hooks at the ends of a block: its input gathered once for all readers, its output summed over the ranks."""
+"""Hooks at the ends of a block: its input gathered once for all readers, its output summed over the ranks.
+
+In layers that a plan runs again as a whole what is gathered is kept, and not gathered again: by these hooks
+and by all else that gathers an input (`keep_gathered_inputs`).
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -15,7 +20,9 @@ from .communication import SUMS, Tokens, all_gather, sum_of_shares
 from .families import HEAD_ARGUMENTS, SOURCE_ARGUMENTS
 from .mappings import copied
 from .random_streams import rank_stream
+from .routed_experts import ParallelExperts
 from .sequence_region import SEQUENCE_DIM, SequenceRegion, argument_names
+from .shared_input import SharedInput
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """What is done to an argument, or to a result."""
@@ -380,3 +387,40 @@ def _is_traced() -> bool:
         torch.compiler.is_compiling()
         or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
     )
+
+
+_Gather = GatherHook | SharedInput | ParallelExperts
+"""What gathers an input, and may keep it (``keep_gathered``)."""
+
+
+def keep_gathered_inputs(layer: nn.Module) -> Callable[[], None]:
+    """Let the column-parallel projections in ``layer`` save their gathered input in place of the shard.
+
+    For a layer that is recomputed whole: what is saved in the recomputation lives no longer than the layer's
+    backward, and a gather is spared. It finds the gathers of a patched model, and each `SharedInput` that is
+    an attribute of a module. Any other layer is left as it is.
+
+    Returns:
+        What restores the settings.
+    """
+    found = [(gather, gather.keep_gathered) for gather in _gathers(layer)]
+    for gather, _ in found:
+        gather.keep_gathered = True
+    return functools.partial(_restore, found)
+
+
+def _restore(found: list[tuple[_Gather, bool]]) -> None:
+    for gather, before in found:
+        gather.keep_gathered = before
+
+
+def _gathers(layer: nn.Module) -> Iterator[_Gather]:
+    for module in layer.modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            if isinstance(hook, GatherHook):
+                yield hook
+            elif isinstance(hook, BlockInputHook):
+                yield hook.gather
+        if isinstance(module, ParallelExperts):
+            yield module
+        yield from (held for held in vars(module).values() if isinstance(held, SharedInput))

@@ -7,37 +7,53 @@ rank's parts, and hooks at the norms, the first layer and the model's ends do wh
                                               ^ filled up and cut                     whole again ^
 
 Weights are whole before, the same on every rank, and are cut: so a model is the same at any number of ranks.
+
+In a training that does not know that the model is patched two things go wrong without a word.
+`DistributedDataParallel` over all ranks copies rank 0's part of every parameter over the others', and
+averages gradients of different things. And an optimizer that steps on tagged gradients which nobody has
+summed lets replicas drift apart. `StepGuard` notices both in the model's next forward with gradients, on
+every rank:
+
+- DDP says which of its instances is calling;
+- after a backward, tagged gradients are summed before anybody changes the parameters: a parameter that was
+  changed in between was changed by a step without the sum.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from ..config.schema import ParallelConfig
 from ..errors import ActSwapError, Problem
-from .data_sharding import shard_over_data
+from .data_sharding import refuse_tensor_axis, shard_over_data, trained_parameters
 from .decoder_layers import Decoder, divide_layers, problems_of_decoder
 from .full_state import Progress, gather_full_state, own_state, partitions_of
-from .gradients import TAG
+from .gradient_watch import GradientWatch, watch_of
+from .gradients import TAG, UnsummedGradientError, tagged_parameters
 from .group import group_or_enclosing
 from .parameter_tags import ParameterTags
 from .rank_agreement import check_agreement, parameters_fact
 from .sequence_region import BaseExitHook, EntryHook, SequenceRegion
-from .sharded_module import partitions_in
-from .step_guard import StepGuard
+from .sharded_module import HeldGroup, partitions_in
 from .vocabulary import divide_vocabulary, problems_of_vocabulary
 
 logger = logging.getLogger(__name__)
 
 _SAMPLE = 4
 """Leading elements of each parameter by which ranks compare their weights."""
+
+USE_OURS = (
+    "Train it with hf_actswap.ActSwapTrainer (or ActSwapTrainerMixin in front of your trainer's class), or "
+    "in a loop of your own with hf_actswap.prepare"
+)
 
 
 class PatchError(ActSwapError):
@@ -267,3 +283,58 @@ def _divide(root: Any, decoder: Decoder, region: SequenceRegion, tags: Parameter
         entry = EntryHook(region, module.forward, tags.put, calls_head=module is root and len(entries) > 1)
         module.register_forward_pre_hook(entry, with_kwargs=True)
     base.register_forward_hook(BaseExitHook(region), always_call=True)
+
+
+class PatchedModelError(RuntimeError):
+    """A patched model is trained by what would corrupt it."""
+
+
+class StepGuard:
+    """Pre-hook of a patched model.
+
+    Args:
+        group: tensor-parallel group.
+        put_tags: puts tags on parameters that were made anew.
+    """
+
+    part_of_the_model = True
+
+    def __init__(self, group: dist.ProcessGroup, put_tags: Callable[[], None]) -> None:
+        self._held_group, self._put_tags = HeldGroup(group), put_tags
+        self._watches: list[GradientWatch] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_watches": None}  # a copy has parameters of its own
+
+    def __call__(self, model: nn.Module, _args: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        group = self._held_group.group
+        if group is not None:
+            _refuse_wrapper(group)
+        if self._watches is None:
+            if group is not None:
+                refuse_tensor_axis(model, group)
+            self._put_tags()
+            tagged = tagged_parameters(trained_parameters(model))
+            self._watches = [watch_of(p) or GradientWatch(p) for p in tagged]
+        stepped = sum(watch.was_stepped_unsummed() for watch in self._watches)
+        if stepped:
+            raise UnsummedGradientError(
+                f"{stepped} tagged parameters were changed by a step on this rank's part of their gradients: "
+                "the ranks' replicas differ now. Call allreduce_sequence_parallel_gradients after the last "
+                f"micro-batch, before the norm and the step. {USE_OURS}"
+            )
+
+
+def _refuse_wrapper(group: dist.ProcessGroup) -> None:
+    wrapper = DistributedDataParallel._get_active_ddp_module()
+    if wrapper is None:
+        return
+    ours = set(dist.get_process_group_ranks(group))
+    shared = sorted(ours & set(dist.get_process_group_ranks(wrapper.process_group)))
+    if len(shared) > 1:
+        raise PatchedModelError(
+            f"DistributedDataParallel covers ranks {shared}, which hold different parts of one model: it has "
+            f"copied the part of rank {shared[0]} over the others' already. Build the model anew. {USE_OURS}"
+        )

@@ -2,7 +2,8 @@
 
 Wishes are painted in the reference's order (layer swap, op swap, selective recompute, full recompute,
 exclude), then the coupling rules run (`rules`). Everything that changes a wish becomes an override;
-everything that cannot be meant becomes a `Problem`, and all problems are raised together.
+everything that cannot be meant becomes a `Problem`, and all problems are raised together. What changes
+nothing here is an override as well; what this version cannot carry out yet is ``unbuilt``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule, OpSwapRule
 from ..errors import ConfigError, PlanError, Problem, short_traceback
 from .actions import MemoryPlan, Override, PlanRow, Scope
-from .comm_wishes import CommunicationPainter
 from .compiled_rules import by_layer, problems_of_compiled
 from .layer_tables import (
     layers_from_counts,
@@ -30,8 +30,7 @@ from .outline import Outline
 from .overwritten import OVERWRITTEN, WHERE, overwritten
 from .reference_log import conflict_warnings, formative_lines
 from .rules import EXCLUDE_BEATS_ALL
-from .wishes import Painter, same_ops
-from .without_effect import unbuilt_wishes, wishes_without_effect
+from .wishes import CommunicationPainter, Painter, same_ops
 
 _DEFAULT_MIN_TENSOR_BYTES = 1024
 """As in torchtune and TRL (``min_offload_size``)."""
@@ -42,6 +41,8 @@ _SELECTIONS: dict[str, tuple[str, ...]] = {
     "select_recompute_exclude": (),
     "select_comm_recompute_exclude": (),
 }
+
+_NO_COMMUNICATION = "tensor_parallel_size is 1: there is no communication inside layers"
 
 
 @short_traceback
@@ -364,3 +365,50 @@ class _Resolution:
                             f"recompute_config.{key}", pattern, "recompute", "keep", reason, layer
                         )
         return dropped
+
+
+def wishes_without_effect(config: ActSwapConfig, outline: Outline) -> list[Override]:
+    """Return an override for each key that is set and has nothing to act on."""
+    recompute, swap, parallel = config.recompute_config, config.swap_config, config.parallel_config
+    found: list[tuple[str, str, str]] = []
+    if not swap.swap:
+        for key in ("layer_swap", "op_swap", "recompute_input", "select_recompute_input"):
+            if getattr(swap, key):
+                found.append((f"swap_config.{key}", "swap", "swap_config.swap is false"))
+    if parallel.tensor_parallel_size == 1 and not outline.communicates:
+        if recompute.select_comm_recompute:
+            found.append(
+                ("recompute_config.select_comm_recompute", "recompute communication", _NO_COMMUNICATION)
+            )
+        if recompute.select_comm_recompute_exclude:
+            key = "recompute_config.select_comm_recompute_exclude"
+            found.append((key, "keep communication", _NO_COMMUNICATION))
+        if not recompute.mp_comm_recompute:
+            found.append(("recompute_config.mp_comm_recompute", "false", _NO_COMMUNICATION))
+    elif config.memory.mode != "off" and recompute.select_comm_recompute is False:
+        reason = "the planner chooses, among layers that save their part and gather it again"
+        found.append(("recompute_config.select_comm_recompute", "what is gathered is kept", reason))
+    if parallel.tensor_parallel_size == 1:
+        if recompute.recompute_slice_activation:
+            found.append(("recompute_config.recompute_slice_activation", "slices", _NO_COMMUNICATION))
+        if parallel.sequence_parallel_enabled:
+            reason = "sequence parallelism splits the tensor-parallel group, whose size is 1"
+            found.append(("parallel_config.sequence_parallel_enabled", "true", reason))
+    if recompute.parallel_optimizer_comm_recompute and not outline.sharded:
+        reason = (
+            "weights are not gathered from an optimizer-sharding group here (FSDP2: reshard_after_forward)"
+        )
+        found.append(("recompute_config.parallel_optimizer_comm_recompute", "true", reason))
+    memory = config.memory
+    if memory.mode == "off" and (memory.budget_gib or memory.reduce_by_gib or memory.plan_file):
+        found.append(("memory", "a budget or a plan file", "memory.mode is off"))
+    return [Override(where, (), "", asked, "no effect", reason) for where, asked, reason in found]
+
+
+def unbuilt_wishes(config: ActSwapConfig, outline: Outline) -> tuple[str, ...]:
+    """Return what the configuration asks for that resolves and cannot be applied by this version."""
+    wishes = []
+    size = config.parallel_config.tensor_parallel_size
+    if size > 1 and not outline.communicates:
+        wishes.append(f"parallel_config.tensor_parallel_size: {size} (tensor parallelism)")
+    return tuple(wishes)

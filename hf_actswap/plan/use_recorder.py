@@ -1,7 +1,7 @@
 """Who produces and who uses the storages of one forward, written down while it runs.
 
-The same for a forward on fake tensors (`save_recorder`), of which nothing is kept, and for a real one that
-trains, whose saved tensors must come back: how they are held is the caller's affair.
+The same for a forward on fake tensors (`engine/foreseen.py`), of which nothing is kept, and for a real one
+that trains, whose saved tensors must come back: how they are held is the caller's affair.
 
 Ownership is the engine's (`saved_bytes` says what follows from it): a storage belongs to the op that produced
 it, views looked through; weights, buffers and what the model or a layer was called with are nobody's; a layer
@@ -12,20 +12,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from .actions import Scope
 from .compiled import called_modules, is_compiled, named_op_modules, uncompiled
-from .met_storages import MetStorages, is_plain, reach_bytes
 from .opnames import OpStack, function_name
 from .outline import OUTPUT, LayerOutline, Outline
 from .record import is_cast_of_parameter, storage_key
-from .saved_bytes import OpCall, SavedBytes, Use, UseKind
+from .saved_bytes import OpCall, SavedBytes, SavedStorage, Use, UseKind
 
 OUTSIDE: OpCall = (None, "", None)
 """Where no scope runs."""
@@ -313,3 +314,79 @@ def _by_hooks(module: nn.Module, before: Callable[..., None], after: Callable[..
 
 def _refuse(_nothing: None) -> torch.Tensor:
     raise RuntimeError("a backward inside the recorded forward: nothing was saved for it")
+
+
+@dataclass(slots=True)
+class MetStorage:
+    """A storage that a recorded forward meets.
+
+    Args:
+        ref: keeps its address from being reused; ``None`` after `MetStorages.forget`.
+        size_bytes: of all of it.
+        producer: whose it is; ``None``: nobody's, and it never moves.
+        outside: nobody's for good.
+        uses: in order.
+    """
+
+    ref: StorageWeakRef | None
+    size_bytes: int
+    producer: OpCall | None
+    outside: bool = False
+    uses: list[Use] = field(default_factory=list)
+
+
+class MetStorages:
+    """The storages that a recorded forward meets, whose they are, and how they are used.
+
+    By the address of the storage object.
+    """
+
+    def __init__(self) -> None:
+        self._met: list[MetStorage] = []
+        self._by_key: dict[int, MetStorage] = {}
+
+    def own(self, values: Iterable[Any], producer: OpCall | None) -> None:
+        """Set whose these tensors are, unless they are nobody's; with ``None`` those not met become that."""
+        for tensor in values:
+            if not isinstance(tensor, torch.Tensor) or (key := storage_key(tensor)) is None:
+                continue
+            met = self._by_key.get(key)
+            if met is None:
+                storage = tensor.untyped_storage()
+                met = MetStorage(StorageWeakRef(storage), storage.nbytes(), producer, producer is None)
+                self._by_key[key] = met
+                self._met.append(met)
+            elif producer is not None and not met.outside:
+                met.producer = producer
+
+    def find(self, tensor: object) -> MetStorage | None:
+        """Return what is known of a tensor's storage."""
+        key = storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
+        return None if key is None else self._by_key.get(key)
+
+    def used(self) -> tuple[SavedStorage, ...]:
+        """Return those that were used, in the order in which they were met."""
+        return tuple(SavedStorage(met.size_bytes, tuple(met.uses)) for met in self._met if met.uses)
+
+    def forget(self) -> None:
+        """Let go of the storages; their uses stay."""
+        self._by_key.clear()
+        for met in self._met:
+            met.ref = None
+
+
+def reach_bytes(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where in its storage a tensor begins, and where the last of its elements ends."""
+    first, size = int(tensor.storage_offset()), tensor.element_size()
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = sum((length - 1) * step for length, step in steps) + 1 if tensor.numel() else 0
+    return first * size, (first + reach) * size
+
+
+def is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is one that the engine can move: elements in memory of ``device``, as they are."""
+    return (
+        tensor.device == device
+        and tensor.layout == torch.strided
+        and not (tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )

@@ -13,8 +13,8 @@ from hf_actswap import apply
 from hf_actswap.engine import AppliedPlan, SwapStats, auto_windows, host_budget
 from hf_actswap.engine.link import Link
 from hf_actswap.engine.slabs import PageableSlabs
-from hf_actswap.engine.swap_choice import TOO_LATE_BACK, TOO_LATE_OUT
 from hf_actswap.engine.window_simulation import Simulated, simulate
+from hf_actswap.engine.windows import TOO_LATE_BACK, TOO_LATE_OUT
 from hf_actswap.plan import MemoryPlan, PlanRow, Windows
 from tests.engine.simulated_transfer import Clock, SimulatedTransfer
 from tests.engine.tiny_models import (

@@ -13,9 +13,9 @@ from torch import nn
 
 from hf_actswap import MemoryPlan, apply, load_config, outline, resolve_plan
 from hf_actswap.engine import RecordingTransfer, foreseen, host_budget, install
+from hf_actswap.engine.foreseen import record_saved
 from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.plan import PlanRow
-from hf_actswap.plan.save_recorder import record_saved
 from tests.engine.spies import WatchingTransfer
 from tests.engine.test_with_moe import tiny_mixtral
 from tests.engine.tiny_models import (

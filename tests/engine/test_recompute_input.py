@@ -16,12 +16,12 @@ from hf_actswap import MemoryPlan, PlanError, apply, load_config, outline, resol
 from hf_actswap.engine import RecordingTransfer, host_budget
 from hf_actswap.engine.autograd_state import next_node_number
 from hf_actswap.engine.checkpoint_inputs import CheckpointInputs
+from hf_actswap.engine.foreseen import record_saved
 from hf_actswap.engine.link import Link
 from hf_actswap.engine.operator_clock import OperatorClock
 from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.plan import PlanRow, Windows
 from hf_actswap.plan.gradient_checkpointing import checkpoints_its_call
-from hf_actswap.plan.save_recorder import record_saved
 from hf_actswap.plan.saved_bytes import swapped_bytes
 from tests.engine.simulated_transfer import Clock, SimulatedTransfer
 from tests.engine.spies import ErraticTransfer

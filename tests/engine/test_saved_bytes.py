@@ -17,9 +17,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import MemoryPlan, apply, load_config, outline, resolve_plan
+from hf_actswap.engine.foreseen import record_saved
 from hf_actswap.plan import PlanRow, Windows
 from hf_actswap.plan.outline import unwrapped
-from hf_actswap.plan.save_recorder import record_saved
 from hf_actswap.plan.saved_bytes import SavedBytes, swapped_bytes
 from tests.engine.tiny_models import (
     BATCH,

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_actswap.apply import apply
-from hf_actswap.parallel.block_hooks import GatherHook
-from hf_actswap.parallel.gathered_inputs import keep_gathered_inputs
+from hf_actswap.parallel.block_hooks import GatherHook, keep_gathered_inputs
 from hf_actswap.parallel.group import tensor_parallel_group
 from hf_actswap.parallel.layers import ColumnParallelLinear
 from hf_actswap.parallel.shared_input import SharedInput

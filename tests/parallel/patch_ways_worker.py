@@ -26,9 +26,9 @@ from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.parallel.gradient_norm import clip_grad_norm
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.group import tensor_parallel_group
-from hf_actswap.parallel.lazy_logits import LazyLogits
 from hf_actswap.parallel.patch_model import PatchError, patch_model
 from hf_actswap.parallel.rank_agreement import RankAgreementError
+from hf_actswap.parallel.vocabulary import LazyLogits
 from hf_actswap.plan.outline import outline as outline_of
 from tests.parallel.collective_calls import noted
 from tests.parallel.patch_worker import BATCH, Case, batches, compare, config, drifting, full_gradients, step

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, outline, resolve_plan
+from hf_actswap.engine.foreseen import record_saved
 from hf_actswap.plan import Outline, PlanRow
 from hf_actswap.plan.opnames import OpStack
-from hf_actswap.plan.save_recorder import record_saved
 
 MakeModel = Callable[..., nn.Module]
 Gradients = Callable[[nn.Module], dict[str, torch.Tensor]]

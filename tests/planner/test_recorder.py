@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from hf_actswap import outline
 from hf_actswap.engine.autograd_state import running_node_number
+from hf_actswap.engine.foreseen import record_saved
 from hf_actswap.engine.tickets import Ticket, keep
 from hf_actswap.engine.transfer import BlockingTransfer
-from hf_actswap.plan.save_recorder import record_saved
 from hf_actswap.planner.meter import CountingMeter
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.clock import DeviceClock

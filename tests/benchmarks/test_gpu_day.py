@@ -178,6 +178,7 @@ def run_tests(path: Path, processes: int = 1, seconds: float = 120.0) -> list[An
     return SuiteRun(suite, day.session, day.place, deadline_s).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_tests_that_fail_hang_or_die_end_nothing(
     processes: int, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -209,6 +210,7 @@ def test_tests_that_fail_hang_or_die_end_nothing(
     assert [record.method.rpartition("::")[2] for record in again] == ["test_is_skipped"]
 
 
+@pytest.mark.slow
 def test_tests_end_with_the_time_of_the_stage_and_go_on_in_the_next_call(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -247,6 +249,7 @@ def with_odd_rows(repository: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     return know
 
 
+@pytest.mark.slow
 def test_rows_that_go_wrong_do_not_end_a_stage(
     folder: Path, with_odd_rows: Callable[[Day], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,8 +50,14 @@ Bytes = Annotated[int, Rule("a number of bytes", lambda value: value >= 0)]
 Ms = Annotated[float, Rule("a time in ms", lambda value: value >= 0)]
 
 
-def read_text(path: str, max_bytes: int, error: type[ActSwapError]) -> str:
+def read_text(path: str, max_bytes: int, error: type[ActSwapError], source: str = "") -> str:
     """Read a file in UTF-8.
+
+    Args:
+        path: of the file.
+        max_bytes: that it may have.
+        error: what is raised where it has more, or is no text.
+        source: where it is from, for that message; by default its path.
 
     Raises:
         OSError: it cannot be read.
@@ -60,12 +66,12 @@ def read_text(path: str, max_bytes: int, error: type[ActSwapError]) -> str:
     with open(path, "rb") as file:
         raw = file.read(max_bytes + 1)
     if len(raw) > max_bytes:
-        raise error([Problem("document", f"at most {max_bytes} bytes", "more")], path)
+        raise error([Problem("document", f"at most {max_bytes} bytes", "more")], source or path)
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as fault:
         problem = Problem("document", "text in UTF-8", f"byte {fault.start} that is not")
-        raise error([problem], path) from None
+        raise error([problem], source or path) from None
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:

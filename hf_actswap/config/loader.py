@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ..errors import ConfigError, Problem, short_traceback
 from . import published
 from .hub import CONFIG_FILE_NAME, HubFile, HubOptions, PushOptions, fetch, split_hub_id
+from .json_documents import read_text
 from .keys import FOREIGN_SECTIONS, OUR_SECTIONS, STACK_SECTIONS, meaningless
 from .memory_section import check_fates, read_memory
 from .mindspeed_keys import MODE_FLAGS
@@ -28,7 +29,7 @@ from .reader import Findings, Path, check_keys, read_choice, read_int, read_mapp
 from .recompute_section import read_recompute
 from .schema import MemoryConfig, ParallelConfig, RecomputeConfig, SwapConfig
 from .swap_section import read_swap, swap_is_unreadable
-from .yaml_text import DOCUMENT_PATH, MAX_TEXT_BYTES, parse_yaml, to_dict, to_yaml, too_long
+from .yaml_text import DOCUMENT_PATH, MAX_TEXT_BYTES, parse_yaml, to_dict, to_yaml
 
 AUTO = "auto"
 """A configuration by name: nothing is written, everything is found out. A file of that name is ``./auto``."""
@@ -427,14 +428,6 @@ def _read_file(path: str, source: str) -> str:
     if not os.path.isfile(path):
         raise _no_such(path, "neither a file nor a folder")
     try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_TEXT_BYTES + 1)
+        return read_text(path, MAX_TEXT_BYTES, ConfigError, source)
     except OSError as error:
         raise _no_such(path, f"it cannot be read, {error.strerror}") from None
-    if len(raw) > MAX_TEXT_BYTES:
-        raise ConfigError([too_long("more")], source)
-    try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        problem = Problem("document", "text in UTF-8", f"byte {error.start} that is not")
-        raise ConfigError([problem], source) from None

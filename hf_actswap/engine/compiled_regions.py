@@ -55,6 +55,7 @@ from ..plan.outline import Outline
 from ..plan.record import OpKey, storage_key
 from .around import Undo, around, replace_forward
 from .region_rules import RegionRules, region_rules
+from .replay import op_draws
 
 _GRAPHS_OF_EARLIER_PLANS = 48
 """Whoever tries plans has tried fewer. All of them together run the code of `_traced_forward`."""
@@ -199,7 +200,7 @@ class RegionTags:
             self._stack.count(self._op[0])
         if self._rules.recomputes(self._op):
             return CheckpointPolicy.MUST_RECOMPUTE
-        return self._rules.tag_of_random() if _draws(func, args, kwargs) else CheckpointPolicy.PREFER_SAVE
+        return self._rules.tag_of_random() if op_draws(func, args, kwargs) else CheckpointPolicy.PREFER_SAVE
 
     def _note(self, made: Any, tag: CheckpointPolicy) -> None:
         """Note the tag of what an op has made: a view finds it there."""
@@ -239,15 +240,6 @@ def _op_path(traced: str, modules: Iterable[str]) -> str:
     """The op path of a module that the tracer calls ``L['self'].mlp.act_fn``; ``""``: the layer itself."""
     plain = "." + traced.replace("._modules['", ".").replace("']", "").replace("[", ".").replace("]", "")
     return max((path for path in modules if plain.endswith(f".{path}")), key=len, default="")
-
-
-def _draws(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an aten op draws random numbers; attention without dropout only could."""
-    if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
-        return False
-    names = [argument.name for argument in function._schema.arguments]
-    values = {**dict(zip(names, args, strict=False)), **kwargs}
-    return "dropout_p" not in names or bool(values.get("dropout_p"))
 
 
 def _viewed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

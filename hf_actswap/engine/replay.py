@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -94,6 +95,30 @@ def draws_random_numbers(
     if isinstance(func, torch._ops.OpOverloadPacket | UserFunction):
         return True
     return name in RANDOM_FUNCTIONS or bool(kwargs.get("dropout_p"))
+
+
+def op_draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an aten op draws random numbers. Attention without dropout carries the tag, and draws none."""
+    position = _random_and_dropout_at(func)
+    if position is None:
+        return False
+    name, at = position
+    if not name:
+        return True
+    dropout = kwargs.get(name, args[at] if at < len(args) else 0.0)
+    return bool(dropout)
+
+
+@lru_cache(maxsize=4096)
+def _random_and_dropout_at(func: Callable[..., Any]) -> tuple[str, int] | None:
+    """Name and position of the dropout argument; ``("", 0)`` where there is none; ``None``: never random."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return None
+    arguments = func._schema.arguments  # type: ignore[attr-defined]
+    return next(
+        ((item.name, at) for at, item in enumerate(arguments) if item.name == "dropout_p"),
+        ("", 0),
+    )
 
 
 def can_run_again(func: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> bool:

@@ -100,9 +100,13 @@ class ActSwapCallback(TrainerCallback):
         self.parallel: ParallelTraining | None = None
 
     @property
+    def _config(self) -> ActSwapConfig:
+        """What is configured; nothing, where a plan was given."""
+        return self._wish if isinstance(self._wish, ActSwapConfig) else ActSwapConfig()
+
+    @property
     def _divides(self) -> bool:
-        wish = self._wish
-        return isinstance(wish, ActSwapConfig) and wish.parallel_config.tensor_parallel_size > 1
+        return self._config.parallel_config.tensor_parallel_size > 1
 
     @short_traceback
     def on_init_end(
@@ -124,9 +128,9 @@ class ActSwapCallback(TrainerCallback):
             logger.warning("No Trainer found: the statistics stay in `applied.stats()` and reach no log.")
             return
         self.bind(trainer)
-        if self._divides and isinstance(self._wish, ActSwapConfig):
+        if self._divides:
             with console_logging(logging.getLogger("hf_actswap")):
-                self.parallel = begin_for_trainer(trainer, self._wish)
+                self.parallel = begin_for_trainer(trainer, self._config)
                 self.parallel.shows_bars = not args.disable_tqdm
 
     def bind(self, trainer: Any) -> None:
@@ -186,8 +190,7 @@ class ActSwapCallback(TrainerCallback):
         if model is None:
             raise ValueError("ActSwapCallback needs the model: it is a callback of the Trainer")
         model = called_model(calling_trainer(self), model)
-        wish, parallel = self._wish, self.parallel
-        config = wish if isinstance(wish, ActSwapConfig) else ActSwapConfig()
+        wish, config, parallel = self._wish, self._config, self.parallel
         silent = PinningBar(shown=False) if args.disable_tqdm and state.is_world_process_zero else None
         with nullcontext() if parallel is None else tensor_parallel_group(parallel.patched.group):
             with failing_together("plan", args.ddp_timeout):

@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
 
@@ -144,7 +144,15 @@ class RunRecord:
         self._write_decisions(planner)
 
     def saving(self) -> Saving | None:
-        """Return what the plan saves in a step; ``None``: nothing is known yet."""
+        """Return what the plan saves in a step, and its time; ``None``: nothing is known yet."""
+        found = self._saving()
+        if found is None or found.step_ms is not None or not self._step_ms:
+            return found
+        # The first line contains what a training has to make ready.
+        return replace(found, step_ms=median(self._step_ms[1:] or self._step_ms))
+
+    def _saving(self) -> Saving | None:
+        """What `saving` returns, without the median of all times: for each line of the log."""
         planner = self._applied if isinstance(self._applied, Planner) else None
         if planner is not None and planner.outcome is not None:
             found = planner.outcome
@@ -155,19 +163,17 @@ class RunRecord:
         applied = self._applied.settled if isinstance(self._applied, Planner) else self._applied
         if applied is None:
             return None
-        # The first line contains what a training has to make ready.
-        step_ms = median(self._step_ms[1:] or self._step_ms) if self._step_ms else None
         if not applied.plan.rows:
-            return Saving(0, "it keeps everything", self._peak_bytes(), step_ms)
+            return Saving(0, "it keeps everything", self._peak_bytes())
         total = applied.stats()
         if applied.dropped_bytes is None or not total.forwards:
             return None
         saved_bytes = applied.dropped_bytes + total.offloaded_bytes // total.forwards
-        return Saving(saved_bytes, COUNTED, self._peak_bytes(), step_ms, stall_ms=self._stall_ms)
+        return Saving(saved_bytes, COUNTED, self._peak_bytes(), stall_ms=self._stall_ms)
 
     def as_log(self) -> dict[str, float]:
         """Return what belongs into a training log: peak and saving, and what the allocator has held."""
-        saving = self.saving()
+        saving = self._saving()
         found = {} if saving is None else saving.as_log()
         if held_bytes := self._device_memory().get("reserved_peak_bytes"):
             found["actswap_device_peak_gib"] = gib(held_bytes)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..plan.gradient_checkpointing import is_checkpointed
+from .collectives import own_part
 from .column_input import column_input
 from .communication import SUMS, Tokens, all_gather, sum_of_shares
 from .families import HEAD_ARGUMENTS, SOURCE_ARGUMENTS
@@ -148,8 +149,7 @@ class WholeBlockHooks:
         return self._own(output)
 
     def _own(self, whole: torch.Tensor) -> torch.Tensor:
-        group = self._region.group
-        return whole.chunk(group.size(), SEQUENCE_DIM)[group.rank()].contiguous()
+        return own_part(whole, SEQUENCE_DIM, self._region.group)
 
 
 class WideNormHooks:

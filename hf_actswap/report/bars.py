@@ -9,9 +9,9 @@ from huggingface_hub.utils import are_progress_bars_disabled
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-logger = logging.getLogger(__name__)
+from ..engine.stats import gib
 
-_GIB = 2**30
+logger = logging.getLogger(__name__)
 
 STABLE = "stable"
 
@@ -93,7 +93,7 @@ class PinningBar(BytesBar):
         super().__call__(done_bytes, total_bytes)
         if done_bytes >= total_bytes:
             seconds, self._started = time.monotonic() - self._started, None
-            logger.info("%.1f GiB of host memory ready after %.1f s.", total_bytes / _GIB, seconds)
+            logger.info("%.1f GiB of host memory ready after %.1f s.", gib(total_bytes), seconds)
 
 
 class PlannerBar:

@@ -274,8 +274,8 @@ def test_ten_thousand_random_orders(example: Example) -> None:
 def shown_by_an_example(never_waits: Way, shows: Callable[[Example, list[str]], bool]) -> None:
     """Fail unless an example shows that an engine does not wait in one direction.
 
-    One in eight to one in three does, and the first one ends the search. Hypothesis draws examples that resemble
-    each other, so that none of a hundred did in one search of thirty.
+    One in eight to one in three does, and the first one ends the search. Hypothesis draws examples that
+    resemble each other, so that none of a hundred did in one search of thirty.
     """
     find(
         examples,

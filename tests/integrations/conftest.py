@@ -76,6 +76,17 @@ class Tokens(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
+SHORT_ON_CPU: dict[str, Any] = {
+    "logging_steps": 1,
+    "report_to": "none",
+    "save_strategy": "no",
+    "use_cpu": True,
+    "dataloader_pin_memory": False,
+    "disable_tqdm": True,
+}
+"""Arguments of a training of a few steps that says each loss and leaves nothing."""
+
+
 @pytest.fixture
 def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
     def make(
@@ -85,13 +96,8 @@ def make_trainer(tmp_path: Path) -> Callable[..., Trainer]:
             "output_dir": str(tmp_path / "out"),
             "max_steps": 20,
             "per_device_train_batch_size": 2,
-            "logging_steps": 1,
-            "report_to": "none",
-            "save_strategy": "no",
-            "use_cpu": True,
-            "dataloader_pin_memory": False,
-            "disable_tqdm": True,
             "seed": 3,
+            **SHORT_ON_CPU,
         }
         args = ActSwapTrainingArguments(actswap=actswap, **{**settings, **more})
         return Trainer(

@@ -10,7 +10,7 @@ import torch
 
 from hf_actswap import ActSwapCallback
 
-from .conftest import losses, tiny_llama
+from .conftest import SHORT_ON_CPU, losses, tiny_llama
 from .test_planner_loops import tokenizer
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -41,15 +41,9 @@ def test_supervised_fine_tuning(way: str, tmp_path: Path) -> None:
             output_dir=str(tmp_path / folder),
             max_steps=4,
             per_device_train_batch_size=4,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
             gradient_checkpointing=False,
             bf16=False,
-            **{"max_length": 32, **WAYS[way]},
+            **{**SHORT_ON_CPU, "max_length": 32, **WAYS[way]},
         )
         model = tiny_llama()
         model.config.use_cache = False

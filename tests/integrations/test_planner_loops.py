@@ -15,7 +15,7 @@ import hf_actswap
 from hf_actswap import ActSwapCallback, PlanError
 from hf_actswap.planner import Planner
 
-from .conftest import losses, tiny_llama
+from .conftest import SHORT_ON_CPU, losses, tiny_llama
 from .test_planner_training import SHORT, Blocks, Watch, planned
 
 
@@ -81,15 +81,10 @@ def test_supervised_fine_tuning_with_adapters(tmp_path: Path) -> None:
             output_dir=str(tmp_path / folder),
             max_steps=7,
             per_device_train_batch_size=4,
-            logging_steps=1,
-            report_to="none",
-            save_strategy="no",
-            use_cpu=True,
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
             gradient_checkpointing=False,
             max_length=64,
             bf16=False,
+            **SHORT_ON_CPU,
         )
         return trl.SFTTrainer(
             model=tiny_llama(),

@@ -258,7 +258,6 @@ class MemoryWalk:
         )
         self._back_base = [max(size - moved_state_bytes, 0) for size in back.moments.base_bytes]
         left = self.kept_bytes
-        self._back_kept = []
         self._kept_in = [left := left - end for end in self._ends]
         self._back_kept = [self._kept_in[place] for place in back.moments.places]
         self.peak_bytes, self.peak_at, place = self._peak()

@@ -27,6 +27,7 @@ from ...engine.autograd_state import (
 )
 from ...engine.link import Link
 from ...engine.parameters import inner_tensors
+from ...engine.replay import op_draws
 from ...engine.tickets import Ticket, keep, restore
 from ...plan.compiled import is_compiled
 from ...plan.outline import Outline, unwrapped
@@ -315,30 +316,6 @@ def is_collective(func: Callable[..., Any]) -> bool:
     return getattr(func, "namespace", "") in _COLLECTIVES
 
 
-def draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op draws random numbers. Attention without dropout carries the tag, and draws none."""
-    position = _random_and_dropout_at(func)
-    if position is None:
-        return False
-    name, at = position
-    if not name:
-        return True
-    dropout = kwargs.get(name, args[at] if at < len(args) else 0.0)
-    return bool(dropout)
-
-
-@lru_cache(maxsize=4096)
-def _random_and_dropout_at(func: Callable[..., Any]) -> tuple[str, int] | None:
-    """Name and position of the dropout argument; ``("", 0)`` where there is none; ``None``: never random."""
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-        return None
-    arguments = func._schema.arguments  # type: ignore[attr-defined]
-    return next(
-        ((item.name, at) for at, item in enumerate(arguments) if item.name == "dropout_p"),
-        ("", 0),
-    )
-
-
 class SpanKeeper(Protocol):
     """Who wants to know what runs."""
 
@@ -387,6 +364,6 @@ class OpWatch(TorchDispatchMode):
         if node is not None:
             self._spans.reached(node)
         result = func(*args, **kwargs)
-        self._spans.ran(is_collective(func), draws(func, args, kwargs))
+        self._spans.ran(is_collective(func), op_draws(func, args, kwargs))
         self._clock.ran(func, args, kwargs, result)
         return result

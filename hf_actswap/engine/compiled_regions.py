@@ -50,12 +50,12 @@ from torch.utils.checkpoint import (
 
 from ..plan.actions import MemoryPlan, Scope
 from ..plan.compiled import uncompiled
+from ..plan.op_facts import aliased_argument, op_draws
 from ..plan.opnames import OpStack, function_name
 from ..plan.outline import Outline
 from ..plan.record import OpKey, storage_key
 from .around import Undo, around, replace_forward
 from .region_rules import RegionRules, region_rules
-from .replay import op_draws
 
 _GRAPHS_OF_EARLIER_PLANS = 48
 """Whoever tries plans has tried fewer. All of them together run the code of `_traced_forward`."""
@@ -192,9 +192,10 @@ class RegionTags:
         return tag
 
     def _tag(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CheckpointPolicy:
-        viewed = _viewed(func, args, kwargs)
-        if viewed is not None:
-            return self._tags.get(viewed, CheckpointPolicy.PREFER_SAVE)
+        viewed = aliased_argument(func, args, kwargs)
+        key = None if viewed is None else storage_key(viewed)
+        if key is not None:
+            return self._tags.get(key, CheckpointPolicy.PREFER_SAVE)
         if not self._counted:
             self._counted = True
             self._stack.count(self._op[0])
@@ -240,15 +241,3 @@ def _op_path(traced: str, modules: Iterable[str]) -> str:
     """The op path of a module that the tracer calls ``L['self'].mlp.act_fn``; ``""``: the layer itself."""
     plain = "." + traced.replace("._modules['", ".").replace("']", "").replace("[", ".").replace("]", "")
     return max((path for path in modules if plain.endswith(f".{path}")), key=len, default="")
-
-
-def _viewed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """The storage that an op returns a view of, or writes into; ``None``: it makes its own."""
-    schema = getattr(function, "_schema", None)  # higher-order operators have none, and return no views
-    if schema is None or all(made.alias_info is None for made in schema.returns):
-        return None
-    for at, argument in enumerate(schema.arguments):
-        value = args[at] if at < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and isinstance(value, torch.Tensor):
-            return storage_key(value)
-    return None

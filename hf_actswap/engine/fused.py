@@ -29,7 +29,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..plan.opnames import COMMUNICATIONS, function_name
+from ..plan.op_facts import COMMUNICATIONS
+from ..plan.opnames import function_name
 from .catcher import Catcher, Kept
 from .recompute import Input, OutputTicket, Region, tensors_in
 from .tickets import StaleTensorError

@@ -32,7 +32,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..plan.compiled import is_compiled
-from ..plan.opnames import COMMUNICATIONS, function_name
+from ..plan.op_facts import COMMUNICATIONS
+from ..plan.opnames import function_name
 from ..plan.record import storage_key
 from .around import replace_forward
 from .kept_calls import RUN, Catches, KeptCall, Result, TicketOf

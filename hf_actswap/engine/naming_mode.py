@@ -9,13 +9,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from ..plan.opnames import COMMUNICATIONS, function_name
+from ..plan.op_facts import COMMUNICATIONS, can_run_again, draws_random_numbers
+from ..plan.opnames import function_name
 from ..plan.record import storage_key
 from .catcher import RecomputeError
 from .fates import KEEP, Action, FateTable
 from .forward_pass import ForwardPass
 from .recompute import Region
-from .replay import can_run_again, draws_random_numbers
 from .stats import Counters
 
 

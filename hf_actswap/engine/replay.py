@@ -1,41 +1,13 @@
-"""The state around a call that must be as it was when the call is run again: autocast, random numbers.
-
-And which functions cannot be run again, or only with the random state of their first run.
-"""
+"""The state around a call that must be as it was when the call is run again: autocast, random numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache
-from typing import Any
 
 import torch
 
-from ..plan.opnames import RANDOM_FUNCTIONS, UNREPEATABLE_FUNCTIONS
-from ..plan.user_functions import UserFunction
-
 _CPU = torch.device("cpu")
-_IN_PLACE_OPERATORS = frozenset(
-    f"__{name}__"
-    for name in [
-        "iadd",
-        "isub",
-        "imul",
-        "itruediv",
-        "ifloordiv",
-        "imod",
-        "ipow",
-        "imatmul",
-        "iand",
-        "ior",
-        "ixor",
-        "ilshift",
-        "irshift",
-        "setitem",
-    ]
-)
-
 _AutocastState = tuple[str, bool, torch.dtype, bool]
 
 RandomState = dict[torch.device, torch.Tensor]
@@ -82,51 +54,6 @@ class CallState:
                 stack.callback(generator.set_state, generator.get_state())
                 generator.set_state(before)
             yield
-
-
-def draws_random_numbers(
-    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> bool:
-    """Whether a function may draw random numbers; of operators and functions that nobody knows: yes."""
-    if name == "scaled_dot_product_attention":
-        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
-    if isinstance(func, torch._ops.OpOverload):
-        return func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
-    if isinstance(func, torch._ops.OpOverloadPacket | UserFunction):
-        return True
-    return name in RANDOM_FUNCTIONS or bool(kwargs.get("dropout_p"))
-
-
-def op_draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an aten op draws random numbers. Attention without dropout carries the tag, and draws none."""
-    position = _random_and_dropout_at(func)
-    if position is None:
-        return False
-    name, at = position
-    if not name:
-        return True
-    dropout = kwargs.get(name, args[at] if at < len(args) else 0.0)
-    return bool(dropout)
-
-
-@lru_cache(maxsize=4096)
-def _random_and_dropout_at(func: Callable[..., Any]) -> tuple[str, int] | None:
-    """Name and position of the dropout argument; ``("", 0)`` where there is none; ``None``: never random."""
-    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
-        return None
-    arguments = func._schema.arguments  # type: ignore[attr-defined]
-    return next(
-        ((item.name, at) for at, item in enumerate(arguments) if item.name == "dropout_p"),
-        ("", 0),
-    )
-
-
-def can_run_again(func: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function gives the same again: not if it writes into what it reads, nor by its nature."""
-    own = getattr(func, "__name__", "").partition(".")[0]
-    in_place = own in _IN_PLACE_OPERATORS or (own.endswith("_") and not own.endswith("__"))
-    writes = in_place or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
-    return not writes and name not in UNREPEATABLE_FUNCTIONS
 
 
 def _autocast_state(device_type: str) -> _AutocastState:

@@ -14,79 +14,13 @@ from functools import lru_cache
 from typing import Any
 
 from .mindformers_names import ATTENTION_CORE
+from .op_facts import COMMUNICATIONS
 
 _CORE_STARTS = frozenset(
     {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum", "flex_attention", "softmax"}
 )
 _REFLECTED = {"rmul": "mul", "radd": "add", "rsub": "sub", "rdiv": "div", "truediv": "div", "rtruediv": "div"}
 _NOT_OPS = frozenset({"get", "set", "set_name", "size", "stride", "dim", "numel", "len", "is_floating_point"})
-
-COMMUNICATIONS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
-"""Functions by which the ranks of a tensor-parallel group exchange activations inside a layer."""
-
-GATHER = "all_gather"
-"""The communication whose result is larger than its input."""
-
-RANDOM_FUNCTIONS = frozenset(
-    [
-        "dropout",
-        "dropout1d",
-        "dropout2d",
-        "dropout3d",
-        "alpha_dropout",
-        "feature_dropout",
-        "feature_alpha_dropout",
-        "native_dropout",
-        "bernoulli",
-        "binomial",
-        "cauchy",
-        "exponential",
-        "geometric",
-        "log_normal",
-        "normal",
-        "poisson",
-        "random",
-        "uniform",
-        "rand",
-        "rand_like",
-        "randn",
-        "randn_like",
-        "randint",
-        "randint_like",
-        "randperm",
-        "multinomial",
-        "rrelu",
-        "gumbel_softmax",
-        "fractional_max_pool2d",
-        "fractional_max_pool3d",
-        "gru",
-        "lstm",
-        "rnn_relu",
-        "rnn_tanh",
-        "multi_head_attention_forward",
-    ]
-)
-"""Functions that may draw random numbers: recomputed with the generator state of their first run."""
-
-UNREPEATABLE_FUNCTIONS = frozenset(
-    [
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "resize",
-        "index_add",
-        "index_put",
-        "index_reduce",
-        "put",
-        "scatter_add",
-        "scatter_reduce",
-        "bincount",
-        "histc",
-    ]
-)
-"""Functions that do not give the same twice: memory as it is found, sums in the order of the threads."""
 
 
 @lru_cache(maxsize=1024)
@@ -101,11 +35,6 @@ def function_name(function: Callable[..., Any]) -> str | None:
         name = name[2:-2]
     name = _REFLECTED.get(name, name).rstrip("_")
     return None if not name or name in _NOT_OPS else name
-
-
-def is_communication(op_path: str) -> bool:
-    """Whether an op path names a communication (``input_layernorm.all_gather``)."""
-    return op_path.rpartition(".")[2] in COMMUNICATIONS
 
 
 class OpStack:

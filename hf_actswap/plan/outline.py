@@ -17,7 +17,7 @@ from .compiled import is_compiled, named_op_modules, runs_cuda_graphs, uncompile
 from .fsdp2 import FSDP2_METHOD
 from .gradient_checkpointing import can_be_checkpointed, is_checkpointed
 from .mindformers_names import ATTENTION_CORE, ATTENTION_MODULES
-from .opnames import is_communication
+from .op_facts import is_communication
 from .record import LAYER_INPUT, Call, LayerRecord, OpKey, StaleRead, record_forward
 
 logger = logging.getLogger(__name__)

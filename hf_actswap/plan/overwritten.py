@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from .actions import MemoryPlan, Override, PlanRow, Scope
 from .kept_inside import KeptInside
-from .opnames import UNREPEATABLE_FUNCTIONS
+from .op_facts import is_repeatable
 from .outline import LayerOutline, Outline, is_below
 from .record import LAYER_INPUT, OpKey, StaleRead
 
@@ -112,4 +112,4 @@ def _is_rebuilt(plan: MemoryPlan, layer: LayerOutline, inside: KeptInside, produ
     row = None if producer == LAYER_INPUT else plan.row(layer.index, path, ordinal)
     if row is None or row.fate not in _RUN_AGAIN or inside.root(layer.index, path) is not None:
         return False
-    return path.rpartition(".")[2] not in UNREPEATABLE_FUNCTIONS
+    return is_repeatable(path)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from .actions import MemoryPlan, Override, PlanRow, Scope, layer_order
-from .opnames import is_communication
+from .op_facts import is_communication
 from .outline import OUTPUT, is_below
 from .saved_bytes import OpCall, SavedBytes, SavedStorage, Use, held_results
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .actions import COMPILE_BUDGET, OUTPUT, Fate, PlanRow, Scope, Windows, path_around
-from .opnames import GATHER, UNREPEATABLE_FUNCTIONS
+from .op_facts import GATHER, is_repeatable
 from .outline import LayerOutline, is_below
 from .record import LAYER_INPUT, OpKey
 
@@ -105,7 +105,7 @@ class LayerFates:
 
     def can_run_again(self, path: str) -> bool:
         """Whether ``path`` is not a function that gives something else each time."""
-        return self._kinds.get(path) != "function" or path.rpartition(".")[2] not in UNREPEATABLE_FUNCTIONS
+        return self._kinds.get(path) != "function" or is_repeatable(path)
 
     def exclude(self, path: str) -> bool:
         """Take ``path`` out of recomputation; return whether anything was recomputed there."""

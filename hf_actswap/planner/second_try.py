@@ -33,8 +33,8 @@ from torch.utils._pytree import tree_leaves
 from ..engine.agreement import world_size
 from ..engine.around import Undo, replace_call
 from ..plan.fsdp2 import FSDP2_METHOD
+from ..plan.op_facts import is_collective
 from .meter import runs_its_own_dispatch
-from .rescue.op_traits import communicates
 from .rescue.out_of_memory import Failure, failure_of
 from .rescue.random_states import RandomStates
 
@@ -261,5 +261,5 @@ class _Watch(TorchDispatchMode):
     ) -> Any:
         if types and runs_its_own_dispatch(types):
             return NotImplemented
-        self.seen = self.seen or communicates(func)
+        self.seen = self.seen or is_collective(func)
         return func(*args, **(kwargs or {}))

@@ -14,9 +14,14 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from hf_actswap import apply, load_config, outline, resolve_plan
 from hf_actswap.engine import install
 from hf_actswap.engine.catcher import RecomputeError
-from hf_actswap.engine.replay import can_run_again, draws_random_numbers
 from hf_actswap.plan import Outline
-from hf_actswap.plan.opnames import RANDOM_FUNCTIONS, UNREPEATABLE_FUNCTIONS, function_name
+from hf_actswap.plan.op_facts import (
+    RANDOM_FUNCTIONS,
+    UNREPEATABLE_FUNCTIONS,
+    can_run_again,
+    draws_random_numbers,
+)
+from hf_actswap.plan.opnames import function_name
 from tests.engine.tiny_models import (
     NUM_LAYERS,
     assert_bitwise_equal,

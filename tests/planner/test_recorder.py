@@ -17,11 +17,12 @@ from hf_actswap.engine.autograd_state import running_node_number
 from hf_actswap.engine.foreseen import record_saved
 from hf_actswap.engine.tickets import Ticket, keep
 from hf_actswap.engine.transfer import BlockingTransfer
+from hf_actswap.plan.op_facts import computes, is_collective
 from hf_actswap.planner.meter import CountingMeter
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.clock import DeviceClock
 from hf_actswap.planner.record.lives import measured_peak_bytes
-from hf_actswap.planner.record.recorder import StepRecorder, computes, signature
+from hf_actswap.planner.record.recorder import StepRecorder, signature
 from tests.engine.tiny_models import assert_bitwise_equal, gradients, snapshot, tiny_llama, tiny_neox
 from tests.planner.recorded_steps import (
     MODELS,
@@ -382,6 +383,7 @@ def test_collectives_are_known(process_group: None) -> None:
     hook.remove()
     talking = {span.call[:2] for span in profile.spans if span.communicates}
     assert talking == {(1, "mlp.down_proj.all_reduce")}
+    assert is_collective(torch.ops.symm_mem.one_shot_all_reduce.default)
 
 
 def compiled_llama() -> Any:

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from ...plan.actions import MemoryPlan, Scope, Windows
 from ...plan.kept_inside import KeptInside
-from ...plan.opnames import UNREPEATABLE_FUNCTIONS, is_communication
+from ...plan.op_facts import is_communication, is_repeatable
 from ...plan.outline import is_below
 from ...plan.saved_bytes import AskedSwap, OpCall, Regions, Use, swap_tickets
 from .step_order import StepOrder
@@ -152,7 +152,7 @@ class TicketRules:
         row = self.regions.row((scope, path, ordinal))
         if row is None or row.fate not in ("recompute", "re-gather") or row.op_path in self.modules[scope]:
             return False
-        if path.rpartition(".")[2] in UNREPEATABLE_FUNCTIONS:
+        if not is_repeatable(path):
             return False
         return self.regions.root(scope, path) is None or is_communication(path)
 

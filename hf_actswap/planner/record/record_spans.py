@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from ...engine.autograd_state import next_node_number, packing_node_number
 from ...engine.transfer import Stamp
-from ...plan.opnames import RANDOM_FUNCTIONS, is_communication
+from ...plan.op_facts import RANDOM_FUNCTIONS, is_communication
 from ...plan.saved_bytes import OpCall, SavedBytes
 from ..meter import Meter
 from ..profile import Span

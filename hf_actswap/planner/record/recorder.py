@@ -11,7 +11,6 @@ import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import lru_cache
 from typing import Any, Literal, Protocol, Self
 
 import torch
@@ -27,9 +26,9 @@ from ...engine.autograd_state import (
 )
 from ...engine.link import Link
 from ...engine.parameters import inner_tensors
-from ...engine.replay import op_draws
 from ...engine.tickets import Ticket, keep, restore
 from ...plan.compiled import is_compiled
+from ...plan.op_facts import computes, is_collective, op_draws
 from ...plan.outline import Outline, unwrapped
 from ...plan.saved_bytes import OpCall, SavedBytes
 from ...plan.use_recorder import UseRecorder
@@ -39,10 +38,6 @@ from .clock import Clock
 from .record_spans import SpanLog
 
 logger = logging.getLogger(__name__)
-
-_COLLECTIVES = frozenset({"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd"})
-_WITHOUT_ALIAS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})
-"""Views whose schema does not say so."""
 
 
 class StepRecorder:
@@ -295,25 +290,6 @@ def batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...
         if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2:
             return tuple(leaf.shape[:2])
     return ()
-
-
-@lru_cache(maxsize=4096)
-def computes(func: Callable[..., Any]) -> bool:
-    """Whether an op does more than to look at its arguments in another way."""
-    schema = getattr(func, "_schema", None)
-    if schema is None:
-        return True
-    if schema.name in _WITHOUT_ALIAS or func.__module__.endswith("prim"):
-        return False
-    returned = [item.alias_info for item in schema.returns]
-    if any(argument.alias_info is not None and argument.alias_info.is_write for argument in schema.arguments):
-        return True
-    return not returned or any(alias is None for alias in returned)
-
-
-def is_collective(func: Callable[..., Any]) -> bool:
-    """Whether an op communicates with other ranks."""
-    return getattr(func, "namespace", "") in _COLLECTIVES
 
 
 class SpanKeeper(Protocol):

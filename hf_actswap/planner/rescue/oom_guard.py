@@ -24,7 +24,9 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -34,8 +36,8 @@ from torch.utils._pytree import tree_leaves
 from ...engine.around import Undo, replace_call, replace_forward
 from ...engine.stats import gib_text
 from ...plan.compiled import is_compiled, uncompiled
+from ...plan.op_facts import is_collective, op_may_draw, why_run_once
 from ..meter import Meter, runs_its_own_dispatch
-from .op_traits import OpTraits, tensor_bytes, traits_of
 from .out_of_memory import Failure, attempt
 from .random_states import RandomStates
 
@@ -47,6 +49,66 @@ _LEAST_EVICTED_BYTES = 2**20
 
 _Key = tuple[str, tuple[int, ...]]
 """Name of an op, and the bytes of each of its inputs."""
+_FLATTENING = ("allgather_", "reduce_scatter_", "alltoall_")
+"""Collectives on lists, which the backend may flatten into a tensor of its own first."""
+_BRACKETS: Mapping[str, Literal["begin", "end"]] = {
+    "hf_actswap::op_begin": "begin",
+    "hf_actswap::op_end": "end",
+}
+"""The marks of `op_hook`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpTraits:
+    """What is known of one overload of an op before it is run: read off its schema, once for each op.
+
+    Args:
+        name: with overload.
+        why_once: why it must not be run twice; empty: it may.
+        random: whether it may draw random numbers.
+        allocates: whether it makes tensors although it must not be run twice.
+        gathers: whether its results are larger than its inputs by the number of ranks.
+        resizes: whether it grows its first argument to the size of its second.
+        bracket: which mark of an `op_hook` it is.
+    """
+
+    name: str
+    why_once: str
+    random: bool
+    allocates: bool
+    gathers: bool
+    resizes: bool
+    bracket: Literal["begin", "end"] | None
+
+    def needs_bytes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Guess what an op allocates that must not be run twice: as much as it reads."""
+        if not self.allocates:
+            return 0
+        if self.resizes:
+            return int(prod(args[1])) * args[0].element_size()
+        ranks = next((item for item in args[1:] if isinstance(item, int)), 1) if self.gathers else 1
+        return _tensor_bytes((args, kwargs)) * ranks
+
+    def key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Key:
+        """What a call is remembered by."""
+        return self.name, tuple(tensor.nbytes for tensor in _tensors((args, kwargs)))
+
+
+def _traits_of(op: Any) -> OpTraits:
+    """Read the traits of an ``OpOverload``; of anything else (a higher-order operator): it runs once."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return OpTraits(str(op), why_run_once(op), False, False, False, False, None)
+    short = schema.name.partition("::")[2]
+    resizes = short == "resize_"
+    if op.namespace == "c10d":
+        allocates = short in _FLATTENING
+    else:
+        makes = any(item.alias_info is None and "Tensor" in str(item.type) for item in schema.returns)
+        allocates = resizes or (short != "wait_tensor" and makes)
+    gathers = is_collective(op) and short.startswith("all_gather")
+    bracket = _BRACKETS.get(schema.name)
+    return OpTraits(str(op), why_run_once(op), op_may_draw(op), allocates, gathers, resizes, bracket)
 
 
 class Evicts(Protocol):
@@ -126,7 +188,7 @@ class OomGuard(TorchDispatchMode):
         if call not in self._called:  # the guard was not there when it began
             return
         key, before_bytes = self._called.pop(call)
-        used_bytes = max(self._ever_bytes() - before_bytes, tensor_bytes(outputs))
+        used_bytes = max(self._ever_bytes() - before_bytes, _tensor_bytes(outputs))
         if failed:
             used_bytes = max(used_bytes + wanted_bytes, 2 * self._room.get(key, 0), _LEAST_EVICTED_BYTES)
         self._room[key] = used_bytes
@@ -162,7 +224,7 @@ class OomGuard(TorchDispatchMode):
             if versions != [tensor._version for tensor in written]:
                 raise self._error(name, failure, "It cannot be run again: it has changed a buffer.")
             result = self._again(run, name, failure, states)
-        self._room[key] = max(self._ever_bytes() - before_bytes, tensor_bytes(result))
+        self._room[key] = max(self._ever_bytes() - before_bytes, _tensor_bytes(result))
         return result, self._room[key]
 
     def __torch_dispatch__(
@@ -177,10 +239,10 @@ class OomGuard(TorchDispatchMode):
         kwargs = kwargs or {}
         traits = self._traits.get(func)
         if traits is None:
-            traits = self._traits[func] = traits_of(func)
+            traits = self._traits[func] = _traits_of(func)
         if traits.bracket is not None:
             return self._bracket(traits.bracket, func, args)
-        if traits.once:
+        if traits.why_once:
             return self._run_once(func, args, kwargs, traits)
         states = self._random.saved(kwargs.get("generator")) if traits.random else None
         result, failure = attempt(func, args, kwargs)
@@ -213,12 +275,12 @@ class OomGuard(TorchDispatchMode):
     def _run_once(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], traits: OpTraits) -> Any:
         key = None
         if self._room or traits.allocates:
-            key = traits.name, traits.sizes(args, kwargs)
+            key = traits.key(args, kwargs)
             self.make_room(traits.name, max(self._room.get(key, 0), traits.needs_bytes(args, kwargs)))
         result, failure = attempt(func, args, kwargs)
         if failure is None:
             return result
-        key = key or (traits.name, traits.sizes(args, kwargs))
+        key = key or traits.key(args, kwargs)
         wanted_bytes = failure.wanted_bytes or _LEAST_EVICTED_BYTES
         self._room[key] = max(wanted_bytes, 2 * self._room.get(key, 0))
         why = f"It cannot be run again: {traits.why_once}; room will be made before its next call."
@@ -322,3 +384,8 @@ def _makes_room(guard: OomGuard, name: str, used_bytes: int, module: nn.Module) 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _tensor_bytes(values: Any) -> int:
+    """Bytes of all tensors in ``values``, nested as it may be; one that appears twice counts twice."""
+    return sum(tensor.nbytes for tensor in _tensors(values))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ...plan.actions import MemoryPlan, PlanRow
-from ...plan.opnames import UNREPEATABLE_FUNCTIONS, is_communication
+from ...plan.op_facts import is_communication, is_repeatable
 from ...plan.outline import OUTPUT, is_below
 from ...plan.saved_bytes import OpCall, SavedStorage, Use
 from ..profile import Limits, Profile, Span
@@ -270,7 +270,7 @@ class _Builder:
         return (
             ordinal is not None
             and producer in self._functions
-            and path.rpartition(".")[2] not in UNREPEATABLE_FUNCTIONS
+            and is_repeatable(path)
             and not is_communication(path)
             and bool(spans)
             and not any(span.communicates for span in spans)

@@ -1,0 +1,158 @@
+"""What is known of PyTorch's functions and ops: random, collective, written arguments, views, run again.
+
+Two kinds of callables are asked about. A **function** is what a ``TorchFunctionMode`` sees (``F.dropout``,
+``tensor.mul_``); it is known by its name, which is also the last part of an op path. An **op** is what a
+dispatch mode sees (``aten.mul_.Tensor``); its schema and its tags tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from .user_functions import UserFunction
+
+COMMUNICATIONS = frozenset({"all_gather", "reduce_scatter", "all_reduce"})
+"""Functions by which the ranks of a tensor-parallel group exchange activations inside a layer."""
+
+GATHER = "all_gather"
+"""The communication whose result is larger than its input."""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+RANDOM_FUNCTIONS = _names(
+    """
+    dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout native_dropout
+    bernoulli binomial cauchy exponential geometric log_normal normal poisson random uniform
+    rand rand_like randn randn_like randint randint_like randperm multinomial rrelu gumbel_softmax
+    fractional_max_pool2d fractional_max_pool3d gru lstm rnn_relu rnn_tanh multi_head_attention_forward
+    """
+)
+"""Functions that may draw random numbers: recomputed with the generator state of their first run."""
+
+UNREPEATABLE_FUNCTIONS = _names(
+    """
+    empty empty_like empty_strided new_empty new_empty_strided resize
+    index_add index_put index_reduce put scatter_add scatter_reduce bincount histc
+    """
+)
+"""Functions that do not give the same twice: memory as it is found, sums in the order of the threads."""
+
+_IN_PLACE_OPERATORS = _names(
+    """
+    __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __imatmul__
+    __iand__ __ior__ __ixor__ __ilshift__ __irshift__ __setitem__
+    """
+)
+_COLLECTIVES = frozenset(
+    {"c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"}
+)
+"""Namespaces of the ops that exchange data with other ranks."""
+_BUILT_IN = frozenset({"aten", "prims", "prim"})
+_VIEWS_WITHOUT_ALIAS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})
+"""Views whose schema does not say so."""
+
+
+def is_communication(op_path: str) -> bool:
+    """Whether an op path names a communication (``input_layernorm.all_gather``)."""
+    return op_path.rpartition(".")[2] in COMMUNICATIONS
+
+
+def is_repeatable(op_path: str) -> bool:
+    """Whether the function that an op path names gives the same when it is run again."""
+    return op_path.rpartition(".")[2] not in UNREPEATABLE_FUNCTIONS
+
+
+def can_run_again(func: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function gives the same again: not if it writes into what it reads, nor by its nature."""
+    own = getattr(func, "__name__", "").partition(".")[0]
+    in_place = own in _IN_PLACE_OPERATORS or (own.endswith("_") and not own.endswith("__"))
+    writes = in_place or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
+    return not writes and name not in UNREPEATABLE_FUNCTIONS
+
+
+def draws_random_numbers(
+    func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether a function may draw random numbers; of operators and functions that nobody knows: yes."""
+    if name == "scaled_dot_product_attention":
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if isinstance(func, torch._ops.OpOverload):
+        return op_may_draw(func)
+    if isinstance(func, torch._ops.OpOverloadPacket | UserFunction):
+        return True
+    return name in RANDOM_FUNCTIONS or bool(kwargs.get("dropout_p"))
+
+
+def op_may_draw(op: torch._ops.OpOverload) -> bool:
+    """Whether an op may draw random numbers, whatever its arguments.
+
+    Whoever registers an op of their own may have forgotten the tag, so of those it is taken to.
+    """
+    return op.namespace not in _BUILT_IN or torch.Tag.nondeterministic_seeded in op.tags
+
+
+def op_draws(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op is tagged as random and draws. Attention without dropout carries the tag and does not."""
+    dropout = _dropout_argument(op)
+    if dropout is None:
+        return False
+    name, position = dropout
+    return not name or bool(kwargs.get(name, args[position] if position < len(args) else 0.0))
+
+
+@lru_cache(maxsize=4096)
+def _dropout_argument(op: Any) -> tuple[str, int] | None:
+    """Name and position of the dropout argument; ``("", 0)`` where there is none; ``None``: never random."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return None
+    arguments = enumerate(op._schema.arguments)
+    return next(((item.name, at) for at, item in arguments if item.name == "dropout_p"), ("", 0))
+
+
+def is_collective(op: Any) -> bool:
+    """Whether an op exchanges data with other ranks."""
+    return getattr(op, "namespace", "") in _COLLECTIVES
+
+
+@lru_cache(maxsize=4096)
+def computes(op: Any) -> bool:
+    """Whether an op does more than to look at its arguments in another way; higher-order ones do."""
+    schema = getattr(op, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return True
+    if schema.name in _VIEWS_WITHOUT_ALIAS or op.namespace == "prim":
+        return False
+    return not schema.returns or any(made.alias_info is None for made in schema.returns)
+
+
+def aliased_argument(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return the argument that an op returns a view of, or writes into; ``None``: its results are its own."""
+    schema = getattr(op, "_schema", None)  # higher-order operators have none, and return no views
+    if schema is None or all(made.alias_info is None for made in schema.returns):
+        return None
+    for at, argument in enumerate(schema.arguments):
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        if argument.alias_info is not None and isinstance(value, torch.Tensor):
+            return value
+    return None
+
+
+def why_run_once(op: Any) -> str:
+    """Return why an op that failed half-way must not be run a second time; empty: it may be."""
+    schema = getattr(op, "_schema", None)
+    if schema is None:
+        return "nothing is known of what it does"
+    if is_collective(op):
+        return "the other ranks have done their part"
+    if schema.is_mutable:
+        return "it writes into its arguments"
+    if "batch_norm" in schema.name and "backward" not in schema.name:
+        return "it updates running statistics"
+    return ""

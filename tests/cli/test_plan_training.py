@@ -20,10 +20,10 @@ from torch import nn
 from hf_actswap.cli.optimizers import state_bytes
 from hf_actswap.plan import outline
 from hf_actswap.planner.profile import Profile
-from hf_actswap.planner.record.lives import measured_peak_bytes
 from hf_actswap.planner.record.resting import Resting, with_resting
 from hf_actswap.planner.record.shapes import profile_from_shapes
 from tests.engine.tiny_models import tiny_llama
+from tests.planner.recorded_steps import measured_peak_bytes
 
 from .conftest import Run
 

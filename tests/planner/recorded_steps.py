@@ -14,6 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from hf_actswap import outline
 from hf_actswap.planner.meter import CountingMeter
 from hf_actswap.planner.profile import Profile
+from hf_actswap.planner.record.lives import Places, lives, saved_on_device
 from hf_actswap.planner.record.recorder import StepRecorder
 from tests.engine.tiny_models import VOCABULARY, batch, tiny_llama, tiny_neox
 
@@ -98,6 +99,18 @@ def recorded(model: nn.Module, **settings: Any) -> tuple[Profile, CountingMeter]
         inside.stop()
         outside.stop()
     return recorder.profile(device="cpu"), outside
+
+
+def measured_peak_bytes(profile: Profile) -> int:
+    """The most device memory in use in the recorded step, in which everything is kept."""
+    places = Places(profile.spans)
+    forward, backward = saved_on_device(lives(profile.saved, profile.spans, places), places)
+    peaks = [profile.outside_base_bytes]
+    for span, ahead, back in zip(profile.spans, forward, backward, strict=True):
+        peaks.append(span.forward_base_bytes + ahead)
+        if span.backward_place >= 0:
+            peaks.append(span.backward_base_bytes + back)
+    return max(peaks)
 
 
 def assert_spans_partition(profile: Profile) -> None:

@@ -21,7 +21,6 @@ from hf_actswap.plan.op_facts import computes, is_collective
 from hf_actswap.planner.meter import CountingMeter
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.clock import DeviceClock
-from hf_actswap.planner.record.lives import measured_peak_bytes
 from hf_actswap.planner.record.recorder import StepRecorder, signature
 from tests.engine.tiny_models import assert_bitwise_equal, gradients, snapshot, tiny_llama, tiny_neox
 from tests.planner.recorded_steps import (
@@ -30,6 +29,7 @@ from tests.planner.recorded_steps import (
     assert_spans_partition,
     call_of,
     counting_meter,
+    measured_peak_bytes,
     recorded,
     step,
 )

@@ -20,7 +20,6 @@ from hf_actswap.planner import bucket_plans, stable
 from hf_actswap.planner.bucket_plans import ShapeBucket
 from hf_actswap.planner.planning import Task, task_of
 from hf_actswap.planner.profile import Profile
-from hf_actswap.planner.record.lives import measured_peak_bytes
 from hf_actswap.planner.record.shapes import profile_from_shapes
 from hf_actswap.planner.search_phase import SearchPhase
 from hf_actswap.planner.shape_buckets import MOST_BUCKETS, BatchSize, RecordedStep, bucket_of, scores_of
@@ -37,6 +36,7 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
+from tests.planner.recorded_steps import measured_peak_bytes
 from tests.planner.simulated_device import on_device
 
 GIB = 2**30

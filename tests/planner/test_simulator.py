@@ -9,7 +9,7 @@ import pytest
 from hf_actswap.engine.link import Link
 from hf_actswap.plan.actions import COMPILE_BUDGET, MemoryPlan, PlanRow, Windows
 from hf_actswap.planner.cost.simulate import fates_of, predict
-from hf_actswap.planner.cost.step_order import timeline_of
+from hf_actswap.planner.cost.step_order import StepOrder, timeline
 from hf_actswap.planner.profile import Profile
 
 from .search_profiles import Op, profile_of
@@ -138,7 +138,14 @@ def test_a_compiled_layer_saves_a_share() -> None:
 
 
 def test_the_timeline_of_a_profile() -> None:
-    found = timeline_of(chain())
+    order = StepOrder(chain())
+    forward = [(pack.op, order.start_ms[pack.span + pack.at_end]) for pack in order.packs]
+    turn_ms = now_ms = order.start_ms[-1]
+    backward = []
+    for number in order.places.order:
+        backward += [(op, now_ms) for op in order.ops_of_span[number]]
+        now_ms += order.spans[number].backward_ms
+    found = timeline(forward, turn_ms, backward)
     assert [op for op, _ in found.forward] == [1, 2, 3, 4, 4]
     assert [ms for _, ms in found.forward] == pytest.approx([0.1, 10.1, 30.1, 60.1, 61.1])
     assert [op for op, _ in found.backward] == [4, 3, 2, 1]

@@ -3,9 +3,6 @@
 A step is counted in **moments**: each span of the forward is one, the turn is one, and each span that
 backward comes by is one, in the order of `Span.backward_place` (its number among those is its *place*).
 Within a moment nothing is told apart: what a span makes or reads is on the device from its start to its end.
-A storage is made in the span of its first use, and without a policy backward lets go of it after the last
-place that reads it (`lives`). Forward has done with it after the span of its last use; an argument of a
-module, at the module's end, for its caller holds it.
 """
 
 from __future__ import annotations
@@ -19,51 +16,8 @@ from ...engine.window_choices import Timeline
 from ...plan.actions import Scope
 from ...plan.outline import is_below
 from ...plan.saved_bytes import Use
-from ..profile import Profile, Span
-from ..record.lives import span_of
-
-
-@dataclass(frozen=True, slots=True)
-class StorageLife:
-    """One storage of a profile.
-
-    Args:
-        size_bytes: of it.
-        birth: span of its first use.
-        made_in: span that makes it; -1: none of those that use it.
-        forward_end: last span of forward that has it in use.
-        spans: of each of its uses, in their order.
-        last_place: last place of backward that reads it without a policy; -1: nothing saves it, and it is
-            part of the base bytes.
-    """
-
-    size_bytes: int
-    birth: int
-    made_in: int
-    forward_end: int
-    spans: tuple[int, ...]
-    last_place: int
-
-
-class Places:
-    """The spans in the order of backward.
-
-    Args:
-        spans: in the order of forward.
-    """
-
-    def __init__(self, spans: Sequence[Span]) -> None:
-        reached = [number for number, span in enumerate(spans) if span.backward_place >= 0]
-        self.order = sorted(reached, key=lambda number: spans[number].backward_place)
-        self.of_span = [-1] * len(spans)
-        for place, number in enumerate(self.order):
-            self.of_span[number] = place
-        self.last = len(self.order) - 1
-
-    def of_reader(self, span: int) -> int:
-        """When backward reads what ``span`` saved; what it does not come by lasts until its end."""
-        place = self.of_span[span]
-        return self.last if place < 0 else place
+from ..profile import Profile
+from ..record.lives import Places, lives
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +52,7 @@ class StepOrder:
             if span.call[0] is not None:
                 self.scope_spans.setdefault(span.call[0], []).append(number)
         self.start_ms = list(accumulate((span.forward_ms for span in self.spans), initial=0.0))
-        self.lives = self._lives()
+        self.lives = lives(profile.saved, self.spans, self.places)
         self._op_of_order: dict[int, int] = {}
         for pack_order, op in profile.hooks:  # a use comes ahead of what is saved behind it and is none
             self._op_of_order.setdefault(pack_order, op)
@@ -152,25 +106,6 @@ class StepOrder:
         span = self.spans[self.scope_spans[scope][-1]]
         return span.first_op + max(span.num_ops - 1, 0)
 
-    def _lives(self) -> tuple[StorageLife, ...]:
-        last_orders = list(accumulate((span.last_order for span in self.spans), max))
-        ends: dict[tuple[Scope, str], int] = {}
-        found = []
-        for storage in self.profile.saved.storages:
-            at = tuple(span_of(last_orders, use.order) for use in storage.uses)
-            last, end = -1, max(at)
-            for use, span in zip(storage.uses, at, strict=True):
-                scope, path, _ = use.at
-                if use.kind == "saved":
-                    last = max(last, self.places.of_reader(span))
-                elif use.kind == "module" and scope is not None:
-                    if (scope, path) not in ends:
-                        ends[scope, path] = max(self.inside(scope, path), default=0)
-                    end = max(end, ends[scope, path])
-            made_in = min(at) if storage.uses[0].kind in ("returned", "saved") else -1
-            found.append(StorageLife(storage.size_bytes, min(at), made_in, end, at, last))
-        return tuple(found)
-
     def _packs(self) -> list[Pack]:
         found, listed = [], set()
         for storage, life in zip(self.profile.saved.storages, self.lives, strict=True):
@@ -199,21 +134,6 @@ class StepOrder:
         """What each span needs while it runs forward, beyond what stays: what it needs when run again."""
         stays = list(accumulate(reversed([span.forward_base_bytes for span in self.spans]), min))[::-1]
         return [span.forward_base_bytes - least for span, least in zip(self.spans, stays, strict=True)]
-
-
-def timeline_of(profile: Profile) -> Timeline:
-    """Return when compute reaches each hook of the engine in a step without a policy.
-
-    Raises:
-        ValueError: autograd saves nothing in it.
-    """
-    order = StepOrder(profile)
-    forward = [(pack.op, order.start_ms[pack.span + pack.at_end]) for pack in order.packs]
-    now_ms, backward = order.start_ms[-1], []
-    for number in order.places.order:
-        backward += [(op, now_ms) for op in order.ops_of_span[number]]
-        now_ms += order.spans[number].backward_ms
-    return timeline(forward, order.start_ms[-1], backward)
 
 
 def timeline(

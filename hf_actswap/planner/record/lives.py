@@ -1,12 +1,12 @@
-"""From when to when the storages that autograd saves are on the device, in a step without a policy.
+"""Where in a step without a plan the storages of a profile are made, read and freed.
 
-A storage is there from the span that first uses it: forward keeps it, as autograd does. Backward lets go of
-it behind the span whose nodes are the last to read it, that is the first that saved it; where backward never
-comes by that span, it stays. What nobody saves (a result that only the next op reads) is none of a span's
-saved storages but part of its base bytes.
+A storage is made in the span of its first use. Forward has done with it after the span of its last use; an
+argument of a module, at the module's end, for its caller holds it. Backward frees it after the last place
+that reads it; where backward never comes by the span that saved it, at its end. What nobody saves (a result
+that only the next op reads) is part of a span's base bytes.
 
-The base bytes of spans are the measured peaks less the storages that are there by *this* rule, so that
-whoever adds them again by it gets what was measured.
+The recorder takes what is on the device by this rule off the measured peaks, which gives the base bytes of
+spans, and the simulator adds it to them again.
 """
 
 from __future__ import annotations
@@ -15,76 +15,121 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
-from ...plan.saved_bytes import SavedBytes
-from ..profile import Profile
+from ...plan.saved_bytes import OpCall, SavedBytes
+
+
+class PlacedSpan(Protocol):
+    """What is read here of a `Span`, also of one that is still being recorded."""
+
+    @property
+    def call(self) -> OpCall:
+        """See `Span`."""
+
+    @property
+    def last_order(self) -> int:
+        """See `Span`."""
+
+    @property
+    def backward_place(self) -> int:
+        """See `Span`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
-    """Of one storage that autograd saves.
+class StorageLife:
+    """One storage of a profile.
 
     Args:
-        storage: its number in `Profile.saved`.
-        size_bytes: of all of it.
-        born_in: number of the span that first uses it; it is there while that runs.
-        read_last_by: number of the span whose backward reads it last; it is there while that runs.
+        size_bytes: of it.
+        birth: span of its first use.
+        made_in: span that makes it; -1: none of those that use it.
+        forward_end: last span of forward that has it in use.
+        spans: of each of its uses, in their order.
+        last_place: last place of backward that reads it without a policy; -1: nothing saves it, and it is
+            part of the base bytes.
     """
 
-    storage: int
     size_bytes: int
-    born_in: int
-    read_last_by: int
+    birth: int
+    made_in: int
+    forward_end: int
+    spans: tuple[int, ...]
+    last_place: int
 
 
-def lives(saved: SavedBytes, last_orders: Sequence[int]) -> tuple[Life, ...]:
-    """Return the lives of the storages that autograd saves.
+class Places:
+    """The spans in the order of backward.
+
+    Args:
+        spans: in the order of forward.
+    """
+
+    def __init__(self, spans: Sequence[PlacedSpan]) -> None:
+        reached = [number for number, span in enumerate(spans) if span.backward_place >= 0]
+        self.order = sorted(reached, key=lambda number: spans[number].backward_place)
+        self.of_span = [-1] * len(spans)
+        for place, number in enumerate(self.order):
+            self.of_span[number] = place
+        self.last = len(self.order) - 1
+
+    def of_reader(self, span: int) -> int:
+        """When backward reads what ``span`` saved; what it does not come by lasts until its end."""
+        place = self.of_span[span]
+        return self.last if place < 0 else place
+
+
+def lives(saved: SavedBytes, spans: Sequence[PlacedSpan], places: Places) -> tuple[StorageLife, ...]:
+    """Return the life of each storage.
 
     Args:
         saved: storages and their uses.
-        last_orders: `Span.last_order` of each span, or where it has no uses, that of the span before.
+        spans: of the step, in the order of forward.
+        places: of these spans.
     """
+    last_orders = list(accumulate((span.last_order for span in spans), max))
+    module_ends: dict[tuple[object, str], int] = {}
+    for number, span in enumerate(spans):
+        scope, path, _ = span.call
+        module_ends[scope, path] = module_ends[scope, ""] = number
+        while path := path.rpartition(".")[0]:
+            module_ends[scope, path] = number
     found = []
-    for number, storage in enumerate(saved.storages):
-        read = next((use.order for use in storage.uses if use.kind == "saved"), None)
-        if read is not None:
-            born_in = span_of(last_orders, storage.uses[0].order)
-            found.append(Life(number, storage.size_bytes, born_in, span_of(last_orders, read)))
+    for storage in saved.storages:
+        at = tuple(span_of(last_orders, use.order) for use in storage.uses)
+        last, end = -1, max(at)
+        for use, span_number in zip(storage.uses, at, strict=True):
+            scope, path, _ = use.at
+            if use.kind == "saved":
+                last = max(last, places.of_reader(span_number))
+            elif use.kind == "module" and scope is not None:
+                end = max(end, module_ends.get((scope, path), 0))
+        made_in = min(at) if storage.uses[0].kind in ("returned", "saved") else -1
+        found.append(StorageLife(storage.size_bytes, min(at), made_in, end, at, last))
     return tuple(found)
 
 
 def span_of(last_orders: Sequence[int], order: int) -> int:
-    """Return the number of the span to which a use belongs."""
+    """Return the number of the span to which a use belongs.
+
+    Args:
+        last_orders: `Span.last_order` of each span, or where it has no uses, that of the span before.
+        order: of the use.
+    """
     return min(bisect_right(last_orders, order - 1), len(last_orders) - 1)
 
 
-def saved_on_device(known: Sequence[Life], backward_places: Sequence[int]) -> tuple[list[int], list[int]]:
+def saved_on_device(known: Sequence[StorageLife], places: Places) -> tuple[list[int], list[int]]:
     """Return the bytes of saved storages on the device while each span runs: in forward, and in backward.
 
     Args:
         known: from `lives`.
-        backward_places: `Span.backward_place` of each span. Where it is -1, the second number is that of the
-            end of backward.
+        places: of the spans. Where backward does not come by, the second number is 0.
     """
-    born = [0] * len(backward_places)
-    turns = max(backward_places, default=-1) + 1
-    gone_after = [0] * (turns + 1)
+    born, gone_after = [0] * len(places.of_span), [0] * (places.last + 2)
     for life in known:
-        born[life.born_in] += life.size_bytes
-        place = backward_places[life.read_last_by]
-        gone_after[place if place >= 0 else turns] += life.size_bytes
-    there = list(accumulate(reversed(gone_after)))[::-1]
-    return list(accumulate(born)), [there[place if place >= 0 else turns] for place in backward_places]
-
-
-def measured_peak_bytes(profile: Profile) -> int:
-    """Return the most device memory in use in the recorded step, in which everything is kept."""
-    last_orders = list(accumulate((span.last_order for span in profile.spans), max))
-    known = lives(profile.saved, last_orders)
-    forward, backward = saved_on_device(known, [span.backward_place for span in profile.spans])
-    peaks = [profile.outside_base_bytes]
-    for span, ahead, back in zip(profile.spans, forward, backward, strict=True):
-        peaks.append(span.forward_base_bytes + ahead)
-        if span.backward_place >= 0:
-            peaks.append(span.backward_base_bytes + back)
-    return max(peaks)
+        if life.last_place >= 0:
+            born[life.birth] += life.size_bytes
+            gone_after[life.last_place] += life.size_bytes
+    there = list(accumulate(reversed(gone_after)))[::-1]  # the last one is 0, and -1 means it
+    return list(accumulate(born)), [there[place] for place in places.of_span]

@@ -23,7 +23,7 @@ from ...plan.saved_bytes import OpCall, SavedBytes
 from ..meter import Meter
 from ..profile import Span
 from .clock import Clock
-from .lives import lives, saved_on_device
+from .lives import Places, lives, saved_on_device
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class _Row:
     communicates: bool
     random: bool
     visits: list[_Visit] = field(default_factory=list)
-    place: int = -1
+    backward_place: int = -1
 
 
 class SpanLog:
@@ -164,9 +164,8 @@ class SpanLog:
     def spans(self, saved: SavedBytes) -> tuple[Span, ...]:
         """Return the rows as spans. All stamps must have been passed."""
         start_op = self._rows[0].first_op if self._rows else 0
-        places = [row.place for row in self._rows]
-        known = lives(saved, [row.last_order for row in self._rows])
-        forward, backward = saved_on_device(known, places)
+        places = Places(self._rows)
+        forward, backward = saved_on_device(lives(saved, self._rows, places), places)
         below: dict[int, tuple[int, int]] = {}  # by turn; a visit in which nothing ran is as the one before
         peaks = sorted(
             (visit.turn, number, visit.peak_bytes, visit.gradient_bytes)
@@ -193,7 +192,7 @@ class SpanLog:
                 backward_ms=sum(max(0.0, visit.end.ms_since(visit.start)) for visit in row.visits),
                 forward_base_bytes=max(0, row.peak_bytes - forward[number]),
                 backward_base_bytes=below.get(number, (0, 0))[0],
-                backward_place=row.place,
+                backward_place=row.backward_place,
                 communicates=row.communicates,
                 random=row.random,
             )
@@ -267,8 +266,8 @@ class SpanLog:
         self._visit(self._rows[-1])
 
     def _visit(self, row: _Row) -> None:
-        if row.place < 0:
-            row.place = self._turn
+        if row.backward_place < 0:
+            row.backward_place = self._turn
         self._visited, self._busy = row, False
         self._gradients_before = self._gradient_bytes()
         self._turn += 1

@@ -20,7 +20,9 @@ import logging
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
 
 from ..plan.actions import SCOPES, Override, Scope, Windows, layer_order
 from .agreement import from_all_ranks
@@ -28,10 +30,9 @@ from .backward import Backward
 from .fates import KEEP, Action
 from .host_pool import HostPool
 from .link import Link, slowest
-from .observation import Key, Measured, Observation, Seen
-from .stats import Counters, gib_text
-from .transfer import Transfer
-from .window_choices import Decision, Timeline
+from .stats import Counters, PendingTime, gib_text
+from .transfer import StepLog, Transfer
+from .window_choices import Candidate, Decision, Timeline
 from .windows import choose_windows
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,127 @@ _NOTHING_TO_HIDE = Override(
     "1",
     "copies on this device do not overlap compute, so nothing is measured (1 is the reference's Auto)",
 )
+
+
+Key = tuple[Scope | None, int]
+"""Where a tensor was saved (scope) and as which of the swapped ones there, in order."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """A storage that the plan swaps.
+
+    Args:
+        op_path: of the plan row.
+        size_bytes: what would move.
+        ready_op: operator that first saves it.
+        consumer_op: operator that backward first reads it in, that is the highest that saves it.
+        windows: numbers of the user; ``None``: auto.
+    """
+
+    op_path: str
+    size_bytes: int
+    ready_op: int
+    consumer_op: int
+    windows: Windows | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An observation as numbers, the same for all ranks once they have agreed."""
+
+    keys: tuple[Key, ...]
+    candidates: tuple[Candidate, ...]
+    timeline: Timeline
+
+
+_Part = Literal["forward", "turn", "resumed", "backward"]
+
+
+class Observation:
+    """One forward and its backward under watch: who is swapped, how large, and when compute got where.
+
+    Two things are taken out of the times, so that they are compute's alone: waits for copies, and the pause
+    between forward and backward in which host memory is prepared.
+
+    Args:
+        transfer: whose compute is timed.
+    """
+
+    def __init__(self, transfer: Transfer) -> None:
+        self.seen: dict[Key, Seen] = {}
+        self._log: StepLog[tuple[_Part, int, int]] = StepLog(transfer)
+        self._latest: dict[_Part, int] = {}
+        self._waits: list[PendingTime] = []
+
+    def waited(self, time: PendingTime) -> None:
+        """Compute waited for a copy."""
+        self._waits.append(time)
+
+    def in_forward(self, op: int) -> None:
+        """A hook of forward; operators that do not rise are the same moment."""
+        if op > self._latest.get("forward", -1):
+            self._note("forward", op)
+
+    def turned(self) -> None:
+        """Forward has ended."""
+        self._note("turn", self._latest.get("forward", 0))
+
+    def resumed(self) -> None:
+        """What followed the end of forward, and is none of compute's business, has ended too."""
+        self._note("resumed", 0)
+
+    def in_backward(self, op: int) -> None:
+        """A hook of backward; operators that do not fall are the same moment."""
+        if op < self._latest.get("backward", op + 1):
+            self._note("backward", op)
+
+    def forward_ms(self) -> float:
+        """Compute's time until the end of forward; the device must have got there."""
+        return self._compute()["turn"][-1][1]
+
+    def measured(self) -> Measured | None:
+        """The numbers, or ``None`` if forward or backward had no hook; the device must be idle."""
+        if not {"forward", "turn", "resumed", "backward"} <= self._latest.keys():
+            return None
+        times = self._compute()
+        pause_ms = times["resumed"][0][1] - times["turn"][0][1]
+        backward = [(op, ms - pause_ms) for op, ms in times["backward"]]
+        entries = sorted(self.seen.items(), key=lambda item: item[1].ready_op)
+        return Measured(
+            tuple(key for key, _ in entries),
+            tuple(
+                Candidate(seen.size_bytes, seen.ready_op, seen.consumer_op, seen.windows)
+                for _, seen in entries
+            ),
+            Timeline(*_rising([*times["forward"], *times["turn"]], backward)),
+        )
+
+    def _note(self, part: _Part, op: int) -> None:
+        self._latest[part] = op
+        self._log.note((part, op, len(self._waits)))
+
+    def _compute(self) -> Mapping[_Part, list[tuple[int, float]]]:
+        """(operator, compute's time until there) of all events."""
+        waited_ms = list(accumulate((wait.elapsed_ms() or 0.0 for wait in self._waits), initial=0.0))
+        found: defaultdict[_Part, list[tuple[int, float]]] = defaultdict(list)
+        for (part, op, waits), ms in self._log.times():
+            found[part].append((op, ms - waited_ms[waits]))
+        return found
+
+
+_Times = tuple[tuple[int, float], ...]
+
+
+def _rising(forward: list[tuple[int, float]], backward: list[tuple[int, float]]) -> tuple[_Times, _Times]:
+    """Times that never fall: a clock's resolution, or a wait counted a little too long, may make them."""
+    latest = 0.0
+    times: list[list[tuple[int, float]]] = [[], []]
+    for part, entries in zip(times, (forward, backward), strict=True):
+        for op, ms in entries:
+            latest = max(latest, ms)
+            part.append((op, latest))
+    return tuple(times[0]), tuple(times[1])
 
 
 class AutoWindows:
@@ -102,7 +224,7 @@ class AutoWindows:
                 self._observation = Observation(self._transfer)
                 self._backward = weakref.ref(backward)
                 self._counters.listener = self._observation.waited
-                backward.watch(self._observation)
+                backward.watch(self._observation.in_backward)
                 return AutoForward(None, self._observation, limit)
         return AutoForward(None, None, limit)
 

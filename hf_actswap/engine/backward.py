@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 
 from .autograd_state import running_node_number
-from .observation import Observation
 from .operator_clock import OperatorClock
 from .schedule import PrefetchOrder
 from .tickets import Ticket, restore
@@ -35,12 +34,12 @@ class Backward:
     def __init__(self) -> None:
         self.clock = OperatorClock()
         self._order: PrefetchOrder[Reference] | None = None
-        self._observation: Observation | None = None
+        self._watcher: Callable[[int], None] | None = None
         self._idle = True
 
-    def watch(self, observation: Observation) -> None:
-        """Mark the time at each hook."""
-        self._observation, self._idle = observation, False
+    def watch(self, watcher: Callable[[int], None]) -> None:
+        """Tell ``watcher`` the operator at each hook."""
+        self._watcher, self._idle = watcher, False
 
     def schedule(self, order: PrefetchOrder[Reference]) -> None:
         """The forward has ended; this is what it swapped."""
@@ -61,8 +60,8 @@ class Backward:
         if node is None:
             return
         op = self.clock.operator(node) if self.clock.jumps else node
-        if self._observation is not None:
-            self._observation.in_backward(op)
+        if self._watcher is not None:
+            self._watcher(op)
         if self._order is not None:
             for reference in self._order.due(op):
                 waiting = reference()

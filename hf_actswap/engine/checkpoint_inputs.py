@@ -20,8 +20,7 @@ from torch import nn
 from ..plan.actions import Scope
 from ..plan.gradient_checkpointing import checkpoints_its_call, is_checkpointed
 from ..plan.outline import LayerOutline
-from .auto_windows import AutoForward
-from .observation import Key
+from .auto_windows import AutoForward, Key
 from .operator_clock import OperatorClock
 from .tickets import SwapGroup
 

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..plan.actions import Scope
 from ..plan.record import storage_key
+from .auto_windows import Key
 from .fates import KEEP, Action
-from .observation import Key
 from .parameters import inner_tensors
 from .recompute import Region
 

@@ -1,51 +1,227 @@
-"""Watches one step of an applied plan: times in one (`TimeWatch`), memory by fate in another (`MemoryWatch`).
+"""Watches a step of an applied plan: times in one (`TimeWatch`), memory by fate in another (`MemoryWatch`).
 
 Two steps, because following every saved tensor and asking for memory after each takes host time, which would
-show in the times.
+show in the times. What a watch returns is plain data: times in ms since the step began, in compute's own
+order of work; sizes in bytes of one rank.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from ..plan.actions import Scope
 from ..plan.outline import unwrapped
 from ..plan.record import storage_key
+from .around import Undo, around, compiled_around
+from .autograd_state import running_node_number
 from .install import AppliedPlan
-from .layer_marks import LayerMarks, Phase
 from .parameters import inner_tensors
 from .stats import PendingTime
-from .step_record import ComputePart, MeasuredCopy, MemorySample, Stall, StepMemory, StepTimeline
 from .tickets import Ticket, keep
-from .transfer import Stamp, Transfer
-from .watched_copies import WatchedCopy
+from .transfer import Stamp, StepLog
+from .watched_copies import WatchedCopy, Way
+
+Phase = Literal["forward", "backward", "outside"]
 
 
-class _Marks:
-    """The parts of compute, as stamps."""
+@dataclass(frozen=True, slots=True)
+class ComputePart:
+    """Compute in one layer, or outside the layers.
 
-    def __init__(self, transfer: Transfer) -> None:
-        self._transfer = transfer
-        self.start = transfer.stamp()
-        self._marks: list[tuple[Phase, int | None, Stamp]] = [("outside", None, self.start)]
+    Args:
+        phase: ``outside``: the optimizer's step, and what is around it.
+        layer: its index; ``None``: what is around the layers.
+        start_ms, end_ms: waits for copies included.
+    """
 
-    def mark(self, phase: Phase, layer: int | None) -> None:
-        self._marks.append((phase, layer, self._transfer.stamp()))
+    phase: Phase
+    layer: int | None
+    start_ms: float
+    end_ms: float
 
-    def parts(self) -> tuple[ComputePart, ...]:
-        """Between the marks; the device must be idle."""
-        at = [stamp.ms_since(self.start) for _, _, stamp in self._marks]
-        parts = [
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCopy:
+    """One copy.
+
+    Args:
+        way: to the host, or back.
+        scope, op_path: of the plan row that swaps it.
+        size_bytes: that moved.
+        asked_ms: where compute was when the copy was asked for.
+        start_ms, end_ms: of the copy: it starts when it was asked for, when the one before it has ended, and
+            (in) when its bytes are out.
+    """
+
+    way: Way
+    scope: Scope | None
+    op_path: str
+    size_bytes: int
+    asked_ms: float
+    start_ms: float
+    end_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Compute waited for a copy."""
+
+    way: Way
+    scope: Scope | None
+    op_path: str
+    start_ms: float
+    length_ms: float
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """What ran when.
+
+    Args:
+        step_ms: all of it.
+        compute: in order, without gaps.
+        copies: in the order in which they were asked for.
+        stalls: in order.
+        overlaps: whether copies run beside compute.
+    """
+
+    step_ms: float
+    compute: tuple[ComputePart, ...]
+    copies: tuple[MeasuredCopy, ...]
+    stalls: tuple[Stall, ...]
+    overlaps: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySample:
+    """Device memory at one moment.
+
+    Args:
+        ms: since the step began.
+        total_bytes: in use.
+        kept_bytes: saved for backward, and neither swapped nor recomputed.
+        swapped_bytes: swapped, and on the device at this time.
+    """
+
+    ms: float
+    total_bytes: int
+    kept_bytes: int
+    swapped_bytes: int
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """How memory was used.
+
+    Args:
+        step_ms: all of it; with the watching, so longer than an ordinary step.
+        start_bytes: in use before the step: weights, gradients, optimizer states.
+        samples: in order of time.
+        parts: of compute, for orientation.
+    """
+
+    step_ms: float
+    start_bytes: int
+    samples: tuple[MemorySample, ...]
+    parts: tuple[ComputePart, ...]
+
+
+class _StepWatch:
+    """Notes where compute is, layer by layer, from now until it is closed.
+
+    In backward a layer begins when the gradient of what it returned is there: a tensor hook on that, which
+    goes with the graph. A model compiled as a whole shows no layers.
+
+    Args:
+        model: that the plan is on, bare or wrapped.
+        applied: the plan.
+    """
+
+    def __init__(self, model: nn.Module, applied: AppliedPlan) -> None:
+        self._applied, self._transfer, self._on = applied, applied.transfer, True
+        self._parts: StepLog[tuple[Phase, int | None]] = StepLog(self._transfer)
+        root, whole = unwrapped(model), compiled_around(model, applied.outline)
+        self._undo: list[Undo] = around(
+            root if whole is None else whole, self._forward_starts, self._forward_ends
+        )
+        for index, layer in enumerate(applied.outline.layers if whole is None else ()):
+            before, after = partial(self._enters, index), partial(self._leaves, index)
+            self._undo += around(root.get_submodule(layer.module_path), before, after)
+        applied.listen(self)
+
+    def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
+        """See `CopyListener`."""
+
+    def waited(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> None:
+        """See `CopyListener`."""
+
+    def optimizer_starts(self) -> None:
+        """Backward is over."""
+        self._mark("outside", None)
+
+    def close(self) -> None:
+        """Watch no more; what is on the model goes. Safe to call again."""
+        if self._on:
+            self._on = False
+            for step in reversed(self._undo):
+                step()
+            self._applied.listen(None)
+
+    def _end(self) -> tuple[ComputePart, ...]:
+        """End the step, wait for the device, and return what compute did."""
+        self._mark("outside", None)
+        self.close()
+        self._transfer.synchronize()
+        times: list[tuple[tuple[Phase, int | None], float]] = [(("outside", None), 0.0)]
+        times += self._parts.times()
+        return tuple(
             ComputePart(phase, layer, start, end)
-            for (phase, layer, _), start, end in zip(self._marks, at, at[1:], strict=False)
-        ]
-        return tuple(part for part in parts if part.end_ms > part.start_ms)
+            for ((phase, layer), start), (_, end) in pairwise(times)
+            if end > start
+        )
+
+    def _mark(self, phase: Phase, layer: int | None) -> None:
+        """From now on compute is in this phase, in this layer; ``None``: in none of them."""
+        self._parts.note((phase, layer))
+
+    def _forward_starts(self, *_: Any) -> None:
+        if _in_forward():
+            self._mark("forward", None)
+
+    def _forward_ends(self, *_: Any) -> None:
+        if _in_forward():
+            self._mark("backward", None)
+
+    def _enters(self, index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not _in_forward():
+            return
+        self._mark("forward", index)
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if index == 0 and isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden.register_hook(partial(self._gradient_of, None))
+
+    def _leaves(self, index: int, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if not _in_forward():
+            return
+        self._mark("forward", None)
+        hidden = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+            hidden.register_hook(partial(self._gradient_of, index))
+
+    def _gradient_of(self, index: int | None, _gradient: torch.Tensor) -> None:
+        if self._on:
+            self._mark("backward", index)
 
 
-class TimeWatch:
+class TimeWatch(_StepWatch):
     """Marks layers, copies and waits of the step that comes.
 
     Args:
@@ -54,13 +230,9 @@ class TimeWatch:
     """
 
     def __init__(self, model: nn.Module, applied: AppliedPlan) -> None:
-        self._applied, self._transfer = applied, applied.transfer
         self._copies: list[WatchedCopy] = []
         self._waits: list[tuple[WatchedCopy, Stamp, PendingTime]] = []
-        self._marks = _Marks(self._transfer)
-        self._layers = LayerMarks(model, applied.outline, self._marks.mark)
-        self._layers.attach()
-        applied.listen(self)
+        super().__init__(model, applied)
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
         """See `CopyListener`."""
@@ -70,21 +242,9 @@ class TimeWatch:
         """See `CopyListener`."""
         self._waits.append((copy, start, length))
 
-    def optimizer_starts(self) -> None:
-        """Backward is over."""
-        self._marks.mark("outside", None)
-
-    def close(self) -> None:
-        """Watch no more; what is on the model goes. Safe to call again."""
-        self._layers.detach()
-        self._applied.listen(None)
-
     def timeline(self) -> StepTimeline:
         """End the step, and return what was seen; waits for the device."""
-        self.close()
-        self._marks.mark("outside", None)
-        self._transfer.synchronize()
-        parts = self._marks.parts()
+        parts = self._end()
         copies = self._measured_copies()
         stalls = [self._stall(copy, start, length) for copy, start, length in self._waits]
         self._copies, self._waits = [], []
@@ -101,7 +261,7 @@ class TimeWatch:
         ended: dict[WatchedCopy, float] = {}
         found = []
         for copy in self._copies:
-            asked_ms, end_ms = (stamp.ms_since(self._marks.start) for stamp in (copy.asked, copy.done))
+            asked_ms, end_ms = (self._parts.ms(stamp) for stamp in (copy.asked, copy.done))
             start_ms = asked_ms
             if self._transfer.overlaps:
                 before_ms = 0.0 if copy.first is None else ended.get(copy.first, 0.0)
@@ -115,11 +275,10 @@ class TimeWatch:
         """Without overlap compute stood still while the copy was made, not where it is waited for."""
         begun = start if self._transfer.overlaps else copy.asked
         scope, op_path = copy.name
-        begun_ms = begun.ms_since(self._marks.start)
-        return Stall(copy.way, scope, op_path, begun_ms, length.elapsed_ms() or 0.0)
+        return Stall(copy.way, scope, op_path, self._parts.ms(begun), length.elapsed_ms() or 0.0)
 
 
-class MemoryWatch:
+class MemoryWatch(_StepWatch):
     """Follows the storages that the step saves, from their making to their end.
 
     Args:
@@ -137,18 +296,13 @@ class MemoryWatch:
         allocated_bytes: Callable[[], int],
         peak_bytes: Callable[[], int] | None = None,
     ) -> None:
-        self._applied, self._transfer = applied, applied.transfer
         self._allocated_bytes, self._peak_bytes = allocated_bytes, peak_bytes
         self._bytes = {"kept": 0, "swapped": 0}
         self._alive: dict[int, str] = {}
         self._own = _storages_of(model)
-        self._marks = _Marks(self._transfer)
         self._samples: list[tuple[Stamp, int, int, int]] = []
         self._start_bytes = allocated_bytes()
-        self._on = True
-        self._layers = LayerMarks(model, applied.outline, self._mark)
-        self._layers.attach()
-        applied.listen(self)
+        super().__init__(model, applied)
         applied.keep_by(self._keep)
         self._sample()
 
@@ -156,29 +310,17 @@ class MemoryWatch:
         """See `CopyListener`."""
         self._follow(on_device, "swapped")
 
-    def waited(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> None:
-        """See `CopyListener`."""
-
-    def optimizer_starts(self) -> None:
-        """Backward is over."""
-        self._mark("outside", None)
-
     def close(self) -> None:
-        """Watch no more. Safe to call again."""
+        """See `_StepWatch`."""
         if self._on:
-            self._on = False
-            self._layers.detach()
-            self._applied.listen(None)
             self._applied.keep_by(None)
+        super().close()
 
     def memory(self) -> StepMemory:
         """End the step, and return what was seen; waits for the device."""
-        self._mark("outside", None)
-        self.close()
-        self._transfer.synchronize()
-        parts = self._marks.parts()
+        parts = self._end()
         samples = [
-            MemorySample(stamp.ms_since(self._marks.start), total, kept, swapped)
+            MemorySample(self._parts.ms(stamp), total, kept, swapped)
             for stamp, total, kept, swapped in self._samples
         ]
         self._samples = []
@@ -208,7 +350,7 @@ class MemoryWatch:
         self._bytes[self._alive.pop(key)] -= size_bytes
 
     def _mark(self, phase: Phase, layer: int | None) -> None:
-        self._marks.mark(phase, layer)
+        super()._mark(phase, layer)
         self._sample()
 
     def _sample(self) -> None:
@@ -226,3 +368,8 @@ def _storages_of(model: nn.Module) -> set[int]:
     held = [*unwrapped(model).parameters(), *unwrapped(model).buffers()]
     keys = (storage_key(part) for tensor in held for part in inner_tensors(tensor))
     return {key for key in keys if key is not None}
+
+
+def _in_forward() -> bool:
+    """Whether a training forward runs, and no recomputation."""
+    return torch.is_grad_enabled() and running_node_number() is None

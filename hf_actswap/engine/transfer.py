@@ -20,13 +20,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from .blocks import HostBuffer
 from .link import Link
 from .stats import PendingTime
+
+Event = TypeVar("Event")
 
 
 class Copy(Protocol):
@@ -41,6 +43,34 @@ class Stamp(Protocol):
 
     def ms_since(self, earlier: Any) -> float:
         """Time from ``earlier`` to here, in ms; both must have been passed (synchronize first)."""
+
+
+class StepLog(Generic[Event]):
+    """Events of one step in compute's order of work. There is one only while somebody listens.
+
+    The planner's `SpanLog` is another log: at each of its marks it also looks at the meter and at autograd's
+    node numbers, and its clock may add up op by op where nothing is computed.
+
+    Args:
+        transfer: whose compute is timed.
+    """
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+        self._start = transfer.stamp()
+        self._events: list[tuple[Event, Stamp]] = []
+
+    def note(self, event: Event) -> None:
+        """It happens now."""
+        self._events.append((event, self._transfer.stamp()))
+
+    def ms(self, stamp: Stamp) -> float:
+        """Time from the start of the log to ``stamp``; the device must have got there."""
+        return stamp.ms_since(self._start)
+
+    def times(self) -> list[tuple[Event, float]]:
+        """Return the events, each with its time in ms since the start; the device must have got there."""
+        return [(event, self.ms(stamp)) for event, stamp in self._events]
 
 
 class Transfer(Protocol):

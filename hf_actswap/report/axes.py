@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..engine.step_record import ComputePart
+from ..engine.step_watch import ComputePart
 from .drawing import Box, Drawing, Label, Stroke, text_width
 from .scales import Scale, ms_text, tick_text
 

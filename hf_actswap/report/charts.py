@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from ..engine.step_record import ComputePart, StepMemory, StepTimeline
+from ..engine.step_watch import ComputePart, StepMemory, StepTimeline
 from ..plan import MemoryPlan
 from ..plan.actions import SCOPES, Scope, layer_order
 from ..planner.cost.simulate import fates_of

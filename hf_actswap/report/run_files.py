@@ -7,8 +7,8 @@ steps.jsonl    one line for each logged step: loss, time, peak memory, statistic
 planner.json   the planner's trials, and the budget
 saving.json    the peak, by how much it is lower than without the plan, and the time (`report.saving.Saving`)
 profile.json   what the planner recorded of a step without a plan
-timeline.json  one step, measured: compute, copies, stalls (`engine.step_record.StepTimeline`)
-memory.json    the step after it: memory by fate (`engine.step_record.StepMemory`)
+timeline.json  one step, measured: compute, copies, stalls (`engine.step_watch.StepTimeline`)
+memory.json    the step after it: memory by fate (`engine.step_watch.StepMemory`)
 ============== =========================================================================================
 
 All but ``run.json`` may be missing. Sizes in bytes and times in ms, of rank 0.
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from ..config.json_documents import Bytes, Count, JsonReader, read_text, write_whole
-from ..engine.step_record import (
+from ..engine.step_watch import (
     ComputePart,
     MeasuredCopy,
     MemorySample,

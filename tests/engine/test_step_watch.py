@@ -14,8 +14,7 @@ from hf_actswap import AppliedPlan, MemoryPlan, apply
 from hf_actswap.engine import host_budget
 from hf_actswap.engine.link import Link
 from hf_actswap.engine.slabs import PageableSlabs
-from hf_actswap.engine.step_record import StepMemory, StepTimeline
-from hf_actswap.engine.step_watch import MemoryWatch, TimeWatch
+from hf_actswap.engine.step_watch import MemoryWatch, StepMemory, StepTimeline, TimeWatch
 from hf_actswap.engine.watched_copies import WatchedTransfer
 from hf_actswap.planner import CountingMeter
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hf_actswap import MemoryPlan, apply
-from hf_actswap.engine.step_record import (
+from hf_actswap.engine.step_watch import (
     ComputePart,
     MeasuredCopy,
     MemorySample,

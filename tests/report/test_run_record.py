@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_actswap import apply
-from hf_actswap.engine.step_record import StepMemory, StepTimeline
+from hf_actswap.engine.step_watch import StepMemory, StepTimeline
 from hf_actswap.integrations.run_record import TIMED_STEP, RunRecord
 from hf_actswap.report.run_files import ReportError, RunFiles, read_run
 from tests.engine.tiny_models import NUM_LAYERS, one_step, plan_of, swap_rows, tiny_llama

@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT))
 
 from docs.make_sketches import write_svgs  # noqa: E402 - neither need be installed
 from hf_actswap.engine.link import Link  # noqa: E402
-from hf_actswap.engine.window_choices import Candidate, Decision, Hooks, Timeline  # noqa: E402
 from hf_actswap.engine.window_simulation import Simulated, simulate  # noqa: E402
+from hf_actswap.engine.windows import Candidate, Decision, Hooks, Timeline  # noqa: E402
 from hf_actswap.plan.actions import Windows  # noqa: E402
 
 LAYERS, OPS = 8, 10

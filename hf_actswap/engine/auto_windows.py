@@ -32,8 +32,7 @@ from .host_pool import HostPool
 from .link import Link, slowest
 from .stats import Counters, PendingTime, gib_text
 from .transfer import StepLog, Transfer
-from .window_choices import Candidate, Decision, Timeline
-from .windows import choose_windows
+from .windows import Candidate, Decision, Timeline, choose_windows
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..plan.actions import Windows
 from .link import DuplexLink, Lane, Link
 from .schedule import PrefetchOrder, ReleaseQueue, Want
-from .window_choices import Candidate, Decision, Timeline
+from .windows import Candidate, Decision, Timeline
 
 _TOLERANCE_MS = 1e-6
 """A wait that is shorter is rounding."""

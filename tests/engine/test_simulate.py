@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hf_actswap.engine.link import Link
-from hf_actswap.engine.window_choices import Candidate, Decision, Timeline
 from hf_actswap.engine.window_simulation import Simulated, simulate
+from hf_actswap.engine.windows import Candidate, Decision, Timeline
 from hf_actswap.plan import Windows
 
 # A hook each 10 ms: forward 0 ... 4, the turn at 50, backward 4 ... 0 from 50 on.

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_actswap.engine.link import Link
-from hf_actswap.engine.window_choices import Candidate, Decision, Timeline
 from hf_actswap.engine.window_simulation import Simulated, simulate
-from hf_actswap.engine.windows import choose_windows
+from hf_actswap.engine.windows import Candidate, Decision, Timeline, choose_windows
 from hf_actswap.plan import Windows
 
 FOREVER = 10**6

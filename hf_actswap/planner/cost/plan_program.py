@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...engine.link import Link
-from ...engine.window_choices import Candidate
-from ...engine.windows import choose_windows
+from ...engine.windows import Candidate, choose_windows
 from ...plan.actions import MemoryPlan, Scope, Windows
 from .scope_fates import Built, CopyId, RunAgain, ScopeFate, StorageFate
 from .step_order import Pack, StepOrder, timeline

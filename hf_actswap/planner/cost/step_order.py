@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ...engine.window_choices import Timeline
+from ...engine.windows import Timeline
 from ...plan.actions import Scope
 from ...plan.outline import is_below
 from ...plan.saved_bytes import Use

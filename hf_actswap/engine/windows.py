@@ -45,6 +45,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Protocol
 
 from ..plan.actions import Windows
 from .link import Link
@@ -477,7 +478,14 @@ class Loads:
         return NO_HOST_MEMORY if copy.size_bytes > self._host_left else ""
 
 
-def out_ends_ms(queue: Iterable[SwapCopy]) -> list[float]:
+class CopyOut(Protocol):
+    """A copy out in its queue: when it may start, and how long it takes."""
+
+    ready_ms: float
+    out_ms: float
+
+
+def out_ends_ms(queue: Iterable[CopyOut]) -> list[float]:
     """When each copy out ends, one after another."""
     ends: list[float] = []
     for copy in queue:

@@ -1,22 +1,22 @@
 """From the chosen options to a plan: the fewest rows that say the same, with windows.
 
 Windows say when what a plan swaps moves: released as soon as its copy is out, fetched back as late as
-possible. As `engine.windows` chooses them, on a timeline that knows what is run again in backward. Copies
-out run one after another in the order in which they can start; from the last read backwards, each copy back
-ends at its read or where the next one begins. What the link cannot bring in time is asked for when backward
-begins.
+possible. As `engine.windows` chooses them, on hooks whose times know what is run again in backward. What is
+swapped is chosen already, so what the link cannot bring in time is asked for when backward begins.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
+from ...engine.windows import Hooks, out_ends_ms
 from ...plan.actions import COMPILE_BUDGET, Fate, MemoryPlan, PlanRow, Scope, Windows
 from ...plan.outline import OUTPUT
 from ...plan.saved_bytes import OpCall
+from ..cost.step_order import timeline
 from ..profile import FrontierPoint, Profile, Span
 from .layer_graph import KEEP, RECOMPUTE, SWAP, LayerGraph, Segment
 from .layer_sweep import Option, Pace, Sweep
@@ -110,15 +110,16 @@ def widest(windows: Sequence[Windows]) -> Windows | None:
     return Windows(max(item.prefetch_ops for item in windows), max(item.release_ops for item in windows))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Copy:
-    """One storage that moves; times since the start of forward or of backward."""
+    """One storage that moves."""
 
     maker: OpCall
-    size_bytes: int
     ready_ms: float
     ready_op: int
+    out_ms: float
     read_ms: float
+    in_ms: float
     last_op: int
     segment: int
     rank: int
@@ -134,12 +135,13 @@ class _Copy:
         return -self.read_ms, -self.segment, -self.rank
 
 
-class _Timeline:
+class _Moves:
     """Hooks and copies of a choice."""
 
-    def __init__(self, choice: Choice, profile: Profile) -> None:
-        self.forward: list[tuple[float, int]] = []
-        self.backward: list[tuple[float, int]] = []
+    def __init__(self, choice: Choice, profile: Profile, pace: Pace) -> None:
+        self._pace = pace
+        self._forward: list[tuple[float, int]] = []
+        self._backward: list[tuple[float, int]] = []
         self.copies: list[_Copy] = []
         spans = iter(profile.spans)
         operators = [[next(spans) for _ in segment.graph.forward_ms] for segment in choice.segments]
@@ -147,11 +149,16 @@ class _Timeline:
         for segment in choice.segments:
             starts.append(now_ms)
             now_ms += sum(segment.graph.forward_ms)
-        self.turn_ms, now_ms = now_ms, 0.0
+        self._turn_ms = now_ms
         for number in reversed(range(len(choice.segments))):
             now_ms = self._add(choice, number, operators[number], starts[number], now_ms)
-        self.forward.sort()
-        self.end_op = max((span.first_op + span.num_ops for span in profile.spans), default=0) + 1
+        self._end_op = max((span.first_op + span.num_ops for span in profile.spans), default=0) + 1
+
+    def hooks(self) -> Hooks:
+        """Where the engine gets control. What no hook of forward releases is released at the turn."""
+        forward = [(op, ms) for ms, op in sorted(self._forward)]
+        found = timeline(forward, self._turn_ms, [(op, ms) for ms, op in self._backward])
+        return Hooks(replace(found, forward=(*found.forward[:-1], (self._end_op, self._turn_ms))))
 
     def _add(
         self, choice: Choice, number: int, spans: list[Span], forward_ms: float, backward_ms: float
@@ -166,14 +173,14 @@ class _Timeline:
         saves = [span.first_op + max(span.num_ops - 1, 0) for span in spans]  # its last node
         ops = (asks, saves)
         if option.whole:  # one hook at its start, and to prefetching one moment: its last operator
-            self.forward.append((begin_ms[0], saves[0]))
-            self.backward.append((backward_ms, saves[-1]))
+            self._forward.append((begin_ms[0], saves[0]))
+            self._backward.append((backward_ms, saves[-1]))
         else:
             for place, delay in sorted(_hooks(graph).items()):
-                self.forward.append((begin_ms[place + delay], saves[place]))
+                self._forward.append((begin_ms[place + delay], saves[place]))
             hooks = _hooks(graph)
             turns = [(sweep.turn_ms[turn], place) for turn, place in enumerate(graph.turns) if place in hooks]
-            self.backward += [(backward_ms + ms, saves[place]) for ms, place in turns]
+            self._backward += [(backward_ms + ms, saves[place]) for ms, place in turns]
         for index, (maker, read_ms) in sorted(sweep.held.items()):
             if not sweep.moves(index, maker):
                 continue
@@ -181,10 +188,11 @@ class _Timeline:
             self.copies.append(
                 _Copy(
                     segment.makers[maker],
-                    graph.storages[index].size_bytes,
                     begin_ms[sweep.ready_after(index, maker)],
                     ops[readers[0][1]][readers[0][0]],
+                    self._pace.out_ms(graph.storages[index].size_bytes),
                     backward_ms + read_ms,
+                    self._pace.in_ms(graph.storages[index].size_bytes),
                     saves[-1] if option.whole else ops[readers[-1][1]][readers[-1][0]],
                     number,
                     graph.storages[index].rank,
@@ -210,38 +218,19 @@ def windows_of(choice: Choice, profile: Profile, pace: Pace) -> Mapping[OpCall, 
         profile: of the step.
         pace: of copies.
     """
-    timeline = _Timeline(choice, profile)
-    releases = _releases(timeline, pace)
-    prefetches = _prefetches(timeline, pace)
-    found: dict[OpCall, Windows] = {}
-    for copy, release_ops, prefetch_ops in zip(timeline.copies, releases, prefetches, strict=True):
-        known = [found[copy.maker]] if copy.maker in found else []
-        wide = widest([*known, Windows(prefetch_ops, release_ops)])
-        assert wide is not None
-        found[copy.maker] = wide
-    return found
-
-
-def _releases(timeline: _Timeline, pace: Pace) -> list[int]:
-    hooks_ms = [ms for ms, _ in timeline.forward]
-    found = [0] * len(timeline.copies)
-    end_ms = 0.0
-    for number in sorted(range(len(found)), key=lambda at: timeline.copies[at].out_order):
-        copy = timeline.copies[number]
-        end_ms = max(end_ms, copy.ready_ms) + pace.out_ms(copy.size_bytes)
-        at = bisect_left(hooks_ms, end_ms)
-        op = timeline.forward[at][1] if at < len(hooks_ms) else timeline.end_op
-        found[number] = max(op - copy.ready_op, 1)
-    return found
-
-
-def _prefetches(timeline: _Timeline, pace: Pace) -> list[int]:
-    hooks_ms = [ms for ms, _ in timeline.backward]
-    found = [0] * len(timeline.copies)
-    next_ms = float("inf")
-    for number in sorted(range(len(found)), key=lambda at: timeline.copies[at].back_order):
-        copy = timeline.copies[number]
-        next_ms = min(copy.read_ms, next_ms) - pace.in_ms(copy.size_bytes)
-        at = max(bisect_right(hooks_ms, next_ms) - 1, 0)
-        found[number] = max(timeline.backward[at][1] - copy.last_op, 0)
-    return found
+    moves = _Moves(choice, profile, pace)
+    if not moves.copies:
+        return {}
+    hooks = moves.hooks()
+    out = sorted(moves.copies, key=lambda copy: copy.out_order)
+    release_ops = {
+        copy: max(hooks.release_op(end_ms) - copy.ready_op, 1)
+        for copy, end_ms in zip(out, out_ends_ms(out), strict=True)
+    }
+    found: dict[OpCall, list[Windows]] = {}
+    next_ms = math.inf
+    for copy in sorted(moves.copies, key=lambda copy: copy.back_order):
+        next_ms = min(copy.read_ms, next_ms) - copy.in_ms
+        prefetch_ops = max(hooks.prefetch_op(next_ms) - copy.last_op, 0)
+        found.setdefault(copy.maker, []).append(Windows(prefetch_ops, release_ops[copy]))
+    return {maker: wide for maker, windows in found.items() if (wide := widest(windows)) is not None}

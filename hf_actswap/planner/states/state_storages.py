@@ -24,7 +24,11 @@ Place = Literal["device", "leaving", "host", "returning"]
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a tensor lies in its storage; offset and strides in elements."""
+    """How a tensor lies in its storage; offset and strides in elements.
+
+    `engine.views.View` shows a saved tensor on another block, of part of the storage, and counts in bytes for
+    that; a state's tensor gets a storage of the same size back, and `set_` takes elements.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
@@ -72,6 +76,10 @@ class Absent:
 
 class StateStorage:
     """A storage of states, moved as a whole, whatever tensors share it.
+
+    Unlike `engine.evictable.EvictableStorage`, which autograd's tickets own and which leaves once at most,
+    because memory is short: a state's storage goes out and comes back in each step, ahead of time and beside
+    compute, and its tensors are other people's objects, which are pointed elsewhere meanwhile.
 
     Args:
         storage: on the device.

@@ -13,6 +13,7 @@ from ..config import ActSwapConfig, load_config
 from ..errors import ActSwapError, ConfigError, Problem
 from ..plan import MemoryPlan, resolve_plan, with_problems_of_model
 from ..plan.actions import folded
+from ..plan.resolve import RequestedPolicy, requested_policies
 from ..planner.profile import Prediction, Profile
 from . import options
 from .model_source import ModelError
@@ -20,7 +21,6 @@ from .output import answer, heading, listed, problems_document, shown_problems
 from .plan_request import ModelRequest
 from .plan_tables import fate_table, step_table
 from .planned import PLANNED, poor_deal, search, usual_steps
-from .requested_ops import Wish, wishes_of
 from .step import StepShape, device_name, prediction_document, profile_of
 from .subject import Subject, subject, with_tp
 
@@ -41,7 +41,7 @@ class Checked:
     model: Mapping[str, Any] | None = None
     described: str = ""
     plan: MemoryPlan | None = None
-    wishes: Sequence[Wish] = ()
+    wishes: Sequence[RequestedPolicy] = ()
     step: StepShape | None = None
     profile: Profile | None = None
     predicted: Mapping[str, Prediction] = field(default_factory=dict)
@@ -158,7 +158,7 @@ def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigErro
         return
     found.notes = config.notes
     plan = resolve_plan(config, looked_at.shape)
-    found.plan, found.wishes = plan, wishes_of(config, looked_at.shape)
+    found.plan, found.wishes = plan, requested_policies(config, looked_at.shape)
     found.problems += [
         Problem("plan", "what this version can carry out", wish, "Remove it from the configuration.")
         for wish in plan.unbuilt
@@ -178,7 +178,7 @@ def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigErro
     found.predicted = {**steps, f"{PLANNED} ({config.memory.mode})": planned}
 
 
-def _meaning(wish: Wish) -> str:
+def _meaning(wish: RequestedPolicy) -> str:
     if not wish.op_name:
         return str(wish)
     if not wish.targets:
@@ -193,5 +193,5 @@ def _meaning(wish: Wish) -> str:
     return f"{wish}. It means {meant}."
 
 
-def _wish_document(wish: Wish) -> dict[str, Any]:
+def _wish_document(wish: RequestedPolicy) -> dict[str, Any]:
     return {**asdict(wish), "targets": {path: list(layers) for path, layers in wish.targets.items()}}

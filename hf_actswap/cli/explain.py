@@ -16,12 +16,12 @@ from ..plan.actions import SCOPES, Scope
 from ..plan.match import LayerNames
 from ..plan.mindformers_names import DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
 from ..plan.outline import OUTPUT, is_below
+from ..plan.resolve import RequestedPolicy, requested_policies
 from . import options
 from .numbers_text import size_text
 from .output import answer, heading, listed
 from .plan_request import ModelRequest
 from .plan_tables import windows_text
-from .requested_ops import Wish, wishes_of
 from .step import StepShape, profile_of, saved_by_op
 from .subject import Subject, subject, with_tp
 
@@ -58,7 +58,7 @@ class Explained:
     op_path: str
     fate: str
     row: PlanRow | None
-    wishes: Sequence[Wish]
+    wishes: Sequence[RequestedPolicy]
     overrides: Sequence[Override]
     alternatives: Sequence[Alternative]
     saved_bytes: int | None
@@ -147,7 +147,7 @@ def _explained(
     shape = found.shape
     plan, scope = resolve_plan(config, shape), _scope(layer, shape)
     paths = _paths(shape, scope, op)
-    wishes = wishes_of(config, shape)
+    wishes = requested_policies(config, shape)
     profile = None if step is None else profile_of(found, step)
     ops = []
     for path in paths:
@@ -210,7 +210,7 @@ def _deciding(row: PlanRow | None, path: str) -> str:
     return f"Decided by the row of {name}: {row.fate}{when}.{around}"
 
 
-def _verdict(wish: Wish, op: Explained) -> str:
+def _verdict(wish: RequestedPolicy, op: Explained) -> str:
     return "" if wish.asked == op.fate else f" (gives way: {op.fate})"
 
 
@@ -309,7 +309,7 @@ def _out_of_recompute(
 ) -> list[str]:
     section: dict[str, Any] = document.get("recompute_config", {})
     taken = []
-    for wish in wishes_of(config, outline):
+    for wish in requested_policies(config, outline):
         if wish.asked != "recompute" or not wish.names(layer, op_path):
             continue
         others = [other for other in wish.layers if other != layer]
@@ -348,7 +348,7 @@ def _to_keep(
     count = len(outline.layers)
     for key, wholes in (("op_swap", False), ("layer_swap", True)):
         rules = document.get("swap_config", {}).get(key) or []
-        for wish in wishes_of(config, outline):
+        for wish in requested_policies(config, outline):
             inside = wish.where.startswith(f"swap_config.{key}[")
             if not inside or wholes != (not wish.op_name) or not wish.names(layer, op_path):
                 continue

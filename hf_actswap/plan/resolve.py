@@ -8,14 +8,14 @@ nothing here is an override as well; what this version cannot carry out yet is `
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config import ActSwapConfig
-from ..config.schema import LayerSwapRule, OpSwapRule
+from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch
 from ..errors import ConfigError, PlanError, Problem, short_traceback
-from .actions import MemoryPlan, Override, PlanRow, Scope
+from .actions import MemoryPlan, Override, PlanRow, Scope, folded
 from .compiled_rules import by_layer, problems_of_compiled
 from .layer_tables import (
     layers_from_counts,
@@ -26,7 +26,7 @@ from .layer_tables import (
 )
 from .layout import PipelineLayout, build_layout
 from .mindformers_names import DEFAULT_COMM_PATTERNS, DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
-from .outline import Outline
+from .outline import Outline, is_below
 from .overwritten import OVERWRITTEN, WHERE, overwritten
 from .reference_log import conflict_warnings, formative_lines
 from .rules import EXCLUDE_BEATS_ALL
@@ -162,6 +162,56 @@ def with_problems_of_model(error: ConfigError, outline: Outline) -> ConfigError:
     return error
 
 
+@dataclass(frozen=True)
+class RequestedPolicy:
+    """One entry of the configuration that names ops or layers.
+
+    Args:
+        where: YAML path.
+        asked: the fate.
+        op_name: as written, or of the default ops; ``""``: the whole layer.
+        layers: that it names.
+        prefetch: of a swap.
+        targets: op path -> the layers in which the name means it.
+    """
+
+    where: str
+    asked: str
+    op_name: str
+    layers: tuple[int, ...]
+    prefetch: Prefetch | None = None
+    targets: dict[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
+
+    def names(self, layer: int, op_path: str) -> bool:
+        """Whether the entry means an op of a layer, or what is around it."""
+        if layer not in self.layers:
+            return False
+        paths = [path for path, layers in self.targets.items() if layer in layers] if self.op_name else [""]
+        return any(is_below(op_path, path) for path in paths)
+
+    def __str__(self) -> str:
+        name = f" {self.op_name}" if self.op_name else ""
+        ahead = f", {self.prefetch} ops ahead" if self.prefetch is not None else ""
+        layers = f"layer{'s' if len(self.layers) > 1 else ''} {folded(self.layers)}"
+        return f"{self.where}{name}: {self.asked} in {layers}{ahead}"
+
+
+def requested_policies(config: ActSwapConfig, outline: Outline) -> tuple[RequestedPolicy, ...]:
+    """Return the entries of the document that name ops or layers of the decoder, the strongest first.
+
+    Exclude keys, full recomputation, selective recomputation, ``op_swap``, ``layer_swap``: the order of
+    MindFormers, Memory Optimization.
+
+    Args:
+        config: that resolves.
+        outline: of the model, which holds all layers.
+    """
+    swap = config.swap_config
+    written = swap.op_swap is not None or swap.layer_swap is not None
+    found = _Resolution(by_layer(config, outline)[0], outline, None).requested(written)
+    return tuple(policy for policy in found if policy.layers)
+
+
 class _Resolution:
     """One resolution: collects problems and overrides while the fates are painted."""
 
@@ -234,6 +284,35 @@ class _Resolution:
             gather_weights_again=wishes.parallel_optimizer_comm_recompute and self._outline.sharded,
             keeps_gathered=self._keeps_gathered(selections["select_comm_recompute"]),
         )
+
+    def requested(self, swap_is_written: bool) -> Iterator[RequestedPolicy]:
+        """Yield what each entry asks for; where no swap rule is written, the default asks."""
+
+        def where(key: str, index: int) -> str:
+            return (
+                f"swap_config.{key}[{index}]"
+                if swap_is_written
+                else "swap_config.swap (the default strategy)"
+            )
+
+        yield from self._requested_selection("select_recompute_exclude", "keep")
+        yield from self._requested_selection("select_comm_recompute_exclude", "keep")
+        yield RequestedPolicy("recompute_config.recompute", "recompute", "", self._full_layers()[1])
+        yield from self._requested_selection("select_recompute", "recompute")
+        yield from self._requested_selection("select_comm_recompute", "re-gather")
+        layer_swap, op_swap = self._swap_rules()
+        for index, rule in enumerate(op_swap or ()):
+            layers, ahead = self._painter.layers_named(rule.layers), rule.backward_prefetch
+            targets = self._painter.targets(rule.op_name, layers)
+            yield RequestedPolicy(where("op_swap", index), "swap", rule.op_name, layers, ahead, targets)
+        for index, entry in enumerate(layer_swap or ()):
+            layers, ahead = self._painter.layers_named(entry.layers), entry.backward_prefetch
+            yield RequestedPolicy(where("layer_swap", index), "swap", "", layers, ahead)
+
+    def _requested_selection(self, key: str, asked: str) -> Iterator[RequestedPolicy]:
+        for op_name, (_, layers) in self._selection(key, _SELECTIONS[key]).items():
+            targets = self._painter.targets(op_name, layers)
+            yield RequestedPolicy(f"recompute_config.{key}", asked, op_name, layers, targets=targets)
 
     def _keeps_gathered(self, selected: dict[str, tuple[object, tuple[int, ...]]]) -> tuple[int, ...]:
         """Return the layers of the model that save what they gather: those that a written key leaves out.

@@ -257,6 +257,21 @@ class Painter:
             self.problems.append(self._unknown(op_path, self._local[looked_in[0]], where))
         return found
 
+    def targets(self, op_path: str, layers: Iterable[int]) -> dict[str, tuple[int, ...]]:
+        """Return the ops that a path names, each with the layers in which it does."""
+        found: dict[str, dict[int, None]] = {}
+        for layer in layers:
+            for match in self._names[self._local[layer]].match(op_path):
+                for target in match.targets:
+                    found.setdefault(target, {})[layer] = None
+        return {target: tuple(where) for target, where in found.items()}
+
+    def layers_named(self, layers: Layers) -> tuple[int, ...]:
+        """Return the global indices that an entry names, of those that there are."""
+        if isinstance(layers, bool):
+            return tuple(range(self._num_layers)) if layers else ()
+        return tuple(layer for layer in layers if layer < self._num_layers)
+
     def _exists(self, op_path: str) -> bool:
         return any(self._names[own].match(op_path) for own in self._local.values())
 
@@ -273,14 +288,12 @@ class Painter:
 
     def _layers(self, layers: bool | tuple[int, ...], where: str) -> list[int]:
         """Return global indices; those outside the model are a problem."""
-        count = self._num_layers
-        if isinstance(layers, bool):
-            return list(range(count)) if layers else []
-        outside = [layer for layer in layers if layer >= count]
+        last = self._num_layers - 1
+        outside = [layer for layer in layers if layer > last] if not isinstance(layers, bool) else []
         if outside:
             found = ", ".join(map(str, outside))
-            self.problems.append(Problem(where, f"layers from 0 to {count - 1}", found))
-        return [layer for layer in layers if layer < count]
+            self.problems.append(Problem(where, f"layers from 0 to {last}", found))
+        return list(self.layers_named(layers))
 
     def _lose_to_first(self, where: str, op_path: str, layer: int, asked: Prefetch, got: Prefetch) -> None:
         reason = "the first entry that names a layer wins (MindFormers, LayerSetting)"

@@ -46,7 +46,7 @@ class RecomputedModules:
         """By layer, its modules that are run again as one."""
         found: dict[Scope, set[str]] = {}
         for row in self.plan.rows:
-            if row.fate == "recompute" and self._is_module(row):
+            if row.fate == "recompute" and row.ordinal is None and self._is_module(row):
                 found.setdefault(row.scope, set()).add(row.op_path)
         return {scope: frozenset(paths) for scope, paths in found.items()}
 

@@ -95,10 +95,11 @@ def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
         costly, still_run = graph.decided()
         for found in costly:
             _, path, ordinal = found.op
-            row = rows.get((layer, path, None))
-            if row is not None and row.fate != "keep" and all(op[1] != path for op in still_run):
+            row, own = rows.get((layer, path, None)), (layer, path, ordinal) in rows
+            kept = row is not None and row.fate == "keep"
+            if row is not None and not (own or kept) and all(op[1] != path for op in still_run):
                 ordinal = None  # every call of it
-            if row is None or row.fate != "keep":
+            if own or not kept:
                 rows[layer, path, ordinal] = PlanRow(layer, path, "keep", ordinal)
             stays_in = by_reason.setdefault((path, found.held_bytes, found.dropped_bytes), [])
             if layer not in stays_in:

@@ -122,6 +122,16 @@ def test_a_module_that_would_hold_more_than_it_drops(named: str) -> None:
     assert applied.stats().recomputes == 0
 
 
+def test_a_call_that_has_a_row_of_its_own() -> None:
+    model, path = tiny_llama(BF16), "input_layernorm.rsqrt"
+    rows = [(PlanRow(layer, path, "keep"), PlanRow(layer, path, "recompute", 0)) for layer in LAYERS]
+    applied = on(model, plan_of(*(row for pair in rows for row in pair)))
+    assert applied is not None
+    gradients_of_step(model)
+    assert [str(override) for override in applied.plan.overrides] == [stays(path, 4 * TOKENS, 4 * TOKENS)]
+    assert applied.stats().recomputes == 0
+
+
 class _Halved(nn.Module):
     """Saves a mask of a byte for each element."""
 

@@ -31,7 +31,6 @@ from .plan import (
 )
 from .plan.checkpointing_rules import problems_of_checkpointing
 from .plan.outline import unwrapped
-from .plan.overwritten import keep_what_is_overwritten
 from .planner import Meter, Planner, start_planner
 from .report import PinningBar, PlannerBar
 
@@ -178,7 +177,6 @@ def apply_plan(
     """
     shape = shape.with_stacks_of(plan)
     _refuse_what_cannot_be_applied(model, plan, shape)
-    plan = keep_what_is_overwritten(plan, shape)
     group = enclosing_group()
     replicas = None if group is None else Replicas(group)
     applied = install(model, plan, shape, transfer, progress or _bar_on_rank_0(), replicas, keeper, host)

@@ -209,7 +209,6 @@ class AutoWindows:
         if not self._transfer.overlaps:
             if self._forwards == 1:
                 self._tell([_NOTHING_TO_HIDE])
-                logger.info("auto is %s: %s", _NOTHING_TO_HIDE.got, _NOTHING_TO_HIDE.reason)
             return AutoForward(None, None, 0, settled=True)  # nothing stays: all moves with windows of 1
         if self._actions is None and self._observation is not None:
             self._try_to_decide()

@@ -48,11 +48,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..plan.actions import MemoryPlan, Scope
+from ..plan.actions import Scope
 from ..plan.compiled import uncompiled
 from ..plan.op_facts import aliased_argument, op_draws
 from ..plan.opnames import OpStack, function_name
 from ..plan.outline import Outline
+from ..plan.recomputed_modules import RecomputedModules
 from ..plan.record import OpKey, storage_key
 from .around import Undo, around, replace_forward
 from .region_rules import RegionRules, region_rules
@@ -65,12 +66,12 @@ class CompiledRegions:
     """Puts the rules of a plan on the compiled layers of a model.
 
     Args:
-        plan: what is recomputed.
+        recomputed: index of the plan.
         outline: of the model.
     """
 
-    def __init__(self, plan: MemoryPlan, outline: Outline) -> None:
-        found = {layer.index: region_rules(plan, layer) for layer in outline.all_layers}
+    def __init__(self, recomputed: RecomputedModules, outline: Outline) -> None:
+        found = {layer.index: region_rules(recomputed, layer) for layer in outline.all_layers}
         self._rules = {index: rules for index, rules in found.items() if rules is not None}
         self._shared: dict[RegionRules, Callable[..., Any]] = {}
 

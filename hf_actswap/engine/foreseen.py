@@ -1,7 +1,4 @@
-"""What the forward that is about to start will save: one run on fake tensors, for all who ask.
-
-Before the first step the engine asks, and keeps what is recomputed although it would save more than it drops.
-"""
+"""What the forward that is about to start will save: one run on fake tensors, for all who ask."""
 
 from __future__ import annotations
 
@@ -17,13 +14,6 @@ from torch.utils._pytree import tree_leaves
 from ..plan.actions import MemoryPlan
 from ..plan.fake_batch import check_device, dry_call, fake_batch, fake_weights
 from ..plan.outline import Outline
-from ..plan.overwritten import keep_what_is_overwritten
-from ..plan.recompute_pays import (
-    keep_what_costs,
-    keeps_inside,
-    recomputes_selectively,
-    say_what_is_held,
-)
 from ..plan.saved_bytes import SavedBytes, dropped_bytes
 from ..plan.use_recorder import UseRecorder
 
@@ -74,34 +64,6 @@ class Foreseen:
                 self.why_not = next(iter(str(error).splitlines()), "")
                 logger.debug("no run on fake tensors", exc_info=True)
         return self._saved
-
-
-def plan_that_pays(plan: MemoryPlan, foreseen: Foreseen) -> MemoryPlan:
-    """Return ``plan`` with selective recomputation only where the bytes saved fall by it.
-
-    And with an override for each result that is held because its op is not run again.
-
-    Only the real shapes and types can tell, so this is decided at the first training forward. Where that is
-    not known (compiled layers, models that do not run on fake tensors) the plan stands as it is, and of the
-    latter a line says so.
-
-    Args:
-        plan: on the model.
-        foreseen: what the forward that starts will save.
-    """
-    if foreseen.compiled or not (recomputes_selectively(plan) or keeps_inside(plan)):
-        return plan
-    saved = foreseen.saved()
-    if saved is None:
-        if why := foreseen.why_not:
-            logger.info("All that is named is recomputed, whether it pays or not: no fake run (%s).", why)
-        return plan
-    # What reads an op that now stays may have relied on its being rebuilt.
-    chosen = keep_what_is_overwritten(keep_what_costs(plan, saved), foreseen.outline)
-    chosen = say_what_is_held(chosen, saved)
-    for override in chosen.overrides[len(plan.overrides) :]:
-        logger.info("%s", override)
-    return chosen
 
 
 def record_saved(

@@ -26,6 +26,7 @@ from ..plan.actions import SCOPES, Scope
 from ..plan.opnames import OpStack
 from ..plan.outline import OUTPUT
 from ..plan.record import storage_key
+from ..plan.saved_bytes import moved_range
 from .autograd_state import next_node_number
 from .backward import Backward
 from .checkpoint_inputs import Checkpoint, CheckpointInputs
@@ -37,7 +38,7 @@ from .routines import BETWEEN, Routines, SavedStep, SmallStep, Step, step_of
 from .schedule import PrefetchOrder
 from .swapped_storages import TOO_SMALL, Setting, SwappedStorages
 from .tickets import Ticket, keep
-from .views import View, moved_range
+from .views import View
 
 
 class ForwardPass:

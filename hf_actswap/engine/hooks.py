@@ -40,12 +40,13 @@ from ..plan.fake_batch import holds_several_sequences
 from ..plan.gradient_checkpointing import is_checkpointed
 from ..plan.opnames import OpStack
 from ..plan.outline import LayerOutline, Outline, unwrapped
+from ..plan.settle import settled
 from .around import Undo, around, compiled_around, replace_call, replace_forward
 from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
 from .checkpoint_inputs import checkpoint_of
 from .compiled_regions import CompiledRegions
 from .fates import FateTable
-from .foreseen import Foreseen, dropped_by, plan_that_pays
+from .foreseen import Foreseen, dropped_by
 from .forward_pass import ForwardPass
 from .host_budget import HostMemory, Progress
 from .naming_mode import NamingMode, end_region
@@ -87,7 +88,7 @@ class Engine:
         self._watch = CheckpointWatch(self._root, plan, outline)
         self._counters = Counters()
         self._fates = FateTable(plan, outline)
-        self._regions = CompiledRegions(plan, outline)
+        self._regions = CompiledRegions(self._fates.recomputed, outline)
         slices = None if replicas is None else Slices(replicas)
         self._place = Workplace(
             self._root,
@@ -99,7 +100,7 @@ class Engine:
             slices,
             keeper,
             host,
-            self._overridden,
+            self._adjust,
         )
         self._inside: set[nn.Module] = set()
         self._outside: tuple[nn.Module, ...] = ()
@@ -195,8 +196,25 @@ class Engine:
         for step in reversed(undo or []):
             step()
 
-    def _overridden(self, overrides: Sequence[Override]) -> None:
-        self.plan = replace(self.plan, overrides=(*self.plan.overrides, *overrides))
+    def _settle(self, foreseen: Foreseen) -> None:
+        """What the first forward will save can be known: change the plan to what will be carried out."""
+        saved = None
+        if self._fates.recomputed.selective_layers and not foreseen.compiled:
+            saved = foreseen.saved()
+            if saved is None and (why := foreseen.why_not):
+                logger.info("All that is named is recomputed, whether it pays or not: no fake run (%s).", why)
+        self._change(settled(self.plan, self.outline, saved))
+
+    def _adjust(self, adjustments: Sequence[Override]) -> None:
+        """Something was measured since: add it to the plan."""
+        self._change(replace(self.plan, overrides=(*self.plan.overrides, *adjustments)))
+
+    def _change(self, plan: MemoryPlan) -> None:
+        """Change the plan on the model, here alone, and say in one line each what has changed it."""
+        for adjustment in plan.overrides[len(self.plan.overrides) :]:
+            logger.info("%s", adjustment)
+        self.plan = plan
+        self._fates.follow(plan)
 
     def _start_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._clean_up()
@@ -213,8 +231,8 @@ class Engine:
         setting, new = self._place.made_ready()
         if new:
             foreseen = Foreseen(self._root, self.outline, args, kwargs)
+            self._settle(foreseen)
             self._place.host.make_ready(setting.pool, setting.transfer.overlaps, self.plan, foreseen)
-            self.plan = self._fates.follow(plan_that_pays(self.plan, foreseen))
             if not self._place.evictable:  # else the planner counts
                 self.dropped_bytes = dropped_by(self.plan, foreseen)
             if holds_several_sequences(kwargs):
@@ -292,7 +310,7 @@ class Engine:
             if naming is not None and follow:
                 self._follow_inside()  # an earlier layer departed from its routine, perhaps
                 forward.stack = OpStack(naming.attention_paths)
-                if self._fates.is_region(scope, ""):
+                if self._fates.recomputed.is_root(scope, ""):
                     forward.region = self._region(forward, module, scope, "", args, kwargs)
                 self._mode = NamingMode(forward, self._fates, self._counters)
                 self._mode.__enter__()
@@ -316,9 +334,11 @@ class Engine:
                 return
             forward.stack.enter(path)
             region = forward.region
-            if region is None and self._fates.is_region(scope, path):
+            if region is None and self._fates.recomputed.is_root(scope, path):
                 forward.region = self._region(forward, module, scope, path, args, kwargs)
-            elif region is not None and region.kept is not None and self._fates.is_kept_module(scope, path):
+            elif region is None or region.kept is None:
+                return
+            elif self._fates.recomputed.is_kept_module(scope, path):
                 region.kept.enters(module, (args, kwargs), region.packs)
 
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
@@ -344,7 +364,8 @@ class Engine:
         kwargs: dict[str, Any],
     ) -> Region:
         name = f"{scope}.{path}" if path else str(scope)
-        ticket_of, fuse, keeps = forward.ticket_of_input, forward.fuse, self._fates.keeps_inside(scope, path)
+        ticket_of, fuse = forward.ticket_of_input, forward.fuse
+        keeps = self._fates.recomputed.keeps_inside(scope, path)
         return Region(name, module, args, kwargs, ticket_of, self._counters, True, fuse, keeps)
 
     def _leave_mode(self) -> None:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..plan.actions import COMPILE_BUDGET, MemoryPlan
+from ..plan.actions import COMPILE_BUDGET
 from ..plan.outline import OUTPUT, LayerOutline, is_below
+from ..plan.recomputed_modules import RecomputedModules
 from ..plan.record import OpKey
 
 _TAGS_VERSION = 2
@@ -63,15 +64,18 @@ class RegionRules:
         return self._table[path] and op not in self.outputs
 
 
-def region_rules(plan: MemoryPlan, layer: LayerOutline) -> RegionRules | None:
+def region_rules(recomputed: RecomputedModules, layer: LayerOutline) -> RegionRules | None:
     """Return what a plan recomputes inside a layer, if it is compiled and not recomputed whole.
 
+    The compiler decides op by op: it gets a table of fates, and what recomputed modules hand on.
+
     Args:
-        plan: applied to the layer's model.
+        recomputed: index of the plan that is applied to the layer's model.
         layer: of it.
     """
     if not layer.compiled:
         return None
+    plan = recomputed.plan
     rows = {row.op_path: row for row in plan.rows if row.scope == layer.index and row.ordinal is None}
     root = rows.get("")
     budget = root.parameters.get(COMPILE_BUDGET) if root is not None else None
@@ -83,7 +87,7 @@ def region_rules(plan: MemoryPlan, layer: LayerOutline) -> RegionRules | None:
     if budget is None and not fates:
         return None
     modules = tuple(op.path for op in layer.ops if op.kind != "function")
-    roots = [path for path, recomputed in fates.items() if recomputed and path in modules]
+    roots = [path for path in fates if path and recomputed.is_root(layer.index, path)]
     return RegionRules(
         budget,
         tuple(sorted(fates.items())),

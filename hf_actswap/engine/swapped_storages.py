@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..plan.actions import Windows
+from ..plan.saved_bytes import moved_range
 from .auto_windows import AutoWindows
 from .backward import Reference
 from .checkpoint_inputs import CheckpointInputs
@@ -21,7 +22,7 @@ from .slices import Slices
 from .stats import Counters
 from .tickets import SwapGroup, SwapTicket, Ticket
 from .transfer import Transfer
-from .views import View, moved_range
+from .views import View
 from .watched_copies import WatchedTransfer
 
 Swapped = SwapGroup | SwapTicket

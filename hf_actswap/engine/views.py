@@ -1,12 +1,10 @@
-"""How tensors look at their storages, and which part of a storage moves."""
+"""How tensors look at their storages."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-
-_ALIGNMENT_BYTES = 64
 
 
 class View(NamedTuple):
@@ -49,16 +47,3 @@ class View(NamedTuple):
             return self.offset_bytes, self.offset_bytes
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         return self.offset_bytes, self.offset_bytes + (last + 1) * self.dtype.itemsize
-
-
-def moved_range(view: View, view_bytes: int, storage_bytes: int) -> tuple[int, int]:
-    """Return the bytes to move for a first view of a storage: all of it, unless the view shows under half.
-
-    A slice is worth moving alone only where it is small beside its storage: what else is saved of the
-    storage then has a copy of its own.
-    """
-    if view_bytes == storage_bytes:
-        return 0, storage_bytes
-    start, stop = view.range_bytes
-    start -= start % _ALIGNMENT_BYTES
-    return (start, stop) if 2 * (stop - start) < storage_bytes else (0, storage_bytes)

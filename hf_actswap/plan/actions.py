@@ -24,6 +24,8 @@ SCOPES = ("embedding", "final_norm", "head")
 """What stands around the decoder layers."""
 Layer = Annotated[int, Rule("a layer", lambda layer: layer >= 0)]
 AnyLayer = Annotated[Scope, Rule("a layer", lambda layer: isinstance(layer, str) or layer >= 0)]
+OpCall = tuple[Scope | None, str, Count | None]
+"""Scope (``None``: outside all of them), op path inside it, and ordinal of the call (``None``: a module)."""
 LayerCount = Annotated[int, Rule("a number of layers, at most 10000", lambda count: 0 <= count <= 10_000)]
 
 OUTPUT = "output"

@@ -13,15 +13,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from .actions import MemoryPlan, Override, PlanRow, Scope
-from .kept_inside import KeptInside
 from .op_facts import is_repeatable
 from .outline import LayerOutline, Outline, is_below
+from .recomputed_modules import RUN_AGAIN, RecomputedModules
 from .record import LAYER_INPUT, OpKey, StaleRead
 
 WHERE = "recompute_config.select_recompute"
 OVERWRITTEN = "what it reads is written in place afterwards, so that it could not be run again from it"
-
-_RUN_AGAIN = ("recompute", "re-gather")
 
 Unit = tuple[Scope, str, int | None]
 """Layer, op path and ordinal of what cannot be run again; ``None``: all of it."""
@@ -67,7 +65,7 @@ def _kept(plan: MemoryPlan, units: Iterable[Unit]) -> MemoryPlan:
 
 
 def _first_impossible(plan: MemoryPlan, outline: Outline) -> list[Unit]:
-    inside = KeptInside(plan, outline.modules)
+    inside = RecomputedModules(plan, outline.modules)
     found: dict[Unit, None] = {}
     for layer in outline.all_layers:
         if layer.compiled or outline.compiled:
@@ -77,7 +75,9 @@ def _first_impossible(plan: MemoryPlan, outline: Outline) -> list[Unit]:
     return list(found)
 
 
-def _of_layer(plan: MemoryPlan, layer: LayerOutline, inside: KeptInside) -> Iterator[tuple[str, int | None]]:
+def _of_layer(
+    plan: MemoryPlan, layer: LayerOutline, inside: RecomputedModules
+) -> Iterator[tuple[str, int | None]]:
     functions: dict[str, set[int]] = {}
     for read in layer.stale_reads:
         path, ordinal = read.reader
@@ -98,18 +98,18 @@ def _of_layer(plan: MemoryPlan, layer: LayerOutline, inside: KeptInside) -> Iter
 
 
 def _is_impossible(
-    plan: MemoryPlan, layer: LayerOutline, inside: KeptInside, read: StaleRead, ordinal: int
+    plan: MemoryPlan, layer: LayerOutline, inside: RecomputedModules, read: StaleRead, ordinal: int
 ) -> bool:
     row = plan.row(layer.index, read.reader[0], ordinal)
-    if row is None or row.fate not in _RUN_AGAIN:
+    if row is None or row.fate not in RUN_AGAIN:
         return False
     return read.rewritten or not _is_rebuilt(plan, layer, inside, read.producer)
 
 
-def _is_rebuilt(plan: MemoryPlan, layer: LayerOutline, inside: KeptInside, producer: OpKey) -> bool:
+def _is_rebuilt(plan: MemoryPlan, layer: LayerOutline, inside: RecomputedModules, producer: OpKey) -> bool:
     """Whether a function is run again by itself, so that its output is there as it was first."""
     path, ordinal = producer
     row = None if producer == LAYER_INPUT else plan.row(layer.index, path, ordinal)
-    if row is None or row.fate not in _RUN_AGAIN or inside.root(layer.index, path) is not None:
+    if row is None or row.fate not in RUN_AGAIN or inside.root(layer.index, path) is not None:
         return False
     return is_repeatable(path)

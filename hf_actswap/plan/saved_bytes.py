@@ -20,18 +20,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from ..config.json_documents import Bytes, Count
 from .actions import MemoryPlan, PlanRow, Scope
-from .kept_inside import KeptInside
-from .outline import OUTPUT, is_below
+from .actions import OpCall as OpCall
+from .recomputed_modules import RUN_AGAIN, RecomputedModules
 
 _ALIGNMENT_BYTES = 64
-"""Where a view that moves alone may begin, as in the engine."""
-
-OpCall = tuple[Scope | None, str, Count | None]
-"""Scope, op path inside it and ordinal of the call; scope ``None``: outside all scopes."""
+"""Where a view that moves alone may begin."""
 
 UseKind = Literal["saved", "module", "function", "returned"]
 
@@ -59,6 +56,11 @@ class Use:
     size_bytes: Bytes
     version: int
     order: Count = 0
+
+    @property
+    def range_bytes(self) -> tuple[int, int]:
+        """First byte, and byte after the last, that the view can reach."""
+        return self.start_bytes, self.stop_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,92 +138,92 @@ def dropped_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
 
 def _left_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
     """Bytes of the storages that are there when forward has ended, each whole."""
-    regions = Regions(plan, saved.modules)
-    held = {index: use for index, use in held_results(saved, plan)}
+    recomputed = RecomputedModules(plan, saved.modules)
+    held = dict(held_results(saved, recomputed))
     return sum(
         storage.size_bytes
         for index, storage in enumerate(saved.storages)
-        if _is_left(storage, regions, held.get(index))
+        if _is_left(storage, recomputed, held.get(index))
     )
 
 
-def _is_left(storage: SavedStorage, regions: Regions, held: Use | None) -> bool:
+def _is_left(storage: SavedStorage, recomputed: RecomputedModules, held: Use | None) -> bool:
     handed_on = None
     for use in storage.uses:
-        if use.kind == "returned" and regions.is_root(use.at):
+        if use.kind == "returned" and recomputed.is_root(*use.at[:2]):
             handed_on = use.producer  # a recomputed module keeps its output
-        if held is use or regions.asks(use):
-            row = regions.row(use.producer)
-            if row is None or row.fate not in ("recompute", "re-gather") or use.producer == handed_on:
+        if held is use or _asks(use, recomputed):
+            row = recomputed.row(use.producer)
+            if row is None or row.fate not in RUN_AGAIN or use.producer == handed_on:
                 return True
     return False
 
 
 def swapped_copies(saved: SavedBytes, plan: MemoryPlan) -> Iterator[SwappedCopy]:
     """Yield the copies to the host of one forward under ``plan``, storage by storage."""
-    regions = Regions(plan, saved.modules)
-    held = {index: use for index, use in held_results(saved, plan)}
+    recomputed = RecomputedModules(plan, saved.modules)
+    held = dict(held_results(saved, recomputed))
     for index, storage in enumerate(saved.storages):
-        for ticket in swap_tickets(storage, plan, regions, held.get(index)):
+        for ticket in swap_tickets(storage, recomputed, held.get(index)):
             if ticket.is_new:
                 yield SwappedCopy(ticket.row, ticket.size_bytes)
 
 
 def swap_tickets(
-    storage: SavedStorage, plan: MemoryPlan, regions: Regions, held: Use | None
+    storage: SavedStorage, recomputed: RecomputedModules, held: Use | None
 ) -> Iterator[AskedSwap]:
     """Yield the tickets of one storage that are on the host during the turn.
 
     Args:
         storage: with its uses.
-        plan, regions: of the forward.
+        recomputed: index of the plan.
         held: the use at which a recomputed module holds it (`held_results`).
     """
     copied: tuple[int, int, int] | None = None
     number, kept = -1, None
     for use in storage.uses:
         if use.kind == "returned":
-            kept = use.producer if regions.is_root(use.at) else kept
-        if not (held is use or regions.asks(use)) or use.producer == kept:
+            kept = use.producer if recomputed.is_root(*use.at[:2]) else kept
+        if not (held is use or _asks(use, recomputed)) or use.producer == kept:
             continue
-        row = regions.row(use.producer)
+        row = recomputed.row(use.producer)
         if row is None or row.fate != "swap":
             continue
         is_new = copied is None or not _covers(copied, use)
         if is_new:
-            if use.size_bytes < max(1, plan.min_tensor_bytes):
+            if use.size_bytes < max(1, recomputed.plan.min_tensor_bytes):
                 continue
-            start, stop = (0, storage.size_bytes) if copied is not None else _moved(use, storage.size_bytes)
+            whole = 0, storage.size_bytes
+            start, stop = whole if copied else moved_range(use, use.size_bytes, storage.size_bytes)
             copied = start, stop, use.version
             number += 1
         if copied is not None:
             yield AskedSwap(use, row, number, copied[1] - copied[0], is_new)
 
 
-def held_results(saved: SavedBytes, plan: MemoryPlan) -> Iterator[tuple[int, Use]]:
+def held_results(saved: SavedBytes, recomputed: RecomputedModules) -> Iterator[tuple[int, Use]]:
     """Yield what recomputed modules hold so as not to run kept and swapped ops inside them again.
 
     Yields:
         Number of the storage, and the use at which the op's call returns it.
     """
-    inside = KeptInside(plan, saved.modules)
     uses = [use for storage in saved.storages for use in storage.uses]
     ends = {use.at[:2]: use.order for use in uses if use.kind == "returned" and use.at[2] is None}
     last: dict[tuple[Scope, str], int] = {}
     for use in uses:
         scope, path, _ = use.producer
-        root = inside.root(scope, path) if scope is not None and use.kind == "saved" else None
-        row = _row(plan, use.producer)
+        root = recomputed.root(scope, path) if use.kind == "saved" else None
+        row = recomputed.row(use.producer)
         if scope is None or root is None or row is None or row.fate != "recompute" or use.at[0] != scope:
             continue
         if use.order < ends.get((scope, root), use.order + 1):  # else it was handed on, and is kept
             last[scope, root] = max(last.get((scope, root), 0), use.order)
     for index, storage in enumerate(saved.storages):
         for use in storage.uses:
-            scope, path, ordinal = use.at
-            if use.kind != "returned" or scope is None or not inside.is_held(scope, path, ordinal):
+            scope, path, _ = use.at
+            if use.kind != "returned" or scope is None or not recomputed.is_held(use.at):
                 continue
-            needed = use.order < last.get((scope, inside.root(scope, path) or ""), 0)
+            needed = use.order < last.get((scope, recomputed.root(scope, path) or ""), 0)
             if needed and not _is_argument(storage, use) and not _is_inner(storage, use):
                 yield index, use
                 break
@@ -240,9 +242,11 @@ def _is_inner(storage: SavedStorage, returned: Use) -> bool:
     return returned.at[2] is not None and readers == {returned.at[1]}
 
 
-def _row(plan: MemoryPlan, op: OpCall) -> PlanRow | None:
-    scope, path, ordinal = op
-    return None if scope is None else plan.row(scope, path, ordinal)
+def _asks(use: Use, recomputed: RecomputedModules) -> bool:
+    """Whether the engine is asked for a ticket at this use."""
+    if use.kind == "saved":
+        return use.at[0] not in recomputed.whole_layers
+    return use.kind != "returned" and recomputed.rebuilt_by(use.at) == use.at
 
 
 def _covers(copied: tuple[int, int, int], use: Use) -> bool:
@@ -250,71 +254,24 @@ def _covers(copied: tuple[int, int, int], use: Use) -> bool:
     return version == use.version and start <= use.start_bytes and use.stop_bytes <= stop
 
 
-def _moved(use: Use, storage_bytes: int) -> tuple[int, int]:
-    start, stop = use.start_bytes, use.stop_bytes
-    start -= start % _ALIGNMENT_BYTES
-    return (start, stop) if 2 * (stop - start) < storage_bytes else (0, storage_bytes)
+class _View(Protocol):
+    @property
+    def range_bytes(self) -> tuple[int, int]: ...
 
 
-class Regions:
-    """What a plan recomputes, as far as that decides which tensors are asked for.
+def moved_range(view: _View, view_bytes: int, storage_bytes: int) -> tuple[int, int]:
+    """Return the bytes to move for a first view of a storage: all of it, unless the view shows under half.
+
+    A slice is worth moving alone only where it is small beside its storage: what else is saved of the
+    storage then has a copy of its own.
 
     Args:
-        plan: rows.
-        modules: by layer, the paths of its modules (``""`` is the layer itself).
+        view: tells its first byte, and the byte after the last that it can reach.
+        view_bytes: of its elements.
+        storage_bytes: of its storage.
     """
-
-    def __init__(self, plan: MemoryPlan, modules: Mapping[Scope, frozenset[str]]) -> None:
-        self._plan, self._modules = plan, modules
-        self._rows: dict[OpCall, PlanRow | None] = {}
-        self._known: dict[tuple[Scope | None, str], list[str]] = {}
-        self._roots: dict[Scope, list[str]] = {}
-        for row in plan.rows:
-            if row.fate == "recompute" and self._is_module(row.scope, row.op_path):
-                self._roots.setdefault(row.scope, []).append(row.op_path)
-        inside = {row.scope for row in plan.rows if row.op_path not in ("", OUTPUT)}
-        self.checkpointed = frozenset(
-            scope for scope, roots in self._roots.items() if "" in roots and scope not in inside
-        )
-        """Layers that are recomputed whole, with nothing inside decided otherwise."""
-
-    def row(self, call: OpCall) -> PlanRow | None:
-        """The row that decides what ``call`` produces."""
-        if call not in self._rows:
-            self._rows[call] = _row(self._plan, call)
-        return self._rows[call]
-
-    def root(self, scope: Scope | None, path: str) -> str | None:
-        """The outermost recomputed module that ``path`` is, or is inside."""
-        return min(self._around(scope, path), key=len, default=None)
-
-    def is_root(self, call: OpCall) -> bool:
-        """Whether a module is recomputed as one."""
-        scope, path, _ = call
-        return scope is not None and path in self._roots.get(scope, ())
-
-    def asks(self, use: Use) -> bool:
-        """Whether the engine is asked for a ticket at this use."""
-        scope, path, _ = use.at
-        if use.kind == "saved":
-            return scope not in self.checkpointed
-        if use.kind == "returned" or scope not in self._modules:
-            return False
-        around = self._around(scope, path)
-        if use.kind == "module":
-            return around == [path]
-        if around:
-            return False
-        row = self.row(use.at)
-        return row is not None and row.fate in ("recompute", "re-gather")
-
-    def _around(self, scope: Scope | None, path: str) -> list[str]:
-        """The recomputed modules that ``path`` is, or is inside."""
-        found = self._known.get((scope, path))
-        if found is None:
-            roots = () if scope is None else self._roots.get(scope, ())
-            found = self._known[scope, path] = [root for root in roots if is_below(path, root)]
-        return found
-
-    def _is_module(self, scope: Scope, path: str) -> bool:
-        return path in self._modules.get(scope, ())
+    if view_bytes == storage_bytes:
+        return 0, storage_bytes
+    start, stop = view.range_bytes
+    start -= start % _ALIGNMENT_BYTES
+    return (start, stop) if 2 * (stop - start) < storage_bytes else (0, storage_bytes)

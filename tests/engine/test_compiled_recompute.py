@@ -20,6 +20,7 @@ from benchmarks.rows import compiled_lean_mix, compiled_mix
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, outline, resolve_plan
 from hf_actswap.engine.compiled_regions import region_rules
 from hf_actswap.plan.actions import COMPILE_BUDGET
+from hf_actswap.plan.recomputed_modules import RecomputedModules
 from hf_actswap.plan.record import storage_key
 from hf_actswap.report import plan_table
 from tests.engine.tiny_models import (
@@ -536,7 +537,8 @@ def test_what_the_tracer_cannot_name_is_refused_by_name() -> None:
 def test_equal_layers_have_equal_rules() -> None:
     shape = outline(compiled_llama())
     plan = resolve_plan(load_config(selecting("attention", "feed_forward.mul")), shape)
-    rules = [region_rules(plan, layer) for layer in shape.layers]
+    recomputed = RecomputedModules(plan, shape.modules)
+    rules = [region_rules(recomputed, layer) for layer in shape.layers]
     assert len(set(rules)) == 1
     assert rules[0] is not None
     assert rules[0].outputs == (("self_attn.o_proj.linear", 0),)

@@ -15,6 +15,7 @@ from hf_actswap import MemoryPlan, apply, outline
 from hf_actswap.engine.foreseen import record_saved
 from hf_actswap.plan import PlanRow
 from hf_actswap.plan.saved_bytes import swapped_bytes
+from hf_actswap.plan.settle import settled
 from tests.engine.test_recompute import held_bytes
 from tests.engine.test_recompute_counts import (
     BF16,
@@ -193,6 +194,23 @@ def test_what_is_held_although_autograd_would_not_save_it_is_an_override() -> No
         "is not run again with the module around it"
     ]
     assert none == []
+
+
+@pytest.mark.parametrize(
+    ("plan", "asked"),
+    [
+        (keep("self_attn", "self_attn.q_proj"), "recompute_config.select_recompute_exclude"),
+        (plan_of(*recompute_rows(["input_layernorm.rsqrt"], LAYERS)), "recompute_config.select_recompute"),
+    ],
+)
+def test_settling_a_settled_plan_changes_nothing(plan: MemoryPlan, asked: str) -> None:
+    """A model that moves to another device has another first forward."""
+    model, ids = tiny_llama(BF16), batch(0)
+    shape = outline(model)
+    saved = record_saved(model, shape, (), {"input_ids": ids, "labels": ids})
+    once = settled(plan, shape, saved)
+    assert [item.where for item in once.overrides] == [asked]
+    assert settled(once, shape, saved) is once
 
 
 @pytest.mark.parametrize(

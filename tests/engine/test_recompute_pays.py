@@ -104,19 +104,31 @@ def test_a_residual_sum_holds_both_of_its_terms() -> None:
     assert freed(FP32, "add") == (0, [stays("add", 4 * ROW, 4 * ROW)], 0)
 
 
-def test_a_module_that_would_hold_more_than_it_drops() -> None:
-    """Its only function saves a mask; its input is nobody else's."""
+@pytest.mark.parametrize("named", ["mlp.down_proj.1", "mlp.down_proj.1.0.gt"])
+def test_a_module_that_would_hold_more_than_it_drops(named: str) -> None:
+    """Its only function saves a mask; its input is nobody else's. The function by itself holds as much."""
     model = tiny_llama()
     for layer in model.model.layers:
         layer.mlp.down_proj = nn.Sequential(layer.mlp.down_proj, nn.Sequential(_Halved()))
     expected = gradients_of_step(model)
-    applied = on(model, plan_of(*recompute_rows(["mlp.down_proj.1"], LAYERS)))
+    paths = list(dict.fromkeys(["mlp.down_proj.1", named]))
+    applied = on(model, plan_of(*recompute_rows(paths, LAYERS)))
     assert applied is not None
     assert_bitwise_equal(gradients_of_step(model), expected)
     assert [str(override) for override in applied.plan.overrides] == [
-        stays("mlp.down_proj.1", 4 * ROW, 1 * ROW)
+        stays(path, 4 * ROW, 1 * ROW) for path in paths
     ]
     assert applied.plan.fate(1, "mlp.down_proj.1") == "keep"
+    assert applied.stats().recomputes == 0
+
+
+def test_a_call_that_has_a_row_of_its_own() -> None:
+    model, path = tiny_llama(BF16), "input_layernorm.rsqrt"
+    rows = [(PlanRow(layer, path, "keep"), PlanRow(layer, path, "recompute", 0)) for layer in LAYERS]
+    applied = on(model, plan_of(*(row for pair in rows for row in pair)))
+    assert applied is not None
+    gradients_of_step(model)
+    assert [str(override) for override in applied.plan.overrides] == [stays(path, 4 * TOKENS, 4 * TOKENS)]
     assert applied.stats().recomputes == 0
 
 

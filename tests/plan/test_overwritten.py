@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from hf_actswap import MemoryPlan, apply, load_config, outline, resolve_plan
 from hf_actswap.plan import PlanRow
 from hf_actswap.plan.overwritten import keep_what_is_overwritten
+from hf_actswap.plan.settle import settled
 from tests.engine.test_with_moe import tiny_mixtral
 from tests.engine.tiny_models import (
     NUM_LAYERS,
@@ -78,15 +80,15 @@ def test_what_a_kept_op_reads_is_swapped_as_written() -> None:
     assert texts(plan) == [stays("mlp.gate.sum", "0-3")]
 
 
-def test_a_plan_that_was_written_by_hand() -> None:
+def test_a_plan_that_was_written_by_hand(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_mixtral()
     rows = (*recompute_rows(["mlp.gate.sum"], [1, 2]), *swap_rows(["self_attn"], [1]))
-    with apply(model, plan_of(*rows)) as applied:
-        assert texts(applied.plan) == [stays("mlp.gate.sum", "1-2")]
-        assert applied.plan.fate(1, "self_attn") == "swap"
+    with caplog.at_level(logging.INFO, logger="hf_actswap"), apply(model, plan_of(*rows)) as applied:
         assert_bitwise_equal(gradients_of_step(model), gradients_of_step(tiny_mixtral()))
-        again = keep_what_is_overwritten(applied.plan, applied.outline)
-        assert again is applied.plan
+        assert texts(applied.plan) == [stays("mlp.gate.sum", "1-2")]
+        assert caplog.messages.count(stays("mlp.gate.sum", "1-2")) == 1
+        assert applied.plan.fate(1, "self_attn") == "swap"
+        assert settled(applied.plan, applied.outline, None) is applied.plan
 
 
 class _InPlace(nn.Module):

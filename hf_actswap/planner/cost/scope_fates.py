@@ -139,7 +139,7 @@ def scope_fate(order: StepOrder, rules: TicketRules, scope: Scope) -> ScopeFate:
         rules: of a plan that has at least the rows of this scope and of those that share storages with it.
         scope: one of the profile's.
     """
-    fate = ScopeFate(scope if scope in rules.regions.checkpointed else None)
+    fate = ScopeFate(scope if scope in rules.recomputed.whole_layers else None)
     known = {number: rules.of_storage(number) for number in order.touching.get(scope, ())}
     fate.regions = _regions(order, rules, scope, known, fate)
     for number, (tickets, copies) in known.items():
@@ -267,7 +267,7 @@ def _lay_out(order: StepOrder, rules: TicketRules, region: RunAgain, tickets: li
         last = max(ticket.order for ticket in tickets if ticket.holder is None)
         end = next(pack for pack in packs if pack.order == last)
         region.last_op = max(pack.op for pack in packs)
-        if key[0] in rules.regions.checkpointed:
+        if key[0] in rules.recomputed.whole_layers:
             region.last_op = order.last_op(key[0])
         # It stops as soon as the last tensor is there: before the op that saves it runs, unless it made it.
         spans = [span for span in spans if span < end.span or (span == end.span and end.at_end)]

@@ -19,7 +19,7 @@ from typing import Literal
 
 from ...engine.link import DuplexLink, Link
 from ...plan.actions import MemoryPlan, PlanRow, Scope
-from ...plan.kept_inside import KeptInside
+from ...plan.recomputed_modules import RecomputedModules
 from ...plan.saved_bytes import OpCall, SavedBytes, Use, held_results
 from ..profile import CopyTimes, FrontierPoint, MemoryPoint, Prediction, Profile
 from .compiled_shares import points_in, with_points, without_points
@@ -173,16 +173,12 @@ class Simulator:
         if known is None:
             known = self._held[key] = {}
             saved = self.profile.saved
-            inside = KeptInside(plan, saved.modules)
-            if any(
-                inside.anything(scope, row.op_path)
-                for row in plan.rows
-                if row.scope == scope and row.fate == "recompute"
-            ):
+            alone = replace(plan, rows=tuple(row for row in plan.rows if row.scope == scope))
+            recomputed = RecomputedModules(alone, saved.modules)
+            if any(recomputed.keeps_inside(scope, root) for root in recomputed.roots.get(scope, ())):
                 numbers = self._order.touching.get(scope, [])
                 part = SavedBytes(tuple(saved.storages[number] for number in numbers), saved.modules)
-                alone = replace(plan, rows=tuple(row for row in plan.rows if row.scope == scope))
-                known.update((numbers[at], use) for at, use in held_results(part, alone))
+                known.update((numbers[at], use) for at, use in held_results(part, recomputed))
         return known
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ...plan.actions import MemoryPlan, Scope, Windows
-from ...plan.kept_inside import KeptInside
-from ...plan.op_facts import is_communication, is_repeatable
+from ...plan.op_facts import is_repeatable
 from ...plan.outline import is_below
-from ...plan.saved_bytes import AskedSwap, OpCall, Regions, Use, swap_tickets
+from ...plan.recomputed_modules import RUN_AGAIN, RecomputedModules
+from ...plan.saved_bytes import AskedSwap, OpCall, Use, swap_tickets
 from .step_order import StepOrder
 
 RegionKey = tuple[Scope, str] | int
@@ -77,19 +77,17 @@ class TicketRules:
     """
 
     def __init__(self, order: StepOrder, plan: MemoryPlan, held: Mapping[int, Use]) -> None:
-        self._order, self._plan, self._held = order, plan, held
-        self.modules = order.profile.saved.modules
-        self.regions = Regions(plan, self.modules)
-        self.kept_inside = KeptInside(plan, self.modules)
+        self._order, self._held = order, held
+        self.recomputed = RecomputedModules(plan, order.profile.saved.modules)
         self._functions: dict[int, bool] = {}
         fates = {row.fate for row in plan.rows}
-        self._swaps, self._recomputes = "swap" in fates, bool(fates & {"recompute", "re-gather"})
+        self._swaps, self._recomputes = "swap" in fates, not fates.isdisjoint(RUN_AGAIN)
 
     def of_storage(self, number: int) -> tuple[list[HeldTicket], list[CopyOut]]:
         """Return the tickets of a storage, and its copies out, in order."""
         storage, life = self._order.profile.saved.storages[number], self._order.lives[number]
         held = self._held.get(number)
-        asked = swap_tickets(storage, self._plan, self.regions, held) if self._swaps else ()
+        asked = swap_tickets(storage, self.recomputed, held) if self._swaps else ()
         swaps = {item.use.order: item for item in asked}
         tickets: list[HeldTicket] = []
         copies: list[CopyOut] = []
@@ -100,10 +98,10 @@ class TicketRules:
             if swap is not None and swap.is_new:
                 copies.append(self._copy_out(swap, span, life.made_in))
             if use.kind == "returned":
-                kept = use.producer if self.regions.is_root(use.at) else kept
+                kept = use.producer if self.recomputed.is_root(*use.at[:2]) else kept
                 if use.at[2] is not None and use.at == use.producer:
                     made = (use.producer, span) if self.is_function_region(span) else None
-            if use.kind == "saved" and use.at[0] in self.regions.checkpointed:
+            if use.kind == "saved" and use.at[0] in self.recomputed.whole_layers:
                 tickets.append(self._in_checkpoint(use, span, life.made_in, copies))
                 continue
             holder = self._holder(use, span, held) if self._recomputes and use.kind != "saved" else None
@@ -133,28 +131,20 @@ class TicketRules:
     def runs_again(self, scope: Scope, root: str, span: int) -> bool:
         """Whether a span of a recomputed module runs when the module does; kept ops inside do not."""
         path, ordinal = self._order.spans[span].call[1:]
-        if not self.kept_inside.anything(scope, root):
+        recomputed = self.recomputed
+        if not recomputed.keeps_inside(scope, root):
             return True
         while path and path != root:
-            if self.kept_inside.is_held(scope, path, ordinal) or self.kept_inside.is_whole(scope, path):
+            if recomputed.is_held((scope, path, ordinal)) or recomputed.is_kept_module(scope, path):
                 return False
             path, ordinal = path.rpartition(".")[0], None
         return True
 
     def _is_function_region(self, span: int) -> bool:
-        scope, path, ordinal = self._order.spans[span].call
-        if (
-            span not in self._order.functions
-            or not isinstance(scope, int)
-            or scope in self.regions.checkpointed
-        ):
+        call = self._order.spans[span].call
+        if span not in self._order.functions or not isinstance(call[0], int):
             return False
-        row = self.regions.row((scope, path, ordinal))
-        if row is None or row.fate not in ("recompute", "re-gather") or row.op_path in self.modules[scope]:
-            return False
-        if not is_repeatable(path):
-            return False
-        return self.regions.root(scope, path) is None or is_communication(path)
+        return is_repeatable(call[1]) and self.recomputed.rebuilt_by(call) == call
 
     def _copy_out(self, swap: AskedSwap, span: int, made_in: int) -> CopyOut:
         use = swap.use
@@ -181,27 +171,27 @@ class TicketRules:
     def _holder(self, use: Use, span: int, held: Use | None) -> RegionKey | None:
         scope, path, _ = use.at
         if use is held and scope is not None:
-            root = self.regions.root(scope, path)
+            root = self.recomputed.root(scope, path)
             return None if root is None else (scope, root)
         if not isinstance(scope, int):
             return None
         if use.kind == "module":
-            return (scope, path) if self.regions.asks(use) else None
+            return (scope, path) if self.recomputed.rebuilt_by(use.at) == use.at else None
         own_call = use.kind == "function" and use.at == self._order.spans[span].call
         return span if own_call and self.is_function_region(span) else None
 
     def _source(self, use: Use, span: int, made_in: int, made: tuple[OpCall, int] | None) -> RegionKey | None:
         """The region that builds what is saved, or read, at this use."""
         scope, path, _ = use.producer
-        row = self.regions.row(use.producer)
-        if row is None or scope is None or row.fate not in ("recompute", "re-gather"):
+        row = self.recomputed.row(use.producer)
+        if row is None or scope is None or row.fate not in RUN_AGAIN:
             return None
         if made is not None and made[0] == use.producer:
             return made[1]
         if use.kind != "saved":
             return None
         at = self._order.spans[span].call
-        root = self.regions.root(scope, path)
+        root = self.recomputed.root(scope, path)
         if root is not None:
             return (scope, root) if at[0] == scope and is_below(at[1], root) else None
         return span if made_in == span and self.is_function_region(span) else None

@@ -21,7 +21,7 @@ from ...engine.stats import gib_text
 from ...errors import Problem
 from ...plan.actions import MemoryPlan
 from ...plan.outline import OUTPUT
-from ...plan.recompute_pays import keep_what_costs, recomputes_selectively
+from ...plan.settle import keep_what_costs
 from ..budget import BudgetError
 from ..cost.compiled_shares import offered_points, points_in
 from ..cost.simulate import Simulator
@@ -293,7 +293,7 @@ class Search:
     def _with_windows(self, choice: Choice, solution: Solution, pace: Pace) -> _Tried:
         windows = windows_of(choice, self._profile, pace)
         plan = plan_of(choice, self._fixed, windows, self._min_bytes)
-        if recomputes_selectively(plan) and not self._profile.compiled_layers:
+        if not self._profile.compiled_layers:
             plan = replace(keep_what_costs(plan, self._profile.saved), overrides=plan.overrides)
         return self._simulated(plan, solution)
 

@@ -1,6 +1,6 @@
 """From a profile to the graphs of its segments.
 
-Who can rebuild what, and what that holds, is `plan.recompute_pays`' rule: what autograd saves of a call that
+Who can rebuild what, and what that holds, is the rule of `plan.settle`: what autograd saves of a call that
 runs again is dropped, and what that call reads is held in its place, unless it is rebuilt in turn.
 """
 
@@ -12,7 +12,8 @@ from itertools import accumulate
 
 from ...plan.actions import MemoryPlan, PlanRow
 from ...plan.op_facts import is_communication, is_repeatable
-from ...plan.outline import OUTPUT, is_below
+from ...plan.outline import OUTPUT
+from ...plan.recomputed_modules import RecomputedModules
 from ...plan.saved_bytes import OpCall, SavedStorage, Use
 from ..profile import Limits, Profile, Span
 from ..record.lives import span_of
@@ -30,9 +31,10 @@ def segments_of(profile: Profile, fixed: MemoryPlan, limits: Limits) -> list[Seg
     states = profile.optimizer_state_bytes if limits.frees_optimizer_states else 0
     whose = list(_whose(profile))
     uses = _UsesBySegment(profile, whose)
+    recomputed = RecomputedModules(fixed, profile.saved.modules)
     found = [
         _Builder(
-            profile, fixed, limits, layer, [i for i, other in enumerate(whose) if other == layer], uses
+            profile, recomputed, limits, layer, [i for i, other in enumerate(whose) if other == layer], uses
         ).segment(states)
         for layer in sorted(set(whose))
     ]
@@ -98,24 +100,19 @@ class _Builder:
     def __init__(
         self,
         profile: Profile,
-        fixed: MemoryPlan,
+        recomputed: RecomputedModules,
         limits: Limits,
         layer: int,
         spans: list[int],
         uses: _UsesBySegment,
     ) -> None:
-        self._profile, self._fixed, self._limits, self._layer = profile, fixed, limits, layer
+        self._profile, self._recomputed, self._limits, self._layer = profile, recomputed, limits, layer
+        self._fixed = recomputed.plan
         self._spans: list[Span] = [profile.spans[index] for index in spans]
         self._local = {index: place for place, index in enumerate(spans)}
         self._uses = uses
         self._is_layer = 0 <= layer < profile.num_layers
-        self._modules = profile.saved.modules[layer] if self._is_layer else frozenset()
-        self._regions = [
-            row.op_path
-            for row in fixed.rows
-            if row.scope == layer and row.fate == "recompute" and row.op_path in self._modules
-        ]
-        self._min_bytes = effective_min_bytes(fixed, limits)
+        self._min_bytes = effective_min_bytes(self._fixed, limits)
         self._makers: dict[OpCall, int] = {}
         self._calls: list[GraphCall] = []
         self._by_call: dict[OpCall, list[int]] = {}
@@ -191,7 +188,7 @@ class _Builder:
         returned: OpCall | None = None
         for place, (_, use) in zip(places, found, strict=True):
             if use.kind == "returned":
-                returned = use.producer if use.at[1] in self._regions and use.at[2] is None else returned
+                returned = use.producer if self._recomputed.is_root(*use.at[:2]) else returned
                 continue
             maker = self._maker(use.producer, use.producer == returned)
             if use.kind == "saved":
@@ -223,21 +220,16 @@ class _Builder:
         scope, path, ordinal = use.at
         if scope != self._layer or not self._is_layer:
             return None
-        around = [root for root in self._regions if is_below(path, root)]
-        if use.kind == "module":
-            return self._maker((scope, path, None), False) if around == [path] else None
-        return None if around or ordinal is None else self._maker(use.at, False)
+        root = self._recomputed.root(scope, path)
+        runs_again = root == path if use.kind == "module" else root is None and ordinal is not None
+        return self._maker(use.at, False) if runs_again else None
 
     def _maker(self, producer: OpCall, kept: bool) -> int:
-        scope, path, ordinal = producer
-        row = None if scope is None else self._fixed.row(scope, path, ordinal)
-        if (
-            row is not None
-            and row.fate == "recompute"
-            and row.op_path in self._modules
-            and scope == self._layer
-        ):
-            producer = (scope, path, None) if kept else (scope, row.op_path, None)
+        scope, path, _ = producer
+        row = self._recomputed.row(producer)
+        root = self._recomputed.rebuilt_by(producer) if scope == self._layer else None
+        if root is not None and root[2] is None:
+            producer = (scope, path, None) if kept else root
         elif self._layer in self._profile.compiled_layers and scope == self._layer and path != OUTPUT:
             producer = (scope, "", None)
         at = self._makers.get(producer)

@@ -1,4 +1,7 @@
-"""Which selective recomputation would save more than it drops, and is therefore not done.
+"""What the first forward shows of a plan: the plan is settled by it.
+
+Ops that cannot be run again are kept (`overwritten`), and those whose recomputation would save more than it
+drops; results that are held so that their ops need not run again are named. Each is an adjustment.
 
 An op that is run again holds its inputs. Where autograd saves them anyway (``silu``, a product) that is
 free; where it does not (the fp32 product before a cast, the bf16 tensor before its fp32 copy) they count. So
@@ -12,13 +15,15 @@ by it. The order is fixed, so all ranks that saw the same shapes decide the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from .actions import MemoryPlan, Override, PlanRow, Scope, layer_order
+from .actions import MemoryPlan, OpCall, Override, PlanRow, Scope, layer_order
 from .op_facts import is_communication
-from .outline import OUTPUT, is_below
-from .saved_bytes import OpCall, SavedBytes, SavedStorage, Use, held_results
+from .outline import Outline
+from .overwritten import keep_what_is_overwritten
+from .recomputed_modules import RecomputedModules
+from .saved_bytes import SavedBytes, SavedStorage, Use, held_results
 
 _WHERE = "recompute_config.select_recompute"
 _EXCLUDE = "recompute_config.select_recompute_exclude"
@@ -47,9 +52,22 @@ class _Costly:
     dropped_bytes: int
 
 
-def recomputes_selectively(plan: MemoryPlan) -> bool:
-    """Whether there is anything to judge: layers that are recomputed whole are not judged."""
-    return any(row.fate == "recompute" and row.op_path for row in plan.rows)
+def settled(plan: MemoryPlan, outline: Outline, saved: SavedBytes | None) -> MemoryPlan:
+    """Return ``plan`` as it is carried out, with an adjustment for each rule that changed it.
+
+    What reads an op that now stays may have relied on its being rebuilt, and what stands inside a module that
+    stays has to pay for itself: so the rules are asked until none changes anything.
+
+    Args:
+        plan: of the model.
+        outline: of the model.
+        saved: of the forward that starts; ``None``: it is not known, and nothing is judged by it.
+    """
+    found = keep_what_is_overwritten(plan, outline)
+    if saved is None:
+        return found
+    found = keep_what_costs(found, saved)
+    return _say_what_is_held(plan, saved) if found is plan else settled(found, outline, saved)
 
 
 def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
@@ -63,10 +81,13 @@ def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
         The same plan, if all of it pays; else one in which these ops are kept, with an override for each op
         path that says how many bytes it would have held in each layer, and in place of how many.
     """
-    layers = _Layers(plan, saved.modules)
+    recomputed = RecomputedModules(plan, saved.modules)
+    if not recomputed.selective_layers:
+        return plan
+    layers = _Layers(recomputed)
     for index, storage in enumerate(saved.storages):
         layers.read(index, storage)
-    for index, use in held_results(saved, plan):
+    for index, use in held_results(saved, recomputed):
         layers.holds(index, saved.storages[index], use)
     rows = {(row.scope, row.op_path, row.ordinal): row for row in plan.rows}
     by_reason: dict[tuple[str, int, int], list[Scope]] = {}
@@ -74,10 +95,11 @@ def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
         costly, still_run = graph.decided()
         for found in costly:
             _, path, ordinal = found.op
-            row = rows.get((layer, path, None))
-            if row is not None and row.fate != "keep" and all(op[1] != path for op in still_run):
+            row, own = rows.get((layer, path, None)), (layer, path, ordinal) in rows
+            kept = row is not None and row.fate == "keep"
+            if row is not None and not (own or kept) and all(op[1] != path for op in still_run):
                 ordinal = None  # every call of it
-            if row is None or row.fate != "keep":
+            if own or not kept:
                 rows[layer, path, ordinal] = PlanRow(layer, path, "keep", ordinal)
             stays_in = by_reason.setdefault((path, found.held_bytes, found.dropped_bytes), [])
             if layer not in stays_in:
@@ -91,25 +113,16 @@ def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
     return replace(plan, rows=tuple(rows.values()), overrides=(*plan.overrides, *overrides))
 
 
-def keeps_inside(plan: MemoryPlan) -> bool:
-    """Whether ops are kept or swapped in layers in which something is recomputed."""
-    scopes = {row.scope for row in plan.rows if row.fate == "recompute"}
-    return any(
-        row.scope in scopes and row.fate in ("keep", "swap") and row.op_path not in ("", OUTPUT)
-        for row in plan.rows
-    )
-
-
-def say_what_is_held(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
+def _say_what_is_held(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
     """Return ``plan`` with an override for each op whose result is held for a recomputed module around it.
 
     Only where autograd would not save that result anyway: then it costs its bytes. What a communication
     returns is named by the keys for communication.
     """
     found: dict[tuple[str, str, int], list[Scope]] = {}
-    for index, use in held_results(saved, plan):
-        storage, (scope, path, ordinal) = saved.storages[index], use.at
-        row = plan.row(scope, path, ordinal) if scope is not None else None
+    recomputed = RecomputedModules(plan, saved.modules)
+    for index, use in held_results(saved, recomputed):
+        storage, (scope, path, _), row = saved.storages[index], use.at, recomputed.row(use.at)
         if row is None or is_communication(path) or any(other.kind == "saved" for other in storage.uses):
             continue
         layers = found.setdefault((path, row.fate, storage.size_bytes), [])
@@ -119,7 +132,8 @@ def say_what_is_held(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
         Override(_EXCLUDE, tuple(layers), path, fate, fate, _HELD.format(size_bytes))
         for (path, fate, size_bytes), layers in found.items()
     )
-    return replace(plan, overrides=(*plan.overrides, *overrides)) if overrides else plan
+    new = tuple(override for override in overrides if override not in plan.overrides)
+    return replace(plan, overrides=(*plan.overrides, *new)) if new else plan
 
 
 @dataclass
@@ -195,29 +209,20 @@ class _Graph:
 
 
 class _Layers:
-    """Sorts the uses of all storages into one graph for each layer in which something is recomputed."""
+    """Sorts the uses of all storages into one graph for each layer in which ops are recomputed one by one."""
 
-    def __init__(self, plan: MemoryPlan, modules: Mapping[Scope, frozenset[str]]) -> None:
-        self._plan, self._modules = plan, modules
-        recomputing = [row for row in plan.rows if row.fate == "recompute" and row.scope in modules]
-        self.graphs = {row.scope: _Graph() for row in recomputing}
-        inside = {row.scope for row in plan.rows if row.op_path not in ("", OUTPUT)}
-        self._roots: dict[Scope, list[str]] = {}
-        for row in recomputing:
-            if self._is_module(row):
-                self._roots.setdefault(row.scope, []).append(row.op_path)
-        for scope in list(self.graphs):
-            if scope not in inside:  # recomputed whole
-                del self.graphs[scope]
+    def __init__(self, recomputed: RecomputedModules) -> None:
+        self._recomputed = recomputed
+        self.graphs = {scope: _Graph() for scope in recomputed.selective_layers}
 
     def read(self, index: int, storage: SavedStorage) -> None:
         """Sort in one storage."""
         returned: OpCall | None = None
         for use in storage.uses:
-            scope = use.at[0]
+            scope, path, _ = use.at
             graph = self.graphs.get(scope) if scope is not None else None
             if use.kind == "returned":
-                returned = use.producer if self._is_root(use.at) else returned
+                returned = use.producer if self._recomputed.is_root(scope, path) else returned
                 continue
             if graph is None:
                 continue
@@ -227,44 +232,21 @@ class _Layers:
             graph.sizes[index] = storage.size_bytes
             if use.kind == "saved":
                 graph.saved.add((index, source))
-            elif (reader := self._reader(use.kind, use.at)) is not None:
-                graph.inputs.setdefault(reader, {})[index, source] = None
+            elif self._rebuilder(use.at) == use.at:
+                graph.inputs.setdefault(use.at, {})[index, source] = None
             if source is not None:
                 graph.made.setdefault(source)
 
     def holds(self, index: int, storage: SavedStorage, result: Use) -> None:
         """A recomputed module holds this result of an op inside, so as not to run it again."""
         scope, path, _ = result.at
-        if scope is None:
-            return
-        graph = self.graphs.get(scope)
-        around = [root for root in self._roots.get(scope, ()) if is_below(path, root)]
-        if graph is not None and around:
+        root = self._recomputed.root(scope, path)
+        graph = self.graphs.get(scope) if scope is not None else None
+        if graph is not None and root is not None:
             graph.sizes[index] = storage.size_bytes
-            graph.inputs.setdefault((scope, min(around, key=len), None), {})[index, None] = None
-
-    def _is_root(self, call: OpCall) -> bool:
-        scope, path, _ = call
-        return scope is not None and path in self._roots.get(scope, ())
+            graph.inputs.setdefault((scope, root, None), {})[index, None] = None
 
     def _rebuilder(self, producer: OpCall) -> OpCall | None:
-        """What is run again in order to have what ``producer`` makes."""
-        scope, path, ordinal = producer
-        row = None if scope is None else self._plan.row(scope, path, ordinal)
-        if row is None or row.fate != "recompute":
-            return None
-        return (scope, row.op_path, None) if self._is_module(row) else producer
-
-    def _reader(self, kind: str, at: OpCall) -> OpCall | None:
-        """What holds its inputs when it is called here."""
-        scope, path, ordinal = at
-        if scope is None or scope not in self._modules:
-            return None
-        around = [root for root in self._roots.get(scope, ()) if is_below(path, root)]
-        if kind == "module":
-            return (scope, path, None) if around == [path] else None
-        row = self._plan.row(scope, path, ordinal)
-        return at if not around and row is not None and row.fate == "recompute" else None
-
-    def _is_module(self, row: PlanRow) -> bool:
-        return row.op_path in self._modules.get(row.scope, ())
+        """What is recomputed in order to have what ``producer`` makes; what is re-gathered is not judged."""
+        row = self._recomputed.row(producer)
+        return self._recomputed.rebuilt_by(producer) if row is not None and row.fate == "recompute" else None

@@ -1,0 +1,157 @@
+"""What a plan runs again, and what lies inside the modules that it runs again as one.
+
+One index of a plan for all who ask: the engine, the count of saved bytes, the rules that settle a plan, the
+planner. A *root* is a module that is run again as one; of roots inside each other the outermost counts.
+
+What a plan keeps or swaps inside a root is not run again (an excluded op, a communication whose result is
+kept, a swapped op): when the module runs again, the op's result is handed out in its place
+(`engine/kept_results.py`). MindSpore does the same: an op without the recompute flag is not duplicated, and
+its result lives as long as a duplicate reads it. Where autograd does not save that result, it costs bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from .actions import OUTPUT, MemoryPlan, OpCall, PlanRow, Scope
+from .op_facts import is_communication
+from .outline import is_below
+
+RUN_AGAIN = ("recompute", "re-gather")
+"""Fates of what is dropped and made again in backward."""
+_KEPT = ("keep", "swap")
+
+
+@dataclass(frozen=True, eq=False)
+class RecomputedModules:
+    """The index of one plan.
+
+    Args:
+        plan: rows.
+        modules: by layer, the paths of its modules (``""`` is the layer itself).
+    """
+
+    plan: MemoryPlan
+    modules: Mapping[Scope, frozenset[str]]
+    _rows: dict[OpCall, PlanRow | None] = field(init=False, repr=False, default_factory=dict)
+    _outermost: dict[tuple[Scope | None, str], str | None] = field(
+        init=False, repr=False, default_factory=dict
+    )
+    _kept_modules: dict[tuple[Scope, str], bool] = field(init=False, repr=False, default_factory=dict)
+
+    @cached_property
+    def roots(self) -> Mapping[Scope, frozenset[str]]:
+        """By layer, its modules that are run again as one."""
+        found: dict[Scope, set[str]] = {}
+        for row in self.plan.rows:
+            if row.fate == "recompute" and row.ordinal is None and self._is_module(row):
+                found.setdefault(row.scope, set()).add(row.op_path)
+        return {scope: frozenset(paths) for scope, paths in found.items()}
+
+    @cached_property
+    def divided(self) -> frozenset[Scope]:
+        """Scopes of which the plan names something inside."""
+        return frozenset(row.scope for row in self.plan.rows if row.op_path not in ("", OUTPUT))
+
+    @cached_property
+    def whole_layers(self) -> frozenset[Scope]:
+        """Layers that are run again whole, with nothing inside decided otherwise."""
+        return frozenset(scope for scope, paths in self.roots.items() if "" in paths) - self.divided
+
+    @cached_property
+    def selective_layers(self) -> frozenset[Scope]:
+        """Layers in which something is run again, but for those that are run again whole."""
+        again = {row.scope for row in self.plan.rows if row.fate == "recompute"}
+        return self.divided.intersection(again, self.modules)
+
+    def row(self, call: OpCall) -> PlanRow | None:
+        """Return the row that decides what ``call`` produces."""
+        if call not in self._rows:
+            scope, path, ordinal = call
+            self._rows[call] = None if scope is None else self.plan.row(scope, path, ordinal)
+        return self._rows[call]
+
+    def is_root(self, scope: Scope | None, path: str) -> bool:
+        """Whether a module is run again as one."""
+        return scope is not None and path in self.roots.get(scope, ())
+
+    def root(self, scope: Scope | None, path: str) -> str | None:
+        """Return the outermost root that ``path`` is, or is inside."""
+        key = scope, path
+        if key not in self._outermost:
+            roots = () if scope is None else self.roots.get(scope, ())
+            around = [root for root in roots if is_below(path, root)]
+            self._outermost[key] = min(around, key=len, default=None)
+        return self._outermost[key]
+
+    def rebuilt_by(self, call: OpCall) -> OpCall | None:
+        """Return what is run again to have what ``call`` produces: the root around it, or ``call`` by itself.
+
+        What is run again by itself needs its inputs in backward; so does a root (here the call with ordinal
+        ``None``), and a communication that is done again, inside a root too.
+
+        Returns:
+            ``None``: what ``call`` produces stays or moves.
+        """
+        scope, path, _ = call
+        row = self.row(call)
+        if row is None or row.fate not in RUN_AGAIN:
+            return None
+        root = self.root(scope, path)
+        if root is None or (is_communication(path) and not self._is_module(row)):
+            return call
+        return scope, root, None
+
+    def keeps_inside(self, scope: Scope, root: str) -> bool:
+        """Whether something is kept or swapped inside a root."""
+        inside = self._inside.get(scope, ())
+        return any(kept and path != root and is_below(path, root) for path, kept in inside)
+
+    def is_kept_module(self, scope: Scope, path: str) -> bool:
+        """Whether it is a module inside a root in which nothing is run again."""
+        key = scope, path
+        if key not in self._kept_modules:
+            self._kept_modules[key] = self._find_kept_module(scope, path)
+        return self._kept_modules[key]
+
+    def is_held(self, call: OpCall) -> bool:
+        """Whether the result of a call is held, if the root around it must rebuild what comes after it.
+
+        Args:
+            call: of a function, or of a module (ordinal ``None``).
+        """
+        scope, path, ordinal = call
+        root = self.root(scope, path)
+        if scope is None or root is None or root == path:
+            return False
+        above = path.rpartition(".")[0]
+        while above and above != root:
+            if self.is_kept_module(scope, above):
+                return False  # the module's own output is held
+            above = above.rpartition(".")[0]
+        if ordinal is None:
+            return self.is_kept_module(scope, path)
+        row = self.row(call)
+        return row is not None and row.fate in _KEPT
+
+    @cached_property
+    def _inside(self) -> Mapping[Scope, list[tuple[str, bool]]]:
+        """By layer, what rows name in it and whether that is kept or swapped."""
+        found: dict[Scope, list[tuple[str, bool]]] = {}
+        for row in self.plan.rows:
+            if row.scope in self.modules and row.op_path != OUTPUT:
+                found.setdefault(row.scope, []).append((row.op_path, row.fate in _KEPT))
+        return found
+
+    def _find_kept_module(self, scope: Scope, path: str) -> bool:
+        if path not in self.modules.get(scope, ()) or self.root(scope, path) is None:
+            return False
+        row = self.row((scope, path, None))
+        if row is None or row.fate not in _KEPT:
+            return False
+        return all(kept for inside, kept in self._inside[scope] if is_below(inside, path))
+
+    def _is_module(self, row: PlanRow) -> bool:
+        return row.op_path in self.modules.get(row.scope, ())

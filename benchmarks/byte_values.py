@@ -44,8 +44,7 @@ from benchmarks.workloads import PRESETS, DecoderStack, Workload
 from hf_actswap import outline
 from hf_actswap.engine.foreseen import record_saved
 from hf_actswap.plan import Outline
-from hf_actswap.plan.dry_run import fakes_only, one_sequence_each
-from hf_actswap.plan.fake_batch import fake_batch, fake_weights
+from hf_actswap.plan.dry_run import fake_batch, fake_weights, fakes_only, one_sequence_each
 
 Result = Mapping[str, Any]
 

@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
 
 from ..plan.actions import MemoryPlan
-from ..plan.fake_batch import check_device, dry_call, fake_batch, fake_weights
+from ..plan.dry_run import check_device, dry_call, fake_batch, fake_weights
+from ..plan.forward_recorder import ForwardRecorder
 from ..plan.outline import Outline
 from ..plan.saved_bytes import SavedBytes, dropped_bytes
-from ..plan.use_recorder import UseRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +93,8 @@ def record_saved(
         state = fake_weights(model, device)
         fake_args, fake_kwargs = fake_batch((args, named), device)
         first = next(model.parameters(), None)
-        recorder = UseRecorder(outline, _CPU if first is None else device if first.is_meta else first.device)
-        recorder.own(state.values(), None)
-        recorder.own(tree_leaves((fake_args, fake_kwargs)), None)
-        with recorder.installed(model), recorder.saving(), recorder:
-            functional_call(model, state, fake_args, fake_kwargs)
-    return recorder.saved()
+        here = _CPU if first is None else device if first.is_meta else first.device
+        recorder = ForwardRecorder(outline.scopes, outline.attention, here)
+        with recorder.saving():
+            recorder.run_on_fakes(model, model, state, fake_args, fake_kwargs)
+    return SavedBytes(recorder.used(), outline.modules)

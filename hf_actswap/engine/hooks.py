@@ -36,7 +36,7 @@ from ..errors import PlanError
 from ..plan.actions import MemoryPlan, Override, PlanRow, Scope, folded
 from ..plan.checkpointing_rules import problems_of_checkpointing
 from ..plan.compiled import called_modules, uncompiled
-from ..plan.fake_batch import holds_several_sequences
+from ..plan.dry_run import holds_several_sequences
 from ..plan.gradient_checkpointing import is_checkpointed
 from ..plan.opnames import OpStack
 from ..plan.outline import LayerOutline, Outline, unwrapped

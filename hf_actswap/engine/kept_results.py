@@ -8,7 +8,8 @@ were the region's.
 A kept *module* in which nothing is recomputed is gone by as one: nothing inside it runs, and of what its ops
 return only the module's own output is held. A kept *function* is gone by alone. Both hold their result once
 the region must rebuild something that comes after it, and as long as that is outstanding. What autograd saves
-anyway costs nothing; what it does not save is held for this, as the reference holds it (`recomputed_modules`).
+anyway costs nothing; what it does not save is held for this, as the reference holds it
+(`recomputed_modules`).
 
 An op may be several functions, as eager attention is: what only its own functions read is not held.
 

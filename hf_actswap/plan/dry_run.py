@@ -1,4 +1,4 @@
-"""One call of a model that leaves no trace: fake weights, no hooks, no kernels, nothing compiled.
+"""A dry run: one call of a model on fake tensors that leaves no trace. No hook, no kernel, nothing compiled.
 
 The call happens on a model that somebody else has set up already, so it must not set anything in motion. A
 hook may gather sharded weights (FSDP2 keeps what it gathers: fake tensors would stay in the model for good)
@@ -8,10 +8,11 @@ ends the CUDA context.
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 
 from ..interrupts import uninterrupted
+from .compiled import named_op_modules
+from .mindformers_names import EXPERTS_MODULE
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PART_OF_THE_MODEL = frozenset({"transformers.utils.output_capturing", "transformers.modeling_utils"})
@@ -32,6 +36,13 @@ _PART = "part_of_the_model"
 
 _ASK_PACKED = "find_packed_sequence_indices"
 _NO_ADDRESS = "fake_tensor_allow_unsafe_data_ptr_access"
+_MASK, _POSITIONS = "attention_mask", "position_ids"
+
+_EXAMPLE_SHAPE = (2, 8)
+"""(batch, sequence); a batch of one would take short cuts that others do not (``expand``, ``matmul``)."""
+
+_IMAGE_SIZE, _FRAMES, _SAMPLES = 224, 1500, 16_000
+"""Of an image in pixels, of a spectrogram, and of a second of sound, where the configuration is silent."""
 
 _Hooks = MutableMapping[int, Callable[..., Any]]
 
@@ -121,37 +132,191 @@ def fakes_only() -> Iterator[None]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         # Innermost hooks win: those around us (offloading, counting) do not meet fake tensors.
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forget, _refuse))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_forget, no_backward))
         stack.enter_context(_FakeTensors(allow_non_fake_inputs=True))
         yield
 
 
-def fake_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return plain fake tensors for the parameters and buffers, by name; tied ones appear once.
+@contextmanager
+def dry_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Let ``model`` be called on fake tensors without a trace; see `dry_run`.
 
-    Sharded and quantised tensors become what they stand for: ``shape`` is the whole shape, ``dtype`` the one
-    they compute in. A parameter of a class that is no wrapper (packed weights of bitsandbytes) is left out:
-    its module reads more of it than shape and type.
+    Args:
+        model: none of its hooks runs.
+        kwargs: of the real call; what is yielded of them is to be made fake (`fake_batch`).
+    """
+    named = without_idle_mask(kwargs)
+    packed = nullcontext() if holds_several_sequences(named) else one_sequence_each()
+    with quietly(), hooks_off(model), packed, fakes_only():
+        yield named
+
+
+def check_device(device: torch.device) -> None:
+    """Raise `ValueError` if PyTorch was built without such devices: a graph on one would end the process."""
+    accelerator = torch.accelerator.current_accelerator()
+    if device.type not in ("cpu", accelerator.type if accelerator is not None else "cpu"):
+        raise ValueError(f"this build of PyTorch has no {device.type} devices")
+
+
+def without_idle_mask(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments without a mask that hides no token.
+
+    transformers drops such a mask too, but cannot read that off a fake one. Waits for the device, once.
+    """
+    mask = kwargs.get(_MASK)
+    idle = isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_meta and bool(mask.all())
+    return {**kwargs, _MASK: None} if idle else dict(kwargs)
+
+
+def holds_several_sequences(kwargs: Mapping[str, Any]) -> bool:
+    """Whether positions say that a row is packed from several sequences, which attention then keeps apart."""
+    positions = kwargs.get(_POSITIONS)
+    if not isinstance(positions, torch.Tensor) or positions.is_meta:
+        return False
+    return not bool((positions.diff(dim=-1) == 1).all())
+
+
+def fake_batch(values: Any, device: torch.device) -> Any:
+    """Return ``values`` with plain fake tensors in place of tensors. Call inside `fakes_only`.
+
+    Args:
+        values: any tree.
+        device: of what stands for tensors on ``meta``.
+    """
+    return tree_map_only(torch.Tensor, lambda tensor: _fake(tensor, device), values)
+
+
+def fake_weights(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return fake tensors for the parameters and buffers, by name; tied ones appear once.
+
+    Parameters are ``Parameter``s, by which their casts are known. Sharded and quantised ones become what they
+    stand for: ``shape`` is the whole shape, ``dtype`` the one they compute in, which is the one that FSDP2
+    gives those that it casts when it gathers them. A parameter of a class that is no wrapper (packed weights
+    of bitsandbytes) is left out: its module reads more of it than shape and type.
 
     Args:
         model: any module. Call inside `fakes_only`.
+        device: of what stands for tensors on ``meta``.
     """
-    return {
-        name: torch.empty(
-            tensor.shape, dtype=tensor.dtype, device=tensor.device, requires_grad=tensor.requires_grad
-        )
-        for name, tensor in chain(model.named_parameters(), model.named_buffers())
-        if _is_its_data(tensor)
-    }
+    weights, gathered = dict(model.named_parameters()), dict(_gathered_dtypes(model))
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in (weights | dict(model.named_buffers())).items():
+        if not _is_its_data(tensor):
+            continue
+        dtype = gathered.get(name.rpartition(".")[0]) if name in weights else None
+        fake = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=_place(tensor, device))
+        trained = tensor.requires_grad
+        state[name] = nn.Parameter(fake, trained) if name in weights else fake.requires_grad_(trained)
+    return state
+
+
+@contextmanager
+def expert_stand_ins(
+    layers: Iterable[nn.Module], ran: Callable[[str, torch.Tensor, list[torch.Tensor]], None]
+) -> Iterator[None]:
+    """Replace the forward of routed experts.
+
+    Which expert gets which token depends on data, so that fake tensors cannot run them. What they call around
+    their grouped products is the gated activation; the stand-in calls it on tensors that it tells of first.
+
+    Args:
+        layers: in which the experts are.
+        ran: is told the path of the experts' module inside its layer, what it received, and tensors that
+            stand for its outputs.
+    """
+    changed: list[nn.Module] = []
+    try:
+        for layer in layers:
+            for path, module in named_op_modules(layer):
+                if path.rpartition(".")[2] == EXPERTS_MODULE and "forward" not in vars(module):
+                    module.forward = _stand_in(partial(ran, path), getattr(module, "act_fn", None))
+                    changed.append(module)
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+def _stand_in(
+    ran: Callable[[torch.Tensor, list[torch.Tensor]], None], activation: nn.Module | None
+) -> Callable[..., torch.Tensor]:
+    def forward(hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():  # in the graph, so that the nodes of what follows are counted
+            output, *gated = (hidden.clone() for _ in range(1 if activation is None else 3))
+        ran(hidden, [output, *gated])
+        if activation is not None:
+            _ = activation(gated[0]) * gated[1]
+        return output
+
+    return forward
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """A model that cannot run on fakes says so by an exception; PyTorch would print its traceback too."""
+    own = logging.getLogger("torch._subclasses.fake_tensor")
+    before, own.disabled = own.disabled, True
+    try:
+        yield
+    finally:
+        own.disabled = before
+
+
+def example_batch(model: nn.Module, weights: Iterable[torch.Tensor]) -> dict[str, Any]:
+    """Return what a model is called with: of the kind that it takes, all zeros.
+
+    Images and sounds have the size of the configuration: some models refuse another.
+    """
+    config: Any = getattr(model, "config", None)
+    weight = next((weight for weight in weights if weight.is_floating_point()), torch.empty(0))
+    ids = torch.zeros(_EXAMPLE_SHAPE, dtype=torch.long, device=weight.device)
+    name, batch_size = str(getattr(model, "main_input_name", "input_ids")), _EXAMPLE_SHAPE[0]
+    if name == "input_ids":
+        batch: dict[str, Any] = {name: ids, "use_cache": False}
+    elif name == "pixel_values":
+        sizes = getattr(config, "image_size", _IMAGE_SIZE)
+        height, width = sizes if isinstance(sizes, list | tuple) else (sizes, sizes)
+        channels = getattr(config, "num_channels", 3)
+        batch = {name: weight.new_zeros(batch_size, channels, height, width)}
+    elif name == "input_features":
+        frames = 2 * getattr(config, "max_source_positions", _FRAMES)  # Whisper halves them
+        batch = {name: weight.new_zeros(batch_size, getattr(config, "num_mel_bins", 80), frames)}
+    else:
+        batch = {name: weight.new_zeros(batch_size, _SAMPLES)}
+    if getattr(config, "is_encoder_decoder", False) and name != "pixel_values":
+        batch |= {"decoder_input_ids": ids, "use_cache": False}
+    return batch
+
+
+def _gathered_dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype | None]]:
+    """Yield, for each module, the dtype that FSDP2 gives its own parameters; ``None``: the one they have."""
+    nearest: dict[str, torch.dtype | None] = {}
+    for name, module in model.named_modules():
+        dtype = nearest.get(name.rpartition(".")[0]) if name else None
+        if hasattr(module, "_get_fsdp_state"):
+            dtype = getattr(getattr(module._get_fsdp_state(), "_mp_policy", None), "param_dtype", None)
+        nearest[name] = dtype
+        yield name, dtype
+
+
+def _fake(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    place = _place(tensor, device)
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=place)
+    return fake.requires_grad_(tensor.requires_grad)
+
+
+def _place(tensor: torch.Tensor, device: torch.device) -> torch.device:
+    return device if tensor.device.type == "meta" else tensor.device
 
 
 def _is_its_data(tensor: object) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) or is_traceable_wrapper_subclass(tensor)
 
 
+def no_backward(_nothing: None) -> torch.Tensor:
+    """Stands for what autograd has not kept."""
+    raise RuntimeError("a backward inside the recorded forward: nothing was saved for it")
+
+
 def _forget(_tensor: torch.Tensor) -> None:
     """Autograd keeps nothing: no backward follows."""
-
-
-def _refuse(_nothing: None) -> torch.Tensor:
-    raise RuntimeError("a backward inside the recorded forward: nothing was saved for it")

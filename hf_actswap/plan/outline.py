@@ -8,21 +8,26 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from ..errors import PlanError, Problem, short_traceback
 from .actions import OUTPUT as OUTPUT
 from .actions import MemoryPlan, Scope
 from .compiled import is_compiled, named_op_modules, runs_cuda_graphs, uncompiled
+from .dry_run import dry_call, example_batch, expert_stand_ins, fake_weights
+from .forward_recorder import ForwardRecorder
 from .fsdp2 import FSDP2_METHOD
 from .gradient_checkpointing import can_be_checkpointed, is_checkpointed
 from .mindformers_names import ATTENTION_CORE, ATTENTION_MODULES
 from .op_facts import is_communication
-from .record import LAYER_INPUT, Call, LayerRecord, OpKey, StaleRead, record_forward
+from .record import LAYER_INPUT, Call, LayerRecord, OpKey, StaleRead
 
 logger = logging.getLogger(__name__)
 
 OpKind = Literal["module", "activation", "function"]
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -151,6 +156,18 @@ class Outline:
         return (*self.layers, *(replace(layer, index=layer.module_path) for layer in others))
 
     @property
+    def scopes(self) -> Mapping[Scope, str]:
+        """Where the scopes of a plan's rows are: module paths of embedding, final norm, head and layers."""
+        beside = {"embedding": self.embedding, "final_norm": self.final_norm, "head": self.head}
+        layers = {layer.index: layer.module_path for layer in self.all_layers}
+        return {scope: path for scope, path in (beside | layers).items() if path is not None}
+
+    @property
+    def attention(self) -> Mapping[Scope, frozenset[str]]:
+        """By layer of any stack, the paths of its attention modules."""
+        return {layer.index: layer.attention_paths for layer in self.all_layers}
+
+    @property
     def modules(self) -> Mapping[Scope, frozenset[str]]:
         """By layer of any stack, the paths of its modules."""
         return {layer.index: layer.module_paths for layer in self.all_layers}
@@ -263,25 +280,46 @@ def _recorded(
 
     The whole model is called; where its ids do not get to a stack (a vision tower), the model around that.
     """
-    records, failure = _record(root, [layer for layers in stacks.values() for layer in layers])
+    records, failure = _record(root, root, stacks)
     remaining = iter(records)
     for path, layers in stacks.items():
         own, why_not = [next(remaining) for _ in layers], failure
         inner = next((module for module in _around(root, path) if hasattr(module, "main_input_name")), None)
         if inner is not None and not any(record.calls for record in own):
-            again, why_again = _record(inner, layers)
+            again, why_again = _record(inner, root, {path: layers})
             own, why_not = (own, failure or why_again) if why_again else (again, "")
         yield path, own, why_not
 
 
-def _record(model: nn.Module, layers: Sequence[nn.Module]) -> tuple[list[LayerRecord], str]:
-    """Return what ``model`` shows of ``layers`` on fake tensors, and why it does not run on them."""
+def _record(
+    model: nn.Module, root: nn.Module, stacks: Mapping[str, Sequence[nn.Module]]
+) -> tuple[list[LayerRecord], str]:
+    """Return what a call of ``model`` with a small example shows of layers, and why it does not run.
+
+    The structure is asked for before there is a batch, and holds for every batch. What is saved depends on
+    the real one, so that it needs a run of its own, by the same recorder (`engine.foreseen.record_saved`).
+
+    Args:
+        model: is called; ``root``, or a module in it.
+        root: in which the paths of the stacks are.
+        stacks: the layers by path of their list.
+    """
+    attention: dict[Scope, frozenset[str]] = {
+        f"{path}.{index}": _attention_paths(layer)
+        for path, layers in stacks.items()
+        for index, layer in enumerate(layers)
+    }
+    recorder = ForwardRecorder({path: str(path) for path in attention}, attention, None)
+    layers = [layer for own in stacks.values() for layer in own]
     try:
-        return record_forward(model, layers, [_attention_paths(layer) for layer in layers]), ""
+        with dry_call(model, {}), expert_stand_ins(layers, recorder.ran_unseen):
+            state = fake_weights(model, _CPU)  # on meta, attention would be another one, with other ops
+            recorder.run_on_fakes(model, root, state, (), example_batch(model, state.values()))
     except Exception as error:  # the model's own code runs: it may raise anything
         logger.debug("no recording on fake tensors", exc_info=True)
         why_not = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         return [LayerRecord() for _ in layers], why_not
+    return list(recorder.layers.values()), ""
 
 
 def _around(root: nn.Module, path: str) -> Iterator[nn.Module]:

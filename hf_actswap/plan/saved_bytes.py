@@ -20,55 +20,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-from ..config.json_documents import Bytes, Count
 from .actions import MemoryPlan, PlanRow, Scope
 from .actions import OpCall as OpCall
 from .recomputed_modules import RUN_AGAIN, RecomputedModules
+from .record import SavedStorage as SavedStorage
+from .record import Use as Use
+from .record import UseKind as UseKind
 
 _ALIGNMENT_BYTES = 64
 """Where a view that moves alone may begin."""
-
-UseKind = Literal["saved", "module", "function", "returned"]
-
-
-@dataclass(frozen=True, slots=True)
-class Use:
-    """Autograd saves a view of a storage, or a call receives or returns one.
-
-    Args:
-        kind: ``saved`` by autograd; received by the call of a ``module`` or ``function``; ``returned`` by a
-            module's.
-        at: in which call. Of ``saved`` only the scope is meant.
-        producer: whose the storage is at this time.
-        start_bytes, stop_bytes: what the view can reach of the storage.
-        size_bytes: of the view's elements.
-        version: of the tensor.
-        order: number of the use in the forward, whatever the storage.
-    """
-
-    kind: UseKind
-    at: OpCall
-    producer: OpCall
-    start_bytes: Bytes
-    stop_bytes: Bytes
-    size_bytes: Bytes
-    version: int
-    order: Count = 0
-
-    @property
-    def range_bytes(self) -> tuple[int, int]:
-        """First byte, and byte after the last, that the view can reach."""
-        return self.start_bytes, self.stop_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SavedStorage:
-    """One storage and its uses in order."""
-
-    size_bytes: Bytes
-    uses: tuple[Use, ...]
 
 
 @dataclass(frozen=True)

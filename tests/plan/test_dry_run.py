@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_actswap import outline
+from hf_actswap import apply, outline
+from tests.plan.test_stacks import gemma3
 
 MakeModel = Callable[..., Any]
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -172,3 +173,52 @@ def test_no_address_is_handed_out_and_the_setting_is_back(tiny_model: MakeModel)
     assert addresses == []
     assert "data pointer" in shape.why_not
     assert torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access is setting
+
+
+FORWARDS = {
+    "keep": ({"recompute_config": {}}, 1),
+    "swap": ({"swap_config": {"swap": True}, "memory": {"min_tensor_mib": 1e-6}}, 2),
+    "recompute": ({"recompute_config": {"select_recompute": {"mlp.mul": True}}}, 2),
+    "both": (
+        {"swap_config": {"swap": True}, "recompute_config": {"select_recompute": {"mlp.mul": True}}},
+        2,
+    ),
+}
+"""A plan, and how often a model runs on fake tensors for it: for the outline, and for the first batch."""
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_how_often_a_model_runs_on_fake_tensors(
+    name: str, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, shapes = tiny_model("llama"), []
+    forward = type(model).forward
+
+    def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(kwargs["input_ids"], FakeTensor):
+            shapes.append(tuple(kwargs["input_ids"].shape))
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model), "forward", counted)
+    document, expected = FORWARDS[name]
+    ids = torch.full((3, 12), 5)
+    with apply(model, document):
+        assert shapes == [(2, 8)]
+        for _ in range(2):
+            model(input_ids=ids, labels=ids).loss.backward()
+    assert shapes == [(2, 8), (3, 12)][:expected]
+
+
+def test_a_stack_that_the_example_does_not_reach_has_a_run_of_its_own() -> None:
+    """And no run fails for want of another: a vision tower is called alone."""
+    runs: list[str] = []
+    model = gemma3()
+    for path in ("", "model.vision_tower"):
+        module: Any = model.get_submodule(path)
+        module.forward = _counting(runs, path, module.forward)
+    assert all(layer.calls for layer in outline(model).all_layers)
+    assert runs == ["", "model.vision_tower"]
+
+
+def _counting(runs: list[str], path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: (runs.append(path), forward(*args, **kwargs))[1]

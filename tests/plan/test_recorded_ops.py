@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, outline, resolve_plan
-from hf_actswap.engine.foreseen import record_saved
 from hf_actswap.plan import Outline, PlanRow
 from hf_actswap.plan.opnames import OpStack
 
@@ -17,7 +16,9 @@ MakeModel = Callable[..., nn.Module]
 Gradients = Callable[[nn.Module], dict[str, torch.Tensor]]
 
 
-def functions_met(model: nn.Module, shape: Outline, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def functions_met(
+    model: nn.Module, shape: Outline, monkeypatch: pytest.MonkeyPatch, sequences: int = 2
+) -> list[str]:
     """Op paths in the order in which the engine meets them in a real forward."""
     met: list[str] = []
     count = OpStack.count
@@ -30,20 +31,23 @@ def functions_met(model: nn.Module, shape: Outline, monkeypatch: pytest.MonkeyPa
     rows = tuple(PlanRow(layer.index, "mlp", "keep") for layer in shape.layers)
     with apply(model, MemoryPlan(rows, num_layers=len(shape.layers))), monkeypatch.context() as patch:
         patch.setattr(OpStack, "count", counted)
-        model(input_ids=torch.full((2, 12), 5))
+        model(input_ids=torch.full((sequences, 12), 5))
     return met
 
 
+@pytest.mark.parametrize(("sequences", "eager"), [(2, False), (1, True), (1, False)])
 @pytest.mark.parametrize(
     "family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "gpt_neox", "phi3"]
 )
 def test_dense_families_run_what_was_recorded(
-    family: str, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+    family: str, sequences: int, eager: bool, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(family)
+    if eager:
+        model.set_attn_implementation("eager")
     shape = outline(model)
     recorded = [call.key[0] for layer in shape.layers for call in layer.calls]
-    assert functions_met(model, shape, monkeypatch) == recorded
+    assert functions_met(model, shape, monkeypatch, sequences) == recorded
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
@@ -227,23 +231,3 @@ def test_no_decoder() -> None:
         "model: expected a transformers model: a list of layers that hold attention, or can be checkpointed, "
         "found Sequential. Pass the model itself."
     ]
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3_text", "phi3"])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_the_record_of_what_is_saved_names_the_same_calls(
-    family: str, rows: int, attention: str, device: str, tiny_model: MakeModel
-) -> None:
-    """Attention on ``meta`` would copy its output once more: both take such tensors to be on the CPU."""
-    model = tiny_model(family)
-    model.set_attn_implementation(attention)
-    model.to(device)
-    shape = outline(model)
-    ids = torch.zeros(rows, 12, dtype=torch.long, device=device)
-    saved = record_saved(model, shape, (), {"input_ids": ids, "labels": ids, "use_cache": False})
-    uses = [use for storage in saved.storages for use in storage.uses if use.kind == "returned"]
-    for layer in shape.layers:
-        named = {use.at[1:] for use in uses if use.at[0] == layer.index and use.at[2] is not None}
-        assert named == {call.key for call in layer.calls}

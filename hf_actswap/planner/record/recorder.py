@@ -28,10 +28,10 @@ from ...engine.link import Link
 from ...engine.parameters import inner_tensors
 from ...engine.tickets import Ticket, keep, restore
 from ...plan.compiled import is_compiled
+from ...plan.forward_recorder import ForwardRecorder
 from ...plan.op_facts import computes, is_collective, op_draws
 from ...plan.outline import Outline, unwrapped
 from ...plan.saved_bytes import OpCall, SavedBytes
-from ...plan.use_recorder import UseRecorder
 from ..meter import Meter, runs_its_own_dispatch
 from ..profile import Profile
 from .clock import Clock
@@ -80,8 +80,8 @@ class StepRecorder:
         opaque = compiles and any(is_compiled(module) for module in model.modules())
         if device is None:
             device = next((item.device for item in self._root.parameters()), torch.device("cpu"))
-        self._uses = UseRecorder(
-            self._outline, device, self._pack, self._unpack, self._enters, compiles, inner_tensors
+        self._uses = ForwardRecorder(
+            self._outline.scopes, self._outline.attention, device, self._enters, compiles, inner_tensors
         )
         self._log = SpanLog(
             meter,
@@ -147,7 +147,7 @@ class StepRecorder:
         self._log.end()
         if self._meter is not None:
             self._reserved_bytes = max(0, self._meter.reserved_peak_bytes() - self._log.peak_bytes)
-        self._saved = self._uses.saved()
+        self._saved = SavedBytes(self._uses.used(), self._outline.modules)
         self._uses.forget()
 
     def __enter__(self) -> Self:
@@ -237,7 +237,7 @@ class StepRecorder:
             self._inside.enter_context(self._uses.compiled_whole((args, kwargs)))
         else:
             self._inside.enter_context(self._uses.installed(self._root, around))
-        self._saving = self._uses.saving()
+        self._saving = self._uses.saving(self._pack, self._unpack)
         self._saving.__enter__()
         if not self._whole:
             self._uses.__enter__()

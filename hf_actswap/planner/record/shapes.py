@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ...plan.fake_batch import dry_call, fake_batch, fake_weights
+from ...plan.dry_run import dry_call, fake_batch, fake_weights
 from ...plan.outline import Outline
 from ..meter import CountingMeter
 from ..profile import Profile

@@ -30,12 +30,14 @@ from hf_actswap.config import (  # noqa: E402 - the package need not be installe
     SwapConfig,
     load_config,
 )
-from hf_actswap.config.keys import (  # noqa: E402
+from hf_actswap.config.keys import (  # noqa: E402  # noqa: E402
     FOREIGN_PARALLEL_KEYS,
     FOREIGN_SECTIONS,
+    MODE_FLAGS,
     PARALLEL_SPELLINGS,
+    TRANSLATED,
+    UNUSED,
 )
-from hf_actswap.config.mindspeed_keys import MODE_FLAGS, TRANSLATED, UNUSED  # noqa: E402
 from hf_actswap.errors import ConfigError  # noqa: E402
 
 SECTIONS: Mapping[str, type] = {

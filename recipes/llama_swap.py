@@ -42,7 +42,7 @@ from transformers import (
 from hf_actswap import ActSwapTrainer
 from hf_actswap.errors import ActSwapError
 from hf_actswap.integrations.parallel_checkpoint import checkpoint_fact
-from hf_actswap.parallel.lost_ranks import LostRankError
+from hf_actswap.parallel.collectives import LostRankError
 from hf_actswap.parallel.rank_agreement import failing_together, shared_store
 
 logger = logging.getLogger("llama_swap")

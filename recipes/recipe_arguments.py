@@ -30,8 +30,7 @@ from recipe_options import (
 from transformers import HfArgumentParser
 
 from hf_actswap import ActSwapTrainingArguments, ConfigError
-from hf_actswap.config.keys import FOREIGN_SECTIONS, OUR_SECTIONS, unknown_key_hint
-from hf_actswap.config.mindspeed_keys import MODE_FLAGS
+from hf_actswap.config.keys import FOREIGN_SECTIONS, MODE_FLAGS, OUR_SECTIONS, unknown_key_hint
 from hf_actswap.config.yaml_text import parse_yaml
 from hf_actswap.errors import Problem
 from hf_actswap.parallel.rank_agreement import failing_together

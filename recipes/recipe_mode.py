@@ -7,7 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 from hf_actswap import ConfigError, load_config
-from hf_actswap.config.mindspeed_keys import MODE_FLAGS
+from hf_actswap.config.keys import MODE_FLAGS
 from hf_actswap.errors import Problem
 
 

@@ -16,13 +16,12 @@ from ..plan.actions import folded
 from ..plan.resolve import RequestedPolicy, requested_policies
 from ..planner.profile import Prediction, Profile
 from . import options
-from .model_source import ModelError
 from .output import answer, heading, listed, problems_document, shown_problems
+from .plan_answer import fate_table, step_table
 from .plan_request import ModelRequest
-from .plan_tables import fate_table, step_table
 from .planned import PLANNED, poor_deal, search, usual_steps
 from .step import StepShape, device_name, prediction_document, profile_of
-from .subject import Subject, subject, with_tp
+from .subject import ModelError, Subject, subject, with_tp
 
 
 @dataclass

@@ -21,8 +21,7 @@ from ..engine.link import Link, measure_link
 from ..engine.numa import SYS, node_of, usable_cpus
 from ..version import __version__
 from . import options
-from .numbers_text import link_text, size_text
-from .output import answer
+from .output import answer, link_text, size_text
 
 _PACKAGES = ("transformers", "accelerate", "datasets", "huggingface_hub", "scipy", "peft", "trl")
 _DRIVER = Path("/proc/driver/nvidia/version")

@@ -18,10 +18,9 @@ from ..plan.mindformers_names import DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTE
 from ..plan.outline import OUTPUT, is_below
 from ..plan.resolve import RequestedPolicy, requested_policies
 from . import options
-from .numbers_text import size_text
-from .output import answer, heading, listed
+from .output import answer, heading, listed, size_text
+from .plan_answer import windows_text
 from .plan_request import ModelRequest
-from .plan_tables import windows_text
 from .step import StepShape, profile_of, saved_by_op
 from .subject import Subject, subject, with_tp
 

@@ -15,8 +15,7 @@ from ..planner.budget import BudgetError, budget_bytes, impossible, limits_of
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
 from ..planner.search.find_plan import find_plan, least_peak
-from .numbers_text import size_text, step_ms_text
-from .output import busy
+from .output import busy, size_text, step_ms_text
 from .step import StepShape, profile_of, recompute_everything
 from .subject import Subject
 

@@ -24,17 +24,13 @@ from ..planner.meter import device_name as name_of
 from ..planner.profile import Prediction, Profile
 from ..report import PlannerBar
 from . import options
-from .model_source import ModelError, parameters_of, random_model
-from .numbers_text import link_text, op_ms_text, size_text, step_ms_text
-from .optimizers import state_bytes
 from .options import DtypeName
-from .output import answer, busy, heading
-from .plan_request import ModelRequest
+from .output import answer, busy, heading, link_text, op_ms_text, size_text, step_ms_text
+from .plan_request import ModelRequest, state_bytes
 from .profile_file import write_profile
-from .recorded_steps import TIMED_STEPS, RecordedSteps
-from .repeated_layers import for_all_layers
+from .recorded_steps import TIMED_STEPS, RecordedSteps, for_all_layers
 from .step import DEFAULT_DEVICE, StepShape, device_name, kind_here, not_run, prediction_document, profile_of
-from .subject import Subject, subject
+from .subject import ModelError, Subject, parameters_of, random_model, subject
 
 THIS = "this"
 _FEWER = "Ask for fewer --layers: their times are taken for the others too. Or for less --seq or --batch."

@@ -12,8 +12,8 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
+from ..report.drawing import ms_text, size_text
 from ..report.run_facts import Compared
-from ..report.scales import ms_text, size_text
 from ..report.write_report import WrittenReport, write_report
 from . import options
 from .output import answer

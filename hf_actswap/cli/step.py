@@ -19,11 +19,9 @@ from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import device_rates
 from ..planner.record.resting import Resting, with_resting
 from ..planner.record.shapes import profile_from_shapes
-from .model_source import DTYPES, ModelError
-from .optimizers import state_bytes
 from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName
-from .plan_request import Sharding
-from .subject import Subject
+from .plan_request import Sharding, state_bytes
+from .subject import DTYPES, ModelError, Subject
 
 DEFAULT_DEVICE = "H200"
 

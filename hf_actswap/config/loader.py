@@ -14,9 +14,8 @@ from ..errors import ConfigError, Problem, short_traceback
 from . import published
 from .hub import CONFIG_FILE_NAME, HubFile, HubOptions, PushOptions, fetch, split_hub_id
 from .json_documents import read_text
-from .keys import FOREIGN_SECTIONS, OUR_SECTIONS, STACK_SECTIONS, meaningless
+from .keys import FOREIGN_SECTIONS, MODE_FLAGS, OUR_SECTIONS, STACK_SECTIONS, meaningless
 from .memory_section import check_fates, read_memory
-from .mindspeed_keys import MODE_FLAGS
 from .parallel_section import (
     MODEL_CONFIG,
     PIPELINE_INTERLEAVE,

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .keys import MEMORY_KEYS
-from .mindspeed_keys import (
+from .keys import (
+    MEMORY_KEYS,
     MODE_FLAGS,
     OUTPUT_ROOT_PATH,
     REDUCTION_MEMORY_BYTES,

@@ -27,14 +27,12 @@ from ..planner import Planner
 from ..report import PinningBar, plan_table
 from ..report.saving import Saving
 from .fused_head import take_fused_head
-from .launcher_traps import refuse_lonely_processes, started_together
-from .logs import console_logging, worker_log
 from .parallel_checkpoint import checkpoint_fact
 from .parallel_limits import refusal
 from .parallel_training import ParallelTraining
 from .run_record import RunRecord
-from .shared_config import facts_of
-from .trainer_setup import begin_for_trainer
+from .shared_config import console_logging, facts_of, worker_log
+from .trainer_setup import begin_for_trainer, refuse_lonely_processes, started_together
 
 logger = logging.getLogger(__name__)
 

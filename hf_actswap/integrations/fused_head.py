@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput
 from ..errors import Problem
 from ..parallel.cross_entropy import parallel_cross_entropy
 from ..parallel.patch_model import Patched
-from ..parallel.sequence_padding import IGNORED
+from ..parallel.sequence_region import IGNORED
 from .parallel_limits import ParallelTrainingError
 
 _FLAG = "fused_lm_head"

@@ -17,11 +17,11 @@ from ..parallel import tensor_parallel_group
 from ..parallel.rank_agreement import failing_together
 from ..plan import ConfigOrPlan, load_config_or_plan
 from ..planner import Planner
-from .launcher_traps import refuse_lonely_processes
 from .optimizer_parameters import full_optimizer_state, own_optimizer_state
 from .parallel_limits import ParallelTrainingError
 from .parallel_training import ParallelTraining, begin_parallel_training
 from .shared_config import facts_of
+from .trainer_setup import refuse_lonely_processes
 
 
 @dataclass

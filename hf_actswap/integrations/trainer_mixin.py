@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..errors import short_traceback
-from ..parallel.lost_ranks import lost_rank_error
+from ..parallel.collectives import lost_rank_error
 from ..parallel.mesh import ParallelMesh
 from .callback import ActSwapCallback
 from .fused_head import take_fused_head

@@ -19,7 +19,7 @@ from .gradients import (
 )
 from .group import Replicas, enclosing_group, tensor_parallel_group
 from .layer_norm import LayerNorm
-from .layers import ColumnParallelLinear, RowParallelLinear
+from .layers import ColumnParallelLinear, RowParallelLinear, SharedInput
 from .mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -36,7 +36,6 @@ from .patch_model import Patched, PatchError, patch_model
 from .random_streams import model_parallel_seed, rank_stream
 from .rank_agreement import RankAgreementError, check_agreement
 from .rms_norm import RMSNorm
-from .shared_input import SharedInput
 from .weights import Partition
 
 __all__ = [

@@ -19,11 +19,11 @@ from .collectives import own_part
 from .column_input import column_input
 from .communication import SUMS, Tokens, all_gather, sum_of_shares
 from .families import HEAD_ARGUMENTS, SOURCE_ARGUMENTS
+from .layers import SharedInput
 from .mappings import copied
 from .random_streams import rank_stream
 from .routed_experts import ParallelExperts
 from .sequence_region import SEQUENCE_DIM, SequenceRegion, argument_names
-from .shared_input import SharedInput
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 """What is done to an argument, or to a result."""

@@ -30,8 +30,14 @@ from .adapters import (
 from .block_hooks import BlockInputHook, GatherHook, HeadArgumentsHook, ReduceHook, SharesCheck, WideNormHooks
 from .families import COUNTS, Block, Columns
 from .gradients import TAG
-from .layers import ColumnParallelLinear, GatheredColumns, RowParallelLinear, SplitRow
-from .parallel_linear import ParallelLinear, sizes_of
+from .layers import (
+    ColumnParallelLinear,
+    GatheredColumns,
+    ParallelLinear,
+    RowParallelLinear,
+    SplitRow,
+    sizes_of,
+)
 from .parameter_tags import ParameterTags
 from .sequence_region import SEQUENCE_DIM, LengthCheck, SequenceRegion
 from .sharded_module import divide_parameter, partitions_in

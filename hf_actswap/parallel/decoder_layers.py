@@ -19,8 +19,8 @@ from .block_hooks import GatherHook, RankStreamHooks, WholeBlockHooks
 from .decoder_block import Division, divide_block, problems_of_block
 from .families import EXPERTS, FAMILIES, Block, Family
 from .gradients import TAG
-from .mixture_of_experts import divide_experts, experts_of, problems_of_experts
 from .parameter_tags import ParameterTags
+from .routed_experts import divide_experts, experts_of, problems_of_experts
 from .sequence_region import PartsHook, ScatterHook, SequenceRegion, WholeAgainHook
 from .tensor_plan import blocks_of, closed_paths, is_linear, plan_of
 

@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from .collectives import reduce_in_place
-from .gradient_watch import gradient_of
-from .gradients import local, refuse_unsummed
+from .gradients import gradient_of, local, refuse_unsummed
 from .group import group_or_enclosing
 
 _CLIP_EPSILON = 1e-6

@@ -36,8 +36,7 @@ from ..errors import ActSwapError, Problem
 from .data_sharding import refuse_tensor_axis, shard_over_data, trained_parameters
 from .decoder_layers import Decoder, divide_layers, problems_of_decoder
 from .full_state import Progress, gather_full_state, own_state, partitions_of
-from .gradient_watch import GradientWatch, watch_of
-from .gradients import TAG, UnsummedGradientError, tagged_parameters
+from .gradients import TAG, GradientWatch, UnsummedGradientError, tagged_parameters, watch_of
 from .group import group_or_enclosing
 from .parameter_tags import ParameterTags
 from .rank_agreement import check_agreement, parameters_fact

@@ -26,8 +26,8 @@ from .families import (
     Columns,
     Family,
 )
-from .mixture_of_experts import is_understood
-from .parallel_linear import ParallelLinear, sizes_of
+from .layers import ParallelLinear, sizes_of
+from .routed_experts import is_understood
 
 Styles = dict[str, str | Columns]
 

@@ -34,8 +34,7 @@ from .cross_entropy import parallel_causal_lm_loss
 from .embedding import ParallelEmbedding
 from .layers import ColumnParallelLinear
 from .mappings import gather_from_tensor_model_parallel_region
-from .sequence_padding import without_padding
-from .sequence_region import SEQUENCE_DIM, SequenceForward, SequenceRegion, cut_masked_rows
+from .sequence_region import SEQUENCE_DIM, SequenceForward, SequenceRegion, cut_masked_rows, without_padding
 
 _CAUSAL_LM_LOSS = "ForCausalLMLoss"
 """Name of transformers' loss that ours stands for."""

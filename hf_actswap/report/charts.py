@@ -19,11 +19,26 @@ from ..plan import MemoryPlan
 from ..plan.actions import SCOPES, Scope, layer_order
 from ..planner.cost.simulate import fates_of
 from ..planner.profile import Prediction, Profile
-from .axes import LEGEND_ROW, add_legend, add_parts, add_time_axis, legend_rows
-from .drawing import Area, Box, Drawing, Label, Stroke, text_width
+from .drawing import (
+    LEGEND_ROW,
+    Area,
+    Box,
+    Drawing,
+    Label,
+    Scale,
+    Stroke,
+    add_legend,
+    add_parts,
+    add_time_axis,
+    byte_unit,
+    legend_rows,
+    ms_text,
+    size_text,
+    text_width,
+    tick_text,
+)
 from .run_files import LoggedStep
 from .saving import Saving
-from .scales import Scale, byte_unit, ms_text, size_text, tick_text
 
 LAYERS = (
     ("base", "weights, optimizer, what was there before"),

@@ -1,14 +1,21 @@
 """Pictures as a few shapes: written as SVG for the page, painted by matplotlib for files (`write_report`).
 
 A shape says what it means, not how it looks: colours belong to `COLOURS`, in a light and a dark version.
+
+What charts over the time of a step share: the time axis, the legend, the band of layers.
+
+Numbers on axes and in words: round steps, one unit for a whole axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import Literal
+
+from ..engine.step_watch import ComputePart
 
 Anchor = Literal["start", "middle", "end"]
 Point = tuple[float, float]
@@ -168,3 +175,145 @@ def _points(points: Sequence[Point]) -> str:
 
 def _n(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+LEGEND_ROW = 20.0
+_SWATCH = 11.0
+_LEAST_LABEL = 4.0
+"""Px that must remain beside a number in a box."""
+
+
+def add_time_axis(drawing: Drawing, scale: Scale, top: float, bottom: float, label: str) -> None:
+    """Draw grid lines from ``top`` to ``bottom``, and the numbers below."""
+    room = abs(scale.end_px - scale.start_px)
+    for value in scale.ticks(max(4, int(room // 110))):
+        x = scale(value)
+        drawing.add(Stroke([(x, top), (x, bottom)], "grid"))
+        text = tick_text(value)
+        inside = min(x, drawing.width - text_width(text, 11) / 2)
+        drawing.add(Label(inside, bottom + 15, text, anchor="middle", size=11))
+    drawing.add(Label(scale.end_px, bottom + 30, label, anchor="end", size=11))
+
+
+def legend_rows(entries: Sequence[tuple[str, str]], width: float) -> int:
+    """Return how many rows a legend takes."""
+    return len(_placed(entries, width))
+
+
+def add_legend(
+    drawing: Drawing, entries: Sequence[tuple[str, str]], x: float, y: float, width: float
+) -> None:
+    """Draw (meaning, text) side by side, in as many rows as it takes."""
+    for row, line in enumerate(_placed(entries, width)):
+        at = x
+        for means, text in line:
+            top = y + row * LEGEND_ROW
+            drawing.add(Box(at, top, _SWATCH, _SWATCH, means))
+            drawing.add(Label(at + _SWATCH + 5, top + 10, text))
+            at += _entry_width(text)
+
+
+def add_parts(drawing: Drawing, parts: Iterable[ComputePart], scale: Scale, y: float, height: float) -> None:
+    """Draw what compute does as boxes: phases by colour, layers by number."""
+    for part in parts:
+        left, right = scale(part.start_ms), scale(part.end_ms)
+        where = "outside the layers" if part.layer is None else f"layer {part.layer}"
+        title = f"{part.phase}, {where}: {ms_text(part.end_ms - part.start_ms)}"
+        if part.phase == "outside":
+            title = f"optimizer and the rest: {ms_text(part.end_ms - part.start_ms)}"
+        gap = 0.5 if right - left > 3 else 0.0
+        width = max(right - left - gap, 0.3)
+        drawing.add(Box(left, y, width, height, part.phase, title, 1.0 if part.layer is not None else 0.55))
+        if part.layer is None:
+            continue
+        number = str(part.layer)
+        if text_width(number, 10) + _LEAST_LABEL <= width:
+            drawing.add(Label((left + right) / 2, y + height / 2 + 3.5, number, "ink", "middle", 10))
+
+
+def _entry_width(text: str) -> float:
+    return _SWATCH + 5 + text_width(text) + 18
+
+
+def _placed(entries: Sequence[tuple[str, str]], width: float) -> list[list[tuple[str, str]]]:
+    rows: list[list[tuple[str, str]]] = [[]]
+    used = 0.0
+    for entry in entries:
+        wanted = _entry_width(entry[1])
+        if rows[-1] and used + wanted - 18 > width:
+            rows.append([])
+            used = 0.0
+        rows[-1].append(entry)
+        used += wanted
+    return rows
+
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Values onto px.
+
+    Args:
+        most: the largest value.
+        start_px, end_px: where ``least`` and ``most`` lie.
+        least: the smallest value.
+    """
+
+    most: float
+    start_px: float
+    end_px: float
+    least: float = 0.0
+
+    def __call__(self, value: float) -> float:
+        """Return where a value lies."""
+        span = self.most - self.least
+        share = (value - self.least) / span if span else 0.0
+        return self.start_px + share * (self.end_px - self.start_px)
+
+    def ticks(self, count: int) -> list[float]:
+        """Return about ``count`` round values from ``least`` to ``most``."""
+        step = round_step((self.most - self.least) / max(count, 1))
+        first = math.ceil(self.least / step - 1e-9)
+        return [step * number for number in range(first, int(self.most / step + 1e-9) + 1)]
+
+
+def round_step(least: float) -> float:
+    """Return the least of 1, 2, 5 times a power of ten that is not below ``least``."""
+    if least <= 0:
+        return 1.0
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+
+
+def byte_unit(most_bytes: float) -> tuple[str, float]:
+    """Return the unit for values up to ``most_bytes``, and its bytes."""
+    number = 0
+    while number + 1 < len(_UNITS) and most_bytes >= 1024 ** (number + 1):
+        number += 1
+    return _UNITS[number], 1024.0**number
+
+
+def size_text(size_bytes: float) -> str:
+    """Return bytes in the largest unit of which there is at least one."""
+    unit, unit_bytes = byte_unit(abs(size_bytes))
+    value = size_bytes / unit_bytes
+    return f"{value:.0f} B" if unit == "B" else f"{_rounded(value)} {unit}"
+
+
+def ms_text(milliseconds: float) -> str:
+    """Return a time."""
+    if abs(milliseconds) >= 10_000:
+        return f"{milliseconds / 1e3:,.1f} s"
+    return f"{_rounded(milliseconds)} ms" if milliseconds else "0 ms"
+
+
+def tick_text(value: float) -> str:
+    """Return a round value for an axis."""
+    return f"{value:,.0f}" if value == int(value) else f"{value:g}"
+
+
+def _rounded(value: float) -> str:
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:,.{digits}f}"

@@ -8,10 +8,9 @@ from html import escape
 
 from ..plan import MemoryPlan
 from ..plan.actions import COMPILE_BUDGET, SCOPES, PlanRow, Scope, folded
-from .drawing import Drawing, colour_rules
+from .drawing import Drawing, colour_rules, ms_text, size_text
 from .run_facts import Compared, RunFacts
 from .run_files import RecordedRun, RunAbout
-from .scales import ms_text, size_text
 
 WIDE_PX, NARROW_PX = 1000.0, 344.0
 """Widths in which each picture is drawn; the window decides which one is shown."""

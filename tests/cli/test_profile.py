@@ -14,11 +14,16 @@ from typer.testing import CliRunner
 
 from hf_actswap.cli import profile as profile_command
 from hf_actswap.cli.app import app
-from hf_actswap.cli.model_source import ModelError, random_model
 from hf_actswap.cli.profile_file import ProfileFile, read_profile
-from hf_actswap.cli.recorded_steps import TIMED_STEPS, WARM_UP_STEPS, RecordedSteps, median_times
-from hf_actswap.cli.repeated_layers import for_all_layers
+from hf_actswap.cli.recorded_steps import (
+    TIMED_STEPS,
+    WARM_UP_STEPS,
+    RecordedSteps,
+    for_all_layers,
+    median_times,
+)
 from hf_actswap.cli.step import StepShape
+from hf_actswap.cli.subject import ModelError, random_model
 from hf_actswap.plan import outline
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.profile_document import profile_to_json

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_actswap.config import MemoryConfig, load_config
-from hf_actswap.config.keys import MEMORY_KEYS
-from hf_actswap.config.mindspeed_keys import MODE_FLAGS, SETTINGS, TRANSLATED, UNUSED
+from hf_actswap.config.keys import MEMORY_KEYS, MODE_FLAGS, SETTINGS, TRANSLATED, UNUSED
 from hf_actswap.errors import ConfigError
 
 GIB, MIB = 2**30, 2**20

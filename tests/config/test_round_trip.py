@@ -11,8 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_actswap.config import ActSwapConfig, MemoryConfig, SwapConfig, load_config
-from hf_actswap.config.keys import MEMORY_KEYS, OUR_SECTIONS, PARALLEL_KEYS, RECOMPUTE_KEYS, SWAP_KEYS
-from hf_actswap.config.mindspeed_keys import MODE_FLAGS, SETTINGS
+from hf_actswap.config.keys import (
+    MEMORY_KEYS,
+    MODE_FLAGS,
+    OUR_SECTIONS,
+    PARALLEL_KEYS,
+    RECOMPUTE_KEYS,
+    SETTINGS,
+    SWAP_KEYS,
+)
 from hf_actswap.config.op_path import op_path_fault
 from hf_actswap.errors import ConfigError
 

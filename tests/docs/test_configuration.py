@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from hf_actswap import load_config
-from hf_actswap.config.keys import PARALLEL_KEYS, PARALLEL_SPELLINGS
-from hf_actswap.config.mindspeed_keys import SETTINGS
+from hf_actswap.config.keys import PARALLEL_KEYS, PARALLEL_SPELLINGS, SETTINGS
 from tests.docs.pages import DOCS, blocks, script, text_of
 
 PAGE = DOCS / "configuration.md"

@@ -21,11 +21,11 @@ from hf_actswap.parallel import (
     tensor_parallel_group,
 )
 from hf_actswap.parallel.gradient_norm import clip_grad_norm, get_grad_norm
-from hf_actswap.parallel.gradient_watch import watch_of
 from hf_actswap.parallel.gradients import (
     TaggedGradients,
     allreduce_sequence_parallel_gradients,
     forget_sums,
+    watch_of,
 )
 from tests.parallel.collective_calls import Collective, wrapped
 from tests.parallel.rank_processes import run_cases

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actswap.parallel.gradient_watch import GradientState, GradientWatch, watch_of
+from hf_actswap.parallel.gradients import GradientState, GradientWatch, watch_of
 from tests.parallel.gradients_worker import (
     ALL,
     HIDDEN,

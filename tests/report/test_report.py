@@ -22,12 +22,22 @@ from hf_actswap.report.charts import (
     timeline_chart,
     with_loss,
 )
-from hf_actswap.report.drawing import COLOURS, Area, Box, Drawing, Label, Stroke, text_width
+from hf_actswap.report.drawing import (
+    COLOURS,
+    Area,
+    Box,
+    Drawing,
+    Label,
+    Scale,
+    Stroke,
+    ms_text,
+    size_text,
+    text_width,
+)
 from hf_actswap.report.page import NARROW_PX, WIDE_PX
 from hf_actswap.report.run_facts import run_facts
 from hf_actswap.report.run_files import ReportError, read_run
 from hf_actswap.report.saving import COUNTED, Saving
-from hf_actswap.report.scales import Scale, ms_text, size_text
 from hf_actswap.report.write_report import write_report
 from tests.engine.tiny_models import NUM_LAYERS, plan_of, swap_rows
 

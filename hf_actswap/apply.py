@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -140,6 +141,7 @@ def plan_while_training(
 
     def put(plan: MemoryPlan, keeper: Keeper | None) -> AppliedPlan:
         with nullcontext() if group is None else tensor_parallel_group(group):
+            plan = replace(plan, tiles=fixed.tiles)  # which the planner does not choose
             return apply_plan(model, plan, shape, transfer, progress, keeper, host)
 
     planner = start_planner(

@@ -99,7 +99,7 @@ class Engine:
             slices,
             keeper,
             host,
-            self._overridden,
+            self.overridden,
         )
         self._inside: set[nn.Module] = set()
         self._outside: tuple[nn.Module, ...] = ()
@@ -195,7 +195,8 @@ class Engine:
         for step in reversed(undo or []):
             step()
 
-    def _overridden(self, overrides: Sequence[Override]) -> None:
+    def overridden(self, overrides: Sequence[Override]) -> None:
+        """Add to the plan what has changed it."""
         self.plan = replace(self.plan, overrides=(*self.plan.overrides, *overrides))
 
     def _start_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,11 +10,12 @@ from torch import nn
 
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
-from ..plan.actions import SCOPES, MemoryPlan, PlanRow, Scope
+from ..plan.actions import SCOPES, MemoryPlan, Override, PlanRow, Scope, Tile
 from ..plan.compiled_rules import problems_of_compiled
 from ..plan.fsdp2 import FSDP2_METHOD, parameter_groups
 from ..plan.outline import OUTPUT, LayerOutline, Outline, unwrapped
 from .around import Hook
+from .chunked_logits import chunk_head, is_chunked
 from .hooks import Engine
 from .host_budget import HostMemory, Progress
 from .slices import ReplicaRanks
@@ -21,6 +23,8 @@ from .stats import SwapStats
 from .swapped_storages import Keeper
 from .transfer import Transfer
 from .watched_copies import CopyListener
+
+logger = logging.getLogger(__name__)
 
 
 class AppliedPlan:
@@ -164,9 +168,12 @@ def install(
     engine = Engine(model, plan, outline, transfer, progress, replicas, keeper, host)
 
     def attach() -> list[Callable[[], None]]:
-        if problems := _other_plan(root):
+        if problems := _other_plan(root, outline):
             raise PlanError(problems)
         undo = engine.attach()
+        if outline.head is not None:
+            head = root.get_submodule(outline.head)
+            undo += [chunk_head(head, tile, _WholeLogits(engine, tile)) for tile in plan.tiles]
         if plan.gather_weights_again:
             undo.append(gather_weights_again(model))
         return undo
@@ -174,21 +181,40 @@ def install(
     return AppliedPlan(engine, attach)
 
 
-def _other_plan(root: nn.Module) -> list[Problem]:
+class _WholeLogits:
+    """Says in log and plan why the logits are whole after all, once for each reason."""
+
+    def __init__(self, engine: Engine, tile: Tile) -> None:
+        self._engine, self._tile = engine, tile
+
+    def __call__(self, reason: str) -> None:
+        """See `chunked_logits.Say`."""
+        found = Override("tile_config.loss", (), "head", str(self._tile), "whole logits", reason)
+        if found not in self._engine.plan.overrides:
+            self._engine.overridden([found])
+            logger.warning("%s", found)
+
+
+def _other_plan(root: nn.Module, outline: Outline) -> list[Problem]:
     acts = (hook.act for hook in root._forward_pre_hooks.values() if isinstance(hook, Hook))
-    if any(isinstance(getattr(act, "__self__", None), Engine) for act in acts):
+    on_head = outline.head is not None and is_chunked(root.get_submodule(outline.head))
+    if on_head or any(isinstance(getattr(act, "__self__", None), Engine) for act in acts):
         return [Problem("model", "no plan on it yet", "one that is applied", "Call remove() on it first.")]
     return []
 
 
 def _check(root: nn.Module, plan: MemoryPlan, outline: Outline, replicas: ReplicaRanks | None) -> None:
-    problems = _other_plan(root)
+    problems = _other_plan(root, outline)
     if plan.num_layers != len(outline.layers):
         problems.append(
             Problem("plan.num_layers", f"{len(outline.layers)}, as in the model", str(plan.num_layers))
         )
     else:
         problems += problems_of_compiled(plan, outline)
+    for tile in plan.tiles:
+        if (tile.scope, tile.op_path) != ("head", "") or outline.head is None or outline.compiled:
+            where, hint = f"plan tile {tile.scope}.{tile.op_path}", "See tile_config in docs/reference.md."
+            problems.append(Problem(where, "the head of a model that is not compiled whole", str(tile), hint))
     layers = {layer.index: layer for layer in outline.all_layers}
     for row in plan.rows:
         where = f"plan row {row.scope}.{row.op_path}"

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import ActSwapConfig
-from ..config.schema import LayerSwapRule, OpSwapRule
+from ..config.schema import LayerSwapRule, OpSwapRule, TileTokens
 from ..errors import ConfigError, PlanError, Problem, short_traceback
-from .actions import MemoryPlan, Override, PlanRow, Scope
+from .actions import MemoryPlan, Override, PlanRow, Scope, Tile
 from .compiled_rules import by_layer, problems_of_compiled
 from .layer_tables import (
     layers_from_counts,
@@ -200,6 +200,7 @@ class _Resolution:
         painter.swap_inputs(lifted, swap.default_prefetch)
         if wishes.recompute_slice_activation and parallel.tensor_parallel_size > 1:
             communication.slice_inputs(full, parallel.sequence_parallel_enabled)
+        tiles, tile_overrides = self._tiles()
         problems = self._problems + painter.problems
         if problems:
             raise PlanError(problems, self._config.source)
@@ -223,10 +224,15 @@ class _Resolution:
             rows=rows,
             num_layers=len(self._outline.layers),
             family=self._outline.family,
-            overrides=(*painter.collected_overrides(), *wishes_without_effect(self._config, self._outline)),
+            overrides=(
+                *painter.collected_overrides(),
+                *wishes_without_effect(self._config, self._outline),
+                *tile_overrides,
+            ),
             min_tensor_bytes=_DEFAULT_MIN_TENSOR_BYTES if min_tensor is None else round(min_tensor * 2**20),
             host_memory_bytes=None if host_memory is None else round(host_memory * 2**30),
             bind_numa=self._config.memory.bind_numa,
+            tiles=tiles,
             lines=tuple(lines),
             warnings=tuple(warnings),
             unbuilt=unbuilt_wishes(self._config, self._outline),
@@ -234,6 +240,25 @@ class _Resolution:
             gather_weights_again=wishes.parallel_optimizer_comm_recompute and self._outline.sharded,
             keeps_gathered=self._keeps_gathered(selections["select_comm_recompute"]),
         )
+
+    def _tiles(self) -> tuple[tuple[Tile, ...], list[Override]]:
+        """Return what runs in tiles. What cannot is an error; an override where ``auto`` was asked."""
+        loss = self._config.tile_config.loss
+        if loss == "off":
+            return (), []
+        reason = ""
+        if self._outline.head is None:
+            reason = "a model with a head (get_output_embeddings)"
+        elif self._config.parallel_config.tensor_parallel_size > 1 or self._outline.communicates:
+            reason = "tensor_parallel_size 1: a divided head has the loss of the divided vocabulary"
+        elif self._outline.compiled:
+            reason = "a head outside of compiled code (compile the layers, not the model)"
+        if reason and loss != "auto":
+            self._problems.append(Problem("tile_config.loss", reason, _written_tile(loss)))
+        if reason:
+            return (), [Override("tile_config.loss", (), "head", "auto", "off", f"it needs {reason}")]
+        tokens = loss.tokens if isinstance(loss, TileTokens) else None
+        return (Tile("head", "", tokens, loss if isinstance(loss, int) else None),), []
 
     def _keeps_gathered(self, selected: dict[str, tuple[object, tuple[int, ...]]]) -> tuple[int, ...]:
         """Return the layers of the model that save what they gather: those that a written key leaves out.
@@ -365,6 +390,10 @@ class _Resolution:
                             f"recompute_config.{key}", pattern, "recompute", "keep", reason, layer
                         )
         return dropped
+
+
+def _written_tile(loss: Any) -> str:
+    return f"{{tokens: {loss.tokens}}}" if isinstance(loss, TileTokens) else str(loss)
 
 
 def wishes_without_effect(config: ActSwapConfig, outline: Outline) -> list[Override]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -164,16 +166,14 @@ def install(
         PlanError: the plan does not belong to this model, or a plan is on it already.
     """
     root = unwrapped(model)
-    _check(root, plan, outline, replicas)
+    tiles = plan.tiles if host is None else ()  # a planner has put them on, for all its plans
+    _check(root, replace(plan, tiles=tiles), outline, replicas)
     engine = Engine(model, plan, outline, transfer, progress, replicas, keeper, host)
 
     def attach() -> list[Callable[[], None]]:
-        if problems := _other_plan(root, outline):
+        if problems := _other_plan(root, outline, tiles):
             raise PlanError(problems)
-        undo = engine.attach()
-        if outline.head is not None:
-            head = root.get_submodule(outline.head)
-            undo += [chunk_head(head, tile, _WholeLogits(engine, tile)) for tile in plan.tiles]
+        undo = [*engine.attach(), *tile_head(root, tiles, outline, engine.overridden)]
         if plan.gather_weights_again:
             undo.append(gather_weights_again(model))
         return undo
@@ -181,30 +181,45 @@ def install(
     return AppliedPlan(engine, attach)
 
 
-class _WholeLogits:
-    """Says in log and plan why the logits are whole after all, once for each reason."""
+def tile_head(
+    root: nn.Module,
+    tiles: Iterable[Tile],
+    outline: Outline,
+    overridden: Callable[[list[Override]], None] | None = None,
+) -> list[Callable[[], None]]:
+    """Let the head run in tiles; return what restores it.
 
-    def __init__(self, engine: Engine, tile: Tile) -> None:
-        self._engine, self._tile = engine, tile
+    Args:
+        root: the model.
+        tiles: of a plan.
+        outline: of the model.
+        overridden: told, beside the log, why the logits are whole after all, once for each reason.
+    """
 
-    def __call__(self, reason: str) -> None:
-        """See `chunked_logits.Say`."""
-        found = Override("tile_config.loss", (), "head", str(self._tile), "whole logits", reason)
-        if found not in self._engine.plan.overrides:
-            self._engine.overridden([found])
+    def say(tile: Tile, said: set[str], reason: str) -> None:
+        if reason not in said:
+            said.add(reason)
+            found = Override("tile_config.loss", (), "head", str(tile), "whole logits", reason)
             logger.warning("%s", found)
+            if overridden is not None:
+                overridden([found])
+
+    if outline.head is None:
+        return []
+    head = root.get_submodule(outline.head)
+    return [chunk_head(head, tile, partial(say, tile, set())) for tile in tiles]
 
 
-def _other_plan(root: nn.Module, outline: Outline) -> list[Problem]:
+def _other_plan(root: nn.Module, outline: Outline, tiles: Iterable[Tile]) -> list[Problem]:
     acts = (hook.act for hook in root._forward_pre_hooks.values() if isinstance(hook, Hook))
-    on_head = outline.head is not None and is_chunked(root.get_submodule(outline.head))
+    on_head = tiles and outline.head is not None and is_chunked(root.get_submodule(outline.head))
     if on_head or any(isinstance(getattr(act, "__self__", None), Engine) for act in acts):
         return [Problem("model", "no plan on it yet", "one that is applied", "Call remove() on it first.")]
     return []
 
 
 def _check(root: nn.Module, plan: MemoryPlan, outline: Outline, replicas: ReplicaRanks | None) -> None:
-    problems = _other_plan(root, outline)
+    problems = _other_plan(root, outline, plan.tiles)
     if plan.num_layers != len(outline.layers):
         problems.append(
             Problem("plan.num_layers", f"{len(outline.layers)}, as in the model", str(plan.num_layers))

@@ -28,6 +28,7 @@ from hf_actswap.config import (  # noqa: E402 - the package need not be installe
     ParallelConfig,
     RecomputeConfig,
     SwapConfig,
+    TileConfig,
     load_config,
 )
 from hf_actswap.config.keys import (  # noqa: E402  # noqa: E402
@@ -46,6 +47,7 @@ SECTIONS: Mapping[str, type] = {
     "op_swap": OpSwapRule,
     "recompute_config": RecomputeConfig,
     "parallel_config": ParallelConfig,
+    "tile_config": TileConfig,
     "memory": MemoryConfig,
 }
 """Table to the dataclass of its keys. An entry of ``layer_swap`` or ``op_swap`` is a section of its own."""
@@ -61,6 +63,7 @@ UNITS: Mapping[str, str] = {
     "pipeline_stage": "stages",
     "pp_interleave_num": "interleaves",
     "offset": "layers",
+    "loss": "tiles, or tokens",
     "budget_gib": "GiB per rank",
     "reduce_by_gib": "GiB per rank",
     "margin_gib": "GiB per rank",
@@ -105,6 +108,7 @@ EXAMPLES: Mapping[tuple[str, str], str] = {
     ("parallel_config", "pipeline_stage"): "pipeline_stage: 2",
     ("parallel_config", "pp_interleave_num"): "pp_interleave_num: 2",
     ("parallel_config", "offset"): "{pipeline_stage: 2, offset: [1, 0]}",
+    ("tile_config", "loss"): "loss: {tokens: 4096}",
     ("memory", "mode"): "mode: smart_swap",
     ("memory", "budget_gib"): "budget_gib: 40",
     ("memory", "reduce_by_gib"): "reduce_by_gib: 3",
@@ -140,6 +144,7 @@ LINKS: Mapping[str, str] = {
     "fused": "reference.md#recomputation-in-one-kernel",
     "tensor_parallel_size": "parallel.md",
     "sequence_parallel_enabled": "parallel.md",
+    "loss": "reference.md#head-and-loss-in-tiles",
     "mode": "planner.md",
     "preference": "planner.md#the-optimizers-states",
     "warmup_steps": "planner.md#three-phases",

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 from .config.schema import MemoryConfig
 from .engine import AppliedPlan, Transfer, install
 from .engine.host_budget import HostMemory, Progress
+from .engine.install import tile_head
 from .engine.swapped_storages import Keeper
 from .errors import ConfigError, PlanError, Problem, short_traceback
 from .parallel import Replicas, enclosing_group, tensor_parallel_group
@@ -139,6 +141,7 @@ def plan_while_training(
 
     def put(plan: MemoryPlan, keeper: Keeper | None) -> AppliedPlan:
         with nullcontext() if group is None else tensor_parallel_group(group):
+            plan = replace(plan, tiles=fixed.tiles)  # on for as long as the planner
             return apply_plan(model, plan, shape, transfer, progress, keeper, host)
 
     planner = start_planner(
@@ -154,6 +157,8 @@ def plan_while_training(
         meter=meter,
     )
     planner.on_remove(host.close)
+    for step in tile_head(unwrapped(model), fixed.tiles, shape):
+        planner.on_remove(step)
     if _is_rank_0():
         bar = PlannerBar()
         planner.progress = bar

@@ -307,6 +307,8 @@ def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
             saved = [size_text(size * len(scopes)) if size else ""] if profile is not None else []
             table.add_row(label, op, fate, windows, *saved)
             label = ""
+    for tile in plan.tiles:
+        table.add_row(str(tile.scope), tile.op_path or "everything", str(tile))
     return table
 
 

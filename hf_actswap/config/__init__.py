@@ -16,6 +16,8 @@ from .schema import (
     Prefetch,
     RecomputeConfig,
     SwapConfig,
+    TileConfig,
+    TileTokens,
 )
 
 __all__ = [
@@ -31,6 +33,8 @@ __all__ = [
     "Prefetch",
     "RecomputeConfig",
     "SwapConfig",
+    "TileConfig",
+    "TileTokens",
     "load_config",
     "split_op_path",
 ]

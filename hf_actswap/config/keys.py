@@ -14,10 +14,11 @@ from dataclasses import fields
 from types import MappingProxyType
 
 from ..errors import nearest
-from .schema import MemoryConfig, RecomputeConfig, SwapConfig
+from .schema import MemoryConfig, RecomputeConfig, SwapConfig, TileConfig
 
 SWAP_KEYS = tuple(field.name for field in fields(SwapConfig))
 RECOMPUTE_KEYS = tuple(field.name for field in fields(RecomputeConfig))
+TILE_KEYS = tuple(field.name for field in fields(TileConfig))
 MEMORY_KEYS = tuple(field.name for field in fields(MemoryConfig))
 
 PARALLEL_SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -33,7 +34,15 @@ PARALLEL_SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 PARALLEL_KEYS = tuple(key for spellings in PARALLEL_SPELLINGS.values() for key in spellings)
 
-OUR_SECTIONS = ("swap_config", "recompute_config", "parallel_config", "memory", "stacks", "log")
+OUR_SECTIONS = (
+    "swap_config",
+    "recompute_config",
+    "parallel_config",
+    "tile_config",
+    "memory",
+    "stacks",
+    "log",
+)
 STACK_SECTIONS = ("swap_config", "recompute_config")
 """What each entry of ``stacks`` may hold."""
 
@@ -164,6 +173,7 @@ def unknown_key_hint(key: object, ours: Sequence[str], also: Sequence[str] = ())
         ("swap_config", SWAP_KEYS),
         ("recompute_config", RECOMPUTE_KEYS),
         ("parallel_config", PARALLEL_KEYS),
+        ("tile_config", TILE_KEYS),
         ("memory", (*MEMORY_KEYS, *TRANSLATED)),
     ):
         if name in keys:

@@ -158,6 +158,30 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class TileTokens:
+    """Pieces of a sequence by their length.
+
+    Args:
+        tokens: of one piece, at least 1.
+    """
+
+    tokens: int
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """``tile_config``: what runs over pieces of the tokens, one after the other (ours).
+
+    Args:
+        loss: whether head and loss of a causal language model run in tiles, so that all logits are never
+            there at once. ``auto``: in tiles whose logits are half as large as the hidden states, of 1,024
+            tokens or more, and whole for batches of no more tokens; a number: so many tiles.
+    """
+
+    loss: Literal["off", "auto"] | int | TileTokens = "off"
+
+
+@dataclass(frozen=True)
 class MemoryConfig:
     """``memory``: the planner's section. MindSpeed's names for the same are in parentheses.
 

@@ -143,13 +143,13 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
 class _Forward:
     """A forward in the place of a module's own; a copy of the module has its own."""
 
-    __slots__ = ("_module", "_own", "_run")
+    __slots__ = ("_module", "_own", "run")
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None, run: Callable[..., Any]) -> None:
-        self._module, self._own, self._run = module, own, run
+        self._module, self._own, self.run = module, own, run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
+        return self.run(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if self._own is None:

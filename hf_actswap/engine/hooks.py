@@ -100,7 +100,7 @@ class Engine:
             slices,
             keeper,
             host,
-            self._adjust,
+            self.adjust,
         )
         self._inside: set[nn.Module] = set()
         self._outside: tuple[nn.Module, ...] = ()
@@ -205,7 +205,7 @@ class Engine:
                 logger.info("All that is named is recomputed, whether it pays or not: no fake run (%s).", why)
         self._change(settled(self.plan, self.outline, saved))
 
-    def _adjust(self, adjustments: Sequence[Override]) -> None:
+    def adjust(self, adjustments: Sequence[Override]) -> None:
         """Something was measured since: add it to the plan."""
         self._change(replace(self.plan, overrides=(*self.plan.overrides, *adjustments)))
 

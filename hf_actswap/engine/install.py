@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
-from ..plan.actions import SCOPES, MemoryPlan, PlanRow, Scope
+from ..plan.actions import SCOPES, MemoryPlan, Override, PlanRow, Scope, Tile
 from ..plan.compiled_rules import problems_of_compiled
 from ..plan.fsdp2 import FSDP2_METHOD, parameter_groups
 from ..plan.outline import OUTPUT, LayerOutline, Outline, unwrapped
 from .around import Hook
+from .chunked_logits import chunk_head, is_chunked
 from .hooks import Engine
 from .host_budget import HostMemory, Progress
 from .slices import ReplicaRanks
@@ -21,6 +25,8 @@ from .stats import SwapStats
 from .swapped_storages import Keeper
 from .transfer import Transfer
 from .watched_copies import CopyListener
+
+logger = logging.getLogger(__name__)
 
 
 class AppliedPlan:
@@ -160,13 +166,14 @@ def install(
         PlanError: the plan does not belong to this model, or a plan is on it already.
     """
     root = unwrapped(model)
-    _check(root, plan, outline, replicas)
+    tiles = plan.tiles if host is None else ()  # a planner has put them on, for all its plans
+    _check(root, replace(plan, tiles=tiles), outline, replicas)
     engine = Engine(model, plan, outline, transfer, progress, replicas, keeper, host)
 
     def attach() -> list[Callable[[], None]]:
-        if problems := _other_plan(root):
+        if problems := _other_plan(root, outline, tiles):
             raise PlanError(problems)
-        undo = engine.attach()
+        undo = [*engine.attach(), *tile_head(root, tiles, outline, engine.adjust)]
         if plan.gather_weights_again:
             undo.append(gather_weights_again(model))
         return undo
@@ -174,21 +181,56 @@ def install(
     return AppliedPlan(engine, attach)
 
 
-def _other_plan(root: nn.Module) -> list[Problem]:
+def tile_head(
+    root: nn.Module,
+    tiles: Iterable[Tile],
+    outline: Outline,
+    adjust: Callable[[list[Override]], None] | None = None,
+) -> list[Callable[[], None]]:
+    """Let the head run in tiles; return what restores it.
+
+    Args:
+        root: the model.
+        tiles: of a plan.
+        outline: of the model.
+        adjust: told why the logits are whole after all, once for each reason; ``None``: the log is.
+    """
+
+    def say(tile: Tile, said: set[str], reason: str) -> None:
+        if reason not in said:
+            said.add(reason)
+            found = Override("tile_config.loss", (), "head", str(tile), "whole logits", reason)
+            if adjust is None:
+                logger.warning("%s", found)
+            else:
+                adjust([found])
+
+    if outline.head is None:
+        return []
+    head = root.get_submodule(outline.head)
+    return [chunk_head(head, tile, partial(say, tile, set())) for tile in tiles]
+
+
+def _other_plan(root: nn.Module, outline: Outline, tiles: Iterable[Tile]) -> list[Problem]:
     acts = (hook.act for hook in root._forward_pre_hooks.values() if isinstance(hook, Hook))
-    if any(isinstance(getattr(act, "__self__", None), Engine) for act in acts):
+    on_head = tiles and outline.head is not None and is_chunked(root.get_submodule(outline.head))
+    if on_head or any(isinstance(getattr(act, "__self__", None), Engine) for act in acts):
         return [Problem("model", "no plan on it yet", "one that is applied", "Call remove() on it first.")]
     return []
 
 
 def _check(root: nn.Module, plan: MemoryPlan, outline: Outline, replicas: ReplicaRanks | None) -> None:
-    problems = _other_plan(root)
+    problems = _other_plan(root, outline, plan.tiles)
     if plan.num_layers != len(outline.layers):
         problems.append(
             Problem("plan.num_layers", f"{len(outline.layers)}, as in the model", str(plan.num_layers))
         )
     else:
         problems += problems_of_compiled(plan, outline)
+    for tile in plan.tiles:
+        if (tile.scope, tile.op_path) != ("head", "") or outline.head is None or outline.compiled:
+            where, hint = f"plan tile {tile.scope}.{tile.op_path}", "See tile_config in docs/reference.md."
+            problems.append(Problem(where, "the head of a model that is not compiled whole", str(tile), hint))
     layers = {layer.index: layer for layer in outline.all_layers}
     for row in plan.rows:
         where = f"plan row {row.scope}.{row.op_path}"

@@ -26,6 +26,7 @@ Layer = Annotated[int, Rule("a layer", lambda layer: layer >= 0)]
 AnyLayer = Annotated[Scope, Rule("a layer", lambda layer: isinstance(layer, str) or layer >= 0)]
 OpCall = tuple[Scope | None, str, Count | None]
 """Scope (``None``: outside all of them), op path inside it, and ordinal of the call (``None``: a module)."""
+Positive = Annotated[int, Rule("a whole number above 0", lambda value: value > 0)]
 LayerCount = Annotated[int, Rule("a number of layers, at most 10000", lambda count: 0 <= count <= 10_000)]
 
 OUTPUT = "output"
@@ -92,6 +93,28 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
+class Tile:
+    """A part of the model that runs over pieces of the tokens, one after the other.
+
+    Args:
+        scope: as in `PlanRow`; ``head`` is the head with the loss behind it.
+        op_path: op inside the scope; ``""``: all of it.
+        tokens: of one piece.
+        tiles: how many pieces; without either the engine chooses by the number of tokens (``auto``).
+    """
+
+    scope: Scope
+    op_path: str = ""
+    tokens: Positive | None = None
+    tiles: Positive | None = None
+
+    def __str__(self) -> str:
+        if self.tiles is not None:
+            return f"{self.tiles} tiles"
+        return "tiles (auto)" if self.tokens is None else f"tiles of {self.tokens} tokens"
+
+
+@dataclass(frozen=True)
 class Override:
     """A rule that changed what the user wrote.
 
@@ -133,6 +156,7 @@ class MemoryPlan:
         gather_weights_again: whether FSDP2 frees gathered weights after forward and gathers them in backward.
         keeps_gathered: layers whose parallel projections save what they gathered, and do not gather again.
         fused_recompute: whether chains of dropped ops are run again in one kernel (it may round otherwise).
+        tiles: what runs over pieces of the tokens; in the document where there are any.
         lines: the reference-style log lines; warnings apart.
         warnings: the reference's conflict warnings.
         unbuilt: wishes that this version resolves but cannot apply, by name; `hf_actswap.apply` refuses them.
@@ -148,6 +172,7 @@ class MemoryPlan:
     gather_weights_again: bool = False
     keeps_gathered: tuple[Layer, ...] = ()
     fused_recompute: bool = False
+    tiles: tuple[Tile, ...] = ()
     lines: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     unbuilt: tuple[str, ...] = ()
@@ -199,6 +224,8 @@ class MemoryPlan:
         """Return the plan as JSON; `from_json` reads it back."""
         document: dict[str, Any] = {"format": PLAN_FORMAT, "format_version": PLAN_FORMAT_VERSION}
         document.update(asdict(self))
+        if not self.tiles:
+            del document["tiles"]
         return json.dumps(document, indent=1)
 
     @classmethod

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config import ActSwapConfig
-from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch
+from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch, TileTokens
 from ..errors import ConfigError, PlanError, Problem, short_traceback
-from .actions import MemoryPlan, Override, PlanRow, Scope, folded
+from .actions import MemoryPlan, Override, PlanRow, Scope, Tile, folded
 from .compiled_rules import by_layer, problems_of_compiled
 from .layer_tables import (
     layers_from_counts,
@@ -250,6 +250,7 @@ class _Resolution:
         painter.swap_inputs(lifted, swap.default_prefetch)
         if wishes.recompute_slice_activation and parallel.tensor_parallel_size > 1:
             communication.slice_inputs(full, parallel.sequence_parallel_enabled)
+        tiles, tile_overrides = self._tiles()
         problems = self._problems + painter.problems
         if problems:
             raise PlanError(problems, self._config.source)
@@ -273,10 +274,15 @@ class _Resolution:
             rows=rows,
             num_layers=len(self._outline.layers),
             family=self._outline.family,
-            overrides=(*painter.collected_overrides(), *wishes_without_effect(self._config, self._outline)),
+            overrides=(
+                *painter.collected_overrides(),
+                *wishes_without_effect(self._config, self._outline),
+                *tile_overrides,
+            ),
             min_tensor_bytes=_DEFAULT_MIN_TENSOR_BYTES if min_tensor is None else round(min_tensor * 2**20),
             host_memory_bytes=None if host_memory is None else round(host_memory * 2**30),
             bind_numa=self._config.memory.bind_numa,
+            tiles=tiles,
             lines=tuple(lines),
             warnings=tuple(warnings),
             unbuilt=unbuilt_wishes(self._config, self._outline),
@@ -313,6 +319,25 @@ class _Resolution:
         for op_name, (_, layers) in self._selection(key, _SELECTIONS[key]).items():
             targets = self._painter.targets(op_name, layers)
             yield RequestedPolicy(f"recompute_config.{key}", asked, op_name, layers, targets=targets)
+
+    def _tiles(self) -> tuple[tuple[Tile, ...], list[Override]]:
+        """Return what runs in tiles. What cannot is an error; an override where ``auto`` was asked."""
+        loss = self._config.tile_config.loss
+        if loss == "off":
+            return (), []
+        reason = ""
+        if self._outline.head is None:
+            reason = "a model with a head (get_output_embeddings)"
+        elif self._config.parallel_config.tensor_parallel_size > 1 or self._outline.communicates:
+            reason = "tensor_parallel_size 1: a divided head has the loss of the divided vocabulary"
+        elif self._outline.compiled:
+            reason = "a head outside of compiled code (compile the layers, not the model)"
+        if reason and loss != "auto":
+            self._problems.append(Problem("tile_config.loss", reason, _written_tile(loss)))
+        if reason:
+            return (), [Override("tile_config.loss", (), "head", "auto", "off", f"it needs {reason}")]
+        tokens = loss.tokens if isinstance(loss, TileTokens) else None
+        return (Tile("head", "", tokens, loss if isinstance(loss, int) else None),), []
 
     def _keeps_gathered(self, selected: dict[str, tuple[object, tuple[int, ...]]]) -> tuple[int, ...]:
         """Return the layers of the model that save what they gather: those that a written key leaves out.
@@ -444,6 +469,10 @@ class _Resolution:
                             f"recompute_config.{key}", pattern, "recompute", "keep", reason, layer
                         )
         return dropped
+
+
+def _written_tile(loss: Any) -> str:
+    return f"{{tokens: {loss.tokens}}}" if isinstance(loss, TileTokens) else str(loss)
 
 
 def wishes_without_effect(config: ActSwapConfig, outline: Outline) -> list[Override]:

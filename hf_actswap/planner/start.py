@@ -167,6 +167,8 @@ def _made_for(
         [row.scope, row.op_path, row.fate, asdict(row.windows) if row.windows else None] for row in fixed.rows
     ]
     wish = {**asdict(replace(memory, plan_file=None)), "written": written}
+    if fixed.tiles:
+        wish["tiles"] = [asdict(tile) for tile in fixed.tiles]
     return MadeFor(
         model=f"{outline.family}, {len(outline.layers)} layers, {count:,} parameters",
         batch_shape=shape,

@@ -46,6 +46,8 @@ def _rows_table(plan: MemoryPlan) -> Table:
             table.add_row(label, *_cells(row))
             label = ""
         table.add_section()
+    for tile in plan.tiles:
+        table.add_row(str(tile.scope), tile.op_path or "everything", str(tile))
     return table
 
 

@@ -40,6 +40,7 @@ OP_PATHS = st.sampled_from(
 PREFETCHES = st.integers(1, 99) | st.sampled_from(["auto", "Auto"])
 INDICES = st.lists(st.integers(0, 99), unique=True, max_size=4)
 LAYERS = st.booleans() | INDICES
+POSITIVE = st.integers(1, 99)
 COUNTS = st.integers(0, 9) | st.booleans()
 SIZES = st.integers(1, 2**60) | st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 
@@ -115,6 +116,13 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                 "offset": offset | st.lists(offset, min_size=stages, max_size=stages) | rows(offset, False),
             }
         ).map(lambda keys: {**keys, "pipeline_stage": stages, "pp_interleave_num": interleave}),
+        "tile_config": some_of(
+            {
+                "loss": st.sampled_from(["off", False, None, "auto"])
+                | POSITIVE
+                | st.fixed_dictionaries({"tokens": POSITIVE})
+            }
+        ),
         "memory": some_of(
             {
                 "mode": st.sampled_from(["off", "smart_swap", False]),

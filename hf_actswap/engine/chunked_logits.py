@@ -1,0 +1,450 @@
+"""Head and loss of a causal language model, chunk of tokens by chunk of tokens: no step holds all logits.
+
+The head's forward is replaced by one that computes nothing and returns `ChunkedLogits`, a tensor that knows
+its shape, the hidden states and the head. The model's own code goes on with it. What that code does is not
+looked up by family but found out, call by call: the call is made with a tensor on ``meta`` that stands for
+the logits, and the aten ops that come of it tell what it is.
+
+* Pointwise ops with numbers or with one value per vocabulary entry (casts, scales, softcapping), and
+  softmaxes over the vocabulary, are written down and done to each chunk.
+* Views that leave the vocabulary's dimension alone (slices, reshapes) choose rows.
+* `torch.nn.functional.cross_entropy` of rows is the loss. Forward runs head, what was written down and the
+  loss for one chunk after the other, and each chunk's backward at once; the sums of the gradients wait, and
+  backward multiplies them by the gradient of the loss. The head runs as often as without chunks.
+* Other functions that give each row its values (``gather``, ``sum``, ``argmax`` ... over the vocabulary) run
+  chunk by chunk, and once more in backward, because the gradients that they will get are not known before.
+* Everything else reads the logits: they are made whole then, and kept, and in training this is said.
+
+Each weight gets one gradient per backward, from one autograd node.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..plan.actions import Tile
+from ..plan.fsdp2 import FSDP2_METHOD
+from .around import Undo, replace_forward
+from .head_chunks import Head, HeadCall, Here, RowCall, RowsForm, is_same_for_rows, layout_of
+from .head_chunks import no_saved_tensor_hooks as no_hooks
+from .replay import CallState
+
+AUTO_LEAST_TOKENS = 1024
+"""Fewer rows make slow products with the head's weight: each chunk reads it, and reads and writes the sum."""
+
+_aten = torch.ops.aten
+_ROW_WISE = (
+    *(_aten._log_softmax, _aten._softmax, _aten.amax, _aten.argmax),
+    *(_aten.gather, _aten.logsumexp, _aten.mean, _aten.sum),
+)
+"""Ops that treat each row by itself if their ``dim`` is the last one."""
+
+_COPIES = (torch.Tensor.contiguous, torch.Tensor.clone, torch.clone)
+_RESHAPES = (torch.Tensor.reshape, torch.Tensor.view, torch.Tensor.flatten, torch.flatten, torch.reshape)
+_LEAVES_TORCH = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__)
+_LOSS_SIGNATURE = inspect.signature(F.cross_entropy)
+
+Say = Callable[[str], None]
+"""Is told why the logits are whole in training after all."""
+
+
+def auto_tokens(tokens: int, hidden_size: int, vocabulary_size: int) -> int:
+    """Return how many tokens make a chunk under ``auto``.
+
+    The logits of a chunk are then half as large as the hidden states of the batch. What the loss makes of
+    them takes 14 bytes per bf16 logit in all, 3.5 hidden states. At least `AUTO_LEAST_TOKENS`.
+    """
+    return max(AUTO_LEAST_TOKENS, tokens * hidden_size // (2 * vocabulary_size))
+
+
+def chunk_head(head: nn.Module, tile: Tile, say: Say) -> Undo:
+    """Let a head and what follows it run in chunks; return what restores its forward.
+
+    Args:
+        head: a linear layer, or a module around one (adapters).
+        tile: how many tokens make a chunk.
+        say: see `Say`.
+    """
+    return replace_forward(head, _ChunkedHead(head, tile, say).forward)
+
+
+def is_chunked(head: nn.Module) -> bool:
+    """Whether `chunk_head` acts on a head."""
+    run = getattr(vars(head).get("forward"), "run", None)
+    return isinstance(getattr(run, "__self__", None), _ChunkedHead)
+
+
+class _ChunkedHead:
+    def __init__(self, module: nn.Module, tile: Tile, say: Say) -> None:
+        self._head, self._tile, self._say = Head(module), tile, say
+        self._kinds: dict[Any, tuple[int, torch.dtype]] = {}
+
+    def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stand in the place of the head's own forward: hidden states ``[.., H]`` to logits ``[.., V]``."""
+        module, own = self._head.module, self._head._whole
+        if args or kwargs or type(hidden) is not torch.Tensor or hidden.dim() < 2 or not hidden.numel():
+            return own(hidden, *args, **kwargs)
+        rows = hidden.numel() // hidden.shape[-1]
+        if self._tile.tiles is not None:
+            tokens = math.ceil(rows / self._tile.tiles)
+        else:
+            tokens = self._tile.tokens or auto_tokens(rows, hidden.shape[-1], self._kind(hidden)[0])
+        reason = _released_after_the_call(module) if tokens < rows else ""
+        if reason:
+            self._say(reason)
+        if reason or tokens >= rows:
+            return own(hidden)
+        vocabulary, dtype = self._kind(hidden)
+        trained = {name: item for name, item in module.named_parameters() if item.requires_grad}
+        call = HeadCall(self._head, tuple(trained), tokens, dtype, hidden.device)
+        form = RowsForm(call, layout_of(hidden.shape[:-1], vocabulary, dtype))
+        return _shown(form, self._say, hidden, tuple(trained.values()))
+
+    def _kind(self, hidden: torch.Tensor) -> tuple[int, torch.dtype]:
+        """The size of the vocabulary and the dtype of logits: those of one row."""
+        kind = hidden.device.type
+        key = (hidden.dtype, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        if key not in self._kinds:
+            # Not the parameters themselves: autocast would keep what it casts of them, without a gradient.
+            own = {name: item.detach() for name, item in self._head.module.named_parameters()}
+            row = hidden.detach().reshape(-1, hidden.shape[-1])[:1]
+            with torch.no_grad(), CallState(hidden.device, True, ()).restored():
+                made = self._head.with_parameters(row, own)
+            self._kinds[key] = made.shape[-1], made.dtype
+        return self._kinds[key]
+
+
+def _released_after_the_call(head: nn.Module) -> str:
+    """Why the head's weight is not there any more after its call; empty where it is."""
+    if any(hasattr(type(module), FSDP2_METHOD) for module in head.modules()):
+        return "fully_shard on the head itself frees its weight after its call"
+    if any(hasattr(item, "ds_id") for item in head.parameters()):
+        return "ZeRO-3 frees the head's weight after its call"
+    return ""
+
+
+class ChunkedLogits(torch.Tensor):
+    """Logits ``[.., V]`` of which only the hidden states are there, until they are read."""
+
+    form: RowsForm
+    say: Say
+    hidden: torch.Tensor
+    parameters: tuple[torch.Tensor, ...]
+    whole: torch.Tensor | None
+
+    @staticmethod
+    def __new__(cls, form: RowsForm, say: Say) -> ChunkedLogits:
+        layout, device = form.layout, form.call.device
+        made: ChunkedLogits = torch.Tensor._make_wrapper_subclass(
+            cls, layout.shape, dtype=layout.dtype, device=device
+        )
+        made.form, made.say, made.whole = form, say, None
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = _unread(func, args, kwargs)
+        if found is not NotImplemented:
+            return found
+        if func in _LEAVES_TORCH:
+            return func(*tree_map_only(ChunkedLogits, _read, args), **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (_aten.detach.default, _aten.alias.default):
+            made = _like(args[0], args[0].form)
+            made.whole = args[0].whole
+            return made
+        if func._schema.is_mutable and isinstance(args[0], ChunkedLogits):
+            raise RuntimeError(
+                f"{func} writes into logits that are computed in chunks (tile_config.loss). Write into a "
+                "copy of them, or set tile_config.loss: off"
+            )
+        found = [item for item in tree_leaves((args, kwargs)) if isinstance(item, ChunkedLogits)]
+        if any(_in_graph(item) and item.whole is None for item in found):
+            found[0].say(f"{func} reads all of them at once")
+        args, kwargs = tree_map_only(ChunkedLogits, _read, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _read(self).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"ChunkedLogits(shape={list(self.shape)}, dtype={self.dtype}, made when read)"
+
+
+def _like(logits: ChunkedLogits, form: RowsForm) -> ChunkedLogits:
+    """Return logits of the same call, outside of any graph."""
+    made = ChunkedLogits(form, logits.say)
+    made.hidden, made.parameters = logits.hidden, logits.parameters
+    return made
+
+
+def _read(logits: ChunkedLogits) -> torch.Tensor:
+    """Make the logits whole; they stay so."""
+    if logits.whole is None:
+        made = logits.form.values(None, logits.hidden, logits.parameters)
+        logits.whole = made.reshape(logits.shape)
+    return logits.whole
+
+
+def _in_graph(logits: ChunkedLogits) -> bool:
+    return logits.requires_grad and torch.is_grad_enabled()
+
+
+def _shown(
+    form: RowsForm,
+    say: Say,
+    hidden: torch.Tensor,
+    parameters: tuple[torch.Tensor, ...],
+    parent: ChunkedLogits | None = None,
+) -> ChunkedLogits:
+    """Return logits that are not computed.
+
+    Args:
+        form: of them.
+        say: see `Say`.
+        hidden, parameters: of the call.
+        parent: what they were made of. Its node gets no gradient, but must run: DDP's waits for that.
+    """
+    with no_hooks():
+        shown: ChunkedLogits = _Show.apply(form, say, parent, hidden, *parameters)
+    shown.hidden, shown.parameters = hidden, parameters
+    return shown
+
+
+class _Show(torch.autograd.Function):
+    """Backward runs where the logits were read, and computed on as a tensor like any other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, form: RowsForm, say: Say, parent: Any, hidden: torch.Tensor, *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.form = form
+        ctx.save_for_backward(hidden, *parameters)
+        return ChunkedLogits(form, say)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor | None) -> tuple[Any, ...]:
+        if upstream is None:
+            return tuple(None for _ in ctx.needs_input_grad)
+        return None, None, None, *_backward(ctx, None, upstream.reshape(-1, upstream.shape[-1]))
+
+
+class _RowValues(torch.autograd.Function):
+    """What a function gives each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        form: RowsForm,
+        function: RowCall,
+        parent: Any,
+        hidden: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.form, ctx.function = form, function
+        ctx.save_for_backward(hidden, *parameters)
+        values = form.values(function, hidden, parameters)
+        if not values.is_floating_point():
+            ctx.mark_non_differentiable(values)
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
+        return None, None, None, *_backward(ctx, ctx.function, upstream)
+
+
+def _backward(ctx: Any, function: RowCall | None, upstream: torch.Tensor) -> list[Any]:
+    """Return the gradients of a node's last inputs, hidden states and parameters, of those of row values."""
+    inputs = ctx.saved_tensors
+    wants_hidden = ctx.needs_input_grad[-len(inputs)]
+    _, found = ctx.form.differentiated(function, upstream, inputs[0], inputs[1:], wants_hidden)
+    return [None if one is None else one.to(item.dtype) for one, item in zip(found, inputs, strict=True)]
+
+
+class _Loss(torch.autograd.Function):
+    """Sum or mean of what a function gives each row; forward makes the gradients of the sum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        form: RowsForm,
+        function: RowCall,
+        reduce: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        parent: Any,
+        hidden: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.dtypes = [item.dtype for item in (hidden, *parameters)]
+        values, found = form.differentiated(function, None, hidden, parameters, ctx.needs_input_grad[4])
+        loss, share = reduce(torch.cat(values))
+        ctx.save_for_backward(share, *found)
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
+        share, *sums = ctx.saved_tensors
+        factor = upstream.to(share.dtype) * share
+        found = [
+            None if one is None else torch.mul(one, factor, out=torch.empty_like(one, dtype=dtype))
+            for one, dtype in zip(sums, ctx.dtypes, strict=True)
+        ]
+        return None, None, None, None, *found
+
+
+def _unread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a call gives without reading logits, or ``NotImplemented``."""
+    found = {id(item): item for item in tree_leaves((args, kwargs)) if isinstance(item, ChunkedLogits)}
+    if len(found) != 1 or getattr(func, "__name__", "") in ("__get__", "__set__"):
+        return NotImplemented
+    (logits,) = found.values()
+    if logits.whole is not None or (logits.requires_grad and logits.is_leaf):
+        return NotImplemented
+    if func is F.cross_entropy:
+        return _cross_entropy(logits, args, kwargs)
+    if func in _COPIES:
+        return _derived(logits, logits.form.copied())
+    made = _traced(logits, logits.form, func, args, kwargs)
+    if made is NotImplemented and func in _RESHAPES:  # one that is no view is one of a copy
+        made = _traced(logits, logits.form.copied(), func, args, kwargs)
+    return made
+
+
+def _derived(logits: ChunkedLogits, form: RowsForm) -> ChunkedLogits:
+    if not _in_graph(logits):
+        return _like(logits, form)
+    return _shown(form, logits.say, logits.hidden, logits.parameters, logits)
+
+
+def _row_values(logits: ChunkedLogits, form: RowsForm, function: RowCall) -> torch.Tensor:
+    if not _in_graph(logits):
+        return form.values(function, logits.hidden, logits.parameters)
+    with no_hooks():
+        values: torch.Tensor = _RowValues.apply(form, function, logits, logits.hidden, *logits.parameters)
+    return values
+
+
+def _cross_entropy(logits: ChunkedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`torch.nn.functional.cross_entropy` of logits ``[N, V]`` and targets ``[N]`` without class weights."""
+    asked = _LOSS_SIGNATURE.bind(*args, **kwargs)
+    asked.apply_defaults()
+    given, form = asked.arguments, logits.form
+    target, reduction = given["target"], given["reduction"]
+    unusual = [given[name] for name in ("weight", "size_average", "reduce") if given[name] is not None]
+    if given["input"] is not logits or unusual or reduction not in ("none", "mean", "sum"):
+        return NotImplemented
+    if target.is_floating_point() or len(form.lead) != 1 or target.shape != form.lead:
+        return NotImplemented
+    options = {name: given[name] for name in ("ignore_index", "label_smoothing")}
+    state = CallState(form.call.device, False, ())
+    function = RowCall(_losses, (Here(), target.unsqueeze(-1)), options, form.lead, state)
+
+    def reduce(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # By the kernel that would have reduced them, in its order: as log-probabilities of one class.
+        counts = target != given["ignore_index"]
+        loss = F.nll_loss(-values.unsqueeze(1), torch.where(counts, 0, -100), reduction=reduction)
+        count = counts.sum() if reduction == "mean" else counts.new_ones((), dtype=torch.long)
+        return loss, torch.where(count > 0, 1.0 / count, 0.0)
+
+    if reduction == "none":
+        return _row_values(logits, form, function)
+    if not _in_graph(logits):
+        return reduce(form.values(function, logits.hidden, logits.parameters))[0]
+    with no_hooks():
+        return _Loss.apply(form, function, reduce, logits, logits.hidden, *logits.parameters)
+
+
+def _losses(logits: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
+    return F.cross_entropy(logits, target.squeeze(-1), reduction="none", **options)
+
+
+class _Ops(TorchDispatchMode):
+    """Collects the aten ops that a call makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _traced(logits: ChunkedLogits, form: RowsForm, func: Any, args: Any, kwargs: Any) -> Any:
+    """Find out what a function does with logits, and do it to those of ``form`` without reading them."""
+    tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+    others = [item for item in tensors if not isinstance(item, ChunkedLogits)]
+    layout, ops = form.layout.detach(), _Ops()
+    on_meta = tree_map_only(torch.Tensor, lambda item: _on_meta(item, layout), (args, kwargs))
+    try:
+        with ops:
+            out = func(*on_meta[0], **on_meta[1])
+    except Exception:  # whatever it is, the call with the logits themselves shows it
+        return NotImplemented
+    if not isinstance(out, torch.Tensor) or out is layout or not ops.calls:
+        return NotImplemented
+    no_copies = (_aten.detach.default, _aten.alias.default)
+    if any(op._schema.is_mutable or op in no_copies for op, _, _ in ops.calls):
+        return NotImplemented
+    if out.untyped_storage()._cdata == layout.untyped_storage()._cdata:
+        return _derived(logits, replace(form, layout=out)) if _has_whole_rows(out, layout) else NotImplemented
+    learned = torch.is_grad_enabled() and any(item.requires_grad for item in others)
+    if learned or not all(_is_row_wise(call, layout) for call in ops.calls):
+        return NotImplemented
+    lead, state = form.lead, CallState(form.call.device, False, ())
+    held_args, held_kwargs = tree_map_only(ChunkedLogits, lambda _: Here(), (args, kwargs))
+    call = RowCall(func, held_args, held_kwargs, lead, state)
+    of_rows = [item for item in others if not is_same_for_rows(item, lead)]
+    if out.shape == layout.shape and not of_rows:
+        return _derived(logits, form.and_then(call))
+    fits = all(item.dim() == layout.dim() and item.shape[:-1] == lead for item in of_rows)
+    if not fits or out.dim() > layout.dim() or out.shape[: len(lead)] != lead:
+        return NotImplemented
+    return _row_values(logits, form, call).reshape(out.shape)
+
+
+def _on_meta(item: torch.Tensor, layout: torch.Tensor) -> torch.Tensor:
+    if isinstance(item, ChunkedLogits):
+        return layout
+    return torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+
+
+def _has_whole_rows(view: torch.Tensor, layout: torch.Tensor) -> bool:
+    apart = layout.stride(-1)
+    same = view.dim() >= 2 and view.shape[-1] == layout.shape[-1] and view.stride(-1) == apart
+    return same and view.storage_offset() < apart and view.numel() > 0
+
+
+def _is_row_wise(call: tuple[Any, tuple[Any, ...], dict[str, Any]], layout: torch.Tensor) -> bool:
+    op, args, kwargs = call
+    if torch.Tag.pointwise in op.tags or op is _aten._to_copy.default:
+        return True
+    if op.overloadpacket not in _ROW_WISE or args[0].shape != layout.shape:
+        return False
+    names = [argument.name for argument in op._schema.arguments]
+    dims = {**dict(zip(names, args, strict=False)), **kwargs}.get("dim")
+    return dims in (-1, layout.dim() - 1, [-1], [layout.dim() - 1])

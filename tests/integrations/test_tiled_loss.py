@@ -1,0 +1,136 @@
+"""``tile_config.loss`` under the Trainer, in an Accelerate loop, and beside the planner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import Trainer
+
+import hf_actswap
+from hf_actswap.engine.chunked_logits import ChunkedLogits
+
+from .conftest import Tokens, losses, tiny_llama
+
+TILES: dict[str, Any] = {"tile_config": {"loss": {"tokens": 5}}}
+
+
+@pytest.fixture
+def shapes(monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """The types of the logits that models give."""
+    seen: list[type] = []
+    forward = torch.nn.Module.__call__
+
+    def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        if hasattr(out, "logits") and not isinstance(out.logits, FakeTensor):
+            seen.append(type(out.logits))
+        return out
+
+    monkeypatch.setattr(torch.nn.Module, "__call__", call)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_accumulation_steps": 2},
+        {"label_smoothing_factor": 0.1},
+        {"bf16": True, "average_tokens_across_devices": False},
+    ],
+    ids=["items in batch", "label smoothing", "autocast"],
+)
+def test_the_trainer_trains_as_without(
+    make_trainer: Callable[..., Trainer], settings: dict[str, Any], shapes: list[type]
+) -> None:
+    data = Tokens()
+    runs = {}
+    for name, config in (("whole", None), ("tiled", TILES)):
+        torch.manual_seed(0)
+        trainer = make_trainer(config, data=data, max_steps=4, **settings)
+        shapes.clear()
+        trainer.train()
+        runs[name] = losses(trainer)
+        assert set(shapes) == {ChunkedLogits if config else torch.Tensor}
+        assert "forward" not in vars(trainer.model.lm_head), "the head is its own again"
+    assert len(runs["tiled"]) == 4
+    assert runs["tiled"] == pytest.approx(runs["whole"], rel=1e-3 if "bf16" in settings else 1e-6)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_evaluation_inside_training(make_trainer: Callable[..., Trainer], reads: bool) -> None:
+    found = []
+    for config in (None, TILES):
+        trainer = make_trainer(config, max_steps=2, eval_strategy="steps", eval_steps=1, learning_rate=1e-3)
+        if reads:
+            trainer.compute_metrics = lambda seen: {
+                "right": float((seen.predictions.argmax(-1) == seen.label_ids).mean()),
+                "sum": float(seen.predictions.sum()),
+            }
+        trainer.train()
+        found.append([entry for entry in trainer.state.log_history if "eval_loss" in entry])
+    assert len(found[0]) == 2
+    for whole, tiled in zip(*found, strict=True):
+        for key in ("eval_loss", *(("eval_right", "eval_sum") if reads else ())):
+            assert tiled[key] == pytest.approx(whole[key], rel=1e-5)
+
+
+def test_the_plan_is_logged(make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="hf_actswap"):
+        make_trainer(TILES, max_steps=1).train()
+    assert "tiles of 5 tokens" in caplog.text
+    assert "Nothing is swapped" not in caplog.text
+
+
+@pytest.mark.parametrize("order", ["before", "after", "prepare"])
+def test_accelerate_loop(order: str, tmp_path: Path) -> None:
+    runs = []
+    for config in ({}, TILES):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16")
+        model: Any = tiny_llama()
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        loader = accelerator.prepare(torch.utils.data.DataLoader(Tokens(16), batch_size=2))
+        applied: Any
+        if order == "prepare":
+            prepared = hf_actswap.prepare(accelerator, model, config, optimizer)
+            model, optimizer, applied = prepared.model, prepared.optimizer, prepared.applied
+        else:
+            applied = hf_actswap.apply(model, config) if order == "before" else None
+            model, optimizer = accelerator.prepare(model, optimizer)
+            applied = applied or hf_actswap.apply(model, config)
+        run = []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                out = model(**batch)
+                assert isinstance(out.logits, ChunkedLogits) == bool(config), "in fp32, and still not made"
+                assert out.logits.dtype == torch.float32
+                accelerator.backward(out.loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            run.append(out.loss.item())
+        applied.remove()
+        runs.append(run)
+    assert runs[1] == pytest.approx(runs[0], rel=1e-3)
+
+
+def test_the_planner_plans_beside_it() -> None:
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memory = {"mode": "smart_swap", "budget_gib": 1, "warmup_steps": 1, "search_steps": 1}
+    applied = hf_actswap.apply(model, {**TILES, "memory": memory}, optimizer=optimizer)
+    ids = Tokens(2).ids
+    for _ in range(5):
+        out = model(input_ids=ids, labels=ids)
+        assert isinstance(out.logits, ChunkedLogits)
+        out.loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert [str(tile) for tile in applied.plan.tiles] == ["tiles of 5 tokens"]
+    applied.remove()
+    assert "forward" not in vars(model.lm_head)

@@ -205,14 +205,14 @@ class Engine:
                 logger.info("All that is named is recomputed, whether it pays or not: no fake run (%s).", why)
         self._change(settled(self.plan, self.outline, saved))
 
-    def adjust(self, adjustments: Sequence[Override]) -> None:
-        """Something was measured since: add it to the plan."""
-        self._change(replace(self.plan, overrides=(*self.plan.overrides, *adjustments)))
+    def adjust(self, adjustments: Sequence[Override], level: int = logging.INFO) -> None:
+        """Something was measured, or found, since: add it to the plan."""
+        self._change(replace(self.plan, overrides=(*self.plan.overrides, *adjustments)), level)
 
-    def _change(self, plan: MemoryPlan) -> None:
+    def _change(self, plan: MemoryPlan, level: int = logging.INFO) -> None:
         """Change the plan on the model, here alone, and say in one line each what has changed it."""
         for adjustment in plan.overrides[len(self.plan.overrides) :]:
-            logger.info("%s", adjustment)
+            logger.log(level, "%s", adjustment)
         self.plan = plan
         self._fates.follow(plan)
 

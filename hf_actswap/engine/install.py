@@ -173,7 +173,10 @@ def install(
     def attach() -> list[Callable[[], None]]:
         if problems := _other_plan(root, outline, tiles):
             raise PlanError(problems)
-        undo = [*engine.attach(), *tile_head(root, tiles, outline, engine.adjust)]
+        undo = [
+            *engine.attach(),
+            *tile_head(root, tiles, outline, partial(engine.adjust, level=logging.WARNING)),
+        ]
         if plan.gather_weights_again:
             undo.append(gather_weights_again(model))
         return undo

@@ -18,7 +18,7 @@ from hf_actswap.parallel.group import tensor_parallel_group
 from hf_actswap.parallel.layers import ColumnParallelLinear
 from hf_actswap.parallel.shared_input import SharedInput
 from tests.parallel.patch_ways_worker import counted, ids_of, patched_pair
-from tests.parallel.rank_processes import run_cases
+from tests.processes import run_cases
 
 WORLD_SIZE, LAYERS = 2, 4
 Group = dist.ProcessGroup | None

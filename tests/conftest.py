@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     for item in marked:
         item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
+
+
+def pytest_collection_finish() -> None:
+    """What has been imported is never garbage: the collections of tests that ask for one do not walk it."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from benchmarks.parallel_table import Llama, Setting
 from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.patch_model import patch_model
-from tests.parallel.rank_processes import run_cases
+from tests.processes import run_cases
 
 RANKS, BATCH, LENGTH = 2, 2, 16
 TOKENS = BATCH * LENGTH

@@ -18,7 +18,7 @@ from benchmarks.parallel_table import (
     tensor_axis_bytes,
 )
 from tests.benchmarks.parallel_table_worker import CASES, RANKS, Counted, run_on_rank
-from tests.parallel.rank_processes import launch, result
+from tests.processes import launch, result
 
 LIMIT_S = 150
 PARAMETERS_OF_LLAMA_3_70B = 70_553_706_496

@@ -42,7 +42,7 @@ class Ended:
 Run = Callable[..., Ended]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def run() -> Run:
     """Run a command in this process."""
 
@@ -55,10 +55,10 @@ def run() -> Run:
     return invoked
 
 
-@pytest.fixture
-def tiny(tmp_path: Path) -> Path:
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a model of four layers, without weights."""
-    folder = tmp_path / "tiny"
+    folder = tmp_path_factory.mktemp("models") / "tiny"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(TINY))
     return folder

@@ -228,15 +228,15 @@ class OwnModel(LlamaForCausalLM):
 """
 
 
-def test_code_of_the_model_runs_only_if_it_is_trusted(run: Run, tiny: Path) -> None:
-    (tiny / "own.py").write_text(OWN_CODE)
+def test_code_of_the_model_runs_only_if_it_is_trusted(run: Run, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN_CODE)
     config = json.loads((tiny / "config.json").read_text())
     config |= {"model_type": "own_llama", "architectures": ["OwnModel"]}
     config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
-    (tiny / "config.json").write_text(json.dumps(config))
-    refused = run("plan", tiny, *STEP)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused = run("plan", tmp_path, *STEP)
     assert refused.code == 1
     assert re.search(r"--trust-remote-\s*code", refused.out)
-    for name in (tiny, tiny / "config.json"):
+    for name in (tmp_path, tmp_path / "config.json"):
         found = run("plan", name, *STEP, "--trust-remote-code", "--json").document
         assert (found["model"]["family"], found["model"]["parameters"]) == ("own_llama", WEIGHTS)

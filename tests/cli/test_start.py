@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import subprocess
 import sys
@@ -17,44 +18,51 @@ from .conftest import Run
 HEAVY = ("torch", "transformers", "accelerate", "yaml", "scipy", "hf_actswap.engine", "hf_actswap.plan")
 
 PROBE = """
-import sys
-sys.argv = ["hf-actswap", *sys.argv[1:]]
+import json, sys
 from hf_actswap.cli.app import app
-try:
-    app()
-finally:
-    sys.stderr.write("\\n" + " ".join(sys.modules))
+codes = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["hf-actswap", *words]
+    try:
+        app()
+    except SystemExit as ended:
+        codes.append(ended.code)
+sys.stderr.write("\\n" + json.dumps([codes, list(sys.modules)]))
 """
 
 
-def loaded_by(repository: Path, *words: str) -> tuple[int, set[str]]:
-    """Run the program; return its exit code and the modules that it has imported."""
+def loaded_by(repository: Path, *calls: list[str]) -> tuple[list[int], set[str]]:
+    """Call the program several times in one process; return its exit codes, and what it has imported."""
     environment = {**os.environ, "PYTHONPATH": str(repository)}
     ended = subprocess.run(
-        [sys.executable, "-c", PROBE, *words], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", PROBE, json.dumps(calls)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    return ended.returncode, set(ended.stderr.splitlines()[-1].split())
+    codes, modules = json.loads(ended.stderr.splitlines()[-1])
+    return codes, set(modules)
 
 
 def test_help_version_and_wrong_usage_load_no_library(repository: Path) -> None:
-    for words, code in ((["--help"], 0), (["--version"], 0), ([], 2), (["plna"], 2)):
-        ended, modules = loaded_by(repository, *words)
-        assert ended == code
-        assert "hf_actswap.cli.app" in modules  # the probe sees what there is
-        assert modules.isdisjoint(HEAVY), words
+    codes, modules = loaded_by(repository, ["--help"], ["--version"], [], ["plna"])
+    assert codes == [0, 0, 2, 2]
+    assert "hf_actswap.cli.app" in modules  # the probe sees what there is
+    assert modules.isdisjoint(HEAVY)
 
 
 def test_wrong_options_of_plan_are_named_before_torch_is_imported(repository: Path) -> None:
-    for words in (
+    wrong = (
         ["--seq", "8kk"],
         ["--budget", "40GX"],
         ["--device", "H20"],
         ["--device", "memory=48GB"],
         ["--compare", "tp=0"],
-    ):
-        ended, modules = loaded_by(repository, "plan", "model", *words)
-        assert ended == 2
-        assert modules.isdisjoint({*HEAVY} - {"yaml"}), words
+    )
+    codes, modules = loaded_by(repository, *(["plan", "model", *words] for words in wrong))
+    assert codes == [2] * len(wrong)
+    assert modules.isdisjoint({*HEAVY} - {"yaml"})
 
 
 def test_the_list_says_what_the_commands_say(run: Run) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.engine.tiny_models import (
@@ -20,9 +18,10 @@ from tests.engine.tiny_models import (
     swap_everything,
     tiny_llama,
 )
+from tests.processes import run_cases
 
 WORLD_SIZE = 2
-STEPS = 20
+STEPS = 4
 
 
 def plans() -> dict[str, Any]:
@@ -40,22 +39,12 @@ def plans() -> dict[str, Any]:
 
 def train_on_rank(rank: int, folder: str) -> None:
     """Train under each plan and write ``<name>.<rank>.pt``: losses, gradients per step, bytes moved."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder, "store")), WORLD_SIZE)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60)
-    )
-    try:
-        for name, plan in plans().items():
-            for apply_to_wrapped in (False, True) if name in ("nothing", "case_4") else (True,):
-                run, moved = _train(rank, plan, apply_to_wrapped)
-                key = f"{name}{'' if apply_to_wrapped else '_before_wrapping'}"
-                torch.save((run.losses, run.grads, moved), Path(folder, f"{key}.{rank}.pt"))
-    finally:
-        dist.destroy_process_group()
+    cases = {name: partial(_train, rank, plan, True) for name, plan in plans().items()}
+    cases["case_4_before_wrapping"] = partial(_train, rank, CASES["case_4"], False)
+    run_cases(rank, folder, WORLD_SIZE, cases)
 
 
-def _train(rank: int, plan: Any, apply_to_wrapped: bool) -> tuple[Run, int]:
+def _train(rank: int, plan: Any, apply_to_wrapped: bool, _: object) -> tuple[list[float], list[Any], int]:
     model = tiny_llama()
     applied = None if apply_to_wrapped else on(model, plan)
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.02)  # several buckets: they reduce amid backward
@@ -72,9 +61,9 @@ def _train(rank: int, plan: Any, apply_to_wrapped: bool) -> tuple[Run, int]:
         run.grads.append(gradients(model))
         optimizer.step()
     if applied is None:
-        return run, 0
+        return run.losses, run.grads, 0
     stats = applied.stats()
     if stats.live_swaps or stats.host_bytes:
         raise AssertionError(f"left over after the last step: {stats}")
     applied.remove()
-    return run, stats.offloaded_bytes
+    return run.losses, run.grads, stats.offloaded_bytes

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -28,6 +26,7 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
+from tests.processes import run_cases
 
 WORLD_SIZE = 2
 STEPS = 2
@@ -99,23 +98,11 @@ class _ReadingTransfer(BlockingTransfer):
 
 
 def run_on_rank(rank: int, folder: str) -> None:
-    """Train each case and write its `Result`, or the text of its error, as ``<case>.<rank>.pt``."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder, "store")), WORLD_SIZE)
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=limit)
-    try:
-        for case in CASES_RUN:
-            try:
-                result: Result | str = _train(rank, case)
-            except Exception as error:  # told to the test of this case; the others go on
-                result = f"{type(error).__name__}: {error}"
-            torch.save(result, Path(folder, f"{case.file_stem}.{rank}.pt"))
-    finally:
-        dist.destroy_process_group()
+    """Train each case."""
+    run_cases(rank, folder, WORLD_SIZE, {case.file_stem: partial(_train, rank, case) for case in CASES_RUN})
 
 
-def _train(rank: int, case: Case) -> Result:
+def _train(rank: int, case: Case, _: object) -> Result:
     model, plan, transfer = tiny_llama(use_cache=False), PLANS[case.plan], _ReadingTransfer()
     shape = outline(model)
     applied = on(model, plan, transfer) if case.order == "applied, sharded" else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -207,13 +208,21 @@ def graphs() -> int:
     return int(counters["stats"].get("unique_graphs", 0))
 
 
+@cache
+def bare_of_two_layers() -> tuple[list[dict[str, torch.Tensor]], int, tuple[int, int]]:
+    """Gradients of two steps, products in a backward as they run, and what stands in the backward graph."""
+    model = compiled_llama(2)
+    found = [step(model, number) for number in (0, 1)], backward_flops(model)
+    graph = backward_graph(None)
+    torch._dynamo.reset()
+    return *found, graph
+
+
 @pytest.mark.parametrize("op", SELECTED)
 def test_what_is_named_is_rebuilt_and_nothing_else(op: str) -> None:
     dropped, added, again = SELECTED[op]
-    bare = compiled_llama(2)
-    expected = [step(bare, number) for number in (0, 1)]
-    plain_flops = backward_flops(bare)
-    torch._dynamo.reset()
+    expected, plain_flops, (products, cores) = bare_of_two_layers()
+    assert cores == 0
     model = compiled_llama(2)
     with apply(model, selecting(op)):
         assert bytes_of_layers(model) == [BARE - dropped + added] * 2
@@ -222,8 +231,6 @@ def test_what_is_named_is_rebuilt_and_nothing_else(op: str) -> None:
         if not added:
             assert backward_flops(model) - plain_flops == 2 * again
     assert not counters["graph_break"]
-    products, cores = backward_graph(None)
-    assert cores == 0
     assert backward_graph(selecting(op)) == (products + again, 1 if added else 0)
 
 
@@ -239,7 +246,7 @@ def test_a_layer_recomputed_whole_saves_its_input() -> None:
     with apply(model, text):
         assert bytes_of_layers(model) == [INPUTS + RANDOM_STATE] * NUM_LAYERS
         assert_bitwise_equal(step(model), expected)
-    products, _ = backward_graph(None)
+    products, _ = bare_of_two_layers()[2]
     again = ATTENTION_AGAIN + OUTPUT_PROJECTION_AGAIN + MLP_AGAIN  # and not the last: nobody reads it
     assert backward_graph(text) == (products + again, 1)
 
@@ -289,17 +296,28 @@ def test_more_budgets_than_dynamo_recompiles_a_function() -> None:
             assert graphs() == NUM_LAYERS
 
 
+GRAPHS = {
+    budget(0.3): 1,
+    budget([0.3, 0.3, 0.0, 0.0]): 2,
+    selecting("feed_forward.mul"): 1,
+    "recompute_config: {select_recompute: {'feed_forward.mul': [2]}, compile_budget: 0.3}": 2,
+    "recompute_config: {recompute: [1]}": 2,
+}
+"""Text -> number of graphs."""
+
+
 @pytest.mark.parametrize(
-    ("text", "count"),
+    ("text", "count", "wrapped"),
     [
-        (budget(0.3), 1),
-        (budget([0.3, 0.3, 0.0, 0.0]), 2),
-        (selecting("feed_forward.mul"), 1),
-        ("recompute_config: {select_recompute: {'feed_forward.mul': [2]}, compile_budget: 0.3}", 2),
-        ("recompute_config: {recompute: [1]}", 2),
+        *((text, count, False) for text, count in GRAPHS.items()),
+        (selecting("feed_forward.mul"), 1, True),
+        *(
+            pytest.param(text, count, True, marks=pytest.mark.slow)
+            for text, count in GRAPHS.items()
+            if "{'feed_forward.mul': true}" not in text
+        ),
     ],
 )
-@pytest.mark.parametrize("wrapped", [False, True])
 def test_one_graph_for_each_rule_and_no_more_with_the_steps(text: str, count: int, wrapped: bool) -> None:
     model = compiled_llama(wrapped=wrapped)
     with apply(model, text):

@@ -40,14 +40,22 @@ PLACES = {
 }
 
 
-@every_plan
-@pytest.mark.parametrize(
-    "error",
+every_fault = pytest.mark.parametrize(
+    ("plan", "error"),
     [
-        pytest.param(ValueError, id="exception"),
-        pytest.param(KeyboardInterrupt, id="interrupt", marks=pytest.mark.slow),
+        pytest.param(
+            plan,
+            error,
+            id=f"{error.__name__}-{name}",
+            marks=[pytest.mark.slow] if error is KeyboardInterrupt and name != "case_4" else [],
+        )
+        for error in (ValueError, KeyboardInterrupt)
+        for name, plan in PLANS.items()
     ],
 )
+
+
+@every_fault
 def test_fault_in_forward(plan: MemoryPlan | str, error: type[BaseException]) -> None:
     bare = gradients_of_step(tiny_llama(), 1)
     with healthy_afterwards(plan) as (model, applied):
@@ -65,8 +73,7 @@ def test_fault_in_forward(plan: MemoryPlan | str, error: type[BaseException]) ->
                 handle.remove()
 
 
-@every_plan
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=["exception", "interrupt"])
+@every_fault
 def test_remove_right_after_a_fault_in_forward(plan: MemoryPlan | str, error: type[BaseException]) -> None:
     bare = gradients_of_step(tiny_llama(), 1)
     for place in ("layer", "mlp projection"):
@@ -83,8 +90,7 @@ def test_remove_right_after_a_fault_in_forward(plan: MemoryPlan | str, error: ty
         assert_bitwise_equal(gradients_of_step(model, 1), bare)
 
 
-@every_plan
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt], ids=["exception", "interrupt"])
+@every_fault
 def test_fault_in_backward(plan: MemoryPlan | str, error: type[BaseException]) -> None:
     with healthy_afterwards(plan) as (model, _):
         outputs: list[torch.Tensor] = []
@@ -138,9 +144,8 @@ def test_forward_without_backward(plan: MemoryPlan | str) -> None:
 
 
 @every_plan
-@pytest.mark.parametrize("order", ["one by one", "last first", "together"])
-def test_two_forwards_before_one_backward(plan: MemoryPlan | str, order: str) -> None:
-    def run(model: nn.Module) -> dict[str, torch.Tensor]:
+def test_two_forwards_before_one_backward(plan: MemoryPlan | str) -> None:
+    def run(model: nn.Module, order: str) -> dict[str, torch.Tensor]:
         model.zero_grad()
         losses = [forward(model, 0), forward(model, 1)]
         if order == "together":
@@ -150,9 +155,10 @@ def test_two_forwards_before_one_backward(plan: MemoryPlan | str, order: str) ->
                 loss.backward()
         return gradients(model)
 
-    bare = run(tiny_llama())
+    fresh = tiny_llama()
     with healthy_afterwards(plan) as (model, _):
-        assert_bitwise_equal(run(model), bare)
+        for order in ("one by one", "last first", "together"):
+            assert_bitwise_equal(run(model, order), run(fresh, order))
 
 
 @every_plan

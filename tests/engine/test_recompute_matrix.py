@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -27,7 +25,7 @@ from tests.engine.tiny_models import (
     swap_rows,
 )
 from tests.plan.conftest import FAMILY_SIZES
-from tests.processes import finish
+from tests.processes import launch, result, run_cases
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NUM_LAYERS = 3
@@ -215,23 +213,20 @@ DDP_FAMILIES = ("llama", "gpt_neox", "gemma2", "phi3")
 
 
 def train_on_rank(rank: int, folder: str) -> None:
-    """Train every family under every plan on its own data, and write what differs from no plan."""
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder, "store")), WORLD_SIZE)
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=limit)
-    try:
-        wrong = []
-        for family in DDP_FAMILIES:
-            bare = _on_rank(rank, family, None)
-            for name in PLANS:
-                under = _on_rank(rank, family, PLANS[name](ops_of(family, "sdpa")))
-                pairs = zip(under, bare, strict=True)
-                if not all(torch.equal(one[key], other[key]) for one, other in pairs for key in other):
-                    wrong.append((family, name))
-        torch.save(wrong, Path(folder, f"{rank}.pt"))
-    finally:
-        dist.destroy_process_group()
+    run_cases(rank, folder, WORLD_SIZE, {"wrong": lambda _: _wrong_plans(rank)})
+
+
+def _wrong_plans(rank: int) -> list[tuple[str, str]]:
+    """Train every family under every plan on its own data; return what differs from no plan."""
+    wrong = []
+    for family in DDP_FAMILIES:
+        bare = _on_rank(rank, family, None)
+        for name in PLANS:
+            under = _on_rank(rank, family, PLANS[name](ops_of(family, "sdpa")))
+            pairs = zip(under, bare, strict=True)
+            if not all(torch.equal(one[key], other[key]) for one, other in pairs for key in other):
+                wrong.append((family, name))
+    return wrong
 
 
 def _on_rank(rank: int, family: str, plan: Any) -> list[dict[str, torch.Tensor]]:
@@ -253,6 +248,5 @@ def _on_rank(rank: int, family: str, plan: Any) -> list[dict[str, torch.Tensor]]
 @pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes(tmp_path: Path) -> None:
-    context = torch.multiprocessing.spawn(train_on_rank, (str(tmp_path),), nprocs=WORLD_SIZE, join=False)
-    finish(context, LIMIT_S)
-    assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(WORLD_SIZE)] == [[], []]
+    launch(train_on_rank, tmp_path, WORLD_SIZE, LIMIT_S)
+    assert [result(tmp_path, "wrong", rank) for rank in range(WORLD_SIZE)] == [[], []]

@@ -9,7 +9,7 @@ import torch
 
 from tests.engine.fsdp2_worker import CASES_RUN, WORLD_SIZE, Case, Result, run_on_rank
 from tests.engine.tiny_models import assert_bitwise_equal
-from tests.processes import finish
+from tests.processes import launch, result
 
 LIMIT_S = 120
 
@@ -19,16 +19,12 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what each rank wrote; all cases run in one launch."""
-    folder = tmp_path_factory.mktemp("fsdp2")
-    context = torch.multiprocessing.spawn(run_on_rank, (str(folder),), nprocs=WORLD_SIZE, join=False)
-    finish(context, LIMIT_S)
-    return folder
+    return launch(run_on_rank, tmp_path_factory.mktemp("fsdp2"), WORLD_SIZE, LIMIT_S)
 
 
 def result_of(case: Case, rank: int, folder: Path) -> Result:
-    """Read one rank's result of a case; fail with its error."""
-    found = torch.load(folder / f"{case.file_stem}.{rank}.pt", weights_only=False)
-    assert isinstance(found, Result), found
+    found = result(folder, case.file_stem, rank)
+    assert isinstance(found, Result)
     return found
 
 

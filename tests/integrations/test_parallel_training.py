@@ -13,8 +13,8 @@ from transformers import LlamaForCausalLM, Trainer
 
 from hf_actswap import ActSwapTrainer
 from tests.integrations import parallel_training_worker as worker
-from tests.integrations.parallel_processes import launch, result
 from tests.integrations.parallel_runs import STEPS, Rows, Run
+from tests.processes import launch_trainers, result
 
 WORKER = "tests.integrations.parallel_training_worker"
 CLOSE = {"rel": 1e-5}
@@ -38,13 +38,13 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(one: Path) -> Path:
-    return launch(f"{WORKER}:TWO", one, 2, 280)
+    return launch_trainers(f"{WORKER}:TWO", one, 2, 280)
 
 
 @pytest.fixture(scope="module")
 def four(two: Path) -> Path:
-    launch(f"{WORKER}:STOCK", two, 2, 120)
-    return launch(f"{WORKER}:FOUR", two, 4, 280)
+    launch_trainers(f"{WORKER}:STOCK", two, 2, 120)
+    return launch_trainers(f"{WORKER}:FOUR", two, 4, 280)
 
 
 @functools.cache

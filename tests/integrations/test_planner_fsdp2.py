@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 
-from tests.integrations.parallel_processes import launch, result
 from tests.integrations.planner_fsdp2_worker import STEPS, Run
+from tests.processes import launch_trainers, result
 
 WORKER = "tests.integrations.planner_fsdp2_worker:CASES"
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(300)]
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Run]]:
     """By rank."""
-    folder = launch(WORKER, tmp_path_factory.mktemp("fsdp2_plugin"), 2, 240)
+    folder = launch_trainers(WORKER, tmp_path_factory.mktemp("fsdp2_plugin"), 2, 240)
     return [result(folder, "planned", rank) for rank in range(2)]
 
 

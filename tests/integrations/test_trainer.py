@@ -39,9 +39,9 @@ def state_of(model: torch.nn.Module) -> dict[str, Any]:
     "settings",
     [
         {},
-        {"gradient_accumulation_steps": 2, "max_steps": 8},
-        {"bf16": True},
-        {"eval_strategy": "steps", "eval_steps": 7},
+        {"gradient_accumulation_steps": 2, "max_steps": 5},
+        {"bf16": True, "max_steps": 5},
+        {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 5},
     ],
     ids=["plain", "accumulation", "bf16 autocast", "evaluation between"],
 )
@@ -312,10 +312,10 @@ def test_lora(make_trainer: Make) -> None:
         )
         return get_peft_model(tiny_llama(), lora)
 
-    plain = make_trainer(None, model=adapted(), callback=False, max_steps=6)
+    plain = make_trainer(None, model=adapted(), callback=False, max_steps=4)
     plain.train()
     for name, case in CASES.items():
-        trainer = make_trainer(case, model=adapted(), max_steps=6)
+        trainer = make_trainer(case, model=adapted(), max_steps=4)
         trainer.train()
         assert losses(trainer) == losses(plain), name
 

@@ -32,7 +32,7 @@ from hf_actswap.parallel import (
 from tests.engine.tiny_models import VOCABULARY, gradients, snapshot, tiny_llama
 from tests.parallel.collective_calls import noted
 from tests.parallel.parallel_llama import parallel_llama
-from tests.parallel.rank_processes import run_cases
+from tests.processes import run_cases
 
 WORLD_SIZE = 2
 LENGTH = 16
@@ -190,7 +190,7 @@ def run_on_rank(rank: int, folder: str) -> None:
     }
     cases |= {f"weights_{name}": lambda _, again=again: run_sharded(again) for name, again in WEIGHTS.items()}
     cases["mappings"] = lambda _: run_mappings(rank, world())
-    run_cases(rank, folder, WORLD_SIZE, cases, {name: [] for name in cases})
+    run_cases(rank, folder, WORLD_SIZE, cases)
 
 
 def run_case(case: Case, group: dist.ProcessGroup) -> Result:

@@ -19,7 +19,7 @@ from hf_actswap.parallel.cross_entropy import (
     parallel_causal_lm_loss,
     parallel_cross_entropy,
 )
-from tests.parallel.rank_processes import run_cases
+from tests.processes import run_cases
 
 WORLD_SIZE, MANY = 4, 6
 GROUPS = {2: [[0, 1], [2, 3]], 3: [[0, 1, 2]], 4: [[0, 1, 2, 3]], 6: [[0, 1, 2, 3, 4, 5]]}

@@ -26,7 +26,7 @@ from hf_actswap.parallel.mesh import SHARDED_DATA_AXIS, MeshError, ParallelMesh,
 from hf_actswap.parallel.patch_model import Patched, patch_model
 from tests.parallel.patch_worker import config
 from tests.parallel.patched_models import VOCABULARY, tiny_model
-from tests.parallel.rank_processes import run_cases
+from tests.processes import run_cases
 
 WORLD_SIZE, TENSOR_PARALLEL, STEPS, MAX_NORM, BATCH = 4, 2, 3, 0.05, 2
 DATA_PARALLEL = WORLD_SIZE // TENSOR_PARALLEL
@@ -301,4 +301,4 @@ def run_on_rank(rank: int, folder: str) -> None:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD_SIZE, "LOCAL_WORLD_SIZE": WORLD_SIZE}
     os.environ.update({name: str(value) for name, value in numbers.items()})
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", ACCELERATE_USE_CPU="true")
-    run_cases(rank, folder, WORLD_SIZE, cases, {name: [] for name in cases})
+    run_cases(rank, folder, WORLD_SIZE, cases)

@@ -16,7 +16,7 @@ from hf_actswap.apply import apply
 from hf_actswap.parallel.patch_model import Patched, PatchError, patch_model
 from tests.parallel.patch_worker import LENGTH, Case, compared, config, step
 from tests.parallel.patched_models import FAMILIES, MOST_USED, NOT_TESTED, tiny_model
-from tests.parallel.rank_processes import launch, run_cases
+from tests.processes import launch, run_cases
 
 RIGHT, REFUSED, WRONG = "right", "refused", "wrong"
 ODD_LENGTH = LENGTH + 1

@@ -17,7 +17,7 @@ from hf_actswap.parallel.block_hooks import GatherHook, keep_gathered_inputs
 from hf_actswap.parallel.group import tensor_parallel_group
 from hf_actswap.parallel.layers import ColumnParallelLinear, SharedInput
 from tests.parallel.patch_ways_worker import counted, ids_of, patched_pair
-from tests.parallel.rank_processes import run_cases
+from tests.processes import run_cases
 
 WORLD_SIZE, LAYERS = 2, 4
 Group = dist.ProcessGroup | None

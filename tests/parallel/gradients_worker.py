@@ -28,7 +28,7 @@ from hf_actswap.parallel.gradients import (
     watch_of,
 )
 from tests.parallel.collective_calls import Collective, wrapped
-from tests.parallel.rank_processes import run_cases
+from tests.processes import run_cases
 
 WORLD_SIZE = 4
 TOKENS, HIDDEN, OUT = 12, 6, 8

@@ -9,7 +9,7 @@ from hf_actswap.parallel.group import tensor_parallel_group
 from hf_actswap.parallel.patch_model import patch_model
 from tests.parallel.patch_worker import Case, Result, batches, compare, config, full_gradients, step
 from tests.parallel.patched_models import tiny_model
-from tests.parallel.rank_processes import run_cases
+from tests.processes import run_cases
 from tests.triton_interpreter import teach_the_interpreter
 
 WORLD_SIZE = 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 from pathlib import Path
 from time import monotonic
 
@@ -15,6 +14,7 @@ from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.patch_model import patch_model
 from tests.parallel.patch_worker import config
 from tests.parallel.patched_models import tiny_model
+from tests.processes import join_group
 
 WORLD_SIZE, LAST_STEP, DYING_RANK = 2, 2, 1
 PLACES = ("forward", "backward", "sum", "norm")
@@ -22,7 +22,6 @@ PLACES = ("forward", "backward", "sum", "norm")
 
 def run_on_rank(rank: int, folder: str) -> None:
     """Run each place in a process of its own: forked, for the imports take longer than all else."""
-    torch.set_num_threads(1)
     for place in PLACES:
         child = os.fork()
         if child == 0:
@@ -35,9 +34,7 @@ def run_on_rank(rank: int, folder: str) -> None:
 
 def _train(rank: int, folder: str, place: str) -> None:
     """Train; at the last step one rank ends at ``place``. The other writes its error and for how long."""
-    store = dist.FileStore(str(Path(folder, "store")), WORLD_SIZE)
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=limit)
+    join_group(rank, folder, WORLD_SIZE)
     group = dist.group.WORLD
     assert group is not None
     model = tiny_model("llama")

@@ -13,7 +13,7 @@ from torch import nn
 from hf_actswap.errors import ActSwapError
 from hf_actswap.parallel.mesh import SHARDED_DATA_AXIS, ParallelMesh, build_mesh, check_innermost
 from hf_actswap.parallel.rank_agreement import check_agreement, parameters_fact
-from tests.parallel.rank_processes import run_cases
+from tests.processes import run_cases
 
 WORLD_SIZE = 4
 LIMIT_S, LATE_S = 1.0, 2.5
@@ -88,4 +88,4 @@ CASES = {"meshes": meshes, "refusals": refusals, "agreement": agreement}
 
 
 def run_on_rank(rank: int, folder: str) -> None:
-    run_cases(rank, folder, WORLD_SIZE, CASES, {name: [] for name in CASES})
+    run_cases(rank, folder, WORLD_SIZE, CASES)

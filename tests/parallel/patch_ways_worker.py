@@ -33,7 +33,7 @@ from hf_actswap.plan.outline import outline as outline_of
 from tests.parallel.collective_calls import noted
 from tests.parallel.patch_worker import BATCH, Case, batches, compare, config, drifting, full_gradients, step
 from tests.parallel.patched_models import HIDDEN, tiny_model
-from tests.parallel.rank_processes import run_cases
+from tests.processes import run_cases
 
 WORLD_SIZE, LENGTH, NEW_TOKENS = 2, 16, 20
 STEPS, MAX_NORM = 5, 0.05

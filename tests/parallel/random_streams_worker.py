@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_actswap.parallel import tensor_parallel_group
 from hf_actswap.parallel.random_streams import rank_stream
-from tests.parallel.rank_processes import run_cases
+from tests.processes import run_cases
 
 WORLD_SIZE = 4
 SEED = 3

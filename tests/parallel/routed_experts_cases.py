@@ -14,7 +14,7 @@ from hf_actswap.parallel.patch_model import patch_model
 from tests.parallel.patch_ways_worker import _saved, ids_of
 from tests.parallel.patch_worker import Case, compare, config, full_gradients
 from tests.parallel.patched_models import tiny_model
-from tests.parallel.rank_processes import run_cases
+from tests.processes import run_cases
 
 IMPLEMENTATIONS = ("eager", "grouped_mm", "batched_mm")
 KINDS = ("mixtral", "qwen3_moe")

@@ -6,12 +6,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.engine.tiny_models import NUM_LAYERS, assert_bitwise_equal
 from tests.parallel.communication_worker import CASES, LENGTH, WORLD_SIZE, Result, run_on_rank
-from tests.parallel.rank_processes import result
-from tests.processes import finish
+from tests.processes import launch, result
 
 LIMIT_S = 150
 HIDDEN, SIZE_BYTES = 32, 4
@@ -25,10 +23,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what each rank wrote; all cases run in one launch."""
-    folder = tmp_path_factory.mktemp("communication")
-    context = torch.multiprocessing.spawn(run_on_rank, (str(folder),), nprocs=WORLD_SIZE, join=False)
-    finish(context, LIMIT_S)
-    return folder
+    return launch(run_on_rank, tmp_path_factory.mktemp("communication"), WORLD_SIZE, LIMIT_S)
 
 
 def result_of(name: str, folder: Path, rank: int = 0) -> Result:

@@ -24,7 +24,7 @@ from tests.parallel.cross_entropy_worker import (
     run_on_rank,
     upstream,
 )
-from tests.parallel.rank_processes import launch, result
+from tests.processes import launch, result
 
 pytestmark = pytest.mark.dist
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.data_sharding_worker import CASES, DATA_PARALLEL, STEPS, WORLD_SIZE, Result, run_on_rank
-from tests.parallel.rank_processes import launch, result
+from tests.processes import launch, result
 
 LIMIT_S = 240
 TOLERANCE = 1e-5

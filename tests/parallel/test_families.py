@@ -18,7 +18,7 @@ from tests.parallel.family_worker import (
     run_most_used,
 )
 from tests.parallel.patched_models import FAMILIES, MOST_USED
-from tests.parallel.rank_processes import launch
+from tests.processes import launch
 
 LIMIT_S, LONG_LIMIT_S = 200, 1500
 

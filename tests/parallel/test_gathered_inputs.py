@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.parallel.gathered_inputs_worker import CASES, LAYERS, WORLD_SIZE, Result, run_on_rank
-from tests.parallel.rank_processes import launch, result
+from tests.processes import launch, result
 
 LIMIT_S = 120
 

@@ -26,7 +26,7 @@ from tests.parallel.gradients_worker import (
     norm_model,
     run_on_rank,
 )
-from tests.parallel.rank_processes import launch, result
+from tests.processes import launch, result
 
 dist_test = pytest.mark.dist
 GROUPS = {2: PAIRS, 4: ALL}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.parallel.layers_worker import OK, cases, run_on_rank
-from tests.processes import finish
+from tests.parallel.layers_worker import cases, run_on_four, run_on_two
+from tests.processes import launch, result
 
 LIMIT_S = 200
 
@@ -16,20 +15,14 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what each rank found; all cases of a number of processes run in one launch."""
-    world_size: int = request.param
-    folder = tmp_path_factory.mktemp(f"layers{world_size}")
-    context = torch.multiprocessing.spawn(
-        run_on_rank, (world_size, str(folder)), nprocs=world_size, join=False
-    )
-    finish(context, LIMIT_S)
-    return folder
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """A number of processes, and the folder with what each rank found; its cases run in one launch."""
+    size: int = request.param
+    worker = run_on_two if size == 2 else run_on_four
+    return size, launch(worker, tmp_path_factory.mktemp(f"layers{size}"), size, LIMIT_S)
 
 
 @pytest.mark.parametrize("name", list(cases()))
-def test_case(name: str, results: Path) -> None:
-    found = {path.name: path.read_text() for path in sorted(results.glob(f"{name}.[0-9].txt"))}
-    assert found
-    failures = [f"{rank}:\n{text}" for rank, text in found.items() if text != OK]
-    assert not failures, "\n".join(failures)
+def test_case(name: str, results: tuple[int, Path]) -> None:
+    size, folder = results
+    assert [result(folder, name, rank) for rank in range(size)] == [None] * size

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hf_actswap.integrations.trainer_mixin import ActSwapTrainerMixin
 from hf_actswap.parallel.collectives import ANSWER_LIMIT_S, LostRankError, lost_rank_error
 from tests.parallel.lost_rank_worker import DYING_RANK, LAST_STEP, PLACES, WORLD_SIZE, run_on_rank
-from tests.parallel.rank_processes import launch
+from tests.processes import launch
 
 LIMIT_S = 120
 

@@ -10,7 +10,7 @@ from torch import nn
 from hf_actswap.parallel.mesh import MeshError, build_mesh, check_processes, launch_command
 from hf_actswap.parallel.rank_agreement import check_agreement, digest, parameters_fact
 from tests.parallel.mesh_worker import LATE_S, LIMIT_S, WORLD_SIZE, run_on_rank
-from tests.parallel.rank_processes import launch, result
+from tests.processes import launch, result
 
 ALONE: dict[str, str] = {}
 TOGETHER, REFUSED = [0, 1, 2], "RankAgreementError: "

@@ -15,7 +15,7 @@ from tests.parallel.patch_worker import (
     run_all_on_two,
     run_quick,
 )
-from tests.parallel.rank_processes import launch, result
+from tests.processes import launch, result
 
 LIMIT_S, LONG_LIMIT_S = 150, 280
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5

@@ -11,8 +11,8 @@ import torch
 from tests.parallel.patch_ways_worker import FURTHER_PLANNED, LENGTH, MAX_NORM, STEPS, WORLD_SIZE, run_on_rank
 from tests.parallel.patch_worker import BATCH
 from tests.parallel.patched_models import HIDDEN, INNER, LAYERS
-from tests.parallel.rank_processes import launch, result
 from tests.parallel.test_patch_model import assert_as_in_one_process
+from tests.processes import launch, result
 
 LIMIT_S = 200
 TOLERANCE = 1e-5

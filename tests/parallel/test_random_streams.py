@@ -11,7 +11,7 @@ import torch
 
 from hf_actswap.parallel.random_streams import model_parallel_seed, rank_stream
 from tests.parallel.random_streams_worker import SEED, WORLD_SIZE, draw, run_on_rank
-from tests.parallel.rank_processes import launch, result
+from tests.processes import launch, result
 
 
 @pytest.fixture(scope="module")

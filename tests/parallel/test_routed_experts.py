@@ -10,9 +10,9 @@ import torch
 from tests.parallel.patch_ways_worker import LENGTH
 from tests.parallel.patch_worker import BATCH
 from tests.parallel.patched_models import HIDDEN, INNER
-from tests.parallel.rank_processes import launch, result
 from tests.parallel.routed_experts_cases import IMPLEMENTATIONS, KINDS, cases, run_on_four, run_on_two
 from tests.parallel.test_patch_model import GRADIENT_TOLERANCE, assert_as_in_one_process
+from tests.processes import launch, result
 
 LIMIT_S = 200
 EXPERTS, EXPERTS_OF_A_TOKEN = 4, 2

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.liger_worker import WORLD_SIZE, run_on_rank
-from tests.parallel.rank_processes import launch, result
 from tests.parallel.test_patch_model import assert_as_in_one_process
+from tests.processes import launch, result
 
 LIMIT_S = 240
 
@@ -29,7 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
-        return launch(run_on_rank, tmp_path_factory.mktemp("liger"), WORLD_SIZE, LIMIT_S)
+        return launch(run_on_rank, tmp_path_factory.mktemp("liger"), WORLD_SIZE, LIMIT_S, fresh=True)
     finally:
         os.environ.pop("TRITON_INTERPRET")
         if before is not None:

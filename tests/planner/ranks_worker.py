@@ -26,8 +26,8 @@ from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.planner import BudgetError, Planner, bucket_plans, stable
 from tests.engine.tiny_models import VOCABULARY, tiny_llama, tiny_neox
 from tests.parallel.collective_calls import noted
-from tests.parallel.rank_processes import run_cases
 from tests.planner.simulated_device import on_device
+from tests.processes import run_cases
 
 GIB = 2**30
 BATCH, LENGTH = 4, 128
@@ -399,4 +399,4 @@ def run_four(rank: int, folder: str) -> None:
         "lengths": lambda _: batches_of_different_length(6),
         "impossible": lambda _: no_budget_is_enough(),
     }
-    run_cases(rank, folder, 4, cases, {name: [] for name in cases})
+    run_cases(rank, folder, 4, cases)

@@ -26,6 +26,18 @@ def unplanned() -> Trained:
     return train(tiny_llama)
 
 
+@pytest.fixture(scope="module")
+def saved(unplanned: Trained, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trained, str]:
+    """A training whose planner wrote its plan into a file, and the text of that file."""
+    path = tmp_path_factory.mktemp("saved") / "plans" / "plan.json"
+    first = train(tiny_llama, memory_of(unplanned, path))
+    return first, path.read_text()
+
+
+def memory_of(unplanned: Trained, path: Path) -> dict[str, Any]:
+    return {"mode": "adaptive", "budget_gib": 0.6 * unplanned.peak_bytes / GIB, "plan_file": str(path)}
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     yield
@@ -106,20 +118,22 @@ def test_fates_written_by_hand_stay(unplanned: Trained) -> None:
 
 
 def test_micro_batches(unplanned: Trained) -> None:
-    plain = train(tiny_llama, micro_batches=3, steps=9)
+    plain = train(tiny_llama, micro_batches=2, steps=7)
     budget = int(0.7 * plain.peak_bytes)
-    found = train(tiny_llama, {"mode": "adaptive", "budget_gib": budget / GIB}, micro_batches=3, steps=13)
-    assert found.losses[: len(plain.losses)] == plain.losses
+    found = train(tiny_llama, {"mode": "smart_swap", "budget_gib": budget / GIB}, micro_batches=2, steps=7)
+    assert found.losses == plain.losses
     assert max(found.stable_peaks()) <= budget
 
 
-def test_the_plan_file_spares_the_search(unplanned: Trained, tmp_path: Path) -> None:
-    path = tmp_path / "plans" / "plan.json"
-    memory = {"mode": "adaptive", "budget_gib": 0.6 * unplanned.peak_bytes / GIB, "plan_file": str(path)}
-    first = train(tiny_llama, memory)
-    document = json.loads(path.read_text())
-    assert MemoryPlan.from_json(path.read_text()).rows == first.plan_rows
-    assert document["measured"]["predicted_peak_bytes"] > 0
+def test_the_plan_file_spares_the_search(
+    unplanned: Trained, saved: tuple[Trained, str], tmp_path: Path
+) -> None:
+    first, text = saved
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    memory = memory_of(unplanned, path)
+    assert MemoryPlan.from_json(text).rows == first.plan_rows
+    assert json.loads(text)["measured"]["predicted_peak_bytes"] > 0
     second = train(tiny_llama, memory, steps=4)
     assert second.phases == ["stable"] * 4
     assert second.plan_rows == first.plan_rows
@@ -133,8 +147,7 @@ def test_a_plan_file_on_a_full_disk(
 ) -> None:
     path = tmp_path / "plan.json"
     (tmp_path / f".plan.json.{os.getpid()}").symlink_to("/dev/full")
-    memory = {"mode": "adaptive", "budget_gib": 0.6 * unplanned.peak_bytes / GIB, "plan_file": str(path)}
-    found = train(tiny_llama, memory)
+    found = train(tiny_llama, memory_of(unplanned, path))
     assert found.losses == unplanned.losses
     assert found.phases[-1] == "stable"
     (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
@@ -144,12 +157,15 @@ def test_a_plan_file_on_a_full_disk(
 
 @pytest.mark.parametrize("made_for", ["the CLI's", "another model", "nobody's"])
 def test_a_file_that_was_not_made_here_is_never_overwritten(
-    unplanned: Trained, tmp_path: Path, caplog: pytest.LogCaptureFixture, made_for: str
+    unplanned: Trained,
+    saved: tuple[Trained, str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    made_for: str,
 ) -> None:
     path = tmp_path / "plan.json"
-    memory = {"mode": "adaptive", "budget_gib": 0.6 * unplanned.peak_bytes / GIB, "plan_file": str(path)}
-    first = train(tiny_llama, memory)
-    document = json.loads(path.read_text())
+    memory, (first, text) = memory_of(unplanned, path), saved
+    document = json.loads(text)
     if made_for == "another model":
         document["made_for"]["model"] = "gpt, 2 layers, 3 parameters"
     else:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.parallel.rank_processes import result
 from tests.planner.ranks_worker import (
     BAD_STEP,
     FULL,
@@ -20,7 +18,7 @@ from tests.planner.ranks_worker import (
     run_two,
     run_two_more,
 )
-from tests.processes import finish
+from tests.processes import launch, result
 
 LIMIT_S = 240
 
@@ -30,24 +28,17 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what each of two ranks wrote; all cases run in one launch."""
-    return launch(run_two, tmp_path_factory.mktemp("two"), 2)
+    return launch(run_two, tmp_path_factory.mktemp("two"), 2, LIMIT_S)
 
 
 @pytest.fixture(scope="module")
 def two_more(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch(run_two_more, tmp_path_factory.mktemp("two_more"), 2)
+    return launch(run_two_more, tmp_path_factory.mktemp("two_more"), 2, LIMIT_S)
 
 
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch(run_four, tmp_path_factory.mktemp("four"), 4)
-
-
-def launch(worker: Callable[[int, str], None], folder: Path, ranks: int) -> Path:
-    """Run ``worker(rank, folder)`` on each rank."""
-    context = torch.multiprocessing.spawn(worker, (str(folder),), nprocs=ranks, join=False)
-    finish(context, LIMIT_S)
-    return folder
+    return launch(run_four, tmp_path_factory.mktemp("four"), 4, LIMIT_S)
 
 
 def of_ranks(folder: Path, case: str, ranks: int = 2) -> list[Mapping[str, Run]]:

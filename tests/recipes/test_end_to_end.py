@@ -14,6 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.robustness.ranks import ranks
+
 TINY = [
     *("--dataset", "sample", "--use_cpu", "true", "--disable_tqdm", "true", "--vocab_size", "512"),
     *("--hidden_size", "64", "--block_size", "64", "--max_train_samples", "256", "--max_eval_samples", "16"),
@@ -22,6 +24,16 @@ TINY = [
 ]
 FLAGS = ["--num_machines", "1", "--mixed_precision", "no"]
 UNCOMPILED = ("--dynamo_backend", "no")
+LIMIT_S = 200
+
+
+def run(output: Path, *arguments: str, processes: int = 1, fails: bool = False, **environment: str) -> str:
+    """Run the recipe in processes that start quickly, with a launcher's environment; return the log."""
+    with ranks([*arguments, "--output_dir", str(output)], output, processes, **environment) as running:
+        codes = running.exit_codes(LIMIT_S)
+    log = running.log.read_text()
+    assert all(code != 0 for code in codes) if fails else codes == [0] * processes, log[-3000:]
+    return log
 
 
 def launch(
@@ -50,7 +62,7 @@ def launch(
         env=os.environ | offline,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=LIMIT_S,
     )
 
 
@@ -95,9 +107,8 @@ def test_the_log_names_the_swapped_ops_as_the_document_does(case1: Path) -> None
         assert line.endswith(f"-INFO - Set op_swap at layer {layer}: attention.flash_attention, value=10")
 
 
-def test_swapping_changes_no_digit(case1: Path, repository: Path, tmp_path: Path) -> None:
-    ran = launch(repository, tmp_path, *TINY, "--actswap", "none", "--do_eval", "false")
-    assert ran.returncode == 0, ran.stderr[-3000:]
+def test_swapping_changes_no_digit(case1: Path, tmp_path: Path) -> None:
+    run(tmp_path, *TINY, "--actswap", "none", "--do_eval", "false")
     assert losses(tmp_path) == losses(case1)
     assert not (tmp_path / "worker_0.log").exists()
 
@@ -115,11 +126,10 @@ def test_layers_compiled_by_the_launcher_are_swapped(case1: Path, repository: Pa
 
 
 @pytest.fixture(scope="module")
-def whole(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe's parallel file without what is parallel in it: one process, a plain Trainer."""
     output = tmp_path_factory.mktemp("whole")
-    ran = launch(repository, output, *TINY, "--num_kv_heads", "2", "--actswap", "none", *SHORT)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    run(output, *TINY, "--num_kv_heads", "2", "--actswap", "none", *SHORT)
     return output
 
 
@@ -129,9 +139,8 @@ SHORT = ["--max_steps", "4", "--max_eval_samples", "5", "--lr_scheduler_type", "
 @pytest.mark.dist
 def test_two_processes_hold_one_model(whole: Path, repository: Path, tmp_path: Path) -> None:
     recipe = str(repository / "recipes" / "sequence_parallel.yaml")
-    ran = launch(repository, tmp_path, recipe, *TINY, *SHORT, "--warmup_steps", "0", processes=2)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert "tensor_parallel_size=2, sequence parallelism on: a rank holds" in ran.stderr
+    said = run(tmp_path, recipe, *TINY, *SHORT, "--warmup_steps", "0", processes=2)
+    assert "tensor_parallel_size=2, sequence parallelism on: a rank holds" in said
     assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-4)
     results, expected = (
         json.loads((folder / "all_results.json").read_text()) for folder in (tmp_path, whole)
@@ -180,25 +189,19 @@ def test_two_processes_train_and_resume(repository: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.dist
-def test_processes_that_would_train_alone_are_stopped(repository: Path, tmp_path: Path) -> None:
+def test_processes_that_would_train_alone_are_stopped(tmp_path: Path) -> None:
     if torch.accelerator.is_available():
         pytest.skip("with an accelerator the processes find each other")
     alone = [one for one in TINY if one not in ("--use_cpu",)]
     alone.remove("true")
-    ran = launch(repository, tmp_path, *alone, processes=2)
-    assert ran.returncode != 0
-    assert "RecipeError: The launcher started 2 processes, but each of them would train alone." in ran.stderr
+    said = run(tmp_path, *alone, processes=2, fails=True, ACCELERATE_USE_CPU="false")
+    assert "RecipeError: The launcher started 2 processes, but each of them would train alone." in said
     assert not (tmp_path / "model.safetensors").exists()
 
 
-def test_offline_the_message_comes_without_a_traceback_of_the_recipe(
-    repository: Path, tmp_path: Path
-) -> None:
+def test_offline_the_message_comes_without_a_traceback_of_the_recipe(tmp_path: Path) -> None:
     pytest.importorskip("datasets", reason="without it the message is another one")
-    ran = launch(repository, tmp_path, "--use_cpu", "true")
-    assert ran.returncode != 0
-    assert (
-        "RecipeError: The dataset 'Salesforce/wikitext' (wikitext-2-raw-v1) could not be loaded" in ran.stderr
-    )
-    assert "--dataset sample (the embedded corpus)" in ran.stderr
-    assert "recipe_texts.py" not in ran.stderr
+    said = run(tmp_path, "--use_cpu", "true", fails=True)
+    assert "RecipeError: The dataset 'Salesforce/wikitext' (wikitext-2-raw-v1) could not be loaded" in said
+    assert "--dataset sample (the embedded corpus)" in said
+    assert "recipe_texts.py" not in said

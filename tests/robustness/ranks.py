@@ -1,8 +1,4 @@
-"""Processes that run the recipe, started quickly and ended as roughly as a test likes.
-
-A fork server imports PyTorch, transformers and the recipe once; each rank is a fork of it, and its start
-takes a tenth of a second in the place of seven.
-"""
+"""Processes that run the recipe, started quickly and ended as roughly as a test likes."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import faulthandler
 import gc
 import itertools
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -19,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -28,6 +23,7 @@ import torch
 from torch.distributed import TCPStore
 
 from hf_actswap.engine import host_pool
+from tests.processes import fork_server
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "recipes"))
@@ -36,7 +32,7 @@ import llama_swap  # noqa: E402  (a script: its folder is on the path only now)
 import recipe_checkpoints  # noqa: E402
 import recipe_stop  # noqa: E402
 
-__all__ = ["Ranks", "fork_server", "join_log", "ranks", "recipe_checkpoints", "recipe_stop"]
+__all__ = ["Ranks", "join_log", "ranks", "recipe_checkpoints", "recipe_stop"]
 
 _attempts = itertools.count()
 
@@ -139,20 +135,23 @@ class Ranks:
 
 
 @contextmanager
-def ranks(argv: Sequence[str], folder: Path, count: int) -> Iterator[Ranks]:
+def ranks(argv: Sequence[str], folder: Path, count: int, **environment: str) -> Iterator[Ranks]:
     """Start ``count`` ranks of the recipe; nobody is left alive at the end.
 
     Args:
         argv: for the recipe.
         folder: for the log and the reports.
         count: 1 trains alone.
+        environment: beside a launcher's, or in its place.
     """
-    with started(run_recipe, [(list(argv),)] * count, folder) as running:
+    with started(run_recipe, [(list(argv),)] * count, folder, **environment) as running:
         yield running
 
 
 @contextmanager
-def started(target: Callable[..., None], each: Sequence[tuple[Any, ...]], folder: Path) -> Iterator[Ranks]:
+def started(
+    target: Callable[..., None], each: Sequence[tuple[Any, ...]], folder: Path, **more: str
+) -> Iterator[Ranks]:
     """Start ``target(*arguments, environment, log, report)`` on each rank, with arguments of its own."""
     attempt, count = next(_attempts), len(each)
     log, reports = folder / f"log_{attempt}", [folder / f"report_{attempt}_{rank}" for rank in range(count)]
@@ -166,7 +165,7 @@ def started(target: Callable[..., None], each: Sequence[tuple[Any, ...]], folder
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
             environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-        arguments = (*each[rank], environment, str(log), str(reports[rank]))
+        arguments = (*each[rank], environment | more, str(log), str(reports[rank]))
         process = context.Process(target=target, args=arguments)
         process.start()
         processes.append(process)
@@ -175,20 +174,3 @@ def started(target: Callable[..., None], each: Sequence[tuple[Any, ...]], folder
         yield running
     finally:
         running.kill()
-
-
-def fork_server() -> ForkServerContext:
-    """Return a context whose processes are forks of one that has imported this module."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    before = os.environ.get("PYTHONPATH")
-    paths = os.pathsep.join(filter(None, [str(ROOT), before]))
-    os.environ.update(PYTHONPATH=paths)  # Python 3.11 does not hand `sys.path` to the server
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
-    return context

@@ -45,7 +45,7 @@ from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
 from .checkpoint_inputs import checkpoint_of
 from .compiled_regions import CompiledRegions
 from .fates import FateTable
-from .foreseen import Foreseen, dropped_by, plan_that_pays
+from .forecast import DryRunForecast, dropped_by, plan_that_pays
 from .forward_pass import ForwardPass
 from .host_budget import HostMemory, Progress
 from .naming_mode import NamingMode, end_region
@@ -212,11 +212,11 @@ class Engine:
             self._follow_inside()
         setting, new = self._place.made_ready()
         if new:
-            foreseen = Foreseen(self._root, self.outline, args, kwargs)
-            self._place.host.make_ready(setting.pool, setting.transfer.overlaps, self.plan, foreseen)
-            self.plan = self._fates.follow(plan_that_pays(self.plan, foreseen))
+            forecast = DryRunForecast(self._root, self.outline, args, kwargs)
+            self._place.host.make_ready(setting.pool, setting.transfer.overlaps, self.plan, forecast)
+            self.plan = self._fates.follow(plan_that_pays(self.plan, forecast))
             if not self._place.evictable:  # else the planner counts
-                self.dropped_bytes = dropped_by(self.plan, foreseen)
+                self.dropped_bytes = dropped_by(self.plan, forecast)
             if holds_several_sequences(kwargs):
                 logger.info(_PACKED)
         forward = ForwardPass(self._place.watched(setting), self._outside, routines, (args, kwargs))

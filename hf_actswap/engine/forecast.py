@@ -30,15 +30,15 @@ logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 
 
-def dropped_by(plan: MemoryPlan, foreseen: Foreseen) -> int | None:
+def dropped_by(plan: MemoryPlan, forecast: DryRunForecast) -> int | None:
     """Return the bytes that a plan drops and rebuilds in a forward; ``None``: they are not known."""
     if all(row.fate not in ("recompute", "re-gather") for row in plan.rows):
         return 0
-    saved = foreseen.saved()
+    saved = forecast.saved()
     return None if saved is None else dropped_bytes(saved, plan)
 
 
-class Foreseen:
+class DryRunForecast:
     """Of one forward. The run takes place when it is first asked for, and once.
 
     Args:
@@ -74,7 +74,7 @@ class Foreseen:
         return self._saved
 
 
-def plan_that_pays(plan: MemoryPlan, foreseen: Foreseen) -> MemoryPlan:
+def plan_that_pays(plan: MemoryPlan, forecast: DryRunForecast) -> MemoryPlan:
     """Return ``plan`` with selective recomputation only where the bytes saved fall by it.
 
     And with an override for each result that is held because its op is not run again.
@@ -85,17 +85,17 @@ def plan_that_pays(plan: MemoryPlan, foreseen: Foreseen) -> MemoryPlan:
 
     Args:
         plan: on the model.
-        foreseen: what the forward that starts will save.
+        forecast: what the forward that starts will save.
     """
-    if foreseen.compiled or not (recomputes_selectively(plan) or keeps_inside(plan)):
+    if forecast.compiled or not (recomputes_selectively(plan) or keeps_inside(plan)):
         return plan
-    saved = foreseen.saved()
+    saved = forecast.saved()
     if saved is None:
-        if why := foreseen.why_not:
+        if why := forecast.why_not:
             logger.info("All that is named is recomputed, whether it pays or not: no fake run (%s).", why)
         return plan
     # What reads an op that now stays may have relied on its being rebuilt.
-    chosen = keep_what_is_overwritten(keep_what_costs(plan, saved), foreseen.outline)
+    chosen = keep_what_is_overwritten(keep_what_costs(plan, saved), forecast.outline)
     chosen = say_what_is_held(chosen, saved)
     for override in chosen.overrides[len(plan.overrides) :]:
         logger.info("%s", override)

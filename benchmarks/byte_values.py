@@ -42,7 +42,7 @@ from benchmarks.byte_calls import (
 from benchmarks.records import accelerator_name, commit, hardware, versions
 from benchmarks.workloads import PRESETS, DecoderStack, Workload
 from hf_actswap import outline
-from hf_actswap.engine.foreseen import record_saved
+from hf_actswap.engine.forecast import record_saved
 from hf_actswap.plan import Outline
 from hf_actswap.plan.dry_run import fake_batch, fake_weights, fakes_only, one_sequence_each
 

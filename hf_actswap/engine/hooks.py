@@ -46,7 +46,7 @@ from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
 from .checkpoint_inputs import checkpoint_of
 from .compiled_regions import CompiledRegions
 from .fates import FateTable
-from .foreseen import Foreseen, dropped_by
+from .forecast import DryRunForecast, dropped_by
 from .forward_pass import ForwardPass
 from .host_budget import HostMemory, Progress
 from .naming_mode import NamingMode, end_region
@@ -196,12 +196,12 @@ class Engine:
         for step in reversed(undo or []):
             step()
 
-    def _settle(self, foreseen: Foreseen) -> None:
+    def _settle(self, forecast: DryRunForecast) -> None:
         """What the first forward will save can be known: change the plan to what will be carried out."""
         saved = None
-        if self._fates.recomputed.selective_layers and not foreseen.compiled:
-            saved = foreseen.saved()
-            if saved is None and (why := foreseen.why_not):
+        if self._fates.recomputed.selective_layers and not forecast.compiled:
+            saved = forecast.saved()
+            if saved is None and (why := forecast.why_not):
                 logger.info("All that is named is recomputed, whether it pays or not: no fake run (%s).", why)
         self._change(settled(self.plan, self.outline, saved))
 
@@ -230,11 +230,11 @@ class Engine:
             self._follow_inside()
         setting, new = self._place.made_ready()
         if new:
-            foreseen = Foreseen(self._root, self.outline, args, kwargs)
-            self._settle(foreseen)
-            self._place.host.make_ready(setting.pool, setting.transfer.overlaps, self.plan, foreseen)
+            forecast = DryRunForecast(self._root, self.outline, args, kwargs)
+            self._settle(forecast)
+            self._place.host.make_ready(setting.pool, setting.transfer.overlaps, self.plan, forecast)
             if not self._place.evictable:  # else the planner counts
-                self.dropped_bytes = dropped_by(self.plan, foreseen)
+                self.dropped_bytes = dropped_by(self.plan, forecast)
             if holds_several_sequences(kwargs):
                 logger.info(_PACKED)
         forward = ForwardPass(self._place.watched(setting), self._outside, routines, (args, kwargs))

@@ -9,7 +9,7 @@ import torch
 
 from ..plan.actions import MemoryPlan
 from ..plan.saved_bytes import swapped_copies
-from .foreseen import Foreseen
+from .forecast import DryRunForecast
 from .free_ranges import ALIGNMENT_BYTES
 from .host_memory import (
     available_bytes,
@@ -95,7 +95,7 @@ class HostMemory:
         if undo is not None:
             undo()
 
-    def make_ready(self, pool: HostPool, pinned: bool, plan: MemoryPlan, foreseen: Foreseen) -> None:
+    def make_ready(self, pool: HostPool, pinned: bool, plan: MemoryPlan, dry_run: DryRunForecast) -> None:
         """Say whether what the plan swaps in the forward that starts has room, and begin to allocate it.
 
         Only tensors that certainly move count: not those among which ``auto`` will choose, which chooses
@@ -108,9 +108,9 @@ class HostMemory:
             pinned: whether copies overlap compute: else ``auto`` swaps everything, and nothing has to be
                 locked beforehand.
             plan: that starts.
-            foreseen: what the forward that starts will save.
+            dry_run: what the forward that starts will save.
         """
-        sizes_bytes = _swapped(plan, pinned, foreseen)
+        sizes_bytes = _swapped(plan, pinned, dry_run)
         if not sizes_bytes:
             return
         found = forecast(sum(sizes_bytes), self._cap_bytes, self._ranks, self._available)
@@ -125,17 +125,17 @@ class HostMemory:
             pool.reserve(aligned)  # at most the budget
 
 
-def _swapped(plan: MemoryPlan, pinned: bool, foreseen: Foreseen) -> list[int]:
+def _swapped(plan: MemoryPlan, pinned: bool, dry_run: DryRunForecast) -> list[int]:
     """Bytes of each copy; empty where there are none or they are not known."""
     moving = {row for row in plan.rows if row.fate == "swap" and (row.windows is not None or not pinned)}
     if not moving or torch.compiler.is_compiling():
         return []
-    saved = foreseen.saved()
+    saved = dry_run.saved()
     if saved is not None:
         return [copy.size_bytes for copy in swapped_copies(saved, plan) if copy.row in moving]
-    if foreseen.compiled:
-        logger.info("No forecast of host memory: %s.", foreseen.why_not)
+    if dry_run.compiled:
+        logger.info("No forecast of host memory: %s.", dry_run.why_not)
     else:
-        why = foreseen.why_not
+        why = dry_run.why_not
         logger.info("No forecast of host memory: the model does not run on fake tensors (%s).", why)
     return []

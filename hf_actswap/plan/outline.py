@@ -297,7 +297,7 @@ def _record(
     """Return what a call of ``model`` with a small example shows of layers, and why it does not run.
 
     The structure is asked for before there is a batch, and holds for every batch. What is saved depends on
-    the real one, so that it needs a run of its own, by the same recorder (`engine.foreseen.record_saved`).
+    the real one, so that it needs a run of its own, by the same recorder (`engine.forecast.record_saved`).
 
     Args:
         model: is called; ``root``, or a module in it.

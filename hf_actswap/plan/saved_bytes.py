@@ -1,7 +1,7 @@
 """How many bytes autograd saves for a batch, by the op that produced them, and how many a plan swaps of it.
 
 Known before anything is computed: the model runs once on fake tensors of the real shapes
-(`engine/foreseen.py`). The record does not depend on a plan, so several plans can be priced with one.
+(`engine/forecast.py`). The record does not depend on a plan, so several plans can be priced with one.
 
 A plan is priced by the engine's rules, in the order in which the engine meets the tensors:
 

@@ -16,7 +16,7 @@ from hf_actswap import MemoryPlan, PlanError, apply, load_config, outline, resol
 from hf_actswap.engine import RecordingTransfer, host_budget
 from hf_actswap.engine.autograd_state import next_node_number
 from hf_actswap.engine.checkpoint_inputs import CheckpointInputs
-from hf_actswap.engine.foreseen import record_saved
+from hf_actswap.engine.forecast import record_saved
 from hf_actswap.engine.link import Link
 from hf_actswap.engine.operator_clock import OperatorClock
 from hf_actswap.engine.slabs import PageableSlabs

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import MemoryPlan, apply, load_config, outline, resolve_plan
-from hf_actswap.engine.foreseen import record_saved
+from hf_actswap.engine.forecast import record_saved
 from hf_actswap.plan import PlanRow, Windows
 from hf_actswap.plan.outline import unwrapped
 from hf_actswap.plan.saved_bytes import SavedBytes, swapped_bytes

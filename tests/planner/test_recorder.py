@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from hf_actswap import outline
 from hf_actswap.engine.autograd_state import running_node_number
-from hf_actswap.engine.foreseen import record_saved
+from hf_actswap.engine.forecast import record_saved
 from hf_actswap.engine.tickets import Ticket, keep
 from hf_actswap.engine.transfer import BlockingTransfer
 from hf_actswap.plan.op_facts import computes, is_collective

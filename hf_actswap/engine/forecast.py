@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 
 
-def dropped_by(plan: MemoryPlan, foreseen: Foreseen) -> int | None:
+def dropped_by(plan: MemoryPlan, forecast: DryRunForecast) -> int | None:
     """Return the bytes that a plan drops and rebuilds in a forward; ``None``: they are not known."""
     if all(row.fate not in ("recompute", "re-gather") for row in plan.rows):
         return 0
-    saved = foreseen.saved()
+    saved = forecast.saved()
     return None if saved is None else dropped_bytes(saved, plan)
 
 
-class Foreseen:
+class DryRunForecast:
     """Of one forward. The run takes place when it is first asked for, and once.
 
     Args:

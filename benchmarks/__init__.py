@@ -12,7 +12,7 @@ SETTINGS = {
     # What swap frees and takes again must not fragment.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     # Without a workspace of fixed size matrix products may differ in their last bits from stream to stream,
-    # and PyTorch's deterministic mode refuses to run them.
+    # and PyTorch's deterministic mode does not run them.
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
 }
 

@@ -23,8 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from hf_actswap.plan.compiled import named_op_modules
+from hf_actswap.plan.model_structure import LayerStructure
 from hf_actswap.plan.opnames import OpStack, function_name
-from hf_actswap.plan.outline import LayerOutline
 from hf_actswap.plan.record import LAYER_INPUT, storage_key
 from hf_actswap.plan.saved_bytes import SavedBytes
 
@@ -144,14 +144,14 @@ class CallFollower(TorchFunctionMode):
 
     Args:
         module: the layer.
-        layer: its outline.
+        layer: its structure.
         clock: of the calls.
 
     Attributes:
         calls: in order, those that produce a storage of their own; views cost nothing.
     """
 
-    def __init__(self, module: nn.Module, layer: LayerOutline, clock: Clock) -> None:
+    def __init__(self, module: nn.Module, layer: LayerStructure, clock: Clock) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self._module, self._layer, self._clock = module, layer, clock
@@ -299,14 +299,14 @@ def name_of(key: CallKey) -> str:
 
 
 def byte_rows(
-    calls: Sequence[Call], saved: SavedBytes, layer: LayerOutline, layer_index: int = 0
+    calls: Sequence[Call], saved: SavedBytes, layer: LayerStructure, layer_index: int = 0
 ) -> list[ByteRow]:
     """Join what calls cost with what autograd saves of them.
 
     Args:
         calls: of one layer.
         saved: of a forward of the same shapes.
-        layer: the layer's outline.
+        layer: the layer's structure.
         layer_index: in ``saved``.
 
     Raises:
@@ -358,11 +358,11 @@ def _saved_bytes_of(saved: SavedBytes, layer_index: int) -> dict[CallKey, int]:
 
 
 def _inputs_of(
-    saved: SavedBytes, layer: LayerOutline, layer_index: int
+    saved: SavedBytes, layer: LayerStructure, layer_index: int
 ) -> dict[CallKey, tuple[CallKey, ...]]:
     """What each call reads; weights and what comes from outside, but the layer's input, are left out.
 
-    The outline says who reads the layer's input, which is nobody's in ``saved``. The rest is read from
+    The model structure says who reads the layer's input, which is unowned in ``saved``. The rest is read from
     ``saved``, whose shapes are the real ones: whether a reshape copies depends on them.
     """
     found: dict[CallKey, dict[CallKey, None]] = {}

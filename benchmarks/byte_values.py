@@ -41,9 +41,9 @@ from benchmarks.byte_calls import (
 )
 from benchmarks.records import accelerator_name, commit, hardware, versions
 from benchmarks.workloads import PRESETS, DecoderStack, Workload
-from hf_actswap import outline
+from hf_actswap import model_structure
 from hf_actswap.engine.forecast import record_saved
-from hf_actswap.plan import Outline
+from hf_actswap.plan import ModelStructure
 from hf_actswap.plan.dry_run import fake_batch, fake_weights, fakes_only, one_sequence_each
 
 Result = Mapping[str, Any]
@@ -285,14 +285,14 @@ def layer_rows(shape: Workload, device: torch.device, clock: Clock) -> list[Byte
         clock: says what a call costs.
     """
     step = DecoderStack(replace(shape, layers=1), device)
-    named = outline(step.model)
+    named = model_structure(step.model)
     batch = {"inputs_embeds": step.hidden, "use_cache": False}
     saved = record_saved(step.model, named, (), batch, _CPU)
     calls = _calls_on_fakes(step, named, clock) if device.type == "meta" else _calls(step, named, clock)
     return byte_rows(calls, saved, named.layers[0])
 
 
-def _calls(step: DecoderStack, named: Outline, clock: Clock) -> list[Call]:
+def _calls(step: DecoderStack, named: ModelStructure, clock: Clock) -> list[Call]:
     with torch.no_grad():
         step.forward()  # the device awake, its libraries loaded
     follower = CallFollower(step.decoder_layers[0], named.layers[0], clock)
@@ -301,7 +301,7 @@ def _calls(step: DecoderStack, named: Outline, clock: Clock) -> list[Call]:
     return follower.calls
 
 
-def _calls_on_fakes(step: DecoderStack, named: Outline, clock: Clock) -> list[Call]:
+def _calls_on_fakes(step: DecoderStack, named: ModelStructure, clock: Clock) -> list[Call]:
     """The calls as on the CPU, from shapes alone; made as `record_saved` makes its forward."""
     follower = CallFollower(step.decoder_layers[0], named.layers[0], clock)
     with one_sequence_each(), fakes_only():

@@ -241,6 +241,6 @@ def _mebibytes(value: float | None) -> str:
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
-    # The plans of some rows warn of every rule that changed a wish; the results hold them.
+    # The plans of some rows warn of every rule that changed a requested policy; the results hold them.
     logging.getLogger("hf_actswap").setLevel(logging.ERROR)
     sys.exit(main())

@@ -127,8 +127,8 @@ class Bench:
         except RuntimeError as error:  # a CUDA context in which a kernel failed answers nothing any more
             logger.warning("the device does not answer: %s", error)
             return False
-        resting_bytes = 0 if self._step is None else self._step.resting_bytes()
-        return left_bytes <= resting_bytes + _LEFT_OVER_BYTES
+        baseline_bytes = 0 if self._step is None else self._step.baseline_bytes()
+        return left_bytes <= baseline_bytes + _LEFT_OVER_BYTES
 
 
 def empty_result(row: Row, workload: Workload) -> Result:
@@ -169,7 +169,7 @@ def measure_row(
         return result
     _clean_up(step)
     pinned_before = pinned_bytes(step.device)
-    result.resting_bytes = _resting_bytes(step)
+    result.baseline_bytes = _baseline_bytes(step)
     try:
         with row.setup(step, result.config) as applied:
             if isinstance(applied, Planned):
@@ -209,9 +209,9 @@ def _note_failure(result: Result, error: Exception) -> None:
         result.traceback = traceback.format_exc()
 
 
-def _resting_bytes(step: TrainingStep) -> int:
+def _baseline_bytes(step: TrainingStep) -> int:
     if step.device.type == "cpu":
-        return step.resting_bytes()
+        return step.baseline_bytes()
     return torch.accelerator.memory_allocated(step.device)
 
 
@@ -241,13 +241,13 @@ def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | Plann
             peaks.append((accelerator.max_memory_allocated(device), accelerator.max_memory_reserved(device)))
     result.step_ms += timed
     result.ms = statistics.median(timed)
-    if peaks and result.resting_bytes is not None:
+    if peaks and result.baseline_bytes is not None:
         result.peak_allocated_bytes, result.peak_reserved_bytes = map(max, zip(*peaks, strict=True))
-        result.activation_bytes = result.peak_allocated_bytes - result.resting_bytes
+        result.activation_bytes = result.peak_allocated_bytes - result.baseline_bytes
     if applied and before:
         _fill_swap_numbers(result, applied.stats() - before, step.workload.steps)
-        changes = (*applied.plan.warnings, *applied.plan.overrides)
-        result.overrides = [str(change) for change in changes[:_OVERRIDES_SHOWN]]
+        changes = (*applied.plan.warnings, *applied.plan.adjustments)
+        result.adjustments = [str(change) for change in changes[:_OVERRIDES_SHOWN]]
 
 
 @contextmanager
@@ -283,7 +283,7 @@ def _fill_swap_numbers(result: Result, total: SwapStats, steps: int) -> None:
     result.stalls = per_step(total.stalls)
     result.stall_ms = per_step(total.stall_ms)
     result.recomputes = per_step(total.recomputes)
-    result.refused_bytes = per_step(sum(total.refused.values()))
+    result.rejected_bytes = per_step(sum(total.rejected.values()))
     result.pinning_ms = total.pinning_ms
 
 
@@ -301,7 +301,7 @@ def _fill_host_bytes(
 
 def _fill_cpu_bytes(result: Result, step: TrainingStep) -> None:
     """One step under the dispatch mode, which would switch compilation off: compiled rows have no bytes."""
-    if step.device.type != "cpu" or result.compiled or result.resting_bytes is None:
+    if step.device.type != "cpu" or result.compiled or result.baseline_bytes is None:
         return
     step.zero_gradients()
     gc.collect()
@@ -311,7 +311,7 @@ def _fill_cpu_bytes(result: Result, step: TrainingStep) -> None:
         step.backward(output)
         del output
     result.activation_bytes = meter.peak_bytes()
-    result.peak_allocated_bytes = result.resting_bytes + meter.peak_bytes()
+    result.peak_allocated_bytes = result.baseline_bytes + meter.peak_bytes()
 
 
 def _fill_outcome(result: Result, step: TrainingStep, row: Row, reference: Reference | None) -> None:
@@ -336,8 +336,8 @@ def _outcome(result: Result, step: TrainingStep, row: Row) -> dict[str, Fingerpr
     with nullcontext() if row.compiles else deterministic(), step.context():
         with copies:
             output = step.forward()
-        if step.device.type != "cpu" and result.resting_bytes is not None:
-            result.held_bytes = torch.accelerator.memory_allocated(step.device) - result.resting_bytes
+        if step.device.type != "cpu" and result.baseline_bytes is not None:
+            result.held_bytes = torch.accelerator.memory_allocated(step.device) - result.baseline_bytes
         result.loss = step.loss(output)
         step.backward(output)
         step.synchronize()

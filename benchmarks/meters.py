@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 class StorageMeter(TorchDispatchMode):
     """Follows the storages that operators create; views and in-place results create none.
 
-    Counts from entry to exit: what existed before belongs to the resting state.
+    Counts from entry to exit: what existed before belongs to the baseline state.
     """
 
     def __init__(self) -> None:

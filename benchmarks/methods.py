@@ -33,7 +33,7 @@ from hf_actswap.apply import plan_while_training
 from hf_actswap.config import load_config
 from hf_actswap.config.keys import RECOMPUTE_KEYS
 from hf_actswap.engine import SwapStats
-from hf_actswap.plan import MemoryPlan, outline, resolve_plan
+from hf_actswap.plan import MemoryPlan, model_structure, resolve_plan
 from hf_actswap.planner import CountingMeter, Planner
 from hf_actswap.planner.trials import best_trial
 
@@ -157,9 +157,9 @@ def actswap_plan(step: TrainingStep, options: Mapping[str, Any]) -> Iterator[Pla
 
 def _start(step: TrainingStep, options: Mapping[str, Any]) -> Planned:
     config = load_config({"memory": {"mode": "adaptive", **options["memory"]}})
-    shape = outline(step.model)
+    shape = model_structure(step.model)
     meter = None
-    if step.device.type == "cpu":  # counts what the frontier counts, and refuses nothing
+    if step.device.type == "cpu":  # counts what the frontier counts, and rejects nothing
         meter = CountingMeter()
         leaves = step.leaves().values()
         meter.own(item for leaf in leaves for item in (leaf.detach(), leaf.grad) if item is not None)

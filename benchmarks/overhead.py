@@ -49,7 +49,7 @@ from hf_actswap.engine import AppliedPlan, RecordingTransfer, Transfer, install
 from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.transfer import Copy
 from hf_actswap.plan import MemoryPlan, PlanRow, Windows
-from hf_actswap.plan.outline import outline
+from hf_actswap.plan.model_structure import model_structure
 
 LAYERS = 4
 OPS_PER_MODULE = 100
@@ -288,7 +288,7 @@ class Subject:
                     BareTransfer() if case.bare_copies else RecordingTransfer(poison=False)
                 )
             plan = MemoryPlan(rows=case.rows, num_layers=LAYERS, min_tensor_bytes=case.min_tensor_bytes)
-            self.applied = install(self.model, plan, outline(self.model), transfer)
+            self.applied = install(self.model, plan, model_structure(self.model), transfer)
 
     def step(self) -> None:
         """Time one step, and one forward without gradients."""

@@ -32,9 +32,9 @@ from benchmarks.frontier import print_table
 from benchmarks.records import Result, commit, versions
 from benchmarks.rows import ELEMENTWISE, MIXED, eager_mix, swap_everything
 from benchmarks.workloads import PRESETS, Workload, llama_config
-from hf_actswap import outline, resolve_plan
+from hf_actswap import model_structure, resolve_plan
 from hf_actswap.config import load_config
-from hf_actswap.plan import MemoryPlan, Outline
+from hf_actswap.plan import MemoryPlan, ModelStructure
 from hf_actswap.planner import BudgetError, Limits, Prediction, Profile
 from hf_actswap.planner.cost.simulate import predict
 from hf_actswap.planner.record.shapes import profile_from_shapes
@@ -80,8 +80,8 @@ BY_HAND: dict[str, Any] = {
 }
 
 
-def on_paper(workload: Workload, device: str) -> tuple[Profile, Outline, int]:
-    """Return the profile of a step of a workload, the model's outline, and what is no activation, in bytes.
+def on_paper(workload: Workload, device: str) -> tuple[Profile, ModelStructure, int]:
+    """Return the profile of a step of a workload, the model's structure, and what is no activation, in bytes.
 
     Args:
         workload: of `frontier.py`; its model is built on ``meta``.
@@ -99,7 +99,7 @@ def on_paper(workload: Workload, device: str) -> tuple[Profile, Outline, int]:
             model.embed_tokens.requires_grad_(False)
             shape = (1, workload.tokens, workload.hidden)
             call = {"inputs_embeds": torch.empty(shape, dtype=workload.torch_dtype, requires_grad=True)}
-    shape_of = outline(model)
+    shape_of = model_structure(model)
     profile = profile_from_shapes(model, shape_of, {**call, "use_cache": False}, device, gradients_exist=True)
     given = sum(item.nbytes for item in call.values())
     trained = sum(item.nbytes for item in model.parameters() if item.requires_grad)
@@ -117,7 +117,7 @@ class Paper:
 
     def __init__(self, workload: Workload, device: str) -> None:
         self.workload, self.device = workload, device
-        self._profile, self._outline, self._resting_bytes = on_paper(workload, device)
+        self._profile, self._structure, self._baseline_bytes = on_paper(workload, device)
         self._nothing = MemoryPlan((), workload.layers, self._profile.family)
         self.results: list[Result] = []
 
@@ -125,10 +125,10 @@ class Paper:
         """Return all rows; ``shares``: budgets, of eager's activation peak."""
         configs = {**BY_HAND, "actswap-mix-eager": eager_mix(self.workload.layers)}
         for name, config in configs.items():
-            plan = resolve_plan(load_config(config), self._outline)
+            plan = resolve_plan(load_config(config), self._structure)
             self._add(name, config, predict(self._profile, plan))
         eager, checkpointing = self.results[0], self.results[1]
-        least = least_peak_bytes(self._profile, self._nothing, self._limits(2**62)) - self._resting_bytes
+        least = least_peak_bytes(self._profile, self._nothing, self._limits(2**62)) - self._baseline_bytes
         self._plan("actswap_plan_least", least)
         self._plan("actswap_plan_checkpointing", checkpointing.activation_bytes or 0)
         for share in shares:
@@ -149,7 +149,7 @@ class Paper:
         return self.results
 
     def _plan(self, name: str, activation_bytes: int) -> None:
-        budget_bytes = self._resting_bytes + activation_bytes
+        budget_bytes = self._baseline_bytes + activation_bytes
         started = time.perf_counter()
         try:
             found = find_plan(self._profile, self._nothing, self._limits(budget_bytes))
@@ -168,8 +168,8 @@ class Paper:
         result = self._row(name, config)
         result.ms = result.predicted_ms = predicted.step_ms
         result.peak_allocated_bytes = result.predicted_peak_bytes = predicted.peak_bytes
-        result.activation_bytes = predicted.peak_bytes - self._resting_bytes
-        result.resting_bytes, result.host_bytes = self._resting_bytes, predicted.host_bytes
+        result.activation_bytes = predicted.peak_bytes - self._baseline_bytes
+        result.baseline_bytes, result.host_bytes = self._baseline_bytes, predicted.host_bytes
         result.swapped_bytes = predicted.swapped_bytes
         result.stall_ms = predicted.forward_stall_ms + predicted.backward_stall_ms
         self.results.append(result)

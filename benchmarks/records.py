@@ -91,10 +91,10 @@ class Result(Record):
         first_step_compile_ms: the part of ``first_step_ms`` that ``torch.compile`` took.
         first_step_pinning_ms: of ours, what page-locking host memory took in it; ``pinning_ms``: until the
             last step.
-        held_bytes: alive at the end of forward, above the resting state; the output included.
+        held_bytes: alive at the end of forward, above the baseline state; the output included.
         resting_bytes: allocated before the method was put on.
-        prefetched_bytes, stalls, stall_ms, recomputes, refused_bytes: the engine's counters of one step.
-        overrides: what rules changed of the configuration, in words.
+        prefetched_bytes, stalls, stall_ms, recomputes, rejected_bytes: the engine's counters of one step.
+        adjustments: what rules changed of the configuration, in words.
         must_be_exact: output and gradients must equal eager's bit for bit.
         exact, differing: whether they do, ``None``: not judged; and where not.
         ratios: against eager in the same file.
@@ -132,13 +132,13 @@ class Result(Record):
     first_step_pinning_ms: float | None = None
     pinning_ms: float | None = None
     held_bytes: int | None = None
-    resting_bytes: int | None = None
+    baseline_bytes: int | None = None
     prefetched_bytes: float | None = None
     stalls: float | None = None
     stall_ms: float | None = None
     recomputes: float | None = None
-    refused_bytes: float | None = None
-    overrides: list[str] = field(default_factory=list)
+    rejected_bytes: float | None = None
+    adjustments: list[str] = field(default_factory=list)
     must_be_exact: bool = False
     exact: bool | None = None
     differing: list[str] = field(default_factory=list)

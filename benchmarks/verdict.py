@@ -387,7 +387,13 @@ def _reduction(name: str, rows: Rows) -> Iterator[Finding]:
         fall = rows["eager"]["peak_reserved_bytes"] - rows[_REDUCED]["peak_reserved_bytes"]
         away = abs(fall / wanted - 1)
     remark = _remark(rows, _REDUCED, "eager")
-    yield Finding(f"12 {name}: {_REDUCED}, fall of the peak off the wish", away, REDUCTION, "at most", remark)
+    yield Finding(
+        f"12 {name}: {_REDUCED}, fall of the peak off the requested policy",
+        away,
+        REDUCTION,
+        "at most",
+        remark,
+    )
 
 
 def _prediction(name: str, rows: Rows) -> Iterator[Finding]:

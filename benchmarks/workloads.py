@@ -188,7 +188,7 @@ class TrainingStep:
     """A model, its input and one step of it; `DecoderStack` and `WholeModel` say which.
 
     All values are drawn from a fixed seed. Gradients are allocated once and added to, as in gradient
-    accumulation, so they belong to the resting state and not to a step's memory.
+    accumulation, so they belong to the baseline state and not to a step's memory.
 
     Args:
         workload: shape.
@@ -241,7 +241,7 @@ class TrainingStep:
         """Everything that receives a gradient."""
         return self.weights()
 
-    def resting_bytes(self) -> int:
+    def baseline_bytes(self) -> int:
         """Bytes of the trained parameters and the input, and of their gradients."""
         return 2 * sum(leaf.numel() * leaf.element_size() for leaf in self.leaves().values())
 

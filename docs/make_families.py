@@ -37,7 +37,7 @@ have each kind of layer), one training step on two sequences, one of them with p
   routers, low-rank projections before the divided ones, and blocks that all ranks compute alike (state-space
   mixers).
 
-*Refused*: the reason stands below the table, and is what the error says.
+*Rejected*: the reason stands below the table, and is what the error says.
 """
 
 
@@ -45,7 +45,7 @@ def page_of(found: Findings, not_tested: Mapping[str, str], **facts: object) -> 
     """Return the page.
 
     Args:
-        found: family -> column -> what was found ("right", "refused", "wrong") and why.
+        found: family -> column -> what was found ("right", "rejected", "wrong") and why.
         not_tested: family -> why nothing was found of it.
         facts: ``version`` of transformers, ``length`` of an odd sequence.
     """
@@ -63,7 +63,7 @@ def page_of(found: Findings, not_tested: Mapping[str, str], **facts: object) -> 
     for family, ways in sorted(found.items()):
         divided = ways[_DIVIDED][1] if ways[_DIVIDED][0] == "right" else ""
         lines.append(_row(f"`{family}`", *(ways[column][0] for column in COLUMNS), divided))
-    lines += ["", "## Refusals", ""]
+    lines += ["", "## Rejections", ""]
     reasons: dict[str, dict[str, list[str]]] = {}
     for family, ways in sorted(found.items()):
         for column in COLUMNS:

@@ -25,7 +25,7 @@ PICTURE = ROOT / "docs" / "pictures" / "why.svg"
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.workloads import PRESETS, Workload, llama_config  # noqa: E402 - neither need be installed
-from hf_actswap import load_config, outline, resolve_plan  # noqa: E402
+from hf_actswap import load_config, model_structure, resolve_plan  # noqa: E402
 from hf_actswap.plan import MemoryPlan  # noqa: E402
 from hf_actswap.planner import Limits, Profile  # noqa: E402
 from hf_actswap.planner.cost.simulate import predict  # noqa: E402
@@ -78,10 +78,10 @@ class Paper:
         with torch.device("meta"):
             model = LlamaForCausalLM(llama_config(workload)).to(workload.torch_dtype).train()
             ids = torch.empty(1, workload.tokens, dtype=torch.long)
-        self._outline = outline(model)
+        self._structure = model_structure(model)
         self._profile: Profile = profile_from_shapes(
             model,
-            self._outline,
+            self._structure,
             {"input_ids": ids, "labels": ids, "use_cache": False},
             DEVICE,
             optimizer_state_bytes=2 * sum(item.nbytes for item in model.parameters()),
@@ -89,7 +89,7 @@ class Paper:
         self._empty = MemoryPlan((), workload.layers, self._profile.family)
         self.nothing = self._predicted(self._empty)
         everything = load_config({"recompute_config": {"recompute": True}})
-        self.checkpointing = self._predicted(resolve_plan(everything, self._outline))
+        self.checkpointing = self._predicted(resolve_plan(everything, self._structure))
 
     @property
     def kept_bytes(self) -> int:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .errors import ConfigError, PlanError
     from .integrations import ActSwapCallback, ActSwapTrainerMixin, ActSwapTrainingArguments, prepare
     from .integrations.trainer import ActSwapTrainer
-    from .plan import MemoryPlan, load_plan, outline, resolve_plan
+    from .plan import MemoryPlan, load_plan, model_structure, resolve_plan
     from .plan.user_functions import adapt_mem_func_wrapper
     from .planner import op_hook
 
@@ -48,8 +48,8 @@ __all__ = [
     "apply",
     "load_config",
     "load_plan",
+    "model_structure",
     "op_hook",
-    "outline",
     "prepare",
     "resolve_plan",
 ]
@@ -69,7 +69,7 @@ _MODULES = {
     "load_config": "config",
     "load_plan": "plan",
     "op_hook": "planner",
-    "outline": "plan",
+    "model_structure": "plan",
     "prepare": "integrations",
     "resolve_plan": "plan",
 }

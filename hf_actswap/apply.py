@@ -18,21 +18,21 @@ from .config.schema import MemoryConfig
 from .engine import AppliedPlan, Transfer, install
 from .engine.host_budget import HostMemory, Progress
 from .engine.install import tile_head
-from .engine.swapped_storages import Keeper
+from .engine.swapped_storages import PackHandler
 from .errors import ConfigError, PlanError, Problem, short_traceback
 from .parallel import Replicas, enclosing_group, tensor_parallel_group
 from .parallel.block_hooks import keep_gathered_inputs
 from .plan import (
     ConfigOrPlan,
     MemoryPlan,
-    Outline,
+    ModelStructure,
     load_config_or_plan,
-    outline,
+    model_structure,
     resolve_plan,
     with_problems_of_model,
 )
 from .plan.checkpointing_rules import problems_of_checkpointing
-from .plan.outline import unwrapped
+from .plan.model_structure import unwrapped
 from .planner import Meter, Planner, start_planner
 from .report import PinningBar, PlannerBar
 
@@ -74,17 +74,17 @@ def apply(
         ConfigError: the configuration is malformed.
         PlanError: it does not fit the model, or asks for what this version cannot carry out.
     """
-    shape = outline(model)
+    shape = model_structure(model)
     try:
-        wish = load_config_or_plan(config_or_plan)
+        requested = load_config_or_plan(config_or_plan)
     except ConfigError as error:
         raise with_problems_of_model(error, shape) from None
-    if isinstance(wish, MemoryPlan):
-        return apply_plan(model, wish, shape, transfer, progress)
-    plan = resolve_plan(wish, shape)
-    for changed in (*plan.warnings, *plan.overrides):
+    if isinstance(requested, MemoryPlan):
+        return apply_plan(model, requested, shape, transfer, progress)
+    plan = resolve_plan(requested, shape)
+    for changed in (*plan.warnings, *plan.adjustments):
         logger.warning("%s", changed)
-    if wish.memory.mode == "off":
+    if requested.memory.mode == "off":
         return apply_plan(model, plan, shape, transfer, progress)
     if optimizer is None:
         raise PlanError([_NO_OPTIMIZER])
@@ -92,7 +92,7 @@ def apply(
         model,
         plan,
         shape,
-        wish.memory,
+        requested.memory,
         optimizer=optimizer,
         transfer=transfer,
         progress=progress,
@@ -111,7 +111,7 @@ _NO_OPTIMIZER = Problem(
 def plan_while_training(
     model: nn.Module,
     fixed: MemoryPlan,
-    shape: Outline,
+    shape: ModelStructure,
     memory: MemoryConfig,
     *,
     optimizer: torch.optim.Optimizer | None = None,
@@ -127,7 +127,7 @@ def plan_while_training(
     Args:
         model: on its device, as it is called.
         fixed: the plan of what is written by hand.
-        shape: the model's outline.
+        shape: the model's structure.
         memory: the ``memory`` section; its mode is not ``off``.
         optimizer: of the model.
         counts_steps: whether the optimizer's step ends a training step; else whoever trains calls
@@ -139,10 +139,10 @@ def plan_while_training(
     """
     shape, host, group = shape.decoder, HostMemory(fixed), enclosing_group()
 
-    def put(plan: MemoryPlan, keeper: Keeper | None) -> AppliedPlan:
+    def put(plan: MemoryPlan, pack_handler: PackHandler | None) -> AppliedPlan:
         with nullcontext() if group is None else tensor_parallel_group(group):
             plan = replace(plan, tiles=fixed.tiles)  # on for as long as the planner
-            return apply_plan(model, plan, shape, transfer, progress, keeper, host)
+            return apply_plan(model, plan, shape, transfer, progress, pack_handler, host)
 
     planner = start_planner(
         model,
@@ -169,24 +169,26 @@ def plan_while_training(
 def apply_plan(
     model: nn.Module,
     plan: MemoryPlan,
-    shape: Outline,
+    shape: ModelStructure,
     transfer: Transfer | None = None,
     progress: Progress | None = None,
-    keeper: Keeper | None = None,
+    pack_handler: PackHandler | None = None,
     host: HostMemory | None = None,
 ) -> AppliedPlan:
-    """Put a plan on a model whose outline is at hand; see `apply`.
+    """Put a plan on a model whose structure is at hand; see `apply`.
 
     Raises:
         PlanError: the plan does not fit the model, or asks for what this version cannot carry out.
     """
     shape = shape.with_stacks_of(plan)
-    _refuse_what_cannot_be_applied(model, plan, shape)
+    _reject_what_cannot_be_applied(model, plan, shape)
     group = enclosing_group()
     replicas = None if group is None else Replicas(group)
-    applied = install(model, plan, shape, transfer, progress or _bar_on_rank_0(), replicas, keeper, host)
+    applied = install(
+        model, plan, shape, transfer, progress or _bar_on_rank_0(), replicas, pack_handler, host
+    )
     restores = _gathering_once(unwrapped(model), plan, shape)
-    if plan.rows or keeper is not None:
+    if plan.rows or pack_handler is not None:
         restores += _without_cache(unwrapped(model))
     for restore in restores:
         applied.on_remove(restore)
@@ -202,10 +204,10 @@ def _is_rank_0() -> bool:
     return (dist.get_rank() if started else int(os.environ.get("RANK", "0"))) == 0
 
 
-def _refuse_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Outline) -> None:
+def _reject_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: ModelStructure) -> None:
     problems = [
-        Problem("plan", "what this version can carry out", wish, "Remove it from the configuration.")
-        for wish in plan.unbuilt
+        Problem("plan", "what this version can carry out", requested, "Remove it from the configuration.")
+        for requested in plan.unsupported
     ]
     root = unwrapped(model)
     if plan.rows and isinstance(model, nn.DataParallel):
@@ -222,7 +224,7 @@ def _refuse_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Ou
         raise PlanError(problems)
 
 
-def _gathering_once(root: nn.Module, plan: MemoryPlan, shape: Outline) -> list[Callable[[], None]]:
+def _gathering_once(root: nn.Module, plan: MemoryPlan, shape: ModelStructure) -> list[Callable[[], None]]:
     """Keep what is gathered in layers run again as a whole, or that the plan names; return what restores."""
     whole = {row.scope for row in plan.rows if row.op_path == "" and row.fate == "recompute"}
     kept = {*whole, *plan.keeps_gathered}

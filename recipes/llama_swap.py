@@ -50,7 +50,7 @@ logger = logging.getLogger("llama_swap")
 SHORTEST_POSITION_RANGE = 2048
 
 
-def refuse_lonely_processes(args: TrainingArguments) -> None:
+def reject_lonely_processes(args: TrainingArguments) -> None:
     """Stop if the launcher started several processes and each believes to be alone.
 
     Accelerate does so without a word on a machine without accelerator, when its configuration says MULTI_GPU
@@ -204,7 +204,7 @@ def run(argv: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> None:
     logging.getLogger("llama_swap").setLevel(logging.INFO if args.process_index == 0 else logging.WARNING)
     logging.getLogger("hf_actswap").setLevel(logging.INFO)
     with failing_together("start", args.ddp_timeout) as facts:
-        refuse_lonely_processes(args)
+        reject_lonely_processes(args)
         checkpoint = checkpoint_to_resume(args)
         facts["resume_from_checkpoint"] = checkpoint_fact(checkpoint, args.output_dir)
     # Inside train(): after evaluate() alone, accelerate takes the model for prepared and does not wrap it

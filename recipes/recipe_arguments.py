@@ -76,7 +76,7 @@ def _written(command_line: list[str], parser: HfArgumentParser) -> dict[str, Any
         source = command_line.pop(0)
         tokens, values, sections = split_document(read_document(source), parser, source)
     _, unknown = parser.parse_known_args([*tokens, *command_line])
-    _refuse_unknown(unknown, parser)
+    _reject_unknown(unknown, parser)
 
     written = {**values, **_explicit([*tokens, *command_line], parser)}
     flags = {flag: bool(written.pop(flag)) for flag in MODE_FLAGS if written.get(flag) is not None}
@@ -213,7 +213,7 @@ def _hint(name: str, known: Mapping[str, Any]) -> str:
     return "`--help` lists the arguments." if hint.startswith("Valid") else hint
 
 
-def _refuse_unknown(unknown: Sequence[str], parser: HfArgumentParser) -> None:
+def _reject_unknown(unknown: Sequence[str], parser: HfArgumentParser) -> None:
     problems = []
     for token in unknown:
         name = token.lstrip("-").split("=")[0].replace("-", "_")

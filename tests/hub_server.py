@@ -97,7 +97,7 @@ class HubServer:
         return [request.path for request in self.requests if request.method == method]
 
     def close(self) -> None:
-        """Be gone: connections are refused from here on. Safe to call again."""
+        """Be gone: connections are rejected from here on. Safe to call again."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -199,10 +199,12 @@ class _Handler(BaseHTTPRequestHandler):
             if repository is not None:
                 getattr(self, f"_{verb}")(repository, f"{owner}/{name}", "/".join(rest), body)
 
-    def _create(self, wish: dict[str, Any]) -> None:
-        name = f"{wish.get('organization') or 'me'}/{wish['name']}"
+    def _create(self, requested: dict[str, Any]) -> None:
+        name = f"{requested.get('organization') or 'me'}/{requested['name']}"
         known = name in self.server_hub.repositories
-        private = wish.get("visibility") == "private" or bool(wish.get("private"))  # newer and older clients
+        private = requested.get("visibility") == "private" or bool(
+            requested.get("private")
+        )  # newer and older clients
         if not known:
             self.server_hub.repository(name, private=private).put({".gitattributes": ""})
         answer = {"url": f"{self.server_hub.endpoint}/{name}", "name": name, "id": name}

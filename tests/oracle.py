@@ -33,7 +33,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import hf_actswap
-from hf_actswap import apply, load_config, outline, resolve_plan
+from hf_actswap import apply, load_config, model_structure, resolve_plan
 from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.parallel import patch_model, tensor_parallel_group
 from hf_actswap.plan import MemoryPlan
@@ -95,7 +95,7 @@ class Oracle:
             "rows": len(plan.rows),
             "json": self.text(f"{name}.json", plan.to_json()),
             "lines": self.text(f"{name}.lines", "\n".join(plan.log_lines())),
-            "overrides": self.text(f"{name}.overrides", "\n".join(map(str, plan.overrides))),
+            "adjustments": self.text(f"{name}.adjustments", "\n".join(map(str, plan.adjustments))),
         }
 
     def vectors(self) -> None:
@@ -109,7 +109,7 @@ class Oracle:
         for name, (document, layers) in documents.items():
             if layers not in shapes:
                 with torch.device("meta"):
-                    shapes[layers] = outline(dense(layers))
+                    shapes[layers] = model_structure(dense(layers))
             plan = resolve_plan(load_config(yaml.safe_dump(document, sort_keys=False)), shapes[layers])
             self.facts[f"vector {name}"] = self.plan(f"vector {name}", plan)
 
@@ -118,7 +118,7 @@ class Oracle:
         with torch.device(device):
             model: Any = make().to(torch.bfloat16).train()
             ids = torch.zeros(2, 512, dtype=torch.long)
-        shape = outline(model)
+        shape = model_structure(model)
         call = {"input_ids": ids, "labels": ids, "use_cache": False}
         profile = profile_from_shapes(model, shape, call, DEVICE, optimizer_state_bytes=2**20)
         peaks = {}

@@ -1,4 +1,4 @@
-"""The walls of the house: who may import whom, what importing does, and what is public."""
+"""The boundaries between the packages: who may import whom, what importing does, and what is public."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_LINES = 600
 
 PUBLIC_NAMES = {
-    *("load_config", "load_plan", "outline", "resolve_plan", "apply"),
+    *("load_config", "load_plan", "model_structure", "resolve_plan", "apply"),
     *("ActSwapConfig", "MemoryPlan", "AppliedPlan"),
     *("ConfigError", "PlanError"),
     *("ActSwapTrainingArguments", "ActSwapCallback"),
@@ -26,7 +26,7 @@ PUBLIC_NAMES = {
     *("adapt_mem_func_wrapper", "op_hook"),
 }
 
-FLOORS = (  # lowest first; a unit imports from lower floors and from itself
+LAYERS = (  # lowest first; a unit imports from lower layers and from itself
     {"errors", "interrupts", "version"},
     {"config"},
     {"plan"},
@@ -74,7 +74,7 @@ class Import:
 
 
 def unit_of_path(path: Path) -> str:
-    """The floor's unit that a file belongs to: its top folder or its module name."""
+    """The layer's unit that a file belongs to: its top folder or its module name."""
     return path.relative_to(ROOT / PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -117,15 +117,15 @@ def all_imports() -> list[Import]:
 
 def climbs(found: Import) -> bool:
     """Whether an import of our own package goes up, or sideways where that is not allowed."""
-    floor = {unit: level for level, units in enumerate(FLOORS) for unit in units}
+    layer = {unit: level for level, units in enumerate(LAYERS) for unit in units}
     importer, imported = found.unit, unit_of_name(found.name)
     if importer == imported:
         return False
-    return floor[importer] <= floor[imported]
+    return layer[importer] <= layer[imported]
 
 
 def test_every_file_stands_on_a_floor() -> None:
-    known = set().union(*FLOORS)
+    known = set().union(*LAYERS)
     assert sources()
     assert [str(path.relative_to(ROOT)) for path in sources() if unit_of_path(path) not in known] == []
 
@@ -163,7 +163,7 @@ def test_floors_do_not_know_libraries_above_them() -> None:
 def test_the_guard_itself(
     importer: str, statement: str, forbidden: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = [ROOT / PACKAGE / f"{unit}.py" for units in FLOORS for unit in units]
+    files = [ROOT / PACKAGE / f"{unit}.py" for units in LAYERS for unit in units]
     monkeypatch.setattr(sys.modules[__name__], "sources", lambda: files)
     (found,) = imports_of(ROOT / PACKAGE / importer, statement)
     assert climbs(found) is forbidden

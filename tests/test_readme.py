@@ -66,8 +66,8 @@ def test_the_first_example_trains_and_says_what_it_saved(
 
 def test_the_yaml_of_the_readme_suits_a_model_of_32_layers(repository: Path) -> None:
     (text,) = blocks(repository, README, "yaml")
-    plan = hf_actswap.resolve_plan(hf_actswap.load_config(text), hf_actswap.outline(small_llama(32)))
-    assert plan.overrides == ()
+    plan = hf_actswap.resolve_plan(hf_actswap.load_config(text), hf_actswap.model_structure(small_llama(32)))
+    assert plan.adjustments == ()
     assert {plan.fate(layer, "self_attn.flash_attention") for layer in range(32)} == {"swap"}
     for path in ("input_layernorm.mul", "post_attention_layernorm.mul", "mlp.act_fn.silu", "mlp.mul"):
         assert {plan.fate(layer, path) for layer in range(32)} == {"recompute"}
@@ -98,7 +98,7 @@ def test_the_yaml_prints_the_shown_lines_and_table(repository: Path) -> None:
     text, *others = blocks(repository, USING, "yaml")
     assert all(hf_actswap.load_config(other) for other in others)
     (shown,) = blocks(repository, USING, "text")
-    plan = hf_actswap.resolve_plan(hf_actswap.load_config(text), hf_actswap.outline(small_llama()))
+    plan = hf_actswap.resolve_plan(hf_actswap.load_config(text), hf_actswap.model_structure(small_llama()))
     lines = [f"INFO - {line}" for line in plan.log_lines() if line.startswith("Set ")]
     assert shown.rstrip() == "\n".join([*lines, "", plan_table(plan)])
 

@@ -73,7 +73,8 @@ class Commands(LateCommands):
 
     places = (
         CommandPlace(
-            "check", "Name every problem of a configuration for a model, and every wish that gives way."
+            "check",
+            "Name every problem of a configuration for a model, and every requested policy that gives way.",
         ),
         CommandPlace(
             "explain", "Say why an op of a layer is kept, swapped or recomputed, and what would change it."

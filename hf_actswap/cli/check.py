@@ -30,7 +30,7 @@ class Checked:
 
     Args:
         source: of the configuration, as the user named it.
-        strict: whether overrides and warnings count as problems.
+        strict: whether adjustments and warnings count as problems.
     """
 
     source: str
@@ -40,7 +40,7 @@ class Checked:
     model: Mapping[str, Any] | None = None
     described: str = ""
     plan: MemoryPlan | None = None
-    wishes: Sequence[RequestedPolicy] = ()
+    policies: Sequence[RequestedPolicy] = ()
     step: StepShape | None = None
     profile: Profile | None = None
     predicted: Mapping[str, Prediction] = field(default_factory=dict)
@@ -49,11 +49,11 @@ class Checked:
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong, nor, where that is asked, has given way."""
-        changed = self.plan is not None and bool(self.plan.overrides or self.plan.warnings)
+        changed = self.plan is not None and bool(self.plan.adjustments or self.plan.warnings)
         return not self.problems and not (self.strict and changed)
 
     def document(self) -> Mapping[str, Any]:
-        """See `output.Answer`."""
+        """Return it as JSON values."""
         plan = self.plan
         rows = [] if plan is None else [asdict(row) for row in plan.rows]
         return {
@@ -62,8 +62,8 @@ class Checked:
             "model": self.model,
             "notes": list(self.notes),
             "warnings": [] if plan is None else list(plan.warnings),
-            "overrides": [] if plan is None else [asdict(override) for override in plan.overrides],
-            "names": [_wish_document(wish) for wish in self.wishes],
+            "adjustments": [] if plan is None else [asdict(adjustment) for adjustment in plan.adjustments],
+            "names": [_policy_document(requested) for requested in self.policies],
             "rows": rows,
             "step": None if self.step is None else self.step.document(),
             "predicted": {name: prediction_document(step) for name, step in self.predicted.items()},
@@ -71,7 +71,7 @@ class Checked:
         }
 
     def shown(self) -> Iterable[RenderableType]:
-        """See `output.Answer`."""
+        """Yield it for people."""
         yield f"Configuration: {self.source}"
         if self.described:
             yield f"Model:         {self.described}"
@@ -93,20 +93,20 @@ class Checked:
         elif self.ok:
             yield "No problems."
         else:
-            yield "No problems, but wishes gave way (--strict)."
+            yield "No problems, but requested policies gave way (--strict)."
 
     def _shown_plan(self, plan: MemoryPlan) -> Iterable[RenderableType]:
         yield heading("Plan")
         yield fate_table(plan, self.profile)
-        if self.wishes:
+        if self.policies:
             yield heading("Names")
-            yield from listed(_meaning(wish) for wish in self.wishes)
+            yield from listed(_meaning(requested) for requested in self.policies)
         if plan.warnings:
             yield heading("Warnings")
             yield from listed(plan.warnings)
-        if plan.overrides:
+        if plan.adjustments:
             yield heading("What was asked and gave way")
-            yield from listed(map(str, plan.overrides))
+            yield from listed(map(str, plan.adjustments))
 
 
 def check(
@@ -120,11 +120,12 @@ def check(
     optimizer: options.Optimizer = "adamw",
     tp: options.Tp = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Exit with 1 if a wish gave way or a warning was given.")
+        bool,
+        typer.Option("--strict", help="Exit with 1 if a requested policy gave way or a warning was given."),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Name every problem of a configuration for a model, and every wish that gives way."""
+    """Name every problem of a configuration for a model, and every requested policy that gives way."""
 
     def ask() -> Checked:
         found = Checked(config, strict)
@@ -157,10 +158,10 @@ def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigErro
         return
     found.notes = config.notes
     plan = resolve_plan(config, looked_at.shape)
-    found.plan, found.wishes = plan, requested_policies(config, looked_at.shape)
+    found.plan, found.policies = plan, requested_policies(config, looked_at.shape)
     found.problems += [
-        Problem("plan", "what this version can carry out", wish, "Remove it from the configuration.")
-        for wish in plan.unbuilt
+        Problem("plan", "what this version can carry out", requested, "Remove it from the configuration.")
+        for requested in plan.unsupported
     ]
     if found.step is None:
         return
@@ -177,20 +178,23 @@ def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigErro
     found.predicted = {**steps, f"{PLANNED} ({config.memory.mode})": planned}
 
 
-def _meaning(wish: RequestedPolicy) -> str:
-    if not wish.op_name:
-        return str(wish)
-    if not wish.targets:
-        return f"{wish}. It names nothing that these layers have."
+def _meaning(requested: RequestedPolicy) -> str:
+    if not requested.op_name:
+        return str(requested)
+    if not requested.targets:
+        return f"{requested}. It names nothing that these layers have."
     by_layers: dict[tuple[int, ...], list[str]] = {}
-    for path, layers in wish.targets.items():
+    for path, layers in requested.targets.items():
         by_layers.setdefault(layers, []).append(path)
     meant = "; ".join(
-        ", ".join(paths) + ("" if layers == wish.layers else f" (layers {folded(layers)})")
+        ", ".join(paths) + ("" if layers == requested.layers else f" (layers {folded(layers)})")
         for layers, paths in by_layers.items()
     )
-    return f"{wish}. It means {meant}."
+    return f"{requested}. It means {meant}."
 
 
-def _wish_document(wish: RequestedPolicy) -> dict[str, Any]:
-    return {**asdict(wish), "targets": {path: list(layers) for path, layers in wish.targets.items()}}
+def _policy_document(requested: RequestedPolicy) -> dict[str, Any]:
+    return {
+        **asdict(requested),
+        "targets": {path: list(layers) for path, layers in requested.targets.items()},
+    }

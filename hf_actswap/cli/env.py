@@ -60,7 +60,7 @@ class Environment:
     ok: bool = True
 
     def document(self) -> Mapping[str, Any]:
-        """See `output.Answer`."""
+        """Return it as JSON values."""
         return {
             "versions": dict(self.versions),
             "machine": self.machine,
@@ -74,7 +74,7 @@ class Environment:
         }
 
     def shown(self) -> Iterable[RenderableType]:
-        """See `output.Answer`."""
+        """Yield it for people."""
         table = Table.grid(padding=(0, 2))
         for name, version in self.versions.items():
             table.add_row(name, version or "not installed")

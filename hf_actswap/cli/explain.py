@@ -11,11 +11,11 @@ from rich.console import RenderableType
 
 from ..config import ActSwapConfig, load_config
 from ..errors import ActSwapError, PlanError, Problem, nearest
-from ..plan import MemoryPlan, Outline, Override, PlanRow, resolve_plan
+from ..plan import Adjustment, MemoryPlan, ModelStructure, PlanRow, resolve_plan
 from ..plan.actions import SCOPES, Scope
 from ..plan.match import LayerNames
 from ..plan.mindformers_names import DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
-from ..plan.outline import OUTPUT, is_below
+from ..plan.model_structure import OUTPUT, is_below
 from ..plan.resolve import RequestedPolicy, requested_policies
 from . import options
 from .output import answer, heading, listed, size_text
@@ -48,8 +48,8 @@ class Explained:
         op_path: in the layer.
         fate: of what it produces.
         row: that decides; ``None``: no row names it.
-        wishes: entries that mean it or what is around it, the strongest first.
-        overrides: that concern it.
+        policies: entries that mean it or what is around it, the strongest first.
+        adjustments: that concern it.
         alternatives: what would give it another fate.
         saved_bytes: that autograd saves of it without a plan; ``None``: not asked.
     """
@@ -57,8 +57,8 @@ class Explained:
     op_path: str
     fate: str
     row: PlanRow | None
-    wishes: Sequence[RequestedPolicy]
-    overrides: Sequence[Override]
+    policies: Sequence[RequestedPolicy]
+    adjustments: Sequence[Adjustment]
     alternatives: Sequence[Alternative]
     saved_bytes: int | None
 
@@ -68,8 +68,8 @@ class Explained:
             "op": self.op_path,
             "fate": self.fate,
             "row": None if self.row is None else asdict(self.row),
-            "wishes": [asdict(wish) for wish in self.wishes],
-            "overrides": [asdict(override) for override in self.overrides],
+            "policies": [asdict(requested) for requested in self.policies],
+            "adjustments": [asdict(adjustment) for adjustment in self.adjustments],
             "alternatives": [asdict(alternative) for alternative in self.alternatives],
             "saved_bytes": self.saved_bytes,
         }
@@ -86,11 +86,11 @@ class Explanation:
     ok: bool = True
 
     def document(self) -> Mapping[str, Any]:
-        """See `output.Answer`."""
+        """Return it as JSON values."""
         return {"layer": self.layer, "asked": self.asked, "ops": [op.document() for op in self.ops]}
 
     def shown(self) -> Iterable[RenderableType]:
-        """See `output.Answer`."""
+        """Yield it for people."""
         yield f"Model: {self.described}"
         for op in self.ops:
             place = f"layer {self.layer}" if isinstance(self.layer, int) else str(self.layer)
@@ -100,11 +100,13 @@ class Explanation:
             if op.saved_bytes is not None:
                 yield f"Autograd saves {size_text(op.saved_bytes)} of it where nothing is done."
             yield from listed([_deciding(op.row, op.op_path)])
-            yield heading("Wishes that mean it, the strongest first")
-            yield from listed([f"{wish}{_verdict(wish, op)}" for wish in op.wishes] or ["none"])
-            if op.overrides:
+            yield heading("Requested policies that mean it, the strongest first")
+            yield from listed(
+                [f"{requested}{_verdict(requested, op)}" for requested in op.policies] or ["none"]
+            )
+            if op.adjustments:
                 yield heading("What gave way, and why")
-                yield from listed(map(str, op.overrides))
+                yield from listed(map(str, op.adjustments))
             if op.alternatives:
                 yield heading("What would change it")
                 yield from listed(map(str, op.alternatives))
@@ -146,7 +148,7 @@ def _explained(
     shape = found.shape
     plan, scope = resolve_plan(config, shape), _scope(layer, shape)
     paths = _paths(shape, scope, op)
-    wishes = requested_policies(config, shape)
+    policies = requested_policies(config, shape)
     profile = None if step is None else profile_of(found, step)
     ops = []
     for path in paths:
@@ -156,8 +158,12 @@ def _explained(
                 op_path=path,
                 fate=plan.fate(scope, path),
                 row=row,
-                wishes=[wish for wish in wishes if isinstance(scope, int) and wish.names(scope, path)],
-                overrides=[item for item in plan.overrides if _concerns(item, shape, scope, path)],
+                policies=[
+                    requested
+                    for requested in policies
+                    if isinstance(scope, int) and requested.names(scope, path)
+                ],
+                adjustments=[item for item in plan.adjustments if _concerns(item, shape, scope, path)],
                 alternatives=alternatives(config, shape, plan, scope, path) if isinstance(scope, int) else (),
                 saved_bytes=None if profile is None else saved_by_op(profile, scope, path),
             )
@@ -165,7 +171,7 @@ def _explained(
     return Explanation(scope, op, found.described(), ops)
 
 
-def _scope(text: str, shape: Outline) -> Scope:
+def _scope(text: str, shape: ModelStructure) -> Scope:
     if text in SCOPES:
         return text
     count = len(shape.layers)
@@ -174,7 +180,7 @@ def _scope(text: str, shape: Outline) -> Scope:
     raise ExplainError([Problem("LAYER", f"0 to {count - 1}, or one of {', '.join(SCOPES)}", text)])
 
 
-def _paths(shape: Outline, scope: Scope, op: str) -> list[str]:
+def _paths(shape: ModelStructure, scope: Scope, op: str) -> list[str]:
     if op in ("", OUTPUT) or not isinstance(scope, int):
         return [op]
     names = LayerNames(shape.layers[scope])
@@ -185,14 +191,14 @@ def _paths(shape: Outline, scope: Scope, op: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _concerns(override: Override, shape: Outline, scope: Scope, path: str) -> bool:
-    """Whether an override is about this op: its layer, and its name as the user or the layer names it."""
-    if not isinstance(scope, int) or (override.layers and scope not in override.layers):
+def _concerns(adjustment: Adjustment, shape: ModelStructure, scope: Scope, path: str) -> bool:
+    """Whether an adjustment is about this op: its layer, and its name as the user or the layer names it."""
+    if not isinstance(scope, int) or (adjustment.layers and scope not in adjustment.layers):
         return False
-    if not override.op_path:
-        return bool(override.layers)
+    if not adjustment.op_path:
+        return bool(adjustment.layers)
     names = LayerNames(shape.layers[scope])
-    written = [name.strip() for name in override.op_path.split(", ")]
+    written = [name.strip() for name in adjustment.op_path.split(", ")]
     targets = {target for name in written for match in names.match(name) for target in match.targets}
     return any(is_below(path, name) or is_below(name, path) for name in {*targets, *written})
 
@@ -209,8 +215,8 @@ def _deciding(row: PlanRow | None, path: str) -> str:
     return f"Decided by the row of {name}: {row.fate}{when}.{around}"
 
 
-def _verdict(wish: RequestedPolicy, op: Explained) -> str:
-    return "" if wish.asked == op.fate else f" (gives way: {op.fate})"
+def _verdict(requested: RequestedPolicy, op: Explained) -> str:
+    return "" if requested.asked == op.fate else f" (gives way: {op.fate})"
 
 
 @dataclass(frozen=True)
@@ -233,11 +239,11 @@ class Alternative:
         if self.got == self.fate:
             return f"{self.fate}: {self.change}"
         reason = f": {self.because}" if self.because else ""
-        return f"{self.fate}: not by {self.change}; {self.got or 'refused'}{reason}"
+        return f"{self.fate}: not by {self.change}; {self.got or 'rejected'}{reason}"
 
 
 def alternatives(
-    config: ActSwapConfig, outline: Outline, plan: MemoryPlan, layer: int, op_path: str
+    config: ActSwapConfig, structure: ModelStructure, plan: MemoryPlan, layer: int, op_path: str
 ) -> tuple[Alternative, ...]:
     """Return one change for each fate that the op has not.
 
@@ -245,32 +251,32 @@ def alternatives(
 
     Args:
         config: that resolves.
-        outline: of the model.
+        structure: of the model.
         plan: of the configuration.
         layer, op_path: of the op; ``""`` is the whole layer.
     """
     now = plan.fate(layer, op_path)
     found = []
-    for fate, change, document in _changes(config, outline, layer, op_path, now):
+    for fate, change, document in _changes(config, structure, layer, op_path, now):
         if fate == now:
             continue
         try:
-            other = resolve_plan(load_config(document), outline)
+            other = resolve_plan(load_config(document), structure)
         except ActSwapError as error:
             found.append(Alternative(fate, change, "", str(error.problems[0])))
             continue
         got = other.fate(layer, op_path)
-        known = set(plan.overrides)
-        new = [item.reason for item in other.overrides if item not in known and layer in item.layers]
+        known = set(plan.adjustments)
+        new = [item.reason for item in other.adjustments if item not in known and layer in item.layers]
         found.append(Alternative(fate, change, got, "" if got == fate else "; ".join(dict.fromkeys(new))))
     return tuple(found)
 
 
 def _changes(
-    config: ActSwapConfig, outline: Outline, layer: int, op_path: str, now: str
+    config: ActSwapConfig, structure: ModelStructure, layer: int, op_path: str, now: str
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     if now != "swap":
-        yield "swap", *_to_swap(config, outline, layer, op_path)
+        yield "swap", *_to_swap(config, structure, layer, op_path)
     if now != "recompute":
         yield "recompute", *_to_recompute(config, layer, op_path)
     if now == "recompute" and op_path:
@@ -281,13 +287,15 @@ def _changes(
         section["select_recompute_exclude"] = {**kept, op_path: layers}
         yield "keep", f"recompute_config.select_recompute_exclude: {{{op_path}: {_shown(layers)}}}", document
     if now == "swap":
-        yield from _to_keep(config, outline, layer, op_path)
+        yield from _to_keep(config, structure, layer, op_path)
 
 
-def _to_swap(config: ActSwapConfig, outline: Outline, layer: int, op_path: str) -> tuple[str, dict[str, Any]]:
+def _to_swap(
+    config: ActSwapConfig, structure: ModelStructure, layer: int, op_path: str
+) -> tuple[str, dict[str, Any]]:
     """Take the layer out of recomputation too, where that goes: its keys name layers beside swap only."""
     document = config.to_dict()
-    taken = _out_of_recompute(document, config, outline, layer, op_path) if config.swap_config.swap else []
+    taken = _out_of_recompute(document, config, structure, layer, op_path) if config.swap_config.swap else []
     left_out = f"layer {layer} left out of {', '.join(taken)}, and " if taken else ""
     section = document.setdefault("swap_config", {})
     was_on, ahead = config.swap_config.swap, config.swap_config.default_prefetch
@@ -304,21 +312,21 @@ def _to_swap(config: ActSwapConfig, outline: Outline, layer: int, op_path: str) 
 
 
 def _out_of_recompute(
-    document: dict[str, Any], config: ActSwapConfig, outline: Outline, layer: int, op_path: str
+    document: dict[str, Any], config: ActSwapConfig, structure: ModelStructure, layer: int, op_path: str
 ) -> list[str]:
     section: dict[str, Any] = document.get("recompute_config", {})
     taken = []
-    for wish in requested_policies(config, outline):
-        if wish.asked != "recompute" or not wish.names(layer, op_path):
+    for requested in requested_policies(config, structure):
+        if requested.asked != "recompute" or not requested.names(layer, op_path):
             continue
-        others = [other for other in wish.layers if other != layer]
-        if not wish.op_name:
+        others = [other for other in requested.layers if other != layer]
+        if not requested.op_name:
             section["recompute"] = others
-            taken.append(wish.where)
+            taken.append(requested.where)
             continue
         table = _by_name(section["select_recompute"], DEFAULT_SELECT_PATTERNS)
-        section["select_recompute"] = {**table, wish.op_name: others}
-        taken.append(f"{wish.where}.{wish.op_name}")
+        section["select_recompute"] = {**table, requested.op_name: others}
+        taken.append(f"{requested.where}.{requested.op_name}")
     return taken
 
 
@@ -340,21 +348,21 @@ def _to_recompute(config: ActSwapConfig, layer: int, op_path: str) -> tuple[str,
 
 
 def _to_keep(
-    config: ActSwapConfig, outline: Outline, layer: int, op_path: str
+    config: ActSwapConfig, structure: ModelStructure, layer: int, op_path: str
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """Take the layer out of every swap entry that means the op."""
     document, changed = config.to_dict(), []
-    count = len(outline.layers)
+    count = len(structure.layers)
     for key, wholes in (("op_swap", False), ("layer_swap", True)):
         rules = document.get("swap_config", {}).get(key) or []
-        for wish in requested_policies(config, outline):
-            inside = wish.where.startswith(f"swap_config.{key}[")
-            if not inside or wholes != (not wish.op_name) or not wish.names(layer, op_path):
+        for requested in requested_policies(config, structure):
+            inside = requested.where.startswith(f"swap_config.{key}[")
+            if not inside or wholes != (not requested.op_name) or not requested.names(layer, op_path):
                 continue
-            rule = rules[int(wish.where.rpartition("[")[2].rstrip("]"))]
+            rule = rules[int(requested.where.rpartition("[")[2].rstrip("]"))]
             layers = range(count) if rule["layers"] is True else rule["layers"]
             rule["layers"] = [other for other in layers if other != layer]
-            changed.append(f"{wish.where}.layers")
+            changed.append(f"{requested.where}.layers")
     if changed:
         yield "keep", f"layer {layer} left out of {', '.join(changed)}", document
 

@@ -44,7 +44,7 @@ class Answer(Protocol):
 
 
 @dataclass(frozen=True)
-class Refused:
+class Rejected:
     """There is no answer, because of these problems."""
 
     problems: Sequence[Problem]
@@ -52,11 +52,11 @@ class Refused:
     ok: bool = False
 
     def document(self) -> Document:
-        """See `Answer`."""
+        """Return it as JSON values."""
         return {"problems": problems_document(self.problems)}
 
     def shown(self) -> Iterable[RenderableType]:
-        """See `Answer`."""
+        """Yield it for people."""
         yield from shown_problems(self.problems, self.subject)
 
 
@@ -80,7 +80,7 @@ def answer(command: str, as_json: bool, ask: Callable[[], Answer]) -> NoReturn:
         with _stdout_kept_clean():
             found = ask()
     except ActSwapError as error:
-        found = Refused(error.problems, error.subject)
+        found = Rejected(error.problems, error.subject)
     if as_json:
         document = {"command": command, "ok": found.ok, **found.document()}
         write_line(json.dumps(document, indent=1))

@@ -148,7 +148,7 @@ def plan(
     """Find what to keep, swap and recompute within a budget, and predict the step."""
     compared = _sizes(compare) if compare is not None else ()
     if save is not None:
-        _refuse_to_overwrite(save)
+        _reject_overwriting(save)
     if compared and (save is not None or tp is not None):
         raise typer.BadParameter("--compare goes with neither --save nor --tp")
     if compared and profile is not None:
@@ -189,7 +189,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-def _refuse_to_overwrite(path: str) -> None:
+def _reject_overwriting(path: str) -> None:
     """A file of that name must be one that this command has written."""
     if not Path(path).exists():
         return

@@ -46,7 +46,7 @@ class PlanAnswer:
     ok: bool = True
 
     def document(self) -> Mapping[str, Any]:
-        """See `output.Answer`."""
+        """Return it as JSON values."""
         found = self.found
         return {
             "model": found.subject.document(),
@@ -62,7 +62,7 @@ class PlanAnswer:
         }
 
     def shown(self) -> Iterable[RenderableType]:
-        """See `output.Answer`."""
+        """Yield it for people."""
         found = self.found
         yield f"Model:  {found.subject.described()}"
         yield f"Step:   {found.step.described()}"
@@ -100,11 +100,11 @@ class ComparedSizes:
         return any(isinstance(found, Planned) for found in self.by_tp.values())
 
     def document(self) -> Mapping[str, Any]:
-        """See `output.Answer`."""
+        """Return it as JSON values."""
         return {"compare": [self._entry(tp, found) for tp, found in self.by_tp.items()]}
 
     def shown(self) -> Iterable[RenderableType]:
-        """See `output.Answer`."""
+        """Yield it for people."""
         known = [found for found in self.by_tp.values() if isinstance(found, Planned)]
         if known:
             yield f"Step:   {known[0].step.described()}"

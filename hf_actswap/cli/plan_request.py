@@ -35,7 +35,7 @@ class Sharding:
 
     @property
     def stage(self) -> int:
-        """Of ZeRO; see `planner.record.resting`."""
+        """Of ZeRO; see `planner.record.baseline`."""
         return _STAGES[self.name]
 
     @classmethod

@@ -17,7 +17,7 @@ from ..config import load_config
 from ..config.sizes import device_kind
 from ..engine.host_memory import available_bytes
 from ..errors import Problem
-from ..plan import MemoryPlan, PlanRow, outline
+from ..plan import MemoryPlan, PlanRow, model_structure
 from ..plan.actions import Scope, folded
 from ..planner.cost.simulate import Simulator
 from ..planner.meter import device_name as name_of
@@ -65,7 +65,7 @@ class Profiled:
     ok: bool = True
 
     def document(self) -> Mapping[str, Any]:
-        """See `output.Answer`."""
+        """Return it as JSON values."""
         profile = self.profile
         return {
             "model": self.subject.document(),
@@ -82,7 +82,7 @@ class Profiled:
         }
 
     def shown(self) -> Iterable[RenderableType]:
-        """See `output.Answer`."""
+        """Yield it for people."""
         profile, link = self.profile, self.profile.link
         yield f"Model: {self.subject.described()}"
         yield f"Step:  {self.step.described()}"
@@ -214,7 +214,7 @@ def _measured(
     own_shape = replace(step, device=DEFAULT_DEVICE)  # of a step on paper only the bytes are used here
     on_paper = _from_shapes(whole, own_shape) if measured_layers < count else None
     if device.type == "cpu":
-        _refuse_if_too_large(whole, step, measured_layers)
+        _reject_if_too_large(whole, step, measured_layers)
     made, weights = _recorded(whole.name, step, dtype, device, None if on_paper is None else layers)
     if on_paper is not None:
         made = for_all_layers(made, on_paper, weights, whole.parameters, _layer_types(whole))
@@ -237,7 +237,7 @@ def _recorded(
             torch.manual_seed(0)
             bar("weights", 1)
             part = random_model(name, dtype, device, layers)
-            made = RecordedSteps(part, outline(part), step, bar).profile()
+            made = RecordedSteps(part, model_structure(part), step, bar).profile()
             return made, parameters_of(part)
     except torch.OutOfMemoryError as error:
         text = " ".join(str(error).split())[:200]
@@ -250,7 +250,7 @@ def _recorded(
         bar.close()
 
 
-def _refuse_if_too_large(whole: Subject, step: StepShape, layers: int) -> None:
+def _reject_if_too_large(whole: Subject, step: StepShape, layers: int) -> None:
     """The CPU's memory is everybody's: a process that takes too much of it is killed without a word.
 
     Only weights, gradients and the optimizer's states are known of every model before it runs.
@@ -319,7 +319,9 @@ def op_costs(profile: Profile) -> list[OpCost]:
         layers = tuple(scope for scope in scopes if isinstance(scope, int))
         name = "" if layers else str(scopes[0] or _AROUND)
         for op in times[scopes[0]]:
-            forward_ms, backward_ms = (sum(times[scope][op][way] for scope in scopes) for way in (0, 1))
+            forward_ms, backward_ms = (
+                sum(times[scope][op][variant] for scope in scopes) for variant in (0, 1)
+            )
             size_bytes = sum(sizes[scope][op] for scope in scopes)
             found.append(OpCost(name, layers, op, forward_ms, backward_ms, size_bytes))
     return _with_rebuilding(profile, found)

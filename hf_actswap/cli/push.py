@@ -36,11 +36,11 @@ class Pushed:
     ok: bool = True
 
     def document(self) -> Mapping[str, Any]:
-        """See `output.Answer`."""
+        """Return it as JSON values."""
         return {"repo_id": self.repo_id, "commit": self.address, "with_plan": self.with_plan}
 
     def shown(self) -> Iterable[RenderableType]:
-        """See `output.Answer`."""
+        """Yield it for people."""
         yield f"Published: {self.address}"
         yield f'Use it with ActSwapTrainingArguments(actswap="{self.repo_id}").'
 
@@ -71,7 +71,7 @@ def push(
     """Publish a configuration, and a plan beside it, on the Hub. Nothing malformed is published."""
 
     def ask() -> Pushed:
-        _refuse_plan(config)
+        _reject_plan(config)
         read = load_config(config)
         if plan is not None:
             load_plan(plan)
@@ -93,7 +93,7 @@ def push(
     answer("push", as_json, ask)
 
 
-def _refuse_plan(name: str) -> None:
+def _reject_plan(name: str) -> None:
     """A plan alone would be a repository that does nothing for whoever names it in the training arguments."""
     try:
         JsonReader(read_text(name, MAX_PLAN_BYTES, PlanError), "plan", PlanError).check_format(

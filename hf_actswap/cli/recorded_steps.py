@@ -26,7 +26,7 @@ from ..engine.host_memory import available_bytes
 from ..engine.transfer import Transfer
 from ..engine.transfer_streams import transfer_of
 from ..errors import Problem
-from ..plan import Outline
+from ..plan import ModelStructure
 from ..plan.actions import Scope
 from ..planner.meter import AllocatorMeter, CountingMeter, Meter
 from ..planner.profile import Profile, Span
@@ -48,13 +48,13 @@ class RecordedSteps:
 
     Args:
         model: on its device, in training mode; its weights are changed.
-        shape: its outline.
+        shape: its structure.
         step: the batch, mixed precision and optimizer.
         progress: see `Progress`.
     """
 
     model: nn.Module
-    shape: Outline
+    shape: ModelStructure
     step: StepShape
     progress: Progress
 

@@ -27,13 +27,13 @@ class Reported:
     ok: bool = True
 
     def document(self) -> Mapping[str, Any]:
-        """See `output.Answer`."""
+        """Return it as JSON values."""
         report = self.report
         pictures = [str(path) for path in report.pictures]
         return {"page": str(report.page), "pictures": pictures, **report.facts.document()}
 
     def shown(self) -> Iterable[RenderableType]:
-        """See `output.Answer`."""
+        """Yield it for people."""
         facts = self.report.facts
         table = Table.grid(padding=(0, 2))
         table.add_row("steps", str(facts.steps))

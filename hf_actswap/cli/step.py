@@ -16,8 +16,8 @@ from ..errors import Problem
 from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import Scope
 from ..planner.profile import Prediction, Profile
+from ..planner.record.baseline import Baseline, with_baseline
 from ..planner.record.devices import device_rates
-from ..planner.record.resting import Resting, with_resting
 from ..planner.record.shapes import profile_from_shapes
 from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName
 from .plan_request import Sharding, state_bytes
@@ -112,10 +112,10 @@ def profile_of(found: Subject, step: StepShape) -> Profile:
         raise not_run("a model that runs on fake tensors", error) from error
     if found.quantize is None and step.gradient_dtype is None and step.sharding is None:
         return profile
-    return with_resting(profile, _resting(found, step, profile))
+    return with_baseline(profile, _baseline(found, step, profile))
 
 
-def _resting(found: Subject, step: StepShape, profile: Profile) -> Resting:
+def _baseline(found: Subject, step: StepShape, profile: Profile) -> Baseline:
     """Return what a training keeps of weights and gradients; buffers count as weights outside the layers."""
     less: dict[int, int] = {}
     passing: dict[tuple[Scope, str], int] = {}
@@ -133,7 +133,7 @@ def _resting(found: Subject, step: StepShape, profile: Profile) -> Resting:
     if step.gradient_dtype is not None:
         made = sum(weight.nbytes for weight in trained)
         scale = Fraction(DTYPES[step.gradient_dtype].itemsize * sum(map(torch.Tensor.numel, trained)), made)
-    return Resting(
+    return Baseline(
         layer_bytes=max(sizes),
         other_bytes=weight_bytes - sum(sizes),
         weight_bytes=weight_bytes,

@@ -22,7 +22,7 @@ from ..config import ActSwapConfig
 from ..config.hub import HubOptions, fetch, split_hub_id
 from ..errors import ActSwapError, Problem
 from ..parallel import patch_model, tensor_parallel_group
-from ..plan import Outline, outline
+from ..plan import ModelStructure, model_structure
 from .options import DtypeName, QuantizeName
 from .plan_request import Lora, ModelRequest
 
@@ -34,7 +34,7 @@ class Subject:
     Args:
         name: as the user named it.
         model: on ``meta``; rank 0's part of it where there are several.
-        shape: its outline.
+        shape: its structure.
         parameters: of the whole model, adapters included.
         trained: how many of them are trained.
         dtype: of its weights.
@@ -44,7 +44,7 @@ class Subject:
 
     name: str
     model: nn.Module
-    shape: Outline
+    shape: ModelStructure
     parameters: int
     dtype: str
     tensor_parallel_size: int
@@ -102,7 +102,7 @@ def subject(asked: ModelRequest, config: ActSwapConfig) -> Iterator[Subject]:
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     facts = parameters_of(model), dtype_name(model), size, trained, asked.quantize
     if size == 1:
-        yield Subject(asked.name, model, outline(model), *facts)
+        yield Subject(asked.name, model, model_structure(model), *facts)
         return
     if asked.quantize is not None:
         expected = "1 where weights are quantised"
@@ -111,9 +111,9 @@ def subject(asked: ModelRequest, config: ActSwapConfig) -> Iterator[Subject]:
         yield Subject(asked.name, model, _divided(model, config, group), *facts)
 
 
-def _divided(model: nn.Module, config: ActSwapConfig, group: dist.ProcessGroup) -> Outline:
+def _divided(model: nn.Module, config: ActSwapConfig, group: dist.ProcessGroup) -> ModelStructure:
     patch_model(model, config.parallel_config, group)
-    return outline(model)
+    return model_structure(model)
 
 
 class _AllSayTheSame(Store):

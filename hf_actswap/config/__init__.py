@@ -1,4 +1,4 @@
-"""The configuration floor: what the user wrote, as frozen values, or every error of it at once."""
+"""The configuration layer: what the user wrote, as frozen values, or every error of it at once."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def is_commit(revision: str | None) -> bool:
 def fetch(repo_id: str, file_name: str, revision: str | None, options: HubOptions, max_bytes: int) -> HubFile:
     """Download a file of a model repository, or take it from the cache.
 
-    A commit that is in the cache is not asked for again. Where the Hub cannot be reached or refuses, the
+    A commit that is in the cache is not asked for again. Where the Hub cannot be reached or rejects, the
     cached copy of the revision is used, and a warning says so.
 
     Args:
@@ -116,7 +116,7 @@ def fetch(repo_id: str, file_name: str, revision: str | None, options: HubOption
     # The client raises errors of its own, of its HTTP library and of the file system, in changing classes.
     except Exception as error:
         reason = _reason(error, repo_id, file_name, revision)
-        final = isinstance(error, EntryNotFoundError | RevisionNotFoundError | _Refused)
+        final = isinstance(error, EntryNotFoundError | RevisionNotFoundError | _Rejected)
         cached = None if final else _cached(repo_id, file_name, revision, options)
         if cached is None:
             raise OSError(reason if final else f"{reason}; no copy is in the cache") from error
@@ -125,7 +125,7 @@ def fetch(repo_id: str, file_name: str, revision: str | None, options: HubOption
     return _in_cache(path, repo_id, revision, options)
 
 
-class _Refused(OSError):
+class _Rejected(OSError):
     """The Hub offers what is not taken."""
 
 
@@ -137,9 +137,9 @@ def _ask_first(
     found = huggingface_hub.get_hf_file_metadata(url, token=options.token)
     if found.size is None or found.size > max_bytes:
         size = "no size" if found.size is None else f"{found.size:,} bytes"
-        raise _Refused(f"{file_name} of {repo_id} has {size}, and at most {max_bytes:,} bytes are read")
+        raise _Rejected(f"{file_name} of {repo_id} has {size}, and at most {max_bytes:,} bytes are read")
     if not _COMMIT.fullmatch(found.commit_hash or "") or not _FILE_NAME.fullmatch(found.etag or ""):
-        raise _Refused(f"{constants.ENDPOINT} names no commit, or one that cannot be a file name")
+        raise _Rejected(f"{constants.ENDPOINT} names no commit, or one that cannot be a file name")
 
 
 def _cached(repo_id: str, file_name: str, revision: str | None, options: HubOptions) -> HubFile | None:
@@ -176,7 +176,7 @@ def _what(repo_id: str, file_name: str, revision: str | None) -> str:
 
 def _reason(error: Exception, repo_id: str, file_name: str, revision: str | None) -> str:
     """Why, in one line; the client's own messages are several, with advice for other cases."""
-    if isinstance(error, _Refused):
+    if isinstance(error, _Rejected):
         return str(error)
     if isinstance(error, GatedRepoError):
         page = f"{constants.ENDPOINT}/{repo_id}"

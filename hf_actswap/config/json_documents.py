@@ -236,7 +236,7 @@ class JsonReader:
                 self.fault((*path, key), f"one of {', '.join(names)}", key)
             try:
                 return kind(**made) if self._faults == before else None
-            except ValueError as error:  # what the class itself refuses
+            except ValueError as error:  # what the class itself rejects
                 return self.fault(path, f"what makes a {kind.__name__}", value, str(error))
 
         return read

@@ -69,7 +69,7 @@ def read_memory(findings: Findings) -> MemoryConfig:
 def check_fates(
     findings: Findings, memory: MemoryConfig, swap: SwapConfig, recompute: RecomputeConfig
 ) -> None:
-    """Refuse fates written by hand beside ``mode: adaptive``, which chooses all of them itself."""
+    """Reject fates written by hand beside ``mode: adaptive``, which chooses all of them itself."""
     if memory.mode != "adaptive":
         return
     written = ["swap_config.swap"] if swap.swap else []
@@ -96,26 +96,26 @@ def _warmup(settings: Sequence[MindSpeedSetting]) -> MindSpeedSetting:
 
 
 def _each_once(findings: Findings, settings: Sequence[MindSpeedSetting]) -> dict[str, MindSpeedSetting]:
-    """Refuse what is written under two names, in the order of the document; the first counts."""
+    """Reject what is written under two names, in the order of the document; the first counts."""
     written: dict[str, MindSpeedSetting] = {}
     for one in sorted(settings, key=lambda one: findings.position(one.path)):
         first = written.setdefault(one.key, one)
         if first is not one:
-            _refuse_both(findings, first, one)
+            _reject_both(findings, first, one)
     return written
 
 
 def _check_budget(findings: Findings, written: Mapping[str, MindSpeedSetting]) -> None:
     budget, reduction = written.get("budget_gib"), written.get("reduce_by_gib")
     if budget and reduction:
-        _refuse_both(findings, budget, reduction)
+        _reject_both(findings, budget, reduction)
     margin, asked = written.get("margin_gib"), budget or reduction
     if margin and asked:
         ignored = f"beside {where(asked.path)} it is ignored"
         findings.note(margin.path, f"`{where(margin.path)}` counts where no budget is written; {ignored}.")
 
 
-def _refuse_both(findings: Findings, one: MindSpeedSetting, other: MindSpeedSetting) -> None:
+def _reject_both(findings: Findings, one: MindSpeedSetting, other: MindSpeedSetting) -> None:
     later = max((one.path, other.path), key=findings.position)
     findings.problem(later, f"one of {where(one.path)} and {where(other.path)}", "both", "Leave one out.")
 

@@ -31,14 +31,14 @@ _LABELS = {
     "dtype": "dtype",
     "device": "device",
     "world_size": "ranks",
-    "wish": "asked for",
+    "requested": "asked for",
     "versions": "versions",
 }
 _MAX_CELL_CHARACTERS = 400
 
 
 class Plan(Protocol):
-    """A plan, as this floor knows one."""
+    """A plan, as this layer of the package knows one."""
 
     def to_json(self) -> str:
         """Return the plan as JSON."""

@@ -1,6 +1,6 @@
 """Sizes and kinds of devices as people write them: ``8k`` tokens, ``40GB``, ``24GiB``, ``RTX 4090``.
 
-Read ahead of torch, so that a command line is refused at once.
+Read ahead of torch, so that a command line is rejected at once.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
-from ..plan.actions import SCOPES, Override, Scope, Windows, layer_order
+from ..plan.actions import SCOPES, Adjustment, Scope, Windows, layer_order
 from .agreement import from_all_ranks
 from .backward import Backward
 from .fates import KEEP, Action
@@ -44,7 +44,7 @@ _HEADROOM = 1.1
 """Host memory made ready, relative to what the link can carry in one forward: its time is taken once."""
 
 
-_NOTHING_TO_HIDE = Override(
+_NOTHING_TO_HIDE = Adjustment(
     "swap_config",
     (),
     "",
@@ -183,7 +183,7 @@ class AutoWindows:
         pool: where host memory is made ready.
         counters: tell of waits.
         pending_bytes: device memory that the step will take beside what is saved (gradients not there yet).
-        decided: called with the overrides, once.
+        decided: called with the adjustments, once.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class AutoWindows:
         pool: HostPool,
         counters: Counters,
         pending_bytes: Callable[[], int],
-        decided: Callable[[Sequence[Override]], None],
+        decided: Callable[[Sequence[Adjustment]], None],
     ) -> None:
         self._transfer, self._pool, self._counters = transfer, pool, counters
         self._pending_bytes, self._tell = pending_bytes, decided
@@ -273,10 +273,10 @@ class AutoWindows:
             for key, decision in zip(agreed.keys, decisions, strict=True)
         }
         self._transfer.empty_cache()  # two steps kept everything, and later ones need much less
-        self._tell(_overrides(agreed, decisions, seen, self._link))
+        self._tell(_adjustments(agreed, decisions, seen, self._link))
         swapped, kept = (_bytes_decided(agreed, decisions, swap) for swap in (True, False))
         logger.info(
-            "auto has measured: it swaps %s a forward and keeps %s; see applied.plan.overrides",
+            "auto has measured: it swaps %s a forward and keeps %s; see applied.plan.adjustments",
             gib_text(swapped),
             gib_text(kept),
         )
@@ -304,20 +304,20 @@ class AutoForward:
         self._count: Counter[Scope | None] = Counter()
         self._kept_bytes = 0
 
-    def action(self, wish: Action, scope: Scope | None, size_bytes: int, op: int) -> tuple[Action, Key]:
+    def action(self, requested: Action, scope: Scope | None, size_bytes: int, op: int) -> tuple[Action, Key]:
         """Return what to do with a storage that is saved for the first time, and its key."""
         key = scope, self._count[scope]
         self._count[scope] += 1
         if self.observation is not None:
-            self.observation.seen[key] = Seen(wish.op_path, size_bytes, op, op, wish.windows)
-        if wish.windows is not None:
-            return wish, key
+            self.observation.seen[key] = Seen(requested.op_path, size_bytes, op, op, requested.windows)
+        if requested.windows is not None:
+            return requested, key
         if self._actions is not None:
             return self._actions.get(key, KEEP), key
         self._kept_bytes += size_bytes
         if self._kept_limit is not None and self._kept_bytes > self._kept_limit:
             self._kept_bytes -= size_bytes
-            return replace(wish, windows=_UNHIDDEN), key
+            return replace(requested, windows=_UNHIDDEN), key
         return KEEP, key
 
     def used(self, key: Key, op: int) -> None:
@@ -383,9 +383,9 @@ def _bytes_decided(measured: Measured, decisions: Sequence[Decision], swap: bool
     )
 
 
-def _overrides(
+def _adjustments(
     measured: Measured, decisions: Sequence[Decision], seen: Mapping[Key, Seen], link: Link
-) -> list[Override]:
+) -> list[Adjustment]:
     """One for each (op path, outcome): layers, bytes, and the windows from the least to the largest."""
     groups: defaultdict[tuple[str, bool, str], list[int]] = defaultdict(list)
     for index, key in enumerate(measured.keys):
@@ -408,7 +408,7 @@ def _overrides(
             got = f"swap {size_bytes:,} bytes, prefetch {prefetch} and release {release} operators"
         where = "swap_config"
         asked = "swap, backward_prefetch auto"
-        found.append(Override(where, tuple(layers), op_path, asked, got, reason or f"measured: {rates}"))
+        found.append(Adjustment(where, tuple(layers), op_path, asked, got, reason or f"measured: {rates}"))
     return found
 
 

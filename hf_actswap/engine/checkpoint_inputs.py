@@ -19,7 +19,7 @@ from torch import nn
 
 from ..plan.actions import Scope
 from ..plan.gradient_checkpointing import checkpoints_its_call, is_checkpointed
-from ..plan.outline import LayerOutline
+from ..plan.model_structure import LayerStructure
 from .auto_windows import AutoForward, Key
 from .operator_clock import OperatorClock
 from .tickets import SwapGroup
@@ -28,12 +28,14 @@ Checkpoint = Literal["forward", "call"]
 """What of a layer is checkpointed: its forward, or its call with the hooks on it (transformers 5.17)."""
 
 
-def checkpoint_of(module: nn.Module, layer: LayerOutline | None, ours: Container[Scope]) -> Checkpoint | None:
+def checkpoint_of(
+    module: nn.Module, layer: LayerStructure | None, ours: Container[Scope]
+) -> Checkpoint | None:
     """Return what is checkpointed of a call that starts; a compiled region is one operator anyway.
 
     Args:
         module: that is called.
-        layer: outline of it, if it is a decoder layer.
+        layer: structure of it, if it is a decoder layer.
         ours: layers around whose forward the plan has put a checkpoint.
     """
     if layer is None or layer.compiled:

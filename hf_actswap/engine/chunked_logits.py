@@ -35,9 +35,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..plan.actions import Tile
 from ..plan.fsdp2 import FSDP2_METHOD
-from .around import Undo, replace_forward
 from .head_chunks import Head, HeadCall, Here, RowCall, RowsForm, is_same_for_rows, layout_of
 from .head_chunks import no_saved_tensor_hooks as no_hooks
+from .hook_wrappers import Undo, replace_forward
 from .replay import CallState
 
 AUTO_LEAST_TOKENS = 1024

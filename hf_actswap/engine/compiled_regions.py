@@ -50,12 +50,12 @@ from torch.utils.checkpoint import (
 
 from ..plan.actions import Scope
 from ..plan.compiled import uncompiled
+from ..plan.model_structure import ModelStructure
 from ..plan.op_facts import aliased_argument, op_draws
 from ..plan.opnames import OpStack, function_name
-from ..plan.outline import Outline
 from ..plan.recomputed_modules import RecomputedModules
 from ..plan.record import OpKey, storage_key
-from .around import Undo, around, replace_forward
+from .hook_wrappers import Undo, replace_forward, wrap_call
 from .region_rules import RegionRules, region_rules
 
 _GRAPHS_OF_EARLIER_PLANS = 48
@@ -67,11 +67,11 @@ class CompiledRegions:
 
     Args:
         recomputed: index of the plan.
-        outline: of the model.
+        structure: of the model.
     """
 
-    def __init__(self, recomputed: RecomputedModules, outline: Outline) -> None:
-        found = {layer.index: region_rules(recomputed, layer) for layer in outline.all_layers}
+    def __init__(self, recomputed: RecomputedModules, structure: ModelStructure) -> None:
+        found = {layer.index: region_rules(recomputed, layer) for layer in structure.all_layers}
         self._rules = {index: rules for index, rules in found.items() if rules is not None}
         self._shared: dict[RegionRules, Callable[..., Any]] = {}
 
@@ -113,7 +113,7 @@ class CompiledRegions:
             if entered:
                 entered.pop().close()
 
-        return around(layer, before, after)
+        return wrap_call(layer, before, after)
 
 
 def _traced_forward(rules: RegionRules, own: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -229,7 +229,7 @@ class RegionTags:
 
 
 def _name(node: str, function: Any) -> str:
-    """The name of a function as the outline has it; a module's only function is known by its node's name."""
+    """The name of a function in the model structure; a module's only function is known by its node's name."""
     if isinstance(function, str):
         return function.rstrip("_")
     if callable(function) and not isinstance(function, type):

@@ -52,7 +52,7 @@ class IdleTensors:
 
     Args:
         device: on which memory is short; tensors elsewhere stay where they are.
-        pool: where evicted storages go; what it refuses stays on the device. ``None``: pageable memory.
+        pool: where evicted storages go; what it rejects stays on the device. ``None``: pageable memory.
         min_tensor_bytes: storages that are smaller stay.
 
     Attributes:

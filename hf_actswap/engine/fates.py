@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..plan.actions import SCOPES, MemoryPlan, Scope, Windows
-from ..plan.outline import Outline
+from ..plan.model_structure import ModelStructure
 from ..plan.recomputed_modules import RUN_AGAIN, RecomputedModules
 
 Kind = Literal["keep", "swap", "recompute_inside", "recompute_function", "slice"]
@@ -39,16 +39,16 @@ class FateTable:
 
     Args:
         plan: rows.
-        outline: tells modules from functions.
+        structure: tells modules from functions.
 
     Attributes:
         recomputed: index of the plan.
     """
 
-    def __init__(self, plan: MemoryPlan, outline: Outline) -> None:
-        self.recomputed = RecomputedModules(plan, outline.modules)
+    def __init__(self, plan: MemoryPlan, structure: ModelStructure) -> None:
+        self.recomputed = RecomputedModules(plan, structure.modules)
         self._known: dict[tuple[Scope, str, int | None], Action] = {}
-        compiled = {layer.index for layer in outline.all_layers if layer.compiled}
+        compiled = {layer.index for layer in structure.all_layers if layer.compiled}
         self.checkpointed_layers = self.recomputed.whole_layers
         modules = self.recomputed.modules
         self.named_layers = self.recomputed.divided.intersection(modules) - compiled

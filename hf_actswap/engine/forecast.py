@@ -12,7 +12,7 @@ from torch import nn
 from ..plan.actions import MemoryPlan
 from ..plan.dry_run import check_device, dry_call, fake_batch, fake_weights
 from ..plan.forward_recorder import ForwardRecorder
-from ..plan.outline import Outline
+from ..plan.model_structure import ModelStructure
 from ..plan.saved_bytes import SavedBytes, dropped_bytes
 
 logger = logging.getLogger(__name__)
@@ -33,23 +33,23 @@ class DryRunForecast:
 
     Args:
         model: inside its wrappers.
-        outline: of this model.
+        structure: of this model.
         args, kwargs: of its call.
 
     Attributes:
-        outline: of the model.
+        structure: of the model.
         compiled: whether the compiler decides what is saved, which is not known before.
         why_not: why nothing is known, after `saved` has returned ``None``.
     """
 
     def __init__(
-        self, model: nn.Module, outline: Outline, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, model: nn.Module, structure: ModelStructure, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        self._call = model, outline, args, kwargs
-        self.outline = outline
+        self._call = model, structure, args, kwargs
+        self.structure = structure
         self._ran = False
         self._saved: SavedBytes | None = None
-        self.compiled = outline.compiled or any(layer.compiled for layer in outline.all_layers)
+        self.compiled = structure.compiled or any(layer.compiled for layer in structure.all_layers)
         self.why_not = "the compiler decides what compiled layers save" if self.compiled else ""
 
     def saved(self) -> SavedBytes | None:
@@ -66,7 +66,7 @@ class DryRunForecast:
 
 def record_saved(
     model: nn.Module,
-    outline: Outline,
+    structure: ModelStructure,
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     device: torch.device = _CPU,
@@ -78,8 +78,8 @@ def record_saved(
     whole already, by a plan that is on the model, only what they are called with is seen.
 
     Args:
-        model: the model inside its wrappers, as the outline names it.
-        outline: of this model.
+        model: the model inside its wrappers, as the model structure names it.
+        structure: of this model.
         args, kwargs: as at the call. Of tensors only shape, type and device are read, and of a mask and of
             positions whether they say anything, because attention runs otherwise then.
         device: where tensors on ``meta`` are taken to be, as attention kernels differ.
@@ -94,7 +94,7 @@ def record_saved(
         fake_args, fake_kwargs = fake_batch((args, named), device)
         first = next(model.parameters(), None)
         here = _CPU if first is None else device if first.is_meta else first.device
-        recorder = ForwardRecorder(outline.scopes, outline.attention, here)
+        recorder = ForwardRecorder(structure.scopes, structure.attention, here)
         with recorder.saving():
             recorder.run_on_fakes(model, model, state, fake_args, fake_kwargs)
-    return SavedBytes(recorder.used(), outline.modules)
+    return SavedBytes(recorder.used(), structure.modules)

@@ -10,7 +10,7 @@ Who owns a storage that no visible op produced? While a function runs, that func
 own output packed before it returns); an argument of the layer, or something the model was called with,
 nobody; else the innermost module (a custom ``autograd.Function``, which no function mode sees).
 
-A layer that does what it did in the calls before needs no owners: see `routines`.
+A layer that does what it did in the calls before needs no owners: see `cached_traces`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ..plan.actions import SCOPES, Scope
+from ..plan.model_structure import OUTPUT
 from ..plan.opnames import OpStack
-from ..plan.outline import OUTPUT
 from ..plan.record import storage_key
 from ..plan.saved_bytes import moved_range
 from .autograd_state import next_node_number
 from .backward import Backward
+from .cached_traces import BETWEEN, CachedTraces, SavedStep, SmallStep, Step, step_of
 from .checkpoint_inputs import Checkpoint, CheckpointInputs
 from .fates import KEEP, Action
 from .owners import Owner, Owners, Place
 from .parameters import is_cast_of_parameter
 from .recompute import Region
-from .routines import BETWEEN, Routines, SavedStep, SmallStep, Step, step_of
 from .schedule import PrefetchOrder
 from .swapped_storages import TOO_SMALL, Setting, SwappedStorages
 from .tickets import Ticket, keep
@@ -47,17 +47,17 @@ class ForwardPass:
     Args:
         setting: what the passes of one applied plan share.
         outside: modules whose parameters and buffers are never touched: those around the scopes.
-        routines: what scopes do at every call.
+        traces: what scopes do at every call.
         call: arguments of the model: nobody's.
     """
 
     def __init__(
-        self, setting: Setting, outside: Iterable[nn.Module], routines: Routines, call: Any = ()
+        self, setting: Setting, outside: Iterable[nn.Module], traces: CachedTraces, call: Any = ()
     ) -> None:
         # 30 attributes at most: Python finds those of an object with more a tenth slower, in `pack` too.
-        self._setting, self._routines = setting, routines
+        self._setting, self._traces = setting, traces
         self._fates = setting.fates
-        self._keep = setting.keeper or keep
+        self._keep = setting.pack_handler or keep
         self.owners = Owners(outside, call)
         self.backward = Backward()
         self._hooks: list[int] = []
@@ -70,15 +70,15 @@ class ForwardPass:
         self._autocast = False
         self._ended = False
         self._call: tuple[Place, tuple[Any, ...], dict[str, Any]] | None = None
-        routine = routines[BETWEEN] if self._settled else None
-        watches = self._settled and routine is None and BETWEEN in routines.stretches
-        self._between = None if routine is None else iter(routine)
+        trace = traces[BETWEEN] if self._settled else None
+        watches = self._settled and trace is None and BETWEEN in traces.segments
+        self._between = None if trace is None else iter(trace)
         self._between_watched: list[Step] | None = [] if watches else None
         self._steps: Iterator[Step] | None = self._between
         self._watched: list[Step] | None = self._between_watched
         self._first_op = self._clock.now()
         self._from_number = -1
-        self.departed = False
+        self.mismatched = False
         self.scope: Scope | None = None
         self.stack: OpStack | None = None
         self.running: Action | None = None
@@ -129,13 +129,13 @@ class ForwardPass:
         self._from_number = self._clock.shift - 1
         self._inputs.start(checkpoint)
         self._first_op = self._clock.now()
-        if self._settled and not self.departed:
-            routine = self._routines[place.scope]
-            if routine is not None:
-                self._steps, self._watched = iter(routine), None
+        if self._settled and not self.mismatched:
+            trace = self._traces[place.scope]
+            if trace is not None:
+                self._steps, self._watched = iter(trace), None
                 return False
         self._steps = None
-        self._watched = [] if self._settled and place.scope in self._routines.stretches else None
+        self._watched = [] if self._settled and place.scope in self._traces.segments else None
         self._follow()
         return True
 
@@ -153,9 +153,9 @@ class ForwardPass:
         if scope is not None and isinstance(hidden, torch.Tensor):
             self.owners.own_later(hidden, self._fates[scope, OUTPUT, None], scope in SCOPES)
             if steps is not None and next(steps, None) is not None:
-                self._depart(scope)
-            if watched is not None and not self.departed:
-                self._routines.watched(scope, watched)
+                self._mismatch(scope)
+            if watched is not None and not self.mismatched:
+                self._traces.watched(scope, watched)
         self._steps, self._watched = self._between, self._between_watched
         self._first_op = self._clock.now()
 
@@ -189,7 +189,7 @@ class ForwardPass:
                 return self._swapped.ticket_of_whole(
                     tensor, step.whole, step.windows, op, step.asked
                 ) or keep(tensor)
-            self._depart(self.scope)
+            self._mismatch(self.scope)
         if self._auto is not None and self._auto.observation is not None:
             self._auto.observation.in_forward(op)
         self.packing = True
@@ -207,15 +207,15 @@ class ForwardPass:
     def end(self) -> None:
         """The model's forward ends: release what is left, and plan the backward."""
         if self._between is not None and next(self._between, None) is not None:
-            self._depart(None)
+            self._mismatch(None)
         elif self._between_watched is not None:
-            self._routines.watched(BETWEEN, self._between_watched)
+            self._traces.watched(BETWEEN, self._between_watched)
         self._ended, self._call, self.region, self._steps, self._watched = True, None, None, None, None
         if self._auto is not None and self._setting.auto is not None:
             self._setting.auto.forward_ended(self._auto)
         self._inputs.clear()
         if self._small_bytes:
-            self._setting.counters.refused[TOO_SMALL] += self._small_bytes
+            self._setting.counters.rejected[TOO_SMALL] += self._small_bytes
         wants = self._swapped.end()
         if wants:
             self.backward.schedule(PrefetchOrder(self._hooks, wants))
@@ -235,15 +235,15 @@ class ForwardPass:
         self._autocast = torch.is_autocast_enabled(self._setting.device.type)  # within a pack it reads off
         self.owners.enter(place.modules)
 
-    def _depart(self, scope: Scope | None) -> None:
-        """The running call is not what its stretch did before."""
+    def _mismatch(self, scope: Scope | None) -> None:
+        """The running call is not what its segment did before."""
         self._steps = None
         if scope is None:
             self._between = None
-            self._routines.departed(BETWEEN)
+            self._traces.mismatched(BETWEEN)
             return
-        self.departed = True
-        self._routines.departed(scope)
+        self.mismatched = True
+        self._traces.mismatched(scope)
         self._follow()
 
     def _ticket_of_saved(self, tensor: torch.Tensor, op: int) -> Ticket:
@@ -266,7 +266,7 @@ class ForwardPass:
         if self._watched is not None:
             asked = KEEP if owner is None else owner.action
             action = owner.chosen[0] if owner and owner.chosen else asked
-            small = action.kind == "swap" and self._swapped.refusal(tensor) == TOO_SMALL
+            small = action.kind == "swap" and self._swapped.rejection(tensor) == TOO_SMALL
             self._watched.append(step_of(saved, asked, action, ticket, op - self._first_op, small))
         return ticket
 
@@ -289,7 +289,7 @@ class ForwardPass:
         return self._keep(tensor)
 
     def _swap(self, tensor: torch.Tensor, owner: Owner, op: int) -> Ticket | None:
-        if self._swapped.refuses(tensor):
+        if self._swapped.rejects(tensor):
             return None
         view = View.of(tensor)
         windows = self._chosen(tensor, view, owner, op).windows

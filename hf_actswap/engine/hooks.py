@@ -2,12 +2,12 @@
 
 What `Engine` installs, and nothing else:
 
-* on the model, something before and after its call (`around`): the saved-tensor hooks are pushed before its
-  forward and popped after it, also after an exception; and around its call, for what skips even
+* on the model, something before and after its call (`wrap_call`): the saved-tensor hooks are pushed before
+  its forward and popped after it, also after an exception; and around its call, for what skips even
   ``always_call`` hooks (`KeyboardInterrupt`);
 * on each layer, and on the embedding, the final norm and the head, a pair that says where we are;
 * on the modules inside layers whose ops are decided one by one, a pair that follows the module path, and
-  the `NamingMode` while the layer runs, both until its `routines` are known;
+  the `NamingMode` while the layer runs, both until its `cached_traces` are known;
 * on layers that are recomputed whole, ``torch.utils.checkpoint`` around their forward, non-reentrant with
   early stop.
 
@@ -33,29 +33,29 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import PlanError
-from ..plan.actions import MemoryPlan, Override, PlanRow, Scope, folded
+from ..plan.actions import Adjustment, MemoryPlan, PlanRow, Scope, folded
 from ..plan.checkpointing_rules import problems_of_checkpointing
 from ..plan.compiled import called_modules, uncompiled
 from ..plan.dry_run import holds_several_sequences
 from ..plan.gradient_checkpointing import is_checkpointed
+from ..plan.model_structure import LayerStructure, ModelStructure, unwrapped
 from ..plan.opnames import OpStack
-from ..plan.outline import LayerOutline, Outline, unwrapped
 from ..plan.settle import settled
-from .around import Undo, around, compiled_around, replace_call, replace_forward
 from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
+from .cached_traces import CachedTraces
 from .checkpoint_inputs import checkpoint_of
 from .compiled_regions import CompiledRegions
 from .fates import FateTable
 from .forecast import DryRunForecast, dropped_by
 from .forward_pass import ForwardPass
+from .hook_wrappers import Undo, compiled_wrapper, replace_call, replace_forward, wrap_call
 from .host_budget import HostMemory, Progress
 from .naming_mode import NamingMode, end_region
 from .owners import Place
 from .recompute import Region
-from .routines import Routines
 from .slices import ReplicaRanks, Slices
 from .stats import Counters, SwapStats
-from .swapped_storages import Keeper
+from .swapped_storages import PackHandler
 from .transfer import Transfer
 from .workplace import Workplace
 
@@ -74,21 +74,21 @@ class Engine:
         self,
         model: nn.Module,
         plan: MemoryPlan,
-        outline: Outline,
+        structure: ModelStructure,
         transfer: Transfer | None,
         progress: Progress | None,
         replicas: ReplicaRanks | None = None,
-        keeper: Keeper | None = None,
+        pack_handler: PackHandler | None = None,
         host: HostMemory | None = None,
     ) -> None:
-        self.plan, self.outline = plan, outline
+        self.plan, self.structure = plan, structure
         self._root = unwrapped(model)
-        called = compiled_around(model, outline)
+        called = compiled_wrapper(model, structure)
         self._called = self._root if called is None else called  # a compiled wrapper has no truth value
-        self._watch = CheckpointWatch(self._root, plan, outline)
+        self._watch = CheckpointWatch(self._root, plan, structure)
         self._counters = Counters()
-        self._fates = FateTable(plan, outline)
-        self._regions = CompiledRegions(self._fates.recomputed, outline)
+        self._fates = FateTable(plan, structure)
+        self._regions = CompiledRegions(self._fates.recomputed, structure)
         slices = None if replicas is None else Slices(replicas)
         self._place = Workplace(
             self._root,
@@ -98,7 +98,7 @@ class Engine:
             transfer,
             progress,
             slices,
-            keeper,
+            pack_handler,
             host,
             self.adjust,
         )
@@ -106,9 +106,9 @@ class Engine:
         self._outside: tuple[nn.Module, ...] = ()
         self._forward: ForwardPass | None = None
         self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
-        self._routines = Routines(self._fates.scopes_without_recomputation, not self._fates.recomputes)
-        self._acts = bool(plan.rows) or keeper is not None
-        self._first_step = FirstStep(plan, outline, self._root, self._counters)
+        self._traces = CachedTraces(self._fates.scopes_without_recomputation, not self._fates.recomputes)
+        self._acts = bool(plan.rows) or pack_handler is not None
+        self._first_step = FirstStep(plan, structure, self._root, self._counters)
         self._named = self._fates.scopes_without_recomputation & self._fates.named_layers
         self._inside_hooks: list[Undo] | None = None
         self._mode: NamingMode | None = None
@@ -116,7 +116,7 @@ class Engine:
         """See `AppliedPlan.dropped_bytes`."""
 
     def stats(self) -> SwapStats:
-        """See `AppliedPlan.stats`."""
+        """Return the totals since the plan was applied; subtract an earlier one to get a step."""
         return self._place.stats()
 
     @property
@@ -124,35 +124,35 @@ class Engine:
         """Where it works."""
         return self._place
 
-    def keep_by(self, keeper: Keeper | None) -> None:
-        """See `AppliedPlan.keep_by`."""
-        self._place.keep_by(keeper)
-        self._acts = bool(self.plan.rows) or keeper is not None
+    def handle_packs_by(self, pack_handler: PackHandler | None) -> None:
+        """Let ``pack_handler`` make the tickets of what stays on the device, from the next forward on."""
+        self._place.handle_packs_by(pack_handler)
+        self._acts = bool(self.plan.rows) or pack_handler is not None
 
     def attach(self) -> list[Callable[[], None]]:
         """Install the hooks; return what takes them off, in order of installation.
 
-        Taken off, they may be installed again: routines, counters and the setting are still there.
+        Taken off, they may be installed again: cached traces, counters and the setting are still there.
         """
         if not self._acts:
             return []
         self._place.bind()
         undo = [replace_call(self._called, self._cleaning_up)]
-        if self.outline.compiled:
-            return [*undo, *around(self._called, self._start_compiled, self._end_compiled), self._clean_up]
-        undo += around(self._called, self._start_forward, self._end_forward)
+        if self.structure.compiled:
+            return [*undo, *wrap_call(self._called, self._start_compiled, self._end_compiled), self._clean_up]
+        undo += wrap_call(self._called, self._start_forward, self._end_forward)
         surroundings: dict[Scope, str | None] = {
-            "embedding": self.outline.embedding,
-            "final_norm": self.outline.final_norm,
-            "head": self.outline.head,
+            "embedding": self.structure.embedding,
+            "final_norm": self.structure.final_norm,
+            "head": self.structure.head,
         }
         for scope, path in surroundings.items():
             if path is not None:
                 undo += self._follow_scope(self._root.get_submodule(path), scope, None)
-        for layer in self.outline.all_layers:
+        for layer in self.structure.all_layers:
             undo += self._follow_layer(layer)
         undo.append(self._leave_inside)
-        if not self._routines.knows(self._named):
+        if not self._traces.knows(self._named):
             self._follow_inside()
         if not self._outside:  # walked once: at each forward it would cost milliseconds
             self._outside = tuple(module for module in self._root.modules() if module not in self._inside)
@@ -160,12 +160,12 @@ class Engine:
         return undo
 
     def close(self) -> None:
-        """The hooks are off for good: let go of the thread and of the host memory. Safe to call again."""
+        """The hooks are off for good: free the thread and of the host memory. Safe to call again."""
         self._first_step.removed(self.plan, self._measures)
         self._place.unbind()
         self._place.close()
 
-    def _follow_layer(self, layer: LayerOutline) -> list[Callable[[], None]]:
+    def _follow_layer(self, layer: LayerStructure) -> list[Callable[[], None]]:
         module = self._root.get_submodule(layer.module_path)
         undo = []
         if layer.index in self._fates.checkpointed_layers:
@@ -176,7 +176,7 @@ class Engine:
             undo += self._follow_modules(layer)
         return undo
 
-    def _follow_modules(self, layer: LayerOutline) -> list[Undo]:
+    def _follow_modules(self, layer: LayerStructure) -> list[Undo]:
         """Follow the module path inside a layer."""
         module = self._root.get_submodule(layer.module_path)
         return [
@@ -186,9 +186,9 @@ class Engine:
         ]
 
     def _follow_inside(self) -> None:
-        """Follow the module paths in layers that have no routine yet, or none any more."""
+        """Follow the module paths in layers that have no cached trace yet, or none any more."""
         if self._inside_hooks is None:
-            layers = [layer for layer in self.outline.all_layers if layer.index in self._named]
+            layers = [layer for layer in self.structure.all_layers if layer.index in self._named]
             self._inside_hooks = [undo for layer in layers for undo in self._follow_modules(layer)]
 
     def _leave_inside(self) -> None:
@@ -203,15 +203,15 @@ class Engine:
             saved = forecast.saved()
             if saved is None and (why := forecast.why_not):
                 logger.info("All that is named is recomputed, whether it pays or not: no fake run (%s).", why)
-        self._change(settled(self.plan, self.outline, saved))
+        self._change(settled(self.plan, self.structure, saved))
 
-    def adjust(self, adjustments: Sequence[Override], level: int = logging.INFO) -> None:
+    def adjust(self, adjustments: Sequence[Adjustment], level: int = logging.INFO) -> None:
         """Something was measured, or found, since: add it to the plan."""
-        self._change(replace(self.plan, overrides=(*self.plan.overrides, *adjustments)), level)
+        self._change(replace(self.plan, adjustments=(*self.plan.adjustments, *adjustments)), level)
 
     def _change(self, plan: MemoryPlan, level: int = logging.INFO) -> None:
         """Change the plan on the model, here alone, and say in one line each what has changed it."""
-        for adjustment in plan.overrides[len(self.plan.overrides) :]:
+        for adjustment in plan.adjustments[len(self.plan.adjustments) :]:
             logger.log(level, "%s", adjustment)
         self.plan = plan
         self._fates.follow(plan)
@@ -223,21 +223,21 @@ class Engine:
             return
         self._watch.check()
         self._first_step.forward_starts(self.plan, self._measures)
-        routines = Routines(frozenset(), False) if self._place.evictable else self._routines
-        if routines.knows(self._named):
+        traces = CachedTraces(frozenset(), False) if self._place.evictable else self._traces
+        if traces.knows(self._named):
             self._leave_inside()
         else:
             self._follow_inside()
         setting, new = self._place.made_ready()
         if new:
-            forecast = DryRunForecast(self._root, self.outline, args, kwargs)
+            forecast = DryRunForecast(self._root, self.structure, args, kwargs)
             self._settle(forecast)
             self._place.host.make_ready(setting.pool, setting.transfer.overlaps, self.plan, forecast)
             if not self._place.evictable:  # else the planner counts
                 self.dropped_bytes = dropped_by(self.plan, forecast)
             if holds_several_sequences(kwargs):
                 logger.info(_PACKED)
-        forward = ForwardPass(self._place.watched(setting), self._outside, routines, (args, kwargs))
+        forward = ForwardPass(self._place.watched(setting), self._outside, traces, (args, kwargs))
         self._forward = forward
         self._counters.forwards += 1
         self._saving = torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.backward.unpack)
@@ -261,7 +261,7 @@ class Engine:
         """The model is one compiled region: what it saves has the fate of its layers, which all agree."""
         self._start_forward(module, args, kwargs)
         if self._forward is not None:
-            nodes = sum(layer.nodes for layer in self.outline.layers)
+            nodes = sum(layer.nodes for layer in self.structure.layers)
             self._forward.start_scope(Place(0, tuple(self._root.modules())), args, kwargs, nodes)
             if self._first_step.entered is not None:
                 self._first_step.entered.update(self.plan.scopes)
@@ -293,7 +293,7 @@ class Engine:
             pop_leaked_hooks(forward.pack)
             forward.end()
 
-    def _follow_scope(self, module: nn.Module, scope: Scope, layer: LayerOutline | None) -> list[Undo]:
+    def _follow_scope(self, module: nn.Module, scope: Scope, layer: LayerStructure | None) -> list[Undo]:
         place = Place(scope, tuple(module.modules()))
         self._inside.update(place.modules)
         naming = layer if layer is not None and layer.index in self._fates.named_layers else None
@@ -308,7 +308,7 @@ class Engine:
             checkpoint = checkpoint_of(module, layer, self._fates.checkpointed_layers)
             follow = forward.start_scope(place, args, kwargs, compiled_nodes, checkpoint)
             if naming is not None and follow:
-                self._follow_inside()  # an earlier layer departed from its routine, perhaps
+                self._follow_inside()  # an earlier layer did not match its cached trace, perhaps
                 forward.stack = OpStack(naming.attention_paths)
                 if self._fates.recomputed.is_root(scope, ""):
                     forward.region = self._region(forward, module, scope, "", args, kwargs)
@@ -325,7 +325,7 @@ class Engine:
                 end_region(forward, ())
             forward.end_scope(output)
 
-        return around(module, before, after)
+        return wrap_call(module, before, after)
 
     def _follow_path(self, module: nn.Module, scope: Scope, path: str) -> list[Undo]:
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -352,7 +352,7 @@ class Engine:
                 region.kept.leaves(module, output, region.packs)
             forward.stack.leave(path)
 
-        return around(module, before, after)
+        return wrap_call(module, before, after)
 
     def _region(
         self,
@@ -397,13 +397,13 @@ class CheckpointWatch:
     Args:
         model: inside its wrappers.
         plan: on it.
-        outline: of the model as it was then.
+        structure: of the model as it was then.
     """
 
-    def __init__(self, model: nn.Module, plan: MemoryPlan, outline: Outline) -> None:
-        self._plan, self._compiled = plan, outline.compiled
-        self._layers = outline.layer_modules(model)
-        self._known = [layer.checkpointed for layer in outline.all_layers]
+    def __init__(self, model: nn.Module, plan: MemoryPlan, structure: ModelStructure) -> None:
+        self._plan, self._compiled = plan, structure.compiled
+        self._layers = structure.layer_modules(model)
+        self._known = [layer.checkpointed for layer in structure.all_layers]
 
     def check(self) -> None:
         """A training forward starts.
@@ -420,7 +420,7 @@ class CheckpointWatch:
 
 
 _AGAIN = ("recompute", "re-gather")
-_PAYS_NOT = "each op that it names would hold more than it drops (see the overrides of the applied plan)"
+_PAYS_NOT = "each op that it names would hold more than it drops (see the adjustments of the applied plan)"
 
 
 class FirstStep:
@@ -430,7 +430,7 @@ class FirstStep:
 
     Args:
         plan: as it was applied.
-        outline: of the model.
+        structure: of the model.
         root: the model inside its wrappers.
         counters: of the plan.
 
@@ -438,10 +438,14 @@ class FirstStep:
         entered: scopes that the forward has come to; ``None``: a step has been judged.
     """
 
-    def __init__(self, plan: MemoryPlan, outline: Outline, root: nn.Module, counters: Counters) -> None:
+    def __init__(
+        self, plan: MemoryPlan, structure: ModelStructure, root: nn.Module, counters: Counters
+    ) -> None:
         self.entered: set[Scope] | None = set()
-        self._plan, self._counters, self._layers = plan, counters, outline.layer_modules(root)
-        self._compiled = {layer.index for layer in outline.all_layers if layer.compiled or outline.compiled}
+        self._plan, self._counters, self._layers = plan, counters, structure.layer_modules(root)
+        self._compiled = {
+            layer.index for layer in structure.all_layers if layer.compiled or structure.compiled
+        }
         self._without_gradients = 0
         self._backward_ran = False
 
@@ -482,8 +486,10 @@ class FirstStep:
         entered, self.entered = self.entered or set(), None
         swapping = [row for row in plan.rows if row.fate == "swap" and not (measures and row.windows is None)]
         if swapping and not self._counters.offloads:
-            refused = "; ".join(f"{size:,} bytes {reason}" for reason, size in self._counters.refused.items())
-            why = f"all that it names stays: {refused}" if refused else self._why(swapping, entered)
+            rejected = "; ".join(
+                f"{size:,} bytes {reason}" for reason, size in self._counters.rejected.items()
+            )
+            why = f"all that it names stays: {rejected}" if rejected else self._why(swapping, entered)
             logger.warning("The plan swaps nothing in a step: %s.", why)
         asked, left = _again(self._plan.rows), _again(plan.rows)
         whole = {row.scope for row in left if not row.op_path}

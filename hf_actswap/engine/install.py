@@ -12,17 +12,17 @@ from torch import nn
 
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
-from ..plan.actions import SCOPES, MemoryPlan, Override, PlanRow, Scope, Tile
+from ..plan.actions import SCOPES, Adjustment, MemoryPlan, PlanRow, Scope, Tile
 from ..plan.compiled_rules import problems_of_compiled
 from ..plan.fsdp2 import FSDP2_METHOD, parameter_groups
-from ..plan.outline import OUTPUT, LayerOutline, Outline, unwrapped
-from .around import Hook
+from ..plan.model_structure import OUTPUT, LayerStructure, ModelStructure, unwrapped
 from .chunked_logits import chunk_head, is_chunked
+from .hook_wrappers import Hook
 from .hooks import Engine
 from .host_budget import HostMemory, Progress
 from .slices import ReplicaRanks
 from .stats import SwapStats
-from .swapped_storages import Keeper
+from .swapped_storages import PackHandler
 from .transfer import Transfer
 from .watched_copies import CopyListener
 
@@ -37,11 +37,11 @@ class AppliedPlan:
         attach: installs its hooks, each time anew; returns what takes them off.
 
     Attributes:
-        outline: of the model.
+        structure: of the model.
     """
 
     def __init__(self, engine: Engine, attach: Callable[[], list[Callable[[], None]]]) -> None:
-        self.outline = engine.outline
+        self.structure = engine.structure
         self._engine, self._attach = engine, attach
         self._undo: list[Callable[[], None]] = []
         self._removed = False
@@ -50,7 +50,7 @@ class AppliedPlan:
 
     @property
     def plan(self) -> MemoryPlan:
-        """What was applied; once ``auto`` has measured, with an override for each of its decisions."""
+        """What was applied; once ``auto`` has measured, with an adjustment for each of its decisions."""
         return self._engine.plan
 
     def stats(self) -> SwapStats:
@@ -66,14 +66,14 @@ class AppliedPlan:
         """
         return self._engine.dropped_bytes
 
-    def keep_by(self, keeper: Keeper | None) -> None:
-        """Let ``keeper`` make the tickets of what stays on the device, from the next forward on.
+    def handle_packs_by(self, pack_handler: PackHandler | None) -> None:
+        """Let ``pack_handler`` make the tickets of what stays on the device, from the next forward on.
 
         Args:
-            keeper: ``None``: they stay for good, and routines are used. Another than ``None`` needs a plan
-                that has rows, or was installed with one.
+            pack_handler: ``None``: they stay for good, and cached traces are used. Another than ``None``
+                needs a plan that has rows, or was installed with one.
         """
-        self._engine.keep_by(keeper)
+        self._engine.handle_packs_by(pack_handler)
 
     @property
     def transfer(self) -> Transfer:
@@ -82,7 +82,7 @@ class AppliedPlan:
 
     @property
     def evictable(self) -> bool:
-        """Whether a keeper makes the tickets of what stays (`keep_by`)."""
+        """Whether a pack handler makes the tickets of what stays (`handle_packs_by`)."""
         return self._engine.place.evictable
 
     def listen(self, listener: CopyListener | None) -> None:
@@ -142,11 +142,11 @@ class AppliedPlan:
 def install(
     model: nn.Module,
     plan: MemoryPlan,
-    outline: Outline,
+    structure: ModelStructure,
     transfer: Transfer | None = None,
     progress: Progress | None = None,
     replicas: ReplicaRanks | None = None,
-    keeper: Keeper | None = None,
+    pack_handler: PackHandler | None = None,
     host: HostMemory | None = None,
 ) -> AppliedPlan:
     """Put ``plan`` on ``model``.
@@ -154,28 +154,28 @@ def install(
     Args:
         model: bare or wrapped; hooks go to the model inside the wrapper.
         plan: fates of the ops of this model.
-        outline: of this model.
+        structure: of this model.
         transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
         progress: called with (bytes, bytes in all) while host memory is made ready.
         replicas: the tensor-parallel ranks, which the fate ``slice`` needs.
-        keeper: makes the tickets of what stays on the device (`evictable.IdleTensors.keep`), under a plan
-            without rows too. Every op is then followed at every step. It is not asked about what whole-layer
-            recomputation saves again in backward, nor about what recomputed ops rebuild.
+        pack_handler: makes the tickets of what stays on the device (`evictable.IdleTensors.keep`), under a
+            plan without rows too. Every op is then followed at every step. It is not asked about what
+            whole-layer recomputation saves again in backward, nor about what recomputed ops rebuild.
 
     Raises:
         PlanError: the plan does not belong to this model, or a plan is on it already.
     """
     root = unwrapped(model)
     tiles = plan.tiles if host is None else ()  # a planner has put them on, for all its plans
-    _check(root, replace(plan, tiles=tiles), outline, replicas)
-    engine = Engine(model, plan, outline, transfer, progress, replicas, keeper, host)
+    _check(root, replace(plan, tiles=tiles), structure, replicas)
+    engine = Engine(model, plan, structure, transfer, progress, replicas, pack_handler, host)
 
     def attach() -> list[Callable[[], None]]:
-        if problems := _other_plan(root, outline, tiles):
+        if problems := _other_plan(root, structure, tiles):
             raise PlanError(problems)
         undo = [
             *engine.attach(),
-            *tile_head(root, tiles, outline, partial(engine.adjust, level=logging.WARNING)),
+            *tile_head(root, tiles, structure, partial(engine.adjust, level=logging.WARNING)),
         ]
         if plan.gather_weights_again:
             undo.append(gather_weights_again(model))
@@ -187,54 +187,56 @@ def install(
 def tile_head(
     root: nn.Module,
     tiles: Iterable[Tile],
-    outline: Outline,
-    adjust: Callable[[list[Override]], None] | None = None,
+    structure: ModelStructure,
+    adjust: Callable[[list[Adjustment]], None] | None = None,
 ) -> list[Callable[[], None]]:
     """Let the head run in tiles; return what restores it.
 
     Args:
         root: the model.
         tiles: of a plan.
-        outline: of the model.
+        structure: of the model.
         adjust: told why the logits are whole after all, once for each reason; ``None``: the log is.
     """
 
     def say(tile: Tile, said: set[str], reason: str) -> None:
         if reason not in said:
             said.add(reason)
-            found = Override("tile_config.loss", (), "head", str(tile), "whole logits", reason)
+            found = Adjustment("tile_config.loss", (), "head", str(tile), "whole logits", reason)
             if adjust is None:
                 logger.warning("%s", found)
             else:
                 adjust([found])
 
-    if outline.head is None:
+    if structure.head is None:
         return []
-    head = root.get_submodule(outline.head)
+    head = root.get_submodule(structure.head)
     return [chunk_head(head, tile, partial(say, tile, set())) for tile in tiles]
 
 
-def _other_plan(root: nn.Module, outline: Outline, tiles: Iterable[Tile]) -> list[Problem]:
+def _other_plan(root: nn.Module, structure: ModelStructure, tiles: Iterable[Tile]) -> list[Problem]:
     acts = (hook.act for hook in root._forward_pre_hooks.values() if isinstance(hook, Hook))
-    on_head = tiles and outline.head is not None and is_chunked(root.get_submodule(outline.head))
+    on_head = tiles and structure.head is not None and is_chunked(root.get_submodule(structure.head))
     if on_head or any(isinstance(getattr(act, "__self__", None), Engine) for act in acts):
         return [Problem("model", "no plan on it yet", "one that is applied", "Call remove() on it first.")]
     return []
 
 
-def _check(root: nn.Module, plan: MemoryPlan, outline: Outline, replicas: ReplicaRanks | None) -> None:
-    problems = _other_plan(root, outline, plan.tiles)
-    if plan.num_layers != len(outline.layers):
+def _check(
+    root: nn.Module, plan: MemoryPlan, structure: ModelStructure, replicas: ReplicaRanks | None
+) -> None:
+    problems = _other_plan(root, structure, plan.tiles)
+    if plan.num_layers != len(structure.layers):
         problems.append(
-            Problem("plan.num_layers", f"{len(outline.layers)}, as in the model", str(plan.num_layers))
+            Problem("plan.num_layers", f"{len(structure.layers)}, as in the model", str(plan.num_layers))
         )
     else:
-        problems += problems_of_compiled(plan, outline)
+        problems += problems_of_compiled(plan, structure)
     for tile in plan.tiles:
-        if (tile.scope, tile.op_path) != ("head", "") or outline.head is None or outline.compiled:
+        if (tile.scope, tile.op_path) != ("head", "") or structure.head is None or structure.compiled:
             where, hint = f"plan tile {tile.scope}.{tile.op_path}", "See tile_config in docs/reference.md."
             problems.append(Problem(where, "the head of a model that is not compiled whole", str(tile), hint))
-    layers = {layer.index: layer for layer in outline.all_layers}
+    layers = {layer.index: layer for layer in structure.all_layers}
     for row in plan.rows:
         where = f"plan row {row.scope}.{row.op_path}"
         if isinstance(row.scope, str) and row.scope not in (*layers, *SCOPES):
@@ -252,7 +254,7 @@ def _check(root: nn.Module, plan: MemoryPlan, outline: Outline, replicas: Replic
         raise PlanError(problems)
 
 
-def _communicates(row: PlanRow, layers: Mapping[Scope, LayerOutline]) -> bool:
+def _communicates(row: PlanRow, layers: Mapping[Scope, LayerStructure]) -> bool:
     return row.scope in layers and row.op_path in layers[row.scope].communications
 
 

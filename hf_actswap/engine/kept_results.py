@@ -36,7 +36,7 @@ from ..plan.compiled import is_compiled
 from ..plan.op_facts import COMMUNICATIONS
 from ..plan.opnames import function_name
 from ..plan.record import storage_key
-from .around import replace_forward
+from .hook_wrappers import replace_forward
 from .kept_calls import RUN, Catches, KeptCall, Result, TicketOf
 
 _Functions = dict[tuple[str, int], KeptCall]

@@ -56,10 +56,10 @@ class Owners:
     """The storages met so far.
 
     Args:
-        modules: whose parameters and buffers are nobody's, until `enter` names others.
-        values: tensors among which are nobody's either.
+        modules: whose parameters and buffers are unowned, until `enter` names others.
+        values: tensors among which are unowned either.
 
-    Nothing is read before somebody asks: where every layer keeps to its routine, nobody does.
+    Nothing is read before somebody asks: where every layer matches its cached trace, nobody does.
     """
 
     def __init__(self, modules: Iterable[nn.Module], values: Any = ()) -> None:
@@ -71,11 +71,11 @@ class Owners:
 
     @property
     def hold_regions(self) -> bool:
-        """Whether outputs are known that a region can rebuild; `enter` lets go of those that are gone."""
+        """Whether outputs are known that a region can rebuild; `enter` frees those that are gone."""
         return bool(self._rebuildable)
 
     def enter(self, modules: Iterable[nn.Module]) -> None:
-        """Other modules run: their parameters and buffers are nobody's."""
+        """Other modules run: their parameters and buffers are unowned."""
         self._let_go()
         self._read()
         self._unread = modules
@@ -98,7 +98,7 @@ class Owners:
     def own(
         self, tensor: torch.Tensor, action: Action, region: Region | None = None, position: int = 0
     ) -> None:
-        """Set the owner of a tensor's storage, whether or not it has been met; parameters stay nobody's."""
+        """Set the owner of a tensor's storage, whether or not it has been met; parameters stay unowned."""
         key = storage_key(tensor)
         if key is None:
             return

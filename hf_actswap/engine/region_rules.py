@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..plan.actions import COMPILE_BUDGET
-from ..plan.outline import OUTPUT, LayerOutline, is_below
+from ..plan.model_structure import OUTPUT, LayerStructure, is_below
 from ..plan.recomputed_modules import RecomputedModules
 from ..plan.record import OpKey
 
@@ -64,7 +64,7 @@ class RegionRules:
         return self._table[path] and op not in self.outputs
 
 
-def region_rules(recomputed: RecomputedModules, layer: LayerOutline) -> RegionRules | None:
+def region_rules(recomputed: RecomputedModules, layer: LayerStructure) -> RegionRules | None:
     """Return what a plan recomputes inside a layer, if it is compiled and not recomputed whole.
 
     The compiler decides op by op: it gets a table of fates, and what recomputed modules hand on.
@@ -97,7 +97,7 @@ def region_rules(recomputed: RecomputedModules, layer: LayerOutline) -> RegionRu
     )
 
 
-def _outputs_of(layer: LayerOutline, module_path: str) -> set[OpKey]:
+def _outputs_of(layer: LayerStructure, module_path: str) -> set[OpKey]:
     """The ops inside a module whose outputs are read outside of it."""
     read = {key for call in layer.calls if not is_below(call.key[0], module_path) for key in call.inputs}
     if layer.output_of is not None:

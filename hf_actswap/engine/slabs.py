@@ -61,11 +61,11 @@ class PageableSlabs:
     pinned = False
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """See `SlabSource`."""
+        """Return host memory: uint8, shape (size_bytes,)."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def free(self, slab: torch.Tensor) -> None:
-        """See `SlabSource`."""
+        """Take back what `allocate` returned; the caller drops its references."""
 
 
 class PinnedSlabs:
@@ -101,7 +101,7 @@ class PinnedSlabs:
         self._locked: set[int] = set()
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """See `SlabSource`."""
+        """Return host memory: uint8, shape (size_bytes,)."""
         if self.pinned and self._cudart is None:
             return self._from_torch(size_bytes)
         slab = mapped(size_bytes)
@@ -110,7 +110,7 @@ class PinnedSlabs:
         return slab
 
     def free(self, slab: torch.Tensor) -> None:
-        """See `SlabSource`. Waits for the device first."""
+        """Take back what `allocate` returned; the caller drops its references. Waits for the device first."""
         self._synchronize()
         pointer = slab.data_ptr()
         if pointer in self._locked and self._cudart is not None:
@@ -137,7 +137,7 @@ class PinnedSlabs:
             self._locked.add(slab.data_ptr())
 
     def _touch(self, slab: torch.Tensor, start: int) -> None:
-        with bound_to(self._cpus):  # ctypes lets go of the interpreter's lock meanwhile
+        with bound_to(self._cpus):  # ctypes frees the interpreter's lock meanwhile
             ctypes.memset(slab.data_ptr() + start, 0, min(_CHUNK_BYTES, slab.numel() - start))
 
     def _register(self, slab: torch.Tensor, cudart: Cudart) -> str:

@@ -55,7 +55,7 @@ class SwapStats:
         stalls: times that compute had to wait for a copy.
         stall_ms: how long it waited.
         recomputes: regions and layers run again, checkpointed layers not included.
-        refused: reason -> bytes of tensors that the plan wanted to swap and that stayed.
+        rejected: reason -> bytes of tensors that the plan wanted to swap and that stayed.
         host_bytes: host memory in use now (not a total).
         host_peak_bytes: most host memory in use at once (not a total).
         host_pool_bytes: host memory held, in use or not (not a total).
@@ -73,7 +73,7 @@ class SwapStats:
     stalls: int = 0
     stall_ms: float = 0.0
     recomputes: int = 0
-    refused: Mapping[str, int] = field(default_factory=dict)
+    rejected: Mapping[str, int] = field(default_factory=dict)
     host_bytes: int = 0
     host_peak_bytes: int = 0
     host_pool_bytes: int = 0
@@ -87,10 +87,12 @@ class SwapStats:
             for item in fields(self)
             if item.name not in _NOT_TOTALS
         }
-        refused = {reason: count - earlier.refused.get(reason, 0) for reason, count in self.refused.items()}
-        kept = {name: getattr(self, name) for name in _NOT_TOTALS if name != "refused"}
+        rejected = {
+            reason: count - earlier.rejected.get(reason, 0) for reason, count in self.rejected.items()
+        }
+        kept = {name: getattr(self, name) for name in _NOT_TOTALS if name != "rejected"}
         return SwapStats(
-            **changes, **kept, refused={reason: count for reason, count in refused.items() if count}
+            **changes, **kept, rejected={reason: count for reason, count in rejected.items() if count}
         )
 
     def __add__(self, later: SwapStats) -> SwapStats:
@@ -100,17 +102,17 @@ class SwapStats:
             for item in fields(self)
             if item.name not in _NOT_TOTALS
         }
-        kept = {name: getattr(later, name) for name in _NOT_TOTALS if name != "refused"}
-        refused = Counter(self.refused)
-        refused.update(later.refused)
-        return SwapStats(**sums, **kept, refused=dict(refused))
+        kept = {name: getattr(later, name) for name in _NOT_TOTALS if name != "rejected"}
+        rejected = Counter(self.rejected)
+        rejected.update(later.rejected)
+        return SwapStats(**sums, **kept, rejected=dict(rejected))
 
     def as_log(self, prefix: str = "actswap_") -> dict[str, float]:
         """Return the numbers that belong into a training log, under names for it."""
         numbers = {
             "offloaded_gib": gib(self.offloaded_bytes),
             "prefetched_gib": gib(self.prefetched_bytes),
-            "refused_gib": gib(sum(self.refused.values())),
+            "rejected_gib": gib(sum(self.rejected.values())),
             "host_peak_gib": gib(self.host_peak_bytes),
             "stalls": self.stalls,
             "stall_ms": round(self.stall_ms, 3),
@@ -120,7 +122,7 @@ class SwapStats:
 
 
 _NOT_TOTALS = frozenset(
-    {"refused", "host_bytes", "host_peak_bytes", "host_pool_bytes", "pinning_ms", "live_swaps"}
+    {"rejected", "host_bytes", "host_peak_bytes", "host_pool_bytes", "pinning_ms", "live_swaps"}
 )
 
 _PENDING_WAITS = 1024
@@ -140,7 +142,7 @@ class Counters:
         self.stalls = 0
         self.recomputes = 0
         self.live_swaps = 0
-        self.refused: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
         self._stall_ms = 0.0
         self._pending: list[PendingTime] = []
         self._settle_at = _PENDING_WAITS
@@ -174,7 +176,7 @@ class Counters:
             stalls=self.stalls,
             stall_ms=self._stall_ms,
             recomputes=self.recomputes,
-            refused=dict(self.refused),
+            rejected=dict(self.rejected),
             host_bytes=0 if pool is None else pool.used_bytes,
             host_peak_bytes=0 if pool is None else pool.peak_bytes,
             host_pool_bytes=0 if pool is None else pool.held_bytes,

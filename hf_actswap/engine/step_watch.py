@@ -18,16 +18,16 @@ import torch
 from torch import nn
 
 from ..plan.actions import Scope
-from ..plan.outline import unwrapped
+from ..plan.model_structure import unwrapped
 from ..plan.record import storage_key
-from .around import Undo, around, compiled_around
 from .autograd_state import running_node_number
+from .hook_wrappers import Undo, compiled_wrapper, wrap_call
 from .install import AppliedPlan
 from .parameters import inner_tensors
 from .stats import PendingTime
 from .tickets import Ticket, keep
 from .transfer import Stamp, StepLog
-from .watched_copies import WatchedCopy, Way
+from .watched_copies import Direction, WatchedCopy
 
 Phase = Literal["forward", "backward", "outside"]
 
@@ -61,7 +61,7 @@ class MeasuredCopy:
             (in) when its bytes are out.
     """
 
-    way: Way
+    direction: Direction
     scope: Scope | None
     op_path: str
     size_bytes: int
@@ -74,7 +74,7 @@ class MeasuredCopy:
 class Stall:
     """Compute waited for a copy."""
 
-    way: Way
+    direction: Direction
     scope: Scope | None
     op_path: str
     start_ms: float
@@ -148,20 +148,20 @@ class _StepWatch:
     def __init__(self, model: nn.Module, applied: AppliedPlan) -> None:
         self._applied, self._transfer, self._on = applied, applied.transfer, True
         self._parts: StepLog[tuple[Phase, int | None]] = StepLog(self._transfer)
-        root, whole = unwrapped(model), compiled_around(model, applied.outline)
-        self._undo: list[Undo] = around(
+        root, whole = unwrapped(model), compiled_wrapper(model, applied.structure)
+        self._undo: list[Undo] = wrap_call(
             root if whole is None else whole, self._forward_starts, self._forward_ends
         )
-        for index, layer in enumerate(applied.outline.layers if whole is None else ()):
+        for index, layer in enumerate(applied.structure.layers if whole is None else ()):
             before, after = partial(self._enters, index), partial(self._leaves, index)
-            self._undo += around(root.get_submodule(layer.module_path), before, after)
+            self._undo += wrap_call(root.get_submodule(layer.module_path), before, after)
         applied.listen(self)
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
-        """See `CopyListener`."""
+        """A copy was asked for; ``on_device`` is its source or its target."""
 
     def waited(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> None:
-        """See `CopyListener`."""
+        """Compute waits for a copy, from ``start`` on."""
 
     def optimizer_starts(self) -> None:
         """Backward is over."""
@@ -235,11 +235,11 @@ class TimeWatch(_StepWatch):
         super().__init__(model, applied)
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
-        """See `CopyListener`."""
+        """A copy was asked for; ``on_device`` is its source or its target."""
         self._copies.append(copy)
 
     def waited(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> None:
-        """See `CopyListener`."""
+        """Compute waits for a copy, from ``start`` on."""
         self._waits.append((copy, start, length))
 
     def timeline(self) -> StepTimeline:
@@ -265,17 +265,19 @@ class TimeWatch(_StepWatch):
             start_ms = asked_ms
             if self._transfer.overlaps:
                 before_ms = 0.0 if copy.first is None else ended.get(copy.first, 0.0)
-                start_ms = min(max(asked_ms, free_ms[copy.way], before_ms), end_ms)
-            free_ms[copy.way] = ended[copy] = end_ms
+                start_ms = min(max(asked_ms, free_ms[copy.direction], before_ms), end_ms)
+            free_ms[copy.direction] = ended[copy] = end_ms
             scope, op_path = copy.name
-            found.append(MeasuredCopy(copy.way, scope, op_path, copy.size_bytes, asked_ms, start_ms, end_ms))
+            found.append(
+                MeasuredCopy(copy.direction, scope, op_path, copy.size_bytes, asked_ms, start_ms, end_ms)
+            )
         return found
 
     def _stall(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> Stall:
         """Without overlap compute stood still while the copy was made, not where it is waited for."""
         begun = start if self._transfer.overlaps else copy.asked
         scope, op_path = copy.name
-        return Stall(copy.way, scope, op_path, self._parts.ms(begun), length.elapsed_ms() or 0.0)
+        return Stall(copy.direction, scope, op_path, self._parts.ms(begun), length.elapsed_ms() or 0.0)
 
 
 class MemoryWatch(_StepWatch):
@@ -303,17 +305,17 @@ class MemoryWatch(_StepWatch):
         self._samples: list[tuple[Stamp, int, int, int]] = []
         self._start_bytes = allocated_bytes()
         super().__init__(model, applied)
-        applied.keep_by(self._keep)
+        applied.handle_packs_by(self._keep)
         self._sample()
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
-        """See `CopyListener`."""
+        """A copy was asked for; ``on_device`` is its source or its target."""
         self._follow(on_device, "swapped")
 
     def close(self) -> None:
-        """See `_StepWatch`."""
+        """Watch no more; what is on the model goes. Safe to call again."""
         if self._on:
-            self._applied.keep_by(None)
+            self._applied.handle_packs_by(None)
         super().close()
 
     def memory(self) -> StepMemory:

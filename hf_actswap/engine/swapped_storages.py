@@ -28,7 +28,7 @@ from .watched_copies import WatchedTransfer
 Swapped = SwapGroup | SwapTicket
 """The ticket of a tensor that moves."""
 
-Keeper = Callable[[torch.Tensor], Ticket]
+PackHandler = Callable[[torch.Tensor], Ticket]
 """Makes the tickets of tensors that stay; by default `tickets.keep`."""
 
 NO_HOST_MEMORY = "host memory cap"
@@ -50,7 +50,7 @@ class Setting:
     auto: AutoWindows | None = None
     slices: Slices | None = None
     fuse: Callable[[Region], bool] | None = None
-    keeper: Keeper | None = None
+    pack_handler: PackHandler | None = None
 
 
 class SwappedStorages:
@@ -74,7 +74,7 @@ class SwappedStorages:
         """Make the ticket of a detached tensor, and start the copy out of its storage if there is none yet.
 
         Args:
-            tensor: not refused.
+            tensor: not rejected.
             view: of it.
             windows: of a copy that starts now.
             op: operator that saves it.
@@ -97,7 +97,7 @@ class SwappedStorages:
     def ticket_of_whole(
         self, tensor: torch.Tensor, view: View | None, windows: Windows, op: int, asked: Action
     ) -> Swapped | None:
-        """As `ticket_unless_refused`, of a tensor that was contiguous and all of its storage before.
+        """As `ticket_unless_rejected`, of a tensor that was contiguous and all of its storage before.
 
         Args:
             tensor: detached, of the dtype that ``view`` has.
@@ -112,18 +112,18 @@ class SwappedStorages:
             or tensor.nbytes != size_bytes
             or not tensor.is_contiguous()
         ):
-            return self.ticket_unless_refused(tensor, windows, op, asked)
+            return self.ticket_unless_rejected(tensor, windows, op, asked)
         group = self._known(storage) if storage._cdata in self._groups else None
         if group is not None and tensor._version == group.version and group.whole is not None:
             return self._saved(SwapTicket(group, view), group, op)
         group = self._new_group(tensor, view, storage, True, (0, size_bytes), windows, op, asked)
         return None if group is None else self._saved(group, group, op)
 
-    def ticket_unless_refused(
+    def ticket_unless_rejected(
         self, tensor: torch.Tensor, windows: Windows, op: int, asked: Action
     ) -> Swapped | None:
         """As `ticket`, of any detached tensor; ``None`` also if it must stay."""
-        return None if self.refuses(tensor) else self.ticket(tensor, View.of(tensor), windows, op, asked)
+        return None if self.rejects(tensor) else self.ticket(tensor, View.of(tensor), windows, op, asked)
 
     def release_due(self, op: int) -> None:
         """Release what is due at a hook at operator ``op``."""
@@ -169,7 +169,7 @@ class SwappedStorages:
         setting = self._setting
         host = setting.pool.take(moved[1] - moved[0])
         if host is None:
-            setting.counters.refused[NO_HOST_MEMORY] += tensor.nbytes
+            setting.counters.rejected[NO_HOST_MEMORY] += tensor.nbytes
             return None
         if self._name is not None:
             self._name((asked.scope, asked.op_path))
@@ -195,15 +195,15 @@ class SwappedStorages:
         self.releases.add(reference, op, windows.release_ops)
         return group
 
-    def refuses(self, tensor: torch.Tensor) -> bool:
+    def rejects(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that the plan wants to swap must stay; counted by reason."""
-        reason = self.refusal(tensor)
+        reason = self.rejection(tensor)
         if reason is None:
             return False
-        self._setting.counters.refused[reason] += tensor.nbytes
+        self._setting.counters.rejected[reason] += tensor.nbytes
         return True
 
-    def refusal(self, tensor: torch.Tensor) -> str | None:
+    def rejection(self, tensor: torch.Tensor) -> str | None:
         """Why it must stay; not counted."""
         setting = self._setting
         reason = unmovable(tensor, setting.device)

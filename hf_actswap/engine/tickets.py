@@ -14,7 +14,7 @@ storages are saved once; whoever saves the storage again gets a `SwapTicket` on 
 The device copy that a backward fetched is dropped when the last ticket that backward asks has been read,
 and never kept for a second backward, which fetches its own.
 
-Backward runs in reverse, so the ticket that was made first is the last to be asked and the last to be let go.
+Backward runs in reverse, so the ticket that was made first is the last to be asked and the last to be freed.
 
 Any pack hook turns autograd's version check off, so every ticket compares versions itself: kept tensors
 when they are read, swapped ones when they are released (until then the copy may be reading them).
@@ -158,7 +158,7 @@ class SwapGroup:
         return self.range_bytes[0] <= start and stop <= self.range_bytes[1]
 
     def release(self) -> None:
-        """Wait for the copy out, then let go of the device memory."""
+        """Wait for the copy out, then free the device memory."""
         if self._source is None:
             return
         waited = self._copy_out.wait()

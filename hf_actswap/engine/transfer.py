@@ -156,14 +156,14 @@ class BlockingTransfer:
         self._device = device
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """See `Transfer`."""
+        """Copy ``source`` (contiguous, on the device) to ``host``, which has been told to hold it."""
         start = HostStamp.now()
         for target, part in host.pairs(source):
             target.copy_(part)
         return _Done(_Spent(HostStamp.now().ms_since(start)))
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
-        """See `Transfer`."""
+        """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete."""
         start = HostStamp.now()
         block = host.new_block(self._device)
         for part, target in host.pairs(block):
@@ -174,7 +174,7 @@ class BlockingTransfer:
         """Nothing is in flight."""
 
     def stamp(self) -> Stamp:
-        """See `Transfer`."""
+        """Mark the present place in compute's order of work."""
         return HostStamp.now()
 
     def synchronize(self) -> None:
@@ -201,29 +201,29 @@ class _RecordedCopy:
     Args:
         owner: in whose queue it stands.
         way: ``out`` or ``in``.
-        number: among those of its way.
+        number: among those of its direction.
         pairs: (host, device) of each piece.
         host: the block.
     """
 
-    __slots__ = ("_number", "_owner", "_pairs", "_way", "complete", "host")
+    __slots__ = ("_direction", "_number", "_owner", "_pairs", "complete", "host")
 
     def __init__(
         self,
         owner: RecordingTransfer,
-        way: str,
+        direction: str,
         number: int,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
         host: HostBuffer,
     ) -> None:
-        self._owner, self._way, self._number, self._pairs = owner, way, number, pairs
+        self._owner, self._direction, self._number, self._pairs = owner, direction, number, pairs
         self.host = host
         self.complete = False
 
     def run(self) -> None:
         if self.complete:
             return
-        if self._way == "out":
+        if self._direction == "out":
             for target, source in self._pairs:
                 target.copy_(source)
         else:
@@ -231,10 +231,10 @@ class _RecordedCopy:
                 target.data.copy_(source)  # a copy engine makes no version
         self._pairs = ()
         self.complete = True
-        self._owner.log.append((self._way, self._number, "done"))
+        self._owner.log.append((self._direction, self._number, "done"))
 
     def wait(self) -> PendingTime | None:
-        self._owner.log.append((self._way, self._number, "wait"))
+        self._owner.log.append((self._direction, self._number, "wait"))
         if self.complete:
             return None
         queue = self._owner.queue
@@ -288,7 +288,7 @@ class RecordingTransfer:
         self.log.append((event,))
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """See `Transfer`."""
+        """Copy ``source`` (contiguous, on the device) to ``host``, which has been told to hold it."""
         pairs = host.pairs(source)
         if self._poison:
             for target, _ in pairs:
@@ -297,7 +297,7 @@ class RecordingTransfer:
         return self._start("out", self._outs - 1, pairs, host)
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
-        """See `Transfer`."""
+        """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete."""
         block = host.new_block(self._device)
         if self._poison:
             block.fill_(_nothing(host.dtype))
@@ -313,7 +313,7 @@ class RecordingTransfer:
             self.complete_through(last)
 
     def stamp(self) -> Stamp:
-        """See `Transfer`."""
+        """Mark the present place in compute's order of work."""
         return HostStamp.now()
 
     def synchronize(self) -> None:
@@ -341,9 +341,13 @@ class RecordingTransfer:
             self.queue.popleft().run()
 
     def _start(
-        self, way: str, number: int, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], host: HostBuffer
+        self,
+        direction: str,
+        number: int,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        host: HostBuffer,
     ) -> _RecordedCopy:
-        copy = _RecordedCopy(self, way, number, pairs, host)
-        self.log.append((way, number, "start"))
+        copy = _RecordedCopy(self, direction, number, pairs, host)
+        self.log.append((direction, number, "start"))
         self.queue.append(copy)
         return copy

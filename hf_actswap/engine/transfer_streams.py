@@ -101,7 +101,7 @@ class _TimedWait:
         self._before, self._after = before, after
 
     def elapsed_ms(self) -> float | None:
-        """See `PendingTime`."""
+        """Return the length in ms (0: nothing to wait for), ``None`` while the device is not there."""
         if not self._after.event.query():
             return None
         elapsed_ms = float(self._before.event.elapsed_time(self._after.event))
@@ -138,7 +138,7 @@ class _StreamCopy:
         self.done = done
 
     def wait(self) -> PendingTime | None:
-        """See `Copy`."""
+        """Make compute wait for the copy; return what measures the wait, ``None`` if there was none."""
         compute = torch.accelerator.current_stream(self._owner.device)
         done, timing = self.done.event, self._owner.timing
         for stream in self._owner.compute_streams:
@@ -178,7 +178,7 @@ class StreamTransfer:
         self._entering = Lock()
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """See `Transfer`."""
+        """Copy ``source`` (contiguous, on the device) to ``host``, which has been told to hold it."""
         compute = self._compute_stream()
         self._out.wait_event(self._events.recorded_on(compute).event)
         if host.last_use is not None:
@@ -190,7 +190,7 @@ class StreamTransfer:
         return _StreamCopy(self, self._events.recorded_on(self._out))
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
-        """See `Transfer`."""
+        """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete."""
         compute = self._compute_stream()
         block = host.new_block(self.device)
         self._in.wait_event(self._events.recorded_on(compute).event)
@@ -206,23 +206,23 @@ class StreamTransfer:
         """The block's ``last_use`` orders the next writer."""
 
     def stamp(self) -> Stamp:
-        """See `Transfer`."""
+        """Mark the present place in compute's order of work."""
         event = torch.Event(self.device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self.device))
         return _StreamStamp(event)
 
-    def copy_stamp(self, way: Literal["out", "in"]) -> Stamp:
+    def copy_stamp(self, direction: Literal["out", "in"]) -> Stamp:
         """Mark the present place in the order of the copies out, or in."""
         event = torch.Event(self.device, enable_timing=True)
-        event.record(self._out if way == "out" else self._in)
+        event.record(self._out if direction == "out" else self._in)
         return _StreamStamp(event)
 
     def synchronize(self) -> None:
-        """See `Transfer`."""
+        """Wait until compute has done all that it was given."""
         torch.accelerator.synchronize(self.device)
 
     def link(self) -> Link | None:
-        """See `Transfer`."""
+        """Measure the link; ``None`` if copies do not overlap compute. Between steps only."""
         return measure_link(self.device)
 
     def free_bytes(self) -> int | None:
@@ -232,7 +232,7 @@ class StreamTransfer:
         return int(free_bytes) + int(reserved) - int(torch.accelerator.memory_allocated(self.device))
 
     def empty_cache(self) -> None:
-        """See `Transfer`."""
+        """Give cached device memory back to the device. Between steps only."""
         torch.accelerator.empty_cache()
 
     def _compute_stream(self) -> torch.Stream:

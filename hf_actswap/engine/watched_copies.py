@@ -19,7 +19,7 @@ from .link import Link
 from .stats import PendingTime
 from .transfer import Copy, Stamp, Transfer
 
-Way = Literal["out", "in"]
+Direction = Literal["out", "in"]
 OpName = tuple[Scope | None, str]
 """Scope and op path of the plan row that swaps; ``(None, "")`` where nobody said."""
 
@@ -40,7 +40,7 @@ class WatchedCopy:
         first: the copy out, of a copy in.
     """
 
-    way: Way
+    direction: Direction
     name: OpName
     size_bytes: int
     asked: Stamp
@@ -51,7 +51,7 @@ class WatchedCopy:
     _clock: Transfer
 
     def wait(self) -> PendingTime | None:
-        """See `Copy`."""
+        """Make compute wait for the copy; return what measures the wait, ``None`` if there was none."""
         if self._listener is None:
             return self.inner.wait()
         start = self._clock.stamp()
@@ -65,7 +65,7 @@ class WatchedCopy:
 class StampsCopies(Protocol):
     """A transfer whose copies have an order of work of their own (`StreamTransfer`)."""
 
-    def copy_stamp(self, way: Way) -> Stamp:
+    def copy_stamp(self, direction: Direction) -> Stamp:
         """Mark the present place in the order of the copies out, or in."""
 
 
@@ -98,7 +98,7 @@ class WatchedTransfer:
         self._next = name
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """See `Transfer`."""
+        """Copy ``source`` (contiguous, on the device) to ``host``, which has been told to hold it."""
         name, self._next = self._next, _NOBODY
         asked = self._inner.stamp()
         with self._range("offload", name):
@@ -106,7 +106,7 @@ class WatchedTransfer:
         return self._told("out", name, host, asked, inner, None, source)
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
-        """See `Transfer`."""
+        """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete."""
         first = after if isinstance(after, WatchedCopy) else None
         name = _NOBODY if first is None else first.name
         asked = self._inner.stamp()
@@ -115,27 +115,27 @@ class WatchedTransfer:
         return block, self._told("in", name, host, asked, inner, first, block)
 
     def host_reader_done(self, host: HostBuffer) -> None:
-        """See `Transfer`."""
+        """Nobody will reload ``host`` for its present content."""
         self._inner.host_reader_done(host)
 
     def stamp(self) -> Stamp:
-        """See `Transfer`."""
+        """Mark the present place in compute's order of work."""
         return self._inner.stamp()
 
     def synchronize(self) -> None:
-        """See `Transfer`."""
+        """Wait until compute has done all that it was given."""
         self._inner.synchronize()
 
     def link(self) -> Link | None:
-        """See `Transfer`."""
+        """Measure the link; ``None`` if copies do not overlap compute. Between steps only."""
         return self._inner.link()
 
     def free_bytes(self) -> int | None:
-        """See `Transfer`."""
+        """Device memory that this process can still use; ``None``: the same as the host's."""
         return self._inner.free_bytes()
 
     def empty_cache(self) -> None:
-        """See `Transfer`."""
+        """Give cached device memory back to the device. Between steps only."""
         self._inner.empty_cache()
 
     def _range(self, what: str, name: OpName) -> AbstractContextManager[object]:
@@ -145,7 +145,7 @@ class WatchedTransfer:
 
     def _told(
         self,
-        way: Way,
+        direction: Direction,
         name: OpName,
         host: HostBuffer,
         asked: Stamp,
@@ -154,8 +154,10 @@ class WatchedTransfer:
         on_device: torch.Tensor,
     ) -> WatchedCopy:
         transfer = self._inner
-        done = transfer.copy_stamp(way) if isinstance(transfer, StampsCopies) else transfer.stamp()
-        copy = WatchedCopy(way, name, host.size_bytes, asked, done, inner, first, self._listener, transfer)
+        done = transfer.copy_stamp(direction) if isinstance(transfer, StampsCopies) else transfer.stamp()
+        copy = WatchedCopy(
+            direction, name, host.size_bytes, asked, done, inner, first, self._listener, transfer
+        )
         if self._listener is not None:
             self._listener.copied(copy, on_device)
         return copy

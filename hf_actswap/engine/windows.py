@@ -204,8 +204,8 @@ def choose_windows(
     if safety < 1:
         raise ValueError(f"safety is a factor of at least 1, not {safety}")
     hooks = Hooks(timeline)
-    refused, host_left = _refused(candidates, hooks, math.inf if host_bytes is None else host_bytes)
-    queue = _queue(candidates, refused, timeline, hooks, link, safety)
+    rejected, host_left = _rejected(candidates, hooks, math.inf if host_bytes is None else host_bytes)
+    queue = _queue(candidates, rejected, timeline, hooks, link, safety)
     _clear_way_out(queue)
     busy = _fixed_back(queue, candidates, hooks)
     for copy in queue:
@@ -215,41 +215,41 @@ def choose_windows(
         if not copy.fixed and copy.index not in loads.chosen:
             reason = loads.obstacle(copy)
             if reason:
-                refused[copy.index] = reason
+                rejected[copy.index] = reason
             else:
                 loads = Loads(queue, loads.chosen | {copy.index}, host_left)
     prefetch_ops = _prefetches([copy for copy in queue if copy.index in loads.chosen], busy, timeline, hooks)
-    refused.update({index: TOO_LATE_BACK for index in loads.chosen - prefetch_ops.keys()})
+    rejected.update({index: TOO_LATE_BACK for index in loads.chosen - prefetch_ops.keys()})
     release_ops = _releases(queue, prefetch_ops.keys(), hooks)
     return tuple(
-        Decision(False, None, refused[index])
-        if index in refused
+        Decision(False, None, rejected[index])
+        if index in rejected
         else Decision(True, candidate.windows or Windows(prefetch_ops[index], release_ops[index]), "")
         for index, candidate in enumerate(candidates)
     )
 
 
-def _refused(
+def _rejected(
     candidates: Sequence[Candidate], hooks: Hooks, host_bytes: float
 ) -> tuple[dict[int, str], float]:
     """Return who is out before any arithmetic, and the host memory that fixed ones leave."""
-    refused: dict[int, str] = {}
+    rejected: dict[int, str] = {}
     for index, candidate in sorted(enumerate(candidates), key=lambda item: item[1].ready_op):
         if candidate.windows is not None:
             if candidate.size_bytes > host_bytes:
-                refused[index] = NO_HOST_MEMORY
+                rejected[index] = NO_HOST_MEMORY
             else:
                 host_bytes -= candidate.size_bytes
         elif candidate.size_bytes <= 0:
-            refused[index] = EMPTY
+            rejected[index] = EMPTY
         elif hooks.consumed_ms(candidate.consumer_op) is None:
-            refused[index] = NOT_READ
-    return refused, host_bytes
+            rejected[index] = NOT_READ
+    return rejected, host_bytes
 
 
 def _queue(
     candidates: Sequence[Candidate],
-    refused: Collection[int],
+    rejected: Collection[int],
     timeline: Timeline,
     hooks: Hooks,
     link: Link,
@@ -258,7 +258,9 @@ def _queue(
     """Return the copies in the order of the out queue."""
     start_ms, end_ms = timeline.backward[0][1], timeline.backward[-1][1]
     queue: list[SwapCopy] = []
-    for _, index in sorted((c.ready_op, index) for index, c in enumerate(candidates) if index not in refused):
+    for _, index in sorted(
+        (c.ready_op, index) for index, c in enumerate(candidates) if index not in rejected
+    ):
         candidate, windows = candidates[index], candidates[index].windows
         read_ms = hooks.consumed_ms(candidate.consumer_op)
         if read_ms is None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from ..plan.actions import MemoryPlan, Override
+from ..plan.actions import Adjustment, MemoryPlan
 from .auto_windows import AutoWindows
 from .fates import FateTable
 from .fused import Fuser
@@ -16,7 +16,7 @@ from .host_budget import HostMemory, Progress
 from .parameters import parameter_places
 from .slices import Slices
 from .stats import Counters, SwapStats
-from .swapped_storages import Keeper, Setting
+from .swapped_storages import PackHandler, Setting
 from .transfer import Transfer
 from .transfer_streams import transfer_of
 from .watched_copies import CopyListener, WatchedTransfer, profiler_is_on
@@ -33,9 +33,9 @@ class Workplace:
         transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
         progress: called while host memory is made ready.
         slices: of the tensor-parallel ranks.
-        keeper: makes the tickets of tensors that stay; ``None``: `tickets.keep`.
+        pack_handler: makes the tickets of tensors that stay; ``None``: `tickets.keep`.
         host: shared with other plans, which outlives this one; ``None``: one of its own.
-        overridden: called with what was decided by measurement.
+        adjusted: called with what was decided by measurement.
 
     Attributes:
         host: the host memory.
@@ -51,13 +51,18 @@ class Workplace:
         transfer: Transfer | None,
         progress: Progress | None,
         slices: Slices | None,
-        keeper: Keeper | None,
+        pack_handler: PackHandler | None,
         host: HostMemory | None,
-        overridden: Callable[[Sequence[Override]], None],
+        adjusted: Callable[[Sequence[Adjustment]], None],
     ) -> None:
         self._root, self._plan, self._fates, self._counters = root, plan, fates, counters
-        self._transfer, self._progress, self._slices, self._keeper = transfer, progress, slices, keeper
-        self._overridden = overridden
+        self._transfer, self._progress, self._slices, self._pack_handler = (
+            transfer,
+            progress,
+            slices,
+            pack_handler,
+        )
+        self._adjusted = adjusted
         self._shares = host is not None
         self.host = HostMemory(plan) if host is None else host
         self.setting: Setting | None = None
@@ -68,13 +73,13 @@ class Workplace:
     @property
     def evictable(self) -> bool:
         """Whether tensors that stay can be evicted at present."""
-        return self._keeper is not None
+        return self._pack_handler is not None
 
-    def keep_by(self, keeper: Keeper | None) -> None:
-        """Let ``keeper`` make the tickets of tensors that stay, from the next forward on."""
-        self._keeper = keeper
+    def handle_packs_by(self, pack_handler: PackHandler | None) -> None:
+        """Let ``pack_handler`` make the tickets of tensors that stay, from the next forward on."""
+        self._pack_handler = pack_handler
         if self.setting is not None:
-            self.setting = replace(self.setting, keeper=keeper)
+            self.setting = replace(self.setting, pack_handler=pack_handler)
 
     def bind(self) -> None:
         """Keep the calling thread beside the device, if the plan swaps and allows it."""
@@ -98,7 +103,7 @@ class Workplace:
         pool = self.host.pool(device, transfer.overlaps, self._progress)
         auto = None
         if any(row.fate == "swap" and row.windows is None for row in self._plan.rows):
-            auto = AutoWindows(transfer, pool, self._counters, self._pending_bytes, self._overridden)
+            auto = AutoWindows(transfer, pool, self._counters, self._pending_bytes, self._adjusted)
         self.setting = Setting(
             self._fates,
             pool,
@@ -109,7 +114,7 @@ class Workplace:
             auto,
             self._slices,
             Fuser().run_again if self._plan.fused_recompute else None,
-            self._keeper,
+            self._pack_handler,
         )
         return self.setting, True
 

@@ -21,18 +21,18 @@ from ..engine.stats import gib_text
 from ..errors import ActSwapError, ConfigError, PlanError, Problem, short_traceback
 from ..parallel import tensor_parallel_group
 from ..parallel.rank_agreement import failing_together
-from ..plan import ConfigOrPlan, MemoryPlan, load_config_or_plan, outline, resolve_plan
+from ..plan import ConfigOrPlan, MemoryPlan, load_config_or_plan, model_structure, resolve_plan
 from ..plan.compiled import is_compiled
 from ..planner import Planner
 from ..report import PinningBar, plan_table
 from ..report.saving import Saving
 from .fused_head import take_fused_head
 from .parallel_checkpoint import checkpoint_fact
-from .parallel_limits import refusal
+from .parallel_limits import rejection
 from .parallel_training import ParallelTraining
 from .run_record import RunRecord
 from .shared_config import console_logging, facts_of, worker_log
-from .trainer_setup import begin_for_trainer, refuse_lonely_processes, started_together
+from .trainer_setup import begin_for_trainer, reject_lonely_processes, started_together
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +80,10 @@ class ActSwapCallback(TrainerCallback):
     @short_traceback
     def __init__(self, args: TrainingArguments | ConfigOrPlan) -> None:
         self._source = getattr(args, "actswap", None) if isinstance(args, TrainingArguments) else args
-        self._wish: ActSwapConfig | MemoryPlan = ActSwapConfig()
+        self._requested: ActSwapConfig | MemoryPlan = ActSwapConfig()
         self._fault: ActSwapError | None = None
         try:
-            self._wish = load_config_or_plan(self._source)
+            self._requested = load_config_or_plan(self._source)
         except (ConfigError, PlanError) as error:
             if not started_together():
                 raise
@@ -100,7 +100,7 @@ class ActSwapCallback(TrainerCallback):
     @property
     def _config(self) -> ActSwapConfig:
         """What is configured; nothing, where a plan was given."""
-        return self._wish if isinstance(self._wish, ActSwapConfig) else ActSwapConfig()
+        return self._requested if isinstance(self._requested, ActSwapConfig) else ActSwapConfig()
 
     @property
     def _divides(self) -> bool:
@@ -117,10 +117,10 @@ class ActSwapCallback(TrainerCallback):
             ParallelTrainingError, RankAgreementError, PatchError: the model cannot be divided as asked.
         """
         with failing_together("configuration of the callback", args.ddp_timeout) as facts:
-            refuse_lonely_processes(args.world_size)
+            reject_lonely_processes(args.world_size)
             if self._fault is not None:
                 raise self._fault
-            facts.update(facts_of(self._wish))
+            facts.update(facts_of(self._requested))
         trainer = calling_trainer(self)
         if trainer is None:
             logger.warning("No Trainer found: the statistics stay in `applied.stats()` and reach no log.")
@@ -134,7 +134,7 @@ class ActSwapCallback(TrainerCallback):
     def bind(self, trainer: Any) -> None:
         """Remove the plan whenever ``trainer.train`` ends, and put the statistics into ``trainer.log``.
 
-        Beside the planner ``trainer.training_step`` has a second try where memory runs out.
+        Beside the planner ``trainer.training_step`` has a retry where memory runs out.
         """
         train, log, step = trainer.train, trainer.log, trainer.training_step
 
@@ -165,14 +165,14 @@ class ActSwapCallback(TrainerCallback):
             return log(logs, *args, **kwargs)
 
         @functools.wraps(step)
-        def step_with_second_try(*args: Any, **kwargs: Any) -> Any:
+        def step_with_retry(*args: Any, **kwargs: Any) -> Any:
             if isinstance(self.applied, Planner):
                 return self.applied.micro_batch(lambda: step(*args, **kwargs))
             return step(*args, **kwargs)
 
         self._bound = True
         trainer.train, trainer.log = train_and_remove, log_with_statistics
-        trainer.training_step = step_with_second_try
+        trainer.training_step = step_with_retry
 
     @short_traceback
     def on_train_begin(
@@ -188,16 +188,16 @@ class ActSwapCallback(TrainerCallback):
         if model is None:
             raise ValueError("ActSwapCallback needs the model: it is a callback of the Trainer")
         model = called_model(calling_trainer(self), model)
-        wish, config, parallel = self._wish, self._config, self.parallel
+        requested, config, parallel = self._requested, self._config, self.parallel
         silent = PinningBar(shown=False) if args.disable_tqdm and state.is_world_process_zero else None
         with nullcontext() if parallel is None else tensor_parallel_group(parallel.patched.group):
             with failing_together("plan", args.ddp_timeout):
                 if args.n_gpu > 1:
                     raise PlanError([_SEVERAL_DEVICES])
                 if self._divides and parallel is None:
-                    raise refusal("add_callback (parallel_config works for a callback of the constructor)")
-                shape = outline(model)
-                plan = wish if isinstance(wish, MemoryPlan) else resolve_plan(wish, shape)
+                    raise rejection("add_callback (parallel_config works for a callback of the constructor)")
+                shape = model_structure(model)
+                plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, shape)
             if config.memory.mode != "off":
                 with self._spoken(state):
                     self.applied = plan_while_training(
@@ -220,7 +220,7 @@ class ActSwapCallback(TrainerCallback):
         with worker_log(_worker_path(args)) as worker:
             _log_plan(worker, plan, config.notes)
         if state.is_world_process_zero:
-            self._record = _begin_record(args, model, self.applied, wish, kwargs.get("optimizer"))
+            self._record = _begin_record(args, model, self.applied, requested, kwargs.get("optimizer"))
             with console_logging(logger):
                 _log_plan(
                     logger, plan, config.notes, logging.INFO if config.log == "reference" else logging.DEBUG
@@ -233,9 +233,11 @@ class ActSwapCallback(TrainerCallback):
     def _why_nothing(self) -> str:
         if self._source is None:
             return "actswap=None"
-        if isinstance(self._wish, ActSwapConfig):
-            empty = not self._wish.to_dict()
-            return f"the configuration ({self._wish.source}) {'is empty' if empty else 'keeps everything'}"
+        if isinstance(self._requested, ActSwapConfig):
+            empty = not self._requested.to_dict()
+            return (
+                f"the configuration ({self._requested.source}) {'is empty' if empty else 'keeps everything'}"
+            )
         return "the plan keeps everything"
 
     def on_step_begin(
@@ -268,9 +270,9 @@ class ActSwapCallback(TrainerCallback):
                 self.applied.step_ended()
         first = not self._before.forwards
         self._step, self._before = now - self._before, now
-        if first and now.refused and state.is_world_process_zero:
+        if first and now.rejected and state.is_world_process_zero:
             with console_logging(logger):
-                for reason, size_bytes in now.refused.items():
+                for reason, size_bytes in now.rejected.items():
                     logger.warning(
                         "%s a step are swapped by the plan and stay on the device: %s.",
                         gib_text(size_bytes),
@@ -286,9 +288,9 @@ class ActSwapCallback(TrainerCallback):
         if logged is None or plan is logged:
             return
         with worker_log(_worker_path(args), append=True) as worker:
-            for override in plan.overrides:
-                if override not in logged.overrides:
-                    worker.info("%s", override)
+            for adjustment in plan.adjustments:
+                if adjustment not in logged.adjustments:
+                    worker.info("%s", adjustment)
         if state.is_world_process_zero:
             with console_logging(logger):
                 logger.info("Decided in step %d:\n%s", state.global_step, plan_table(plan))
@@ -335,10 +337,13 @@ class ArgumentsCallback(ActSwapCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """See `ActSwapCallback`; now the arguments are known."""
+        """Find the Trainer, which the event does not pass, and see to its end, its log and its model.
+
+        Now the arguments are known.
+        """
         self._source = getattr(args, "actswap", None)
         if self._source is not None and not self._gives_way():
-            self._wish = load_config_or_plan(self._source)
+            self._requested = load_config_or_plan(self._source)
             super().on_init_end(args, state, control, **kwargs)
 
     def on_train_begin(
@@ -349,7 +354,7 @@ class ArgumentsCallback(ActSwapCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """See `ActSwapCallback`."""
+        """Apply. Raises `PlanError` or `ParallelTrainingError`, before the first step."""
         if self._gives_way():
             return
         if self._source is not None:
@@ -379,9 +384,9 @@ def _does_anything(plan: MemoryPlan) -> bool:
 
 
 def _begin_record(
-    args: TrainingArguments, model: nn.Module, applied: AppliedPlan | Planner, wish: Any, optimizer: Any
+    args: TrainingArguments, model: nn.Module, applied: AppliedPlan | Planner, requested: Any, optimizer: Any
 ) -> RunRecord:
-    config = wish if isinstance(wish, ActSwapConfig) else None
+    config = requested if isinstance(requested, ActSwapConfig) else None
     return RunRecord(args.output_dir or ".", model, applied, optimizer=optimizer, config=config)
 
 

@@ -54,7 +54,7 @@ def take_fused_head(patched: Patched) -> None:
     if fused is None or _FLAG not in (getattr(fused, "__kwdefaults__", None) or {}):
         return
     settings = inspect.getclosurevars(fused).nonlocals
-    _refuse(settings)
+    _reject(settings)
     parallel = _ParallelFusedForward(patched, root.forward, float(settings.get("temperature", 1.0)))
 
     # With the signature of the model's own, by which the Trainer chooses the columns of the data.
@@ -65,7 +65,7 @@ def take_fused_head(patched: Patched) -> None:
     root.forward = types.MethodType(forward, root)
 
 
-def _refuse(settings: Mapping[str, Any]) -> None:
+def _reject(settings: Mapping[str, Any]) -> None:
     unknown = sorted(set(settings.get("outputs", ())) - _FIELDS)
     if unknown or settings.get("cast_lm_head_to_fp32"):
         found = ", ".join(unknown) or "a head in fp32"

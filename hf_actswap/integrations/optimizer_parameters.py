@@ -75,7 +75,7 @@ def full_optimizer_state(
     state = optimizer.state_dict()
     names = names_of_parameters(patched.model, optimizer)
     partitions = dict(partitions_of(patched.model))
-    _refuse_differences(state["state"], patched.group)
+    _reject_differences(state["state"], patched.group)
     whole: dict[int, dict[str, Any]] = {}
     kept: list[tuple[int, str, torch.Tensor, Mapping[str, Any]]] = []
     for saved, of_group, group in zip(state["param_groups"], names, optimizer.param_groups, strict=True):
@@ -172,7 +172,7 @@ def _shard(value: Any, parameter: torch.Tensor) -> Any:
     return sharded_as(value, parameter) if same else value
 
 
-def _refuse_differences(state: Mapping[int, Mapping[str, Any]], group: dist.ProcessGroup) -> None:
+def _reject_differences(state: Mapping[int, Mapping[str, Any]], group: dist.ProcessGroup) -> None:
     """Raise on every rank if ranks would gather different tensors, and so wait for each other for ever."""
     own = [(index, sorted(entries)) for index, entries in sorted(state.items())]
     found: list[Any] = [None] * group.size()

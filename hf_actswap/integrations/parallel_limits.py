@@ -42,7 +42,7 @@ class ParallelTrainingError(ActSwapError):
     subject = "tensor-parallel training"
 
 
-def refuse_unsupported(trainer: Any, tensor_parallel_size: int) -> None:
+def reject_unsupported(trainer: Any, tensor_parallel_size: int) -> None:
     """Raise `ParallelTrainingError` with all settings of a trainer that are not supported."""
     problems = [*_of_arguments(trainer.args), *_of_trainer(trainer)]
     data_parallel_size = trainer.args.world_size // tensor_parallel_size
@@ -53,7 +53,7 @@ def refuse_unsupported(trainer: Any, tensor_parallel_size: int) -> None:
         raise ParallelTrainingError(problems)
 
 
-def refuse_for_callback(trainer: Any, tensor_parallel_size: int) -> None:
+def reject_for_callback(trainer: Any, tensor_parallel_size: int) -> None:
     """Raise `ParallelTrainingError` with all that a callback alone cannot do, naming who can."""
     args = trainer.args
     strategy = getattr(args.save_strategy, "value", args.save_strategy)
@@ -71,7 +71,7 @@ def refuse_for_callback(trainer: Any, tensor_parallel_size: int) -> None:
         raise ParallelTrainingError(problems)
 
 
-def refusal(what: str) -> ParallelTrainingError:
+def rejection(what: str) -> ParallelTrainingError:
     """Return the error for a call that a callback alone cannot serve."""
     problem = Problem(what, "a model that one rank holds", "a part of it", USE_OUR_TRAINER)
     return ParallelTrainingError([problem])

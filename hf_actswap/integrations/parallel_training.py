@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..config import ActSwapConfig
 from ..parallel.data_sharding import sharded_parameters
 from ..parallel.gradient_norm import clip_grad_norm
-from ..parallel.gradients import TaggedGradients, refuse_unsummed
+from ..parallel.gradients import TaggedGradients, reject_unsummed
 from ..parallel.mesh import ParallelMesh, build_mesh, check_processes
 from ..parallel.patch_model import Patched, patch_model
 from ..parallel.rank_agreement import check_agreement, digest, failing_together, parameters_fact
@@ -110,7 +110,7 @@ class ParallelTraining:
 
     def check_summed(self) -> None:
         """Raise `UnsummedGradientError` if a tagged gradient that is there is not summed."""
-        refuse_unsummed(self.patched.model.parameters())
+        reject_unsummed(self.patched.model.parameters())
 
     def whole_weights(self, keeps: bool) -> dict[str, torch.Tensor]:
         """Return the model's whole tensors on the CPU. Every rank must call it.

@@ -21,7 +21,7 @@ from .optimizer_parameters import full_optimizer_state, own_optimizer_state
 from .parallel_limits import ParallelTrainingError
 from .parallel_training import ParallelTraining, begin_parallel_training
 from .shared_config import facts_of
-from .trainer_setup import refuse_lonely_processes
+from .trainer_setup import reject_lonely_processes
 
 
 @dataclass
@@ -116,20 +116,20 @@ def prepare(
         ParallelTrainingError: the accelerator is set up for what does not go with a model in parts.
     """
     with failing_together("hf_actswap.prepare") as facts:
-        wish = load_config_or_plan(config)
-        loaded = wish if isinstance(wish, ActSwapConfig) else ActSwapConfig()
-        refuse_lonely_processes(accelerator.num_processes)
-        facts.update(facts_of(wish), shard_over_data=str(shard_over_data))
+        requested = load_config_or_plan(config)
+        loaded = requested if isinstance(requested, ActSwapConfig) else ActSwapConfig()
+        reject_lonely_processes(accelerator.num_processes)
+        facts.update(facts_of(requested), shard_over_data=str(shard_over_data))
         if loaded.parallel_config.tensor_parallel_size > 1:
-            _refuse(accelerator)
+            _reject(accelerator)
         elif shard_over_data:
             raise ParallelTrainingError([_SHARDED_ALONE])
     if loaded.parallel_config.tensor_parallel_size == 1:
         if loaded.memory.mode != "off" and optimizer is not None:  # it looks at what really trains, and where
             wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)
-            applied = apply(wrapped, wish, optimizer=prepared_optimizer)
+            applied = apply(wrapped, requested, optimizer=prepared_optimizer)
             return Prepared(wrapped, prepared_optimizer, applied, None, model, accelerator)
-        applied = apply(model, wish, optimizer=optimizer)
+        applied = apply(model, requested, optimizer=optimizer)
         if optimizer is None:
             return Prepared(accelerator.prepare(model), None, applied, None, model, accelerator)
         wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)  # FSDP2 wants both at once
@@ -143,8 +143,8 @@ def prepare(
     if optimizer is not None:
         # This optimizer alone; a global hook would see every optimizer of the process.
         optimizer.register_step_pre_hook(lambda *_: parallel.sum_gradients())
-    accelerator.register_save_state_pre_hook(_refuse_state)
-    accelerator.register_load_state_pre_hook(_refuse_state)
+    accelerator.register_save_state_pre_hook(_reject_state)
+    accelerator.register_load_state_pre_hook(_reject_state)
     prepared_optimizer = None if optimizer is None else accelerator.prepare_optimizer(optimizer)
     return Prepared(parallel.wrap(model), prepared_optimizer, applied, parallel, model, accelerator)
 
@@ -160,7 +160,7 @@ _SHARDED_ALONE = Problem(
 _HINT = "Use DDP (or shard_over_data=True in place of Accelerate's FSDP), bf16 and no compiling."
 
 
-def _refuse(accelerator: Any) -> None:
+def _reject(accelerator: Any) -> None:
     asked = (
         ("distributed_type", str(accelerator.distributed_type.value), ("FSDP", "DEEPSPEED", "MEGATRON_LM")),
         ("mixed_precision", str(accelerator.mixed_precision), ("fp16", "fp8")),
@@ -168,14 +168,14 @@ def _refuse(accelerator: Any) -> None:
     )
     problems = [
         Problem(name, "what goes with tensor_parallel_size above 1", found, _HINT)
-        for name, found, refused in asked
-        if (found.upper() != "NO" if refused is None else found in refused)
+        for name, found, rejected in asked
+        if (found.upper() != "NO" if rejected is None else found in rejected)
     ]
     if problems:
         raise ParallelTrainingError(problems)
 
 
-def _refuse_state(*_: Any) -> None:
+def _reject_state(*_: Any) -> None:
     raise ParallelTrainingError(
         [
             Problem(

@@ -27,9 +27,9 @@ from ..engine.stats import gib
 from ..engine.step_watch import MemoryWatch, TimeWatch
 from ..engine.transfer import HostStamp
 from ..plan import MemoryPlan
-from ..plan.outline import unwrapped
+from ..plan.model_structure import unwrapped
 from ..planner import CountingMeter, Planner
-from ..planner.meter import device_name, resting_tensors
+from ..planner.meter import baseline_tensors, device_name
 from ..report.run_files import PLANNER, RUN, SAVING, RunFiles
 from ..report.saving import COUNTED, Saving
 from ..version import __version__
@@ -230,7 +230,7 @@ class RunRecord:
         if device.type != "cpu":
             return MemoryWatch(self._model, applied, lambda: int(torch.accelerator.memory_allocated(device)))
         meter = self._meter = CountingMeter()
-        meter.own(resting_tensors(self._model, self._optimizer))
+        meter.own(baseline_tensors(self._model, self._optimizer))
         meter.start()
 
         def peak_bytes() -> int:
@@ -259,7 +259,7 @@ class RunRecord:
 def _about(
     model: nn.Module, applied: AppliedPlan | Planner, device: torch.device, config: ActSwapConfig | None
 ) -> dict[str, Any]:
-    root, shape = unwrapped(model), applied.outline
+    root, shape = unwrapped(model), applied.structure
     cuda = device.type == "cuda"
     return {
         "format": "hf_actswap.run",

@@ -17,7 +17,7 @@ from ..config import ActSwapConfig
 from ..errors import Problem
 from ..parallel.mesh import MeshError, launch_command, started_processes
 from ..parallel.rank_agreement import failing_together
-from .parallel_limits import refusal, refuse_for_callback, refuse_unsupported
+from .parallel_limits import reject_for_callback, reject_unsupported, rejection
 from .parallel_training import ParallelTraining, begin_parallel_training
 
 AGREED_ARGUMENTS = (
@@ -55,9 +55,9 @@ def begin_for_trainer(trainer: Any, config: ActSwapConfig) -> ParallelTraining:
     size = config.parallel_config.tensor_parallel_size
     can_do_more = getattr(trainer, "holds_parallel_models", False)
     with failing_together("training arguments", trainer.args.ddp_timeout) as facts:
-        refuse_unsupported(trainer, size)
+        reject_unsupported(trainer, size)
         if not can_do_more:
-            refuse_for_callback(trainer, size)
+            reject_for_callback(trainer, size)
         facts.update({name: str(getattr(trainer.args, name, None)) for name in AGREED_ARGUMENTS})
     parallel = begin_parallel_training(
         trainer.accelerator, trainer.model, config, trainer.optimizer, trainer.args.ddp_timeout
@@ -81,7 +81,7 @@ def wrap_model(trainer: Any, parallel: ParallelTraining, model: nn.Module) -> nn
 
 
 def _serve_training_only(trainer: Any, parallel: ParallelTraining) -> None:
-    """Put on a Trainer without the mixin what training a part needs; refuse what writes the model."""
+    """Put on a Trainer without the mixin what training a part needs; reject what writes the model."""
 
     def wrapped(model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return wrap_model(trainer, parallel, model) if training else model
@@ -93,13 +93,13 @@ def _serve_training_only(trainer: Any, parallel: ParallelTraining) -> None:
             parallel.check_batch(batch_samples[0])
         return count(batch_samples, device)
 
-    def refused(name: str, *_: Any, **__: Any) -> None:
-        raise refusal(f"Trainer.{name}")
+    def rejected(name: str, *_: Any, **__: Any) -> None:
+        raise rejection(f"Trainer.{name}")
 
     trainer._wrap_model, trainer._get_num_items_in_batch = wrapped, checked
     trainer.get_tp_size = lambda: parallel.tensor_parallel_size
     for name in ("save_model", "push_to_hub", "_load_from_checkpoint"):
-        setattr(trainer, name, functools.partial(refused, name))
+        setattr(trainer, name, functools.partial(rejected, name))
 
 
 def started_together() -> bool:
@@ -108,7 +108,7 @@ def started_together() -> bool:
     return (dist.get_world_size() if in_group else started_processes(os.environ)) > 1
 
 
-def refuse_lonely_processes(num_processes: int, environment: Mapping[str, str] | None = None) -> None:
+def reject_lonely_processes(num_processes: int, environment: Mapping[str, str] | None = None) -> None:
     """Stop if the launcher started several processes and each believes to be alone.
 
     Accelerate does so without a word on a machine without accelerator, when its configuration says MULTI_GPU

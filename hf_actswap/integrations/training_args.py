@@ -47,7 +47,7 @@ class ActSwapTrainingArguments(TrainingArguments):
         RankAgreementError: what another rank was given is malformed, or something else.
     """
 
-    # The order dict-before-str matters: with str first, the command line refuses inline JSON.
+    # The order dict-before-str matters: with str first, the command line rejects inline JSON.
     actswap: dict[str, Any] | str | None = field(
         default=None,
         metadata={

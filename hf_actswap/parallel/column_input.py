@@ -301,7 +301,7 @@ def _weight_gradients(
     rows = whole.reshape(-1, whole.shape[-1])
     casts: dict[torch.dtype, torch.Tensor] = {}
     with torch.autocast(rows.device.type, enabled=False):
-        while gradients:  # each is let go as soon as it has been used
+        while gradients:  # each is freed as soon as it has been used
             number, gradient, product = gradients.pop(0)
             if gradient.dtype not in casts:
                 casts[gradient.dtype] = rows.to(gradient.dtype)

@@ -212,7 +212,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         ignored = target == ignore_index
         outside = ((target < 0) | (target >= shard.vocabulary_size)) & ~ignored
-        _refuse_on_cpu(outside, target, shard)
+        _reject_on_cpu(outside, target, shard)
         maximum = _maximum(logits, shard)
         shifted = _shifted(logits, maximum, shard)
         sums = [_own_targets(shifted, target, shard)]
@@ -250,7 +250,7 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         return functional.pad(gradient, (0, padding)) if padding else gradient, None, None, None, None
 
 
-def _refuse_on_cpu(outside: torch.Tensor, target: torch.Tensor, shard: _Shard) -> None:
+def _reject_on_cpu(outside: torch.Tensor, target: torch.Tensor, shard: _Shard) -> None:
     if outside.device.type != "cpu" or isinstance(outside, FakeTensor) or not bool(outside.any()):
         return
     raise ValueError(

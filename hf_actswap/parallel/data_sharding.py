@@ -104,7 +104,7 @@ def sharded_as(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(whole.to(device), mesh, like.placements, src_data_rank=None)
 
 
-def refuse_tensor_axis(model: nn.Module, group: dist.ProcessGroup) -> None:
+def reject_tensor_axis(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Raise if FSDP2 shards a patched model over ranks that hold different parts of it.
 
     Raises:

@@ -28,19 +28,19 @@ class ParallelEmbedding(ShardedModule):
     Args:
         num_embeddings, embedding_dim: of the full table.
         padding_idx: as ``nn.Embedding``; 0 and negative ones included.
-        max_norm, norm_type: refused: they write into the table in forward.
-        scale_grad_by_freq: refused by rows: a rank does not see how often the others' ids occur.
+        max_norm, norm_type: rejected: they write into the table in forward.
+        scale_grad_by_freq: rejected by rows: a rank does not see how often the others' ids occur.
         sparse: as ``nn.Embedding``.
         init_method: fills the full table.
         device, dtype: of the table.
         shard_across_embedding: divide ``embedding_dim``; not together with sequence parallelism.
-        pad: refused; padding needs no asking here.
+        pad: rejected; padding needs no asking here.
         sequence_parallel_enabled, sequence_dimension: see above.
         tensor_model_parallel_group: default: the enclosing one.
         collect_output: else a rank returns what it looked up, neither summed nor gathered.
 
     Raises:
-        ValueError: sizes that do not divide, or arguments that are refused.
+        ValueError: sizes that do not divide, or arguments that are rejected.
         RuntimeError: no group.
     """
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from .collectives import reduce_in_place
-from .gradients import gradient_of, local, refuse_unsummed
+from .gradients import gradient_of, local, reject_unsummed
 from .group import group_or_enclosing
 
 _CLIP_EPSILON = 1e-6
@@ -69,7 +69,7 @@ def get_grad_norm(
         raise ValueError(f"norm_type: expected a number greater than 0 or inf, found {norm_type}")
     distinct = list(_distinct(parameters))
     if group.size() > 1:
-        refuse_unsummed(distinct)
+        reject_unsummed(distinct)
     device = distinct[0].device if distinct else _device_of(group)
     zero = torch.zeros((), dtype=_wide_dtype(distinct), device=device)
     totals = _own_part(distinct, norm_type, group, zero)

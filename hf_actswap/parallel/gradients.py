@@ -198,7 +198,7 @@ def allreduce_sequence_parallel_gradients(
     if group.size() == 1:
         return
     parameters = list(tagged_parameters(optimizer))
-    _refuse_mixed(parameters)
+    _reject_mixed(parameters)
     parts: dict[tuple[torch.dtype, torch.device], list[_Part]] = {}
     for parameter in parameters:
         watch = watch_of(parameter) or GradientWatch(parameter)
@@ -219,7 +219,7 @@ def tagged_parameters(source: ParameterSource) -> Iterator[torch.Tensor]:
             yield parameter
 
 
-def refuse_unsummed(parameters: Iterable[torch.Tensor]) -> None:
+def reject_unsummed(parameters: Iterable[torch.Tensor]) -> None:
     """Raise unless the gradient of every watched tagged parameter is summed.
 
     Args:
@@ -230,7 +230,7 @@ def refuse_unsummed(parameters: Iterable[torch.Tensor]) -> None:
         MixedGradientError: as in `allreduce_sequence_parallel_gradients`.
     """
     tagged = list(tagged_parameters(parameters))
-    _refuse_mixed(tagged)
+    _reject_mixed(tagged)
     waiting = 0
     for parameter in tagged:
         watch = watch_of(parameter)
@@ -258,7 +258,7 @@ def forget_sums(source: ParameterSource) -> None:
 class TaggedGradients:
     """Watches a model's tagged parameters from its first backward on, and sums their gradients.
 
-    While it is attached, `gradient_norm` refuses gradients that are not summed.
+    While it is attached, `gradient_norm` rejects gradients that are not summed.
 
     Args:
         model: module, optimizer or parameters; parameters that are tagged later are watched from their first
@@ -317,7 +317,7 @@ _WHAT_TO_DO = {
 }
 
 
-def _refuse_mixed(parameters: list[torch.Tensor]) -> None:
+def _reject_mixed(parameters: list[torch.Tensor]) -> None:
     for state, what_to_do in _WHAT_TO_DO.items():
         found = [p for p in parameters if (watch := watch_of(p)) is not None and watch.state() is state]
         if found:

@@ -38,7 +38,7 @@ from .weights import (
 )
 
 PADDING_REFUSED = (
-    "pad=True is for inference in NxD and refused here; choose a size that tensor_parallel_size divides, or, "
+    "pad=True is for inference in NxD, and rejected; choose a size that tensor_parallel_size divides, or, "
     "for a vocabulary, pad_output=True"
 )
 
@@ -159,7 +159,7 @@ class ColumnParallelLinear(ParallelLinear):
         sequence_dimension: default 0.
         keep_master_weight: keep the full weight in ``master_weight``.
         skip_bias_add: return ``(output, bias)``, the bias not added.
-        pad: refused.
+        pad: rejected.
         tensor_model_parallel_group: default: the enclosing one.
         reduce_dtype: in which input gradients are summed over the ranks; ``None``: their own.
         sections: sizes of the parts of the weight that are divided one by one, in place of ``stride``.

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config.schema import ParallelConfig
 from ..errors import ActSwapError, Problem
-from .data_sharding import refuse_tensor_axis, shard_over_data, trained_parameters
+from .data_sharding import reject_tensor_axis, shard_over_data, trained_parameters
 from .decoder_layers import Decoder, divide_layers, problems_of_decoder
 from .full_state import Progress, gather_full_state, own_state, partitions_of
 from .gradients import TAG, GradientWatch, UnsummedGradientError, tagged_parameters, watch_of
@@ -310,10 +310,10 @@ class StepGuard:
             return
         group = self._held_group.group
         if group is not None:
-            _refuse_wrapper(group)
+            _reject_wrapper(group)
         if self._watches is None:
             if group is not None:
-                refuse_tensor_axis(model, group)
+                reject_tensor_axis(model, group)
             self._put_tags()
             tagged = tagged_parameters(trained_parameters(model))
             self._watches = [watch_of(p) or GradientWatch(p) for p in tagged]
@@ -326,7 +326,7 @@ class StepGuard:
             )
 
 
-def _refuse_wrapper(group: dist.ProcessGroup) -> None:
+def _reject_wrapper(group: dist.ProcessGroup) -> None:
     wrapper = DistributedDataParallel._get_active_ddp_module()
     if wrapper is None:
         return

@@ -209,7 +209,7 @@ def _agree(turn: _Turn, facts: Mapping[str, str]) -> None:
         turn.publish("verdict", json.dumps([str(p) for p in problems]) if problems else _AGREED)
         if not problems:
             verdicts = turn.read("verdict")
-            problems = [*_missing(verdicts, turn), *_refusals(verdicts)]
+            problems = [*_missing(verdicts, turn), *_rejections(verdicts)]
         if problems:
             turn.wait_for_readers(list(found))
     except RuntimeError as error:
@@ -253,14 +253,14 @@ def _differences(found: Mapping[int, str]) -> list[Problem]:
     return problems
 
 
-def _refusals(verdicts: Mapping[int, str]) -> list[Problem]:
-    refused = {rank: json.loads(text) for rank, text in verdicts.items() if text != _AGREED}
-    if not refused:
+def _rejections(verdicts: Mapping[int, str]) -> list[Problem]:
+    rejected = {rank: json.loads(text) for rank, text in verdicts.items() if text != _AGREED}
+    if not rejected:
         return []
-    first = next(iter(refused.values()))
+    first = next(iter(rejected.values()))
     return [
         Problem(
-            "ranks", "agreement of all", f"none of {_listed(list(refused))}", f"They say: {' '.join(first)}"
+            "ranks", "agreement of all", f"none of {_listed(list(rejected))}", f"They say: {' '.join(first)}"
         )
     ]
 

@@ -113,8 +113,9 @@ class ExpertsLayout(NamedTuple):
 class ParallelExperts(ShardedModule):
     """This rank's parts of routed experts, in the place of a Hugging Face experts module.
 
-    The forward is an attribute of the instance. An outline would replace that of a class, because routed
-    experts of other classes cannot run on fake tensors; these can, and their communications are to be seen.
+    The forward is an attribute of the instance. A model structure would replace that of a class, because
+    routed experts of other classes cannot run on fake tensors; these can, and their communications are to be
+    seen.
 
     Args:
         full: the whole experts, with ``gate_up_proj`` (or ``up_proj``) ``[E, 2I, H]`` and ``down_proj``

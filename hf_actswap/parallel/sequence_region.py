@@ -155,7 +155,7 @@ class SequenceRegion:
             labelled=arguments.get("labels") is not None or arguments.get("shift_labels") is not None,
         )
         if padding:
-            _refuse_cache(arguments, found.length, self.group.size())
+            _reject_cache(arguments, found.length, self.group.size())
             arguments = padded(arguments, found.length, padding)
         found.is_for_head = calls_head and _keeps_all_logits(arguments)
         self.switch(divides, False)
@@ -202,7 +202,7 @@ def _keeps_all_logits(arguments: dict[str, Any]) -> bool:
     return kept is None or (isinstance(kept, int) and kept == 0)
 
 
-def _refuse_cache(arguments: dict[str, Any], length: int, ranks: int) -> None:
+def _reject_cache(arguments: dict[str, Any], length: int, ranks: int) -> None:
     cache = arguments.get("past_key_values")
     if arguments.get("use_cache") or (cache is not None and cache.get_seq_length() > 0):
         raise ValueError(
@@ -461,9 +461,9 @@ def padded(arguments: dict[str, Any], length: int, padding: int) -> dict[str, An
     filled = dict(arguments)
     for name, value in arguments.items():
         if name == "attention_mask" and not _is_row_mask(value):
-            raise ValueError(_refusal(name, length, padding, "is no mask [B, S]"))
+            raise ValueError(_rejection(name, length, padding, "is no mask [B, S]"))
         if name in _PACKED and value is not None:
-            raise ValueError(_refusal(name, length, padding, "gives the lengths of packed sequences"))
+            raise ValueError(_rejection(name, length, padding, "gives the lengths of packed sequences"))
         if not isinstance(value, torch.Tensor):
             continue
         if name in _FILLED_WITH and value.shape[-1] == length:
@@ -490,7 +490,7 @@ def _is_row_mask(mask: Any) -> bool:
     return mask is None or (isinstance(mask, torch.Tensor) and mask.dim() == 2)
 
 
-def _refusal(name: str, length: int, padding: int, why: str) -> str:
+def _rejection(name: str, length: int, padding: int, why: str) -> str:
     return (
         f"the sequence length {length} is no multiple of tensor_parallel_size and cannot be filled up, "
         f"because {name} {why}. Pad the batch by {padding} (data collator: pad_to_multiple_of)."

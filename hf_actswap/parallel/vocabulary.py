@@ -87,7 +87,7 @@ def divide_vocabulary(model: Any, region: SequenceRegion) -> None:
     if type(head) is not nn.Linear:
         head = None
     tied = head is not None and head.weight is embedding.weight
-    model.resize_token_embeddings = refuse_resizing
+    model.resize_token_embeddings = reject_resizing
     is_scaled = isinstance(getattr(embedding, "embed_scale", None), torch.Tensor | float | int)
     if type(embedding) is nn.Embedding or is_scaled:
         kind = ScaledParallelEmbedding if is_scaled else ParallelEmbedding
@@ -126,7 +126,7 @@ def _names_in_forward(model: nn.Module) -> tuple[str, ...]:
     return forward.__code__.co_names
 
 
-def refuse_resizing(*_: Any, **__: Any) -> None:
+def reject_resizing(*_: Any, **__: Any) -> None:
     """In the place of ``model.resize_token_embeddings``: a rank holds some rows of each table only.
 
     Raises:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from .actions import MemoryPlan, Override, PlanRow, Windows
-from .outline import Outline, outline
+from .actions import Adjustment, MemoryPlan, PlanRow, Windows
+from .model_structure import ModelStructure, model_structure
 from .plan_source import ConfigOrPlan, load_config_or_plan, load_plan
 from .resolve import resolve_plan, with_problems_of_model
 
 __all__ = [
+    "Adjustment",
     "ConfigOrPlan",
     "MemoryPlan",
-    "Outline",
-    "Override",
+    "ModelStructure",
     "PlanRow",
     "Windows",
     "load_config_or_plan",
     "load_plan",
-    "outline",
+    "model_structure",
     "resolve_plan",
     "with_problems_of_model",
 ]

@@ -1,7 +1,7 @@
 """The plan: what will happen to each op of each layer, as frozen data.
 
 A plan does not remember whether a person or the planner wrote it. The engine reads its rows and nothing
-else; everything beside them (overrides, log lines) is for people.
+else; everything beside them (adjustments, log lines) is for people.
 """
 
 from __future__ import annotations
@@ -115,15 +115,15 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Override:
+class Adjustment:
     """A rule that changed what the user wrote.
 
     Args:
-        where: YAML path of the wish.
-        layers: concerned, decoder layers by their global index; empty if the wish concerns no layer in
-            particular.
+        where: YAML path of the requested policy.
+        layers: concerned, decoder layers by their global index; empty if the requested policy concerns no
+            layer in particular.
         op_path: op concerned, as the user named it; as the layer names it where a rule reached another op.
-        asked: fate or value wished.
+        asked: fate or value requested.
         got: what happens instead.
         reason: the rule, in words, with its source.
     """
@@ -149,7 +149,7 @@ class MemoryPlan:
         rows: the fates that are not "keep what nothing else names".
         num_layers: decoder layers of the model given.
         family: ``model_type`` of the model; information only.
-        overrides: one for each rule that changed what the user wrote.
+        adjustments: one for each rule that changed what the user wrote.
         min_tensor_bytes: smaller saved tensors are never swapped.
         host_memory_bytes: cap on host memory per process; ``None``: no cap.
         bind_numa: whether process and host memory are kept beside the device.
@@ -159,13 +159,14 @@ class MemoryPlan:
         tiles: what runs over pieces of the tokens; in the document where there are any.
         lines: the reference-style log lines; warnings apart.
         warnings: the reference's conflict warnings.
-        unbuilt: wishes that this version resolves but cannot apply, by name; `hf_actswap.apply` refuses them.
+        unsupported: requested policies that this version resolves but cannot apply, by name;
+            `hf_actswap.apply` rejects them.
     """
 
     rows: tuple[PlanRow, ...]
     num_layers: LayerCount
     family: str = ""
-    overrides: tuple[Override, ...] = ()
+    adjustments: tuple[Adjustment, ...] = ()
     min_tensor_bytes: Bytes = 1024
     host_memory_bytes: Bytes | None = None
     bind_numa: bool = True
@@ -175,7 +176,7 @@ class MemoryPlan:
     tiles: tuple[Tile, ...] = ()
     lines: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    unbuilt: tuple[str, ...] = ()
+    unsupported: tuple[str, ...] = ()
 
     def fate(self, layer: Scope, op_path: str = "", ordinal: int | None = None) -> Fate:
         """Return the fate of what ``op_path`` of ``layer`` produces (``keep`` where no row names it).

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from ..errors import Problem
 from .actions import MemoryPlan, Scope, folded
 from .gradient_checkpointing import is_checkpointed
-from .outline import OUTPUT
+from .model_structure import OUTPUT
 
 _ON = "gradient checkpointing switched on"
 
@@ -22,7 +22,7 @@ def problems_of_checkpointing(
     """Return what a plan asks for that cannot be done beside gradient checkpointing.
 
     Args:
-        layers: of the model (`Outline.layer_modules`).
+        layers: of the model (`ModelStructure.layer_modules`).
         plan: to be applied to it.
         compiled: whether the model is compiled as a whole, so that its rows name no layer in particular.
     """

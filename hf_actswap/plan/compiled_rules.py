@@ -1,4 +1,4 @@
-"""What can be wished for layers that are compiled.
+"""What can be requested for layers that are compiled.
 
 A compiled region saves what its partitioner chose: tensors in an order, without the names of the ops that
 made them. So its swap is a layer's, by size and order, and swap rules that name ops inside cannot be kept.
@@ -13,9 +13,9 @@ from dataclasses import replace
 from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule
 from ..errors import Problem
-from .actions import COMPILE_BUDGET, MemoryPlan, Override, PlanRow, Scope, folded
+from .actions import COMPILE_BUDGET, Adjustment, MemoryPlan, PlanRow, Scope, folded
 from .mindformers_names import EXPERTS_MODULE
-from .outline import OUTPUT, LayerOutline, Outline, is_below
+from .model_structure import OUTPUT, LayerStructure, ModelStructure, is_below
 
 _ONE_BY_ONE = "layers that are compiled one by one"
 _REGIONAL = "Compile the layers one by one (regional compilation), or write rules that hold for all layers."
@@ -34,40 +34,40 @@ _DATA_DEPENDENT = "routed experts depend on data, which breaks the graph"
 _UNSEEN = "nothing in it is a function that the tracer names"
 
 
-def by_layer(config: ActSwapConfig, outline: Outline) -> tuple[ActSwapConfig, list[Override]]:
+def by_layer(config: ActSwapConfig, structure: ModelStructure) -> tuple[ActSwapConfig, list[Adjustment]]:
     """Turn the default strategy into a layer swap where layers are compiled: there are no ops to name."""
     swap = config.swap_config
-    compiled = outline.compiled or any(layer.compiled for layer in outline.layers)
+    compiled = structure.compiled or any(layer.compiled for layer in structure.layers)
     if not (compiled and swap.swap and swap.layer_swap is None and swap.op_swap is None):
         return config, []
     rule = LayerSwapRule(swap.default_prefetch, True)
     reason = "a compiled layer saves tensors and not ops: all that it saves is swapped, by size and order"
-    changed = Override("swap_config.swap", (), "", "the attention core", "layer_swap of all layers", reason)
+    changed = Adjustment("swap_config.swap", (), "", "the attention core", "layer_swap of all layers", reason)
     return replace(config, swap_config=replace(swap, layer_swap=(rule,))), [changed]
 
 
-def problems_of_compiled(plan: MemoryPlan, outline: Outline) -> list[Problem]:
+def problems_of_compiled(plan: MemoryPlan, structure: ModelStructure) -> list[Problem]:
     """Return what a plan asks of compiled layers that cannot be done, or of others that only those can do."""
-    problems = _problems_of_budgets(plan, outline)
-    compiled = {layer.index for layer in outline.all_layers if layer.compiled}
-    compiled |= {layer.index for layer in outline.layers if outline.compiled}
+    problems = _problems_of_budgets(plan, structure)
+    compiled = {layer.index for layer in structure.all_layers if layer.compiled}
+    compiled |= {layer.index for layer in structure.layers if structure.compiled}
     named = [
         row
         for row in plan.rows
         if row.scope in compiled and row.op_path not in ("", OUTPUT) and row.fate != "keep"
     ]
-    swapped = {row.op_path for row in named if row.fate != "recompute" or outline.compiled}
+    swapped = {row.op_path for row in named if row.fate != "recompute" or structure.compiled}
     if swapped:
         found = ", ".join(sorted(swapped))
         problems.append(Problem("plan", "whole layers where layers are compiled", found, _BY_LAYER))
-    elif not outline.compiled:
-        problems += _problems_of_tags(named, outline)
-    if outline.compiled:
+    elif not structure.compiled:
+        problems += _problems_of_tags(named, structure)
+    if structure.compiled:
         problems += _problems_of_whole_model(plan)
-    graphs = outline.cuda_graphs or any(stack.cuda_graphs for stack in outline.stacks)
+    graphs = structure.cuda_graphs or any(stack.cuda_graphs for stack in structure.stacks)
     if graphs and any(row.fate == "swap" and row.scope in compiled for row in plan.rows):
         problems.append(_CUDA_GRAPHS)
-    inside = {layer.module_path for stack in outline.stacks if stack.compiled for layer in stack.layers}
+    inside = {layer.module_path for stack in structure.stacks if stack.compiled for layer in stack.layers}
     if lost := [row.scope for row in plan.rows if row.scope in inside and row.fate != "keep"]:
         problems.append(
             Problem("stacks", _ONE_BY_ONE, f"{folded(set(lost))} inside compiled code", _REGIONAL)
@@ -89,21 +89,23 @@ def _problems_of_whole_model(plan: MemoryPlan) -> list[Problem]:
     return problems
 
 
-def _problems_of_budgets(plan: MemoryPlan, outline: Outline) -> list[Problem]:
+def _problems_of_budgets(plan: MemoryPlan, structure: ModelStructure) -> list[Problem]:
     budgeted = {row.scope for row in plan.rows if COMPILE_BUDGET in row.parameters}
-    without = [layer.index for layer in outline.all_layers if layer.index in budgeted and not layer.compiled]
+    without = [
+        layer.index for layer in structure.all_layers if layer.index in budgeted and not layer.compiled
+    ]
     if not without:
         return []
-    what = "a model compiled whole" if outline.compiled else f"layers {folded(without)} not compiled"
+    what = "a model compiled whole" if structure.compiled else f"layers {folded(without)} not compiled"
     return [Problem("recompute_config.compile_budget", _ONE_BY_ONE, what, _HOW_TO_COMPILE)]
 
 
-def _problems_of_tags(rows: list[PlanRow], outline: Outline) -> list[Problem]:
+def _problems_of_tags(rows: list[PlanRow], structure: ModelStructure) -> list[Problem]:
     """Name the recomputed ops that cannot be found among what the tracer sees."""
-    layers = {layer.index: layer for layer in outline.all_layers}
+    layers = {layer.index: layer for layer in structure.all_layers}
     why: dict[tuple[str, str], list[Scope]] = {}
     for row in rows:
-        reason = _untaggable(layers[row.scope], row, outline)
+        reason = _untaggable(layers[row.scope], row, structure)
         if reason:
             why.setdefault((row.op_path, reason), []).append(row.scope)
     return [
@@ -117,12 +119,12 @@ def _problems_of_tags(rows: list[PlanRow], outline: Outline) -> list[Problem]:
     ]
 
 
-def _untaggable(layer: LayerOutline, row: PlanRow, outline: Outline) -> str:
+def _untaggable(layer: LayerStructure, row: PlanRow, structure: ModelStructure) -> str:
     """Say why an op cannot be tagged, or return ``""``."""
     if row.ordinal is not None:
         return "single calls of an op are not told apart there"
-    if not outline.functions_known:
-        return f"only its modules are known ({outline.why_not})"
+    if not structure.functions_known:
+        return f"only its modules are known ({structure.why_not})"
     names = [op.path for op in layer.ops if op.path.rpartition(".")[2] == EXPERTS_MODULE]
     if any(is_below(row.op_path, path) or is_below(path, row.op_path) for path in names):
         return _DATA_DEPENDENT

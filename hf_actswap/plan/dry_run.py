@@ -265,7 +265,7 @@ def quietly() -> Iterator[None]:
 def example_batch(model: nn.Module, weights: Iterable[torch.Tensor]) -> dict[str, Any]:
     """Return what a model is called with: of the kind that it takes, all zeros.
 
-    Images and sounds have the size of the configuration: some models refuse another.
+    Images and sounds have the size of the configuration: some models reject another.
     """
     config: Any = getattr(model, "config", None)
     weight = next((weight for weight in weights if weight.is_floating_point()), torch.empty(0))

@@ -156,7 +156,7 @@ def normalise_selection(
     written, is as false.
 
     Problems: those of the values; numbers or ``True`` where there are no default ops (the exclude keys: the
-    reference ignores them); with swap, a list of op paths, which the reference refuses there.
+    reference ignores them); with swap, a list of op paths, which the reference rejects there.
     """
     value = False if value is None else value
     by_pattern, problems = _by_pattern(value, default_patterns, swap=swap, where=where)

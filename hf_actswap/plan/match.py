@@ -16,7 +16,7 @@ from functools import lru_cache
 from ..config.op_path import split_op_path
 from ..errors import nearest
 from .mindformers_names import NameTable, megatron_names, reference_names
-from .outline import LayerOutline, Outline
+from .model_structure import LayerStructure, ModelStructure
 
 _SYNONYMS = {"linear": ("matmul",)}
 """Function names that MindFormers calls otherwise wherever they occur."""
@@ -56,10 +56,10 @@ class LayerNames:
     """The three vocabularies of one layer.
 
     Args:
-        layer: outline of the layer.
+        layer: structure of the layer.
     """
 
-    def __init__(self, layer: LayerOutline) -> None:
+    def __init__(self, layer: LayerStructure) -> None:
         modules = [op.path for op in layer.ops if op.kind != "function"]
         functions = [op.path for op in layer.ops if op.kind == "function"]
         self.reference = reference_names(modules, functions, layer.attention_paths)
@@ -93,13 +93,13 @@ class LayerNames:
         return hint if hint.startswith("Did") else f"Some that exist: {', '.join(names[:12])}."
 
 
-def names_by_layer(outline: Outline) -> list[LayerNames]:
+def names_by_layer(structure: ModelStructure) -> list[LayerNames]:
     """Return the vocabularies of the decoder layers; layers with equal ops share one."""
     shared: dict[object, LayerNames] = {}
-    for layer in outline.layers:
+    for layer in structure.layers:
         if layer.ops not in shared:
             shared[layer.ops] = LayerNames(layer)
-    return [shared[layer.ops] for layer in outline.layers]
+    return [shared[layer.ops] for layer in structure.layers]
 
 
 @lru_cache(maxsize=256)
@@ -144,7 +144,7 @@ def _tree_of_table(table: NameTable) -> _Node:
     return root
 
 
-def _tree_of_ops(layer: LayerOutline) -> _Node:
+def _tree_of_ops(layer: LayerStructure) -> _Node:
     root = _Node()
     for op in layer.ops:
         node = _insert(root, op.path)

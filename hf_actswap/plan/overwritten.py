@@ -2,9 +2,9 @@
 
 An op that is run again holds what it was called with. If that is written afterwards, or by the op itself,
 there is nothing to start from: a router divides its scores by their sum in place, so the sum alone cannot be
-run again. It can if the scores are rebuilt too, or with a module around both. The outline has seen each write
-(`record.StaleRead`), so this is known before the first step; a layer that is recomputed whole rides on
-``torch.utils.checkpoint``, which says it in its own words.
+run again. It can if the scores are rebuilt too, or with a module around both. The model structure has seen
+each write (`record.StaleRead`), so this is known before the first step; a layer that is recomputed whole
+rides on ``torch.utils.checkpoint``, which says it in its own words.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from .actions import MemoryPlan, Override, PlanRow, Scope
+from .actions import Adjustment, MemoryPlan, PlanRow, Scope
+from .model_structure import LayerStructure, ModelStructure, is_below
 from .op_facts import is_repeatable
-from .outline import LayerOutline, Outline, is_below
 from .recomputed_modules import RUN_AGAIN, RecomputedModules
 from .record import LAYER_INPUT, OpKey, StaleRead
 
@@ -25,36 +25,36 @@ Unit = tuple[Scope, str, int | None]
 """Layer, op path and ordinal of what cannot be run again; ``None``: all of it."""
 
 
-def overwritten(plan: MemoryPlan, outline: Outline) -> list[Unit]:
+def overwritten(plan: MemoryPlan, structure: ModelStructure) -> list[Unit]:
     """Return what ``plan`` recomputes and what cannot be run again.
 
     Args:
         plan: of the model.
-        outline: of it. Where functions are not known, nothing is.
+        structure: of it. Where functions are not known, nothing is.
     """
     found: list[Unit] = []
-    if plan.num_layers != len(outline.layers):
-        return found  # another model's, which is refused elsewhere
-    while more := _first_impossible(_kept(plan, found), outline):
+    if plan.num_layers != len(structure.layers):
+        return found  # another model's, which is rejected elsewhere
+    while more := _first_impossible(_kept(plan, found), structure):
         found += more  # it is held now, and what reads it may have relied on its being rebuilt
     return found
 
 
-def keep_what_is_overwritten(plan: MemoryPlan, outline: Outline) -> MemoryPlan:
-    """Return ``plan`` with those ops kept, and an override for each op path.
+def keep_what_is_overwritten(plan: MemoryPlan, structure: ModelStructure) -> MemoryPlan:
+    """Return ``plan`` with those ops kept, and an adjustment for each op path.
 
     The same plan if there are none.
     """
-    units = overwritten(plan, outline)
+    units = overwritten(plan, structure)
     layers: dict[str, list[Scope]] = {}
     for layer, path, _ in units:
         if layer not in layers.setdefault(path, []):
             layers[path].append(layer)
-    overrides = tuple(
-        Override(WHERE, tuple(where), path, "recompute", "keep", OVERWRITTEN)
+    adjustments = tuple(
+        Adjustment(WHERE, tuple(where), path, "recompute", "keep", OVERWRITTEN)
         for path, where in layers.items()
     )
-    return replace(_kept(plan, units), overrides=(*plan.overrides, *overrides)) if units else plan
+    return replace(_kept(plan, units), adjustments=(*plan.adjustments, *adjustments)) if units else plan
 
 
 def _kept(plan: MemoryPlan, units: Iterable[Unit]) -> MemoryPlan:
@@ -64,11 +64,11 @@ def _kept(plan: MemoryPlan, units: Iterable[Unit]) -> MemoryPlan:
     return replace(plan, rows=tuple(rows.values()))
 
 
-def _first_impossible(plan: MemoryPlan, outline: Outline) -> list[Unit]:
-    inside = RecomputedModules(plan, outline.modules)
+def _first_impossible(plan: MemoryPlan, structure: ModelStructure) -> list[Unit]:
+    inside = RecomputedModules(plan, structure.modules)
     found: dict[Unit, None] = {}
-    for layer in outline.all_layers:
-        if layer.compiled or outline.compiled:
+    for layer in structure.all_layers:
+        if layer.compiled or structure.compiled:
             continue  # the compiler knows what is written
         for path, ordinal in _of_layer(plan, layer, inside):
             found[layer.index, path, ordinal] = None
@@ -76,7 +76,7 @@ def _first_impossible(plan: MemoryPlan, outline: Outline) -> list[Unit]:
 
 
 def _of_layer(
-    plan: MemoryPlan, layer: LayerOutline, inside: RecomputedModules
+    plan: MemoryPlan, layer: LayerStructure, inside: RecomputedModules
 ) -> Iterator[tuple[str, int | None]]:
     functions: dict[str, set[int]] = {}
     for read in layer.stale_reads:
@@ -98,7 +98,7 @@ def _of_layer(
 
 
 def _is_impossible(
-    plan: MemoryPlan, layer: LayerOutline, inside: RecomputedModules, read: StaleRead, ordinal: int
+    plan: MemoryPlan, layer: LayerStructure, inside: RecomputedModules, read: StaleRead, ordinal: int
 ) -> bool:
     row = plan.row(layer.index, read.reader[0], ordinal)
     if row is None or row.fate not in RUN_AGAIN:
@@ -106,7 +106,7 @@ def _is_impossible(
     return read.rewritten or not _is_rebuilt(plan, layer, inside, read.producer)
 
 
-def _is_rebuilt(plan: MemoryPlan, layer: LayerOutline, inside: RecomputedModules, producer: OpKey) -> bool:
+def _is_rebuilt(plan: MemoryPlan, layer: LayerStructure, inside: RecomputedModules, producer: OpKey) -> bool:
     """Whether a function is run again by itself, so that its output is there as it was first."""
     path, ordinal = producer
     row = None if producer == LAYER_INPUT else plan.row(layer.index, path, ordinal)

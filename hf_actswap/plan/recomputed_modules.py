@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from .actions import OUTPUT, MemoryPlan, OpCall, PlanRow, Scope
+from .model_structure import is_below
 from .op_facts import is_communication
-from .outline import is_below
 
 RUN_AGAIN = ("recompute", "re-gather")
 """Fates of what is dropped and made again in backward."""

@@ -108,7 +108,7 @@ def conflict_warnings(
 
     They follow its rules to the letter: a selective pattern is compared with ``op_swap`` names as text,
     bool and list forms are not compared, overlap of patterns is not seen. What takes effect is in the
-    plan's overrides.
+    plan's adjustments.
 
     Args:
         config: the document.

@@ -1,9 +1,9 @@
-"""From a configuration and a model's outline to a plan.
+"""From a configuration and a model's structure to a plan.
 
-Wishes are painted in the reference's order (layer swap, op swap, selective recompute, full recompute,
-exclude), then the coupling rules run (`rules`). Everything that changes a wish becomes an override;
-everything that cannot be meant becomes a `Problem`, and all problems are raised together. What changes
-nothing here is an override as well; what this version cannot carry out yet is ``unbuilt``.
+Requested policies are applied in the reference's order (layer swap, op swap, selective recompute, full
+recompute, exclude), then the coupling rules run (`rules`). Everything that changes a requested policy becomes
+an adjustment; everything that cannot be meant becomes a `Problem`, and all problems are raised together. What
+changes nothing here is an adjustment as well; what this version cannot carry out yet is ``unsupported``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch, TileTokens
 from ..errors import ConfigError, PlanError, Problem, short_traceback
-from .actions import MemoryPlan, Override, PlanRow, Scope, Tile, folded
+from .actions import Adjustment, MemoryPlan, PlanRow, Scope, Tile, folded
+from .apply_rules import CommunicationRuleApplier, RuleApplier, same_ops
 from .compiled_rules import by_layer, problems_of_compiled
 from .layer_tables import (
     layers_from_counts,
@@ -26,11 +27,10 @@ from .layer_tables import (
 )
 from .layout import PipelineLayout, build_layout
 from .mindformers_names import DEFAULT_COMM_PATTERNS, DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
-from .outline import Outline, is_below
+from .model_structure import ModelStructure, is_below
 from .overwritten import OVERWRITTEN, WHERE, overwritten
 from .reference_log import conflict_warnings, formative_lines
 from .rules import EXCLUDE_BEATS_ALL
-from .wishes import CommunicationPainter, Painter, same_ops
 
 _DEFAULT_MIN_TENSOR_BYTES = 1024
 """As in torchtune and TRL (``min_offload_size``)."""
@@ -46,7 +46,7 @@ _NO_COMMUNICATION = "tensor_parallel_size is 1: there is no communication inside
 
 
 @short_traceback
-def resolve_plan(config: ActSwapConfig, outline: Outline, stage: int | None = None) -> MemoryPlan:
+def resolve_plan(config: ActSwapConfig, structure: ModelStructure, stage: int | None = None) -> MemoryPlan:
     """Decide what happens to each op of each layer.
 
     The document's own rules are for the decoder; each entry of ``stacks`` is resolved as if its stack were
@@ -54,7 +54,7 @@ def resolve_plan(config: ActSwapConfig, outline: Outline, stage: int | None = No
 
     Args:
         config: from `load_config`.
-        outline: from `outline`, of the model that will train.
+        structure: from `structure`, of the model that will train.
         stage: pipeline stage whose layers the model holds; ``None``: the model holds all of them, whatever
             the configured pipeline, and the tables apply by global layer index. Layers in the plan's rows
             are the model's own, in its log lines global.
@@ -66,21 +66,21 @@ def resolve_plan(config: ActSwapConfig, outline: Outline, stage: int | None = No
     problems: list[Problem] = []
     plans: list[MemoryPlan] = []
     try:
-        plans.append(_resolve_stack(config, outline, stage))
+        plans.append(_resolve_stack(config, structure, stage))
     except PlanError as error:
         problems += error.problems
     named: dict[str, str] = {}
     for name, rules in (config.stacks or {}).items():
         try:
-            stack = _stack_called(name, outline, named)
+            stack = _stack_called(name, structure, named)
             plans.append(_of_other_stack(name, stack, _resolve_stack(rules, stack, None)))
         except PlanError as error:
             problems += (_at_stack(name, item) for item in error.problems)
     if problems:
         raise PlanError(problems, config.source)
-    kept = [stack for stack in outline.stacks if stack.path not in named]
+    kept = [stack for stack in structure.stacks if stack.path not in named]
     plan = _together(plans, [f"Layers of {stack.path} are kept: {_ELSEWHERE}" for stack in kept])
-    if problems := problems_of_compiled(plan, outline):
+    if problems := problems_of_compiled(plan, structure):
         raise PlanError(problems, config.source)
     return plan
 
@@ -88,16 +88,20 @@ def resolve_plan(config: ActSwapConfig, outline: Outline, stage: int | None = No
 _ELSEWHERE = "the document's rules are for the decoder, those for another stack stand under `stacks`."
 
 
-def _stack_called(name: str, outline: Outline, named: dict[str, str]) -> Outline:
+def _stack_called(name: str, structure: ModelStructure, named: dict[str, str]) -> ModelStructure:
     """Return the stack whose path has the words of ``name`` in this order, and note it in ``named``."""
-    paths = {stack.path: stack for stack in outline.stacks}
+    paths = {stack.path: stack for stack in structure.stacks}
     meant = [path for path in paths if path == name] or [path for path in paths if _has_words(path, name)]
     found = ", ".join(meant) if meant else repr(name)
     if len(meant) == 1 and (twice := named.setdefault(meant[0], name)) != name:
         found = f"{meant[0]} again, as for {twice!r}"
     elif len(meant) == 1:
         return paths[meant[0]]
-    hint = f"The rules of {outline.path} stand outside of `stacks`." if _has_words(outline.path, name) else ""
+    hint = (
+        f"The rules of {structure.path} stand outside of `stacks`."
+        if _has_words(structure.path, name)
+        else ""
+    )
     expected = f"one stack of layers beside the decoder's ({', '.join(paths) or 'this model has none'})"
     raise PlanError([Problem("", expected, found, hint)])
 
@@ -112,23 +116,23 @@ def _has_words(path: str, name: str) -> bool:
     return all(word in words for word in name.split("."))
 
 
-def _of_other_stack(name: str, stack: Outline, plan: MemoryPlan) -> MemoryPlan:
+def _of_other_stack(name: str, stack: ModelStructure, plan: MemoryPlan) -> MemoryPlan:
     """Return the plan of a stack with the scopes and texts that it has in the plan of its model."""
     scopes: dict[Scope, str] = {layer.index: layer.module_path for layer in stack.layers}
     where = f"stacks.{name}"
-    overrides = [
+    adjustments = [
         replace(item, where=f"{where}.{item.where}", layers=tuple(scopes[layer] for layer in item.layers))
-        for item in plan.overrides
+        for item in plan.adjustments
     ]
     if any(row.scope not in scopes for row in plan.rows):
         reason = "what the first layer of this stack reads is produced outside of layers"
-        overrides.append(
-            Override(f"{where}.swap_config", (scopes[0],), "", "input swapped", "no effect", reason)
+        adjustments.append(
+            Adjustment(f"{where}.swap_config", (scopes[0],), "", "input swapped", "no effect", reason)
         )
     return replace(
         plan,
         rows=tuple(replace(row, scope=scopes[row.scope]) for row in plan.rows if row.scope in scopes),
-        overrides=tuple(overrides),
+        adjustments=tuple(adjustments),
         lines=tuple(f"{stack.path}: {line}" for line in plan.lines),
         warnings=tuple(f"{stack.path}: {line}" for line in plan.warnings),
     )
@@ -139,24 +143,24 @@ def _together(plans: Sequence[MemoryPlan], lines: Sequence[str]) -> MemoryPlan:
     return replace(
         plans[0],
         rows=tuple(row for plan in plans for row in plan.rows),
-        overrides=tuple(item for plan in plans for item in plan.overrides),
+        adjustments=tuple(item for plan in plans for item in plan.adjustments),
         lines=(*(line for plan in plans for line in plan.lines), *lines),
         warnings=tuple(line for plan in plans for line in plan.warnings),
     )
 
 
-def _resolve_stack(config: ActSwapConfig, outline: Outline, stage: int | None) -> MemoryPlan:
-    config, changed = by_layer(config, outline)
-    plan = _Resolution(config, outline, stage).plan()
-    return replace(plan, overrides=(*changed, *plan.overrides)) if changed else plan
+def _resolve_stack(config: ActSwapConfig, structure: ModelStructure, stage: int | None) -> MemoryPlan:
+    config, changed = by_layer(config, structure)
+    plan = _Resolution(config, structure, stage).plan()
+    return replace(plan, adjustments=(*changed, *plan.adjustments)) if changed else plan
 
 
-def with_problems_of_model(error: ConfigError, outline: Outline) -> ConfigError:
+def with_problems_of_model(error: ConfigError, structure: ModelStructure) -> ConfigError:
     """Return ``error`` with what a model shows to be wrong in the rest of the document, too."""
     if error.readable is None:
         return error
     try:
-        resolve_plan(error.readable, outline)
+        resolve_plan(error.readable, structure)
     except PlanError as more:
         return ConfigError((*error.problems, *more.problems), error.source)
     return error
@@ -196,7 +200,7 @@ class RequestedPolicy:
         return f"{self.where}{name}: {self.asked} in {layers}{ahead}"
 
 
-def requested_policies(config: ActSwapConfig, outline: Outline) -> tuple[RequestedPolicy, ...]:
+def requested_policies(config: ActSwapConfig, structure: ModelStructure) -> tuple[RequestedPolicy, ...]:
     """Return the entries of the document that name ops or layers of the decoder, the strongest first.
 
     Exclude keys, full recomputation, selective recomputation, ``op_swap``, ``layer_swap``: the order of
@@ -204,54 +208,54 @@ def requested_policies(config: ActSwapConfig, outline: Outline) -> tuple[Request
 
     Args:
         config: that resolves.
-        outline: of the model, which holds all layers.
+        structure: of the model, which holds all layers.
     """
     swap = config.swap_config
     written = swap.op_swap is not None or swap.layer_swap is not None
-    found = _Resolution(by_layer(config, outline)[0], outline, None).requested(written)
+    found = _Resolution(by_layer(config, structure)[0], structure, None).requested(written)
     return tuple(policy for policy in found if policy.layers)
 
 
 class _Resolution:
-    """One resolution: collects problems and overrides while the fates are painted."""
+    """One resolution: collects problems and adjustments while the fates are applied."""
 
-    def __init__(self, config: ActSwapConfig, outline: Outline, stage: int | None) -> None:
+    def __init__(self, config: ActSwapConfig, structure: ModelStructure, stage: int | None) -> None:
         self._config = config
-        self._outline = outline
+        self._structure = structure
         self._swap = config.swap_config.swap
         self._problems: list[Problem] = []
         self._layout_failed = False
         self._layout, self._local = self._place(stage)
-        self._painter = Painter(outline, self._local, self._layout.num_layers, self._swap)
+        self._applier = RuleApplier(structure, self._local, self._layout.num_layers, self._swap)
 
     def plan(self) -> MemoryPlan:
         recompute, full = self._full_layers()
         selections = {key: self._selection(key, patterns) for key, patterns in _SELECTIONS.items()}
         layer_swap, op_swap = self._swap_rules()
-        painter = self._painter
-        communication = CommunicationPainter(painter, self._swap)
-        swapped_layers = painter.paint_layer_swap(layer_swap or ())
-        swapped_ops = painter.paint_op_swap(op_swap or ())
+        applier = self._applier
+        communication = CommunicationRuleApplier(applier, self._swap)
+        swapped_layers = applier.apply_layer_swap(layer_swap or ())
+        swapped_ops = applier.apply_op_swap(op_swap or ())
         excluded = self._drop_excluded_patterns(selections)
-        painter.paint_select(selections["select_recompute"], full)
+        applier.apply_select(selections["select_recompute"], full)
         communication.again(selections["select_comm_recompute"], full)
-        painter.paint_full(full)
-        painter.set_budgets(self._budgets(), full)
-        painter.paint_exclude(selections["select_recompute_exclude"], excluded)
+        applier.apply_full(full)
+        applier.set_budgets(self._budgets(), full)
+        applier.apply_exclude(selections["select_recompute_exclude"], excluded)
         communication.keep(selections["select_comm_recompute_exclude"], excluded)
-        wishes, parallel = self._config.recompute_config, self._config.parallel_config
-        if not wishes.mp_comm_recompute:
+        recompute, parallel = self._config.recompute_config, self._config.parallel_config
+        if not recompute.mp_comm_recompute:
             communication.keep_all()
         self._keep_overwritten()
         swap = self._config.swap_config
-        lifted = painter.inputs_to_swap(self._swap and swap.recompute_input, full)
-        read = painter.ops_read_to_swap(self._swap and swap.select_recompute_input)
-        painter.keep_inputs(lifted, read)
-        painter.swap_inputs(lifted, swap.default_prefetch)
-        if wishes.recompute_slice_activation and parallel.tensor_parallel_size > 1:
+        lifted = applier.inputs_to_swap(self._swap and swap.recompute_input, full)
+        read = applier.ops_read_to_swap(self._swap and swap.select_recompute_input)
+        applier.keep_inputs(lifted, read)
+        applier.swap_inputs(lifted, swap.default_prefetch)
+        if recompute.recompute_slice_activation and parallel.tensor_parallel_size > 1:
             communication.slice_inputs(full, parallel.sequence_parallel_enabled)
-        tiles, tile_overrides = self._tiles()
-        problems = self._problems + painter.problems
+        tiles, tile_adjustments = self._tiles()
+        problems = self._problems + applier.problems
         if problems:
             raise PlanError(problems, self._config.source)
         tables = {
@@ -261,8 +265,8 @@ class _Resolution:
         lines = list(self._layout.log_lines()) if self._config.parallel_config.pipeline_stage > 1 else []
         lines += formative_lines(recompute, tables, layer_swap, op_swap, self._swap)
         for layer in self._local:
-            lines += painter.requests[layer].lines(layer, self._swap, everywhere)
-        rows = (*painter.around, *self._rows())
+            lines += applier.requests[layer].lines(layer, self._swap, everywhere)
+        rows = (*applier.outside_rows, *self._rows())
         swaps = any(row.fate == "swap" for row in rows)
         warnings = (
             conflict_warnings(self._config, self._layout.num_layers, full, swapped_layers, swapped_ops, swaps)
@@ -272,12 +276,12 @@ class _Resolution:
         min_tensor, host_memory = self._config.memory.min_tensor_mib, self._config.memory.host_memory_gib
         return MemoryPlan(
             rows=rows,
-            num_layers=len(self._outline.layers),
-            family=self._outline.family,
-            overrides=(
-                *painter.collected_overrides(),
-                *wishes_without_effect(self._config, self._outline),
-                *tile_overrides,
+            num_layers=len(self._structure.layers),
+            family=self._structure.family,
+            adjustments=(
+                *applier.collected_adjustments(),
+                *policies_without_effect(self._config, self._structure),
+                *tile_adjustments,
             ),
             min_tensor_bytes=_DEFAULT_MIN_TENSOR_BYTES if min_tensor is None else round(min_tensor * 2**20),
             host_memory_bytes=None if host_memory is None else round(host_memory * 2**30),
@@ -285,9 +289,9 @@ class _Resolution:
             tiles=tiles,
             lines=tuple(lines),
             warnings=tuple(warnings),
-            unbuilt=unbuilt_wishes(self._config, self._outline),
+            unsupported=unsupported_policies(self._config, self._structure),
             fused_recompute=self._config.recompute_config.fused,
-            gather_weights_again=wishes.parallel_optimizer_comm_recompute and self._outline.sharded,
+            gather_weights_again=recompute.parallel_optimizer_comm_recompute and self._structure.sharded,
             keeps_gathered=self._keeps_gathered(selections["select_comm_recompute"]),
         )
 
@@ -308,34 +312,34 @@ class _Resolution:
         yield from self._requested_selection("select_comm_recompute", "re-gather")
         layer_swap, op_swap = self._swap_rules()
         for index, rule in enumerate(op_swap or ()):
-            layers, ahead = self._painter.layers_named(rule.layers), rule.backward_prefetch
-            targets = self._painter.targets(rule.op_name, layers)
+            layers, ahead = self._applier.layers_named(rule.layers), rule.backward_prefetch
+            targets = self._applier.targets(rule.op_name, layers)
             yield RequestedPolicy(where("op_swap", index), "swap", rule.op_name, layers, ahead, targets)
         for index, entry in enumerate(layer_swap or ()):
-            layers, ahead = self._painter.layers_named(entry.layers), entry.backward_prefetch
+            layers, ahead = self._applier.layers_named(entry.layers), entry.backward_prefetch
             yield RequestedPolicy(where("layer_swap", index), "swap", "", layers, ahead)
 
     def _requested_selection(self, key: str, asked: str) -> Iterator[RequestedPolicy]:
         for op_name, (_, layers) in self._selection(key, _SELECTIONS[key]).items():
-            targets = self._painter.targets(op_name, layers)
+            targets = self._applier.targets(op_name, layers)
             yield RequestedPolicy(f"recompute_config.{key}", asked, op_name, layers, targets=targets)
 
-    def _tiles(self) -> tuple[tuple[Tile, ...], list[Override]]:
-        """Return what runs in tiles. What cannot is an error; an override where ``auto`` was asked."""
+    def _tiles(self) -> tuple[tuple[Tile, ...], list[Adjustment]]:
+        """Return what runs in tiles. What cannot is an error; an adjustment where ``auto`` was asked."""
         loss = self._config.tile_config.loss
         if loss == "off":
             return (), []
         reason = ""
-        if self._outline.head is None:
+        if self._structure.head is None:
             reason = "a model with a head (get_output_embeddings)"
-        elif self._config.parallel_config.tensor_parallel_size > 1 or self._outline.communicates:
+        elif self._config.parallel_config.tensor_parallel_size > 1 or self._structure.communicates:
             reason = "tensor_parallel_size 1: a divided head has the loss of the divided vocabulary"
-        elif self._outline.compiled:
+        elif self._structure.compiled:
             reason = "a head outside of compiled code (compile the layers, not the model)"
         if reason and loss != "auto":
             self._problems.append(Problem("tile_config.loss", reason, _written_tile(loss)))
         if reason:
-            return (), [Override("tile_config.loss", (), "head", "auto", "off", f"it needs {reason}")]
+            return (), [Adjustment("tile_config.loss", (), "head", "auto", "off", f"it needs {reason}")]
         tokens = loss.tokens if isinstance(loss, TileTokens) else None
         return (Tile("head", "", tokens, loss if isinstance(loss, int) else None),), []
 
@@ -352,19 +356,19 @@ class _Resolution:
         return tuple(own for layer, own in self._local.items() if layer not in again)
 
     def _rows(self) -> tuple[PlanRow, ...]:
-        fates = self._painter.fates
+        fates = self._applier.fates
         return tuple(row for layer, own in self._local.items() for row in fates[layer].rows(own))
 
     def _keep_overwritten(self) -> None:
         """What cannot be run again is kept, before a rule keeps what it reads."""
         layers: dict[Scope, int] = {own: layer for layer, own in self._local.items()}
-        for own, path, ordinal in overwritten(MemoryPlan(self._rows(), len(layers)), self._outline):
-            self._painter.fates[layers[own]].keep_call(path, ordinal)
-            self._painter.override(WHERE, path, "recompute", "keep", OVERWRITTEN, layers[own])
+        for own, path, ordinal in overwritten(MemoryPlan(self._rows(), len(layers)), self._structure):
+            self._applier.fates[layers[own]].keep_call(path, ordinal)
+            self._applier.adjustment(WHERE, path, "recompute", "keep", OVERWRITTEN, layers[own])
 
     def _place(self, stage: int | None) -> tuple[PipelineLayout, dict[int, int]]:
         """Return the layout and global layer -> layer of the model given."""
-        own = len(self._outline.layers)
+        own = len(self._structure.layers)
         declared = self._config.num_layers
         parallel = self._config.parallel_config
         total = own if stage is None else declared
@@ -465,7 +469,7 @@ class _Resolution:
                     by = f"{key}_exclude names {conflict!r}, and a pattern is dropped whole"
                     reason = f"{EXCLUDE_BEATS_ALL}; {by}"
                     for layer in layers:
-                        self._painter.override(
+                        self._applier.adjustment(
                             f"recompute_config.{key}", pattern, "recompute", "keep", reason, layer
                         )
         return dropped
@@ -475,15 +479,15 @@ def _written_tile(loss: Any) -> str:
     return f"{{tokens: {loss.tokens}}}" if isinstance(loss, TileTokens) else str(loss)
 
 
-def wishes_without_effect(config: ActSwapConfig, outline: Outline) -> list[Override]:
-    """Return an override for each key that is set and has nothing to act on."""
+def policies_without_effect(config: ActSwapConfig, structure: ModelStructure) -> list[Adjustment]:
+    """Return an adjustment for each key that is set and has nothing to act on."""
     recompute, swap, parallel = config.recompute_config, config.swap_config, config.parallel_config
     found: list[tuple[str, str, str]] = []
     if not swap.swap:
         for key in ("layer_swap", "op_swap", "recompute_input", "select_recompute_input"):
             if getattr(swap, key):
                 found.append((f"swap_config.{key}", "swap", "swap_config.swap is false"))
-    if parallel.tensor_parallel_size == 1 and not outline.communicates:
+    if parallel.tensor_parallel_size == 1 and not structure.communicates:
         if recompute.select_comm_recompute:
             found.append(
                 ("recompute_config.select_comm_recompute", "recompute communication", _NO_COMMUNICATION)
@@ -502,7 +506,7 @@ def wishes_without_effect(config: ActSwapConfig, outline: Outline) -> list[Overr
         if parallel.sequence_parallel_enabled:
             reason = "sequence parallelism splits the tensor-parallel group, whose size is 1"
             found.append(("parallel_config.sequence_parallel_enabled", "true", reason))
-    if recompute.parallel_optimizer_comm_recompute and not outline.sharded:
+    if recompute.parallel_optimizer_comm_recompute and not structure.sharded:
         reason = (
             "weights are not gathered from an optimizer-sharding group here (FSDP2: reshard_after_forward)"
         )
@@ -510,13 +514,13 @@ def wishes_without_effect(config: ActSwapConfig, outline: Outline) -> list[Overr
     memory = config.memory
     if memory.mode == "off" and (memory.budget_gib or memory.reduce_by_gib or memory.plan_file):
         found.append(("memory", "a budget or a plan file", "memory.mode is off"))
-    return [Override(where, (), "", asked, "no effect", reason) for where, asked, reason in found]
+    return [Adjustment(where, (), "", asked, "no effect", reason) for where, asked, reason in found]
 
 
-def unbuilt_wishes(config: ActSwapConfig, outline: Outline) -> tuple[str, ...]:
+def unsupported_policies(config: ActSwapConfig, structure: ModelStructure) -> tuple[str, ...]:
     """Return what the configuration asks for that resolves and cannot be applied by this version."""
-    wishes = []
+    policies = []
     size = config.parallel_config.tensor_parallel_size
-    if size > 1 and not outline.communicates:
-        wishes.append(f"parallel_config.tensor_parallel_size: {size} (tensor parallelism)")
-    return tuple(wishes)
+    if size > 1 and not structure.communicates:
+        policies.append(f"parallel_config.tensor_parallel_size: {size} (tensor parallelism)")
+    return tuple(policies)

@@ -1,7 +1,7 @@
-"""Fates of the ops of one layer, and the rules by which wishes give way to each other.
+"""Fates of the ops of one layer, and the rules by which requested policies give way to each other.
 
-`LayerFates` is a tree of op paths; a wish paints a subtree, later wishes paint over earlier ones, and the
-coupling rules are the methods that paint last. Each quotes its source.
+`LayerFates` is a tree of op paths; a requested policy applies to a subtree, later requested policies
+overwrite earlier ones, and the coupling rules are the methods that apply last. Each quotes its source.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .actions import COMPILE_BUDGET, OUTPUT, Fate, PlanRow, Scope, Windows, path_around
+from .model_structure import LayerStructure, is_below
 from .op_facts import GATHER, is_repeatable
-from .outline import LayerOutline, is_below
 from .record import LAYER_INPUT, OpKey
 
 RECOMPUTE_BEATS_SWAP = (
@@ -56,10 +56,10 @@ class LayerFates:
     """Mutable while a plan is being resolved, for one layer.
 
     Args:
-        layer: outline of the layer.
+        layer: structure of the layer.
     """
 
-    def __init__(self, layer: LayerOutline) -> None:
+    def __init__(self, layer: LayerStructure) -> None:
         self.layer = layer
         self.recompute_roots: list[str] = []
         self.compile_budget: float | None = None

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from .actions import MemoryPlan, OpCall, Override, PlanRow, Scope, layer_order
+from .actions import Adjustment, MemoryPlan, OpCall, PlanRow, Scope, layer_order
+from .model_structure import ModelStructure
 from .op_facts import is_communication
-from .outline import Outline
 from .overwritten import keep_what_is_overwritten
 from .recomputed_modules import RecomputedModules
 from .saved_bytes import SavedBytes, SavedStorage, Use, held_results
@@ -52,7 +52,7 @@ class _Costly:
     dropped_bytes: int
 
 
-def settled(plan: MemoryPlan, outline: Outline, saved: SavedBytes | None) -> MemoryPlan:
+def settled(plan: MemoryPlan, structure: ModelStructure, saved: SavedBytes | None) -> MemoryPlan:
     """Return ``plan`` as it is carried out, with an adjustment for each rule that changed it.
 
     What reads an op that now stays may have relied on its being rebuilt, and what stands inside a module that
@@ -60,14 +60,14 @@ def settled(plan: MemoryPlan, outline: Outline, saved: SavedBytes | None) -> Mem
 
     Args:
         plan: of the model.
-        outline: of the model.
+        structure: of the model.
         saved: of the forward that starts; ``None``: it is not known, and nothing is judged by it.
     """
-    found = keep_what_is_overwritten(plan, outline)
+    found = keep_what_is_overwritten(plan, structure)
     if saved is None:
         return found
     found = keep_what_costs(found, saved)
-    return _say_what_is_held(plan, saved) if found is plan else settled(found, outline, saved)
+    return _say_what_is_held(plan, saved) if found is plan else settled(found, structure, saved)
 
 
 def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
@@ -78,7 +78,7 @@ def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
         saved: of one of its forwards, of the shapes and types that will be trained on.
 
     Returns:
-        The same plan, if all of it pays; else one in which these ops are kept, with an override for each op
+        The same plan, if all of it pays; else one in which these ops are kept, with an adjustment for each op
         path that says how many bytes it would have held in each layer, and in place of how many.
     """
     recomputed = RecomputedModules(plan, saved.modules)
@@ -106,15 +106,15 @@ def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
                 stays_in.append(layer)
     if not by_reason:
         return plan
-    overrides = tuple(
-        Override(_WHERE, tuple(where), path, "recompute", "keep", _REASON.format(held, dropped))
+    adjustments = tuple(
+        Adjustment(_WHERE, tuple(where), path, "recompute", "keep", _REASON.format(held, dropped))
         for (path, held, dropped), where in by_reason.items()
     )
-    return replace(plan, rows=tuple(rows.values()), overrides=(*plan.overrides, *overrides))
+    return replace(plan, rows=tuple(rows.values()), adjustments=(*plan.adjustments, *adjustments))
 
 
 def _say_what_is_held(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
-    """Return ``plan`` with an override for each op whose result is held for a recomputed module around it.
+    """Return ``plan`` with an adjustment for each op whose result is held for a recomputed module around it.
 
     Only where autograd would not save that result anyway: then it costs its bytes. What a communication
     returns is named by the keys for communication.
@@ -128,12 +128,12 @@ def _say_what_is_held(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
         layers = found.setdefault((path, row.fate, storage.size_bytes), [])
         if scope is not None and scope not in layers:
             layers.append(scope)
-    overrides = tuple(
-        Override(_EXCLUDE, tuple(layers), path, fate, fate, _HELD.format(size_bytes))
+    adjustments = tuple(
+        Adjustment(_EXCLUDE, tuple(layers), path, fate, fate, _HELD.format(size_bytes))
         for (path, fate, size_bytes), layers in found.items()
     )
-    new = tuple(override for override in overrides if override not in plan.overrides)
-    return replace(plan, overrides=(*plan.overrides, *new)) if new else plan
+    new = tuple(adjustment for adjustment in adjustments if adjustment not in plan.adjustments)
+    return replace(plan, adjustments=(*plan.adjustments, *new)) if new else plan
 
 
 @dataclass

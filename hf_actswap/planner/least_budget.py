@@ -26,7 +26,7 @@ from ..config.schema import MemoryConfig
 from ..config.sizes import device_kind
 from ..engine.stats import gib_text
 from ..plan.actions import MemoryPlan
-from ..plan.outline import Outline, unwrapped
+from ..plan.model_structure import ModelStructure, unwrapped
 from .budget import limits_of
 from .record.devices import DEVICES
 from .record.shapes import profile_from_shapes
@@ -44,7 +44,7 @@ class LeastBudget:
 
     Args:
         model: in training, in its wrappers.
-        outline: of it.
+        structure: of it.
         fixed: what is written by hand.
         memory: what the user wrote.
         optimizer: of the model, if it is known. States that it has yet to make are counted for Adam's family.
@@ -54,14 +54,14 @@ class LeastBudget:
     def __init__(
         self,
         model: nn.Module,
-        outline: Outline,
+        structure: ModelStructure,
         fixed: MemoryPlan,
         memory: MemoryConfig,
         optimizer: torch.optim.Optimizer | None,
         device: str,
     ) -> None:
         self._rates = _like(device)
-        self._root, self._outline, self._fixed, self._memory = unwrapped(model), outline, fixed, memory
+        self._root, self._structure, self._fixed, self._memory = unwrapped(model), structure, fixed, memory
         self._optimizer = None if optimizer is None else inner_optimizer(optimizer)
         self._first = next((item for item in self._root.parameters() if item.requires_grad), None)
         self._call: Mapping[str, Any] | None = None
@@ -107,12 +107,12 @@ class LeastBudget:
         return found[0] if found else None
 
     def _search(self, found: list[int]) -> None:
-        if self._call is None or self._autocast or self._outline.sharded or self._is_foreign():
+        if self._call is None or self._autocast or self._structure.sharded or self._is_foreign():
             return
         try:
             profile = profile_from_shapes(
                 self._root,
-                self._outline,
+                self._structure,
                 tree_map(_on_meta, self._call),
                 self._rates,
                 optimizer_state_bytes=self._state_bytes() or 0,

@@ -40,7 +40,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def resting_tensors(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
+def baseline_tensors(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
     """Yield what a training holds between its steps: weights, buffers, gradients, the optimizer's states.
 
     Args:
@@ -91,8 +91,8 @@ class CountingMeter(TorchDispatchMode):
 
     Args:
         limit_bytes: an op whose results would exceed it raises ``torch.OutOfMemoryError``; ``None``: nothing
-            is refused, and `Meter.limit_bytes` says ``unlimited_bytes``.
-        unlimited_bytes: what the device is taken to have where nothing is refused.
+            is rejected, and `Meter.limit_bytes` says ``unlimited_bytes``.
+        unlimited_bytes: what the device is taken to have where nothing is rejected.
     """
 
     supports_higher_order_operators = True
@@ -104,17 +104,17 @@ class CountingMeter(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._allocated_bytes = self._peak_bytes = 0
         self._running = False
-        self.refusals = 0
-        """Ops that were refused."""
+        self.rejections = 0
+        """Ops that were rejected."""
 
     def start(self) -> None:
-        """See `Meter`."""
+        """Begin to count; modes that are entered later run before."""
         if not self._running:
             self._running = True
             self.__enter__()
 
     def stop(self) -> None:
-        """See `Meter`."""
+        """End, in the reverse order of `start`. Safe to call again."""
         if self._running:
             self._running = False
             self.__exit__(None, None, None)
@@ -135,15 +135,15 @@ class CountingMeter(TorchDispatchMode):
         return True
 
     def limit_bytes(self) -> int:
-        """See `Meter`."""
+        """The most that this process can use."""
         return self._unlimited_bytes if self.limit is None else self.limit
 
     def allocated_bytes(self) -> int:
-        """See `Meter`."""
+        """In use now."""
         return self._allocated_bytes
 
     def peak_bytes(self) -> int:
-        """See `Meter`."""
+        """The most in use since `reset_peak`."""
         return self._peak_bytes
 
     def reserved_peak_bytes(self) -> int:
@@ -151,7 +151,7 @@ class CountingMeter(TorchDispatchMode):
         return self._peak_bytes
 
     def reset_peak(self) -> None:
-        """See `Meter`."""
+        """Forget the peak."""
         self._peak_bytes = self._allocated_bytes
 
     def give_back(self) -> None:
@@ -174,7 +174,7 @@ class CountingMeter(TorchDispatchMode):
             unknown = {key: storage for key, storage in unknown.items() if key not in given}
         wanted = sum(storage.nbytes() for storage in unknown.values())
         if self.limit is not None and wanted and self._allocated_bytes + wanted > self.limit:
-            self.refusals += 1
+            self.rejections += 1
             used = f"{self._allocated_bytes:,} bytes are in use of {self.limit:,}"
             raise torch.OutOfMemoryError(f"{func} asks for {wanted:,} bytes, and {used} (a counted limit).")
         for storage in unknown.values():
@@ -224,7 +224,10 @@ class AllocatorMeter:
         """The allocator always counts."""
 
     def limit_bytes(self) -> int:
-        """See `Meter`: what is free, and what this process holds, within the fraction that it may use."""
+        """The most that this process can use.
+
+        What is free, and what this process holds, within the fraction that it may use.
+        """
         free, total = torch.accelerator.get_memory_info(self._device)
         limit_bytes = int(free) + int(torch.accelerator.memory_reserved(self._device))
         if self._device.type == "cuda":
@@ -234,21 +237,24 @@ class AllocatorMeter:
         return limit_bytes
 
     def allocated_bytes(self) -> int:
-        """See `Meter`."""
+        """In use now."""
         return int(torch.accelerator.memory_allocated(self._device))
 
     def peak_bytes(self) -> int:
-        """See `Meter`."""
+        """The most in use since `reset_peak`."""
         return int(torch.accelerator.max_memory_allocated(self._device))
 
     def reserved_peak_bytes(self) -> int:
-        """See `Meter`."""
+        """The most that the allocator held since `reset_peak`, fragments included."""
         return int(torch.accelerator.max_memory_reserved(self._device))
 
     def reset_peak(self) -> None:
-        """See `Meter`."""
+        """Forget the peak."""
         torch.accelerator.reset_peak_memory_stats(self._device)
 
     def give_back(self) -> None:
-        """See `Meter`. Waits for the device."""
+        """Let go of what is held and not in use: what an earlier plan needed is not the next one's peak.
+
+        Waits for the device.
+        """
         torch.accelerator.empty_cache()

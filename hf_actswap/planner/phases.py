@@ -31,7 +31,7 @@ from ..engine.stats import GIB, SwapStats, gib_text
 from ..errors import short_traceback
 from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan
-from ..plan.outline import Outline
+from ..plan.model_structure import ModelStructure
 from .bucket_plans import BucketPlans, ShapeBucket
 from .budget import BudgetError
 from .cost.simulate import predict
@@ -39,9 +39,9 @@ from .plan_file import FilePlan, MadeFor, write_plan
 from .planning import Task, task_of
 from .record.recorder import batch_shape
 from .rescue.out_of_memory import Failure
+from .retry import Retry
 from .run import Run
 from .search_phase import SearchPhase
-from .second_try import SecondTry
 from .shape_buckets import BatchSize, RecordedStep
 from .stable import MOST_PLANS, Stable
 from .states.optimizer_states import OptimizerStates
@@ -65,7 +65,7 @@ class Planner:
         known: the plan of the file, which is used instead of searching.
 
     Attributes:
-        outline: of the model.
+        structure: of the model.
         trials: what was measured so far.
         planning_s: seconds of each search on paper so far.
         task: what was searched last; ``None``: nothing yet.
@@ -81,7 +81,7 @@ class Planner:
         known: FilePlan | None = None,
     ) -> None:
         self._run, self._made_for = run, made_for
-        self.outline: Outline = run.outline
+        self.structure: ModelStructure = run.structure
         self.trials: list[Trial] = []
         self.planning_s: list[float] = []
         self.task: Task | None = None
@@ -93,7 +93,7 @@ class Planner:
         self._warm_up_peak_bytes: int | None = None
         self._plans = self._beyond_bytes = 0
         self._last: MemoryPlan | None = None
-        self._second_try = SecondTry(run.model, run.idle.device, self._can_try_again, self._ran_out)
+        self._retry = Retry(run.model, run.idle.device, self._can_try_again, self._ran_out)
         self._undo: list[Callable[[], None]] = []
         self._phase: WarmUp | SearchPhase | Stable
         if known is not None:
@@ -101,7 +101,7 @@ class Planner:
             self.outcome = known.outcome
         else:
             self._phase = WarmUp(run, first_steps(run))
-        run.watch(self._forward_starts, self._second_try.around)
+        run.watch(self._forward_starts, self._retry.around)
 
     @property
     def phase(self) -> str:
@@ -112,7 +112,7 @@ class Planner:
     def plan(self) -> MemoryPlan:
         """What is on the model."""
         if self._run.applied is None:
-            return MemoryPlan((), len(self.outline.layers), self.outline.family)
+            return MemoryPlan((), len(self.structure.layers), self.structure.family)
         return self._run.applied.plan
 
     @property
@@ -173,7 +173,7 @@ class Planner:
             self.progress(now.name, 0 if isinstance(now, Stable) else now.steps_left)
 
     def micro_batch(self, step: Callable[[], Value]) -> Value:
-        """Run forward and backward of a micro-batch, in the stable stage with a second try; see `second_try`.
+        """Run forward and backward of a micro-batch, in the stable stage with a retry; see `retry`.
 
         A forward has one wherever it is called; backward only in here.
 
@@ -183,7 +183,7 @@ class Planner:
         Raises:
             torch.OutOfMemoryError: it cannot be run again, and the text says why.
         """
-        return self._second_try.micro_batch(step)
+        return self._retry.micro_batch(step)
 
     def on_remove(self, step: Callable[[], None]) -> None:
         """Let `remove` do one thing more."""

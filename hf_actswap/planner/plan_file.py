@@ -36,7 +36,7 @@ class MadeFor:
         dtype: of the parameters.
         device: name of the device.
         world_size: ranks.
-        wish: the ``memory`` section without the file's name, and the fates written by hand.
+        requested policy: the ``memory`` section without the file's name, and the fates written by hand.
         versions: of PyTorch and of this package.
     """
 
@@ -45,7 +45,7 @@ class MadeFor:
     dtype: str
     device: str
     world_size: Count
-    wish: str
+    requested: str
     versions: str = f"torch {torch.__version__}, hf_actswap {__version__}"
 
     def differences(self, other: MadeFor) -> dict[str, str]:

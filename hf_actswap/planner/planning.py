@@ -135,12 +135,12 @@ def agreed_step(own: RecordedStep) -> RecordedStep:
     largest = max(range(len(facts)), key=lambda number: (facts[number][0], -number))
     step = from_one_rank(own if rank() == largest else None, largest)
     profile = step.profile
-    pace = max(ms for _, ms, _ in facts) / profile.compute_ms if profile.compute_ms else 1.0
+    slowdown = max(ms for _, ms, _ in facts) / profile.compute_ms if profile.compute_ms else 1.0
     links = [link for _, _, link in facts if link is not None]
     profile = replace(
         profile,
         spans=tuple(
-            replace(span, forward_ms=span.forward_ms * pace, backward_ms=span.backward_ms * pace)
+            replace(span, forward_ms=span.forward_ms * slowdown, backward_ms=span.backward_ms * slowdown)
             for span in profile.spans
         ),
         link=slowest(links) if len(links) == len(facts) else None,

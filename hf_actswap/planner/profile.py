@@ -55,8 +55,8 @@ class Span:
     random: bool = False
 
 
-Way = tuple[float, tuple[str, ...], tuple[str, ...]]
-"""What a compiled layer is told: `FrontierPoint.way`."""
+CompileVariant = tuple[float, tuple[str, ...], tuple[str, ...]]
+"""What a compiled layer is told: `FrontierPoint.variant`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class FrontierPoint:
     measured: bool = False
 
     @property
-    def way(self) -> Way:
+    def variant(self) -> CompileVariant:
         """What the compiler is told: layers with equal ways share one graph."""
         return self.share, self.recomputed, self.kept
 

@@ -13,23 +13,23 @@ from torch.utils._pytree import tree_leaves
 
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_all_ranks
-from ..engine.around import Before, Undo, compiled_around, replace_call
 from ..engine.evictable import IdleTensors
+from ..engine.hook_wrappers import Before, Undo, compiled_wrapper, replace_call
 from ..engine.install import AppliedPlan
 from ..engine.stats import SwapStats
-from ..engine.swapped_storages import Keeper
+from ..engine.swapped_storages import PackHandler
 from ..engine.transfer import Stamp, Transfer
 from ..errors import ActSwapError
 from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan
-from ..plan.outline import Outline, unwrapped
+from ..plan.model_structure import ModelStructure, unwrapped
 from .meter import Meter
 from .rescue.oom_guard import OomGuard, guard_compiled
 from .states.optimizer_kinds import state_bytes_beside_weights
 from .states.optimizer_states import OptimizerStates
 from .trials import MeasuredStep
 
-Put = Callable[[MemoryPlan, Keeper | None], AppliedPlan]
+Put = Callable[[MemoryPlan, PackHandler | None], AppliedPlan]
 """Puts a plan on the model."""
 
 
@@ -39,7 +39,7 @@ class Run:
 
     Args:
         model: as it is called, in its wrappers.
-        outline: of the model inside.
+        structure: of the model inside.
         fixed: what the user wrote by hand: constraints.
         memory: what the user wrote of the planner.
         meter: of device memory.
@@ -53,7 +53,7 @@ class Run:
     """
 
     model: nn.Module
-    outline: Outline
+    structure: ModelStructure
     fixed: MemoryPlan
     memory: MemoryConfig
     meter: Meter
@@ -81,7 +81,7 @@ class Run:
         return self.memory.mode
 
     @property
-    def keeper(self) -> Keeper:
+    def pack_handler(self) -> PackHandler:
         """Makes tickets that the guard can evict."""
         return self.idle.keep
 
@@ -102,10 +102,10 @@ class Run:
         """
         self.take_off()
         self.meter.give_back()
-        wanted = MemoryPlan((), len(self.outline.layers), self.outline.family) if plan is None else plan
-        self.applied = self.put(wanted, self.keeper)
+        wanted = MemoryPlan((), len(self.structure.layers), self.structure.family) if plan is None else plan
+        self.applied = self.put(wanted, self.pack_handler)
         self._plans = [self.applied]
-        self.put_around()
+        self.wrap()
         self.rescue(guarded)
 
     @uninterrupted()
@@ -129,15 +129,15 @@ class Run:
             before.suspend()
         try:
             if isinstance(plan, MemoryPlan):
-                self.applied = self.put(plan, self.keeper)
+                self.applied = self.put(plan, self.pack_handler)
                 self._plans.append(self.applied)
             else:
-                plan.keep_by(self.keeper)  # its hooks are there even if nothing is swapped
+                plan.handle_packs_by(self.pack_handler)  # its hooks are there even if nothing is swapped
                 plan.resume()
                 self.applied = plan
         except ActSwapError:
             if before is not None:
-                before.keep_by(self.keeper)
+                before.handle_packs_by(self.pack_handler)
                 before.resume()
             raise
         finally:
@@ -154,49 +154,49 @@ class Run:
     @property
     def called(self) -> nn.Module:
         """Whose call is a forward: the model inside its wrappers, or what the compiler made of it."""
-        compiled = compiled_around(self.model, self.outline)
+        compiled = compiled_wrapper(self.model, self.structure)
         return unwrapped(self.model) if compiled is None else compiled  # which may have no truth value
 
     @uninterrupted()
-    def watch(self, before: Before, around_call: Callable[[nn.Module], list[Undo]]) -> None:
+    def watch(self, before: Before, wrapper: Callable[[nn.Module], list[Undo]]) -> None:
         """Be there at each forward of the model, around everything else of ours.
 
         Args:
             before: called ahead of it, before PyTorch looks for hooks, so that it may change them.
             around_call: puts something around the calls of a module; returns what undoes it.
         """
-        self.take_around()
+        self.unwrap()
         self._watching = [
             lambda: ahead_of_calls(self.called, before),
-            lambda: around_call(self.called),
+            lambda: wrapper(self.called),
         ]
-        self.put_around()
+        self.wrap()
 
     @uninterrupted()
     def rescue(self, on: bool) -> None:
         """From the next forward on, survive running out of memory, or do no longer."""
         self._guard(on)
         if self.applied is not None:
-            self.applied.keep_by(self.keeper if on else None)
+            self.applied.handle_packs_by(self.pack_handler if on else None)
 
     @uninterrupted()
     def take_off(self) -> None:
         """Take all plans off, the last that was put on first, and keep what they counted."""
-        self.take_around()
+        self.unwrap()
         self.applied = None
         for applied in reversed(list(self._plans)):
             self.drop(applied)
 
     @uninterrupted()
-    def put_around(self) -> None:
+    def wrap(self) -> None:
         """Guard the calls of compiled modules and watch, from outside of all that is around them by now."""
         self._guard_calls()
         for put in self._watching:
             self._around += put()
 
     @uninterrupted()
-    def take_around(self) -> None:
-        """Undo `put_around`, before what it is around is taken off. Safe to call again."""
+    def unwrap(self) -> None:
+        """Undo `wrap`, before what it is around is taken off. Safe to call again."""
         undo, self._around = self._around, []
         for step in reversed(undo):
             step()

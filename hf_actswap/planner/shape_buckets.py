@@ -110,7 +110,7 @@ class RecordedStep:
 
     profile: Profile
     weights: Mapping[Module, ModuleWeights] = field(default_factory=dict)
-    resting_bytes: int = 0
+    baseline_bytes: int = 0
 
     @property
     def size(self) -> BatchSize | None:
@@ -256,7 +256,7 @@ class _Bases:
         found = {}
         rises = _rises([self._spans[at].call[0] for at in numbers], bases)
         for at, base, risen, gradient in zip(numbers, bases, rises, gradients, strict=True):
-            fixed = self._step.resting_bytes
+            fixed = self._step.baseline_bytes
             if self._factor < 1:
                 fixed = (fixed or min(bases)) + max(risen, gradient) + self._passing(self._spans[at].call)
             fixed = min(fixed, base)

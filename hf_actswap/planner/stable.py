@@ -5,7 +5,7 @@
   under the guard: it cannot fail for want of memory where moving something can help, and its step is planned
   for anew.
 * The **peak**, after each step: the allocator's own number. A miss of the budget is planned for anew, and so
-  is a step that ran out of memory and needed a `second_try`; a bucket's plan under which that happens is
+  is a step that ran out of memory and needed a `retry`; a bucket's plan under which that happens is
   dropped instead.
 
 Ranks must agree before they change plans, and a collective at each step would cost every step. So several

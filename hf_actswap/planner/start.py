@@ -15,8 +15,8 @@ from torch import nn
 
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_one_rank, rank, world_size
-from ..engine.around import Hook
 from ..engine.evictable import IdleTensors
+from ..engine.hook_wrappers import Hook
 from ..engine.host_budget import HostMemory
 from ..engine.host_pool import HostPool
 from ..engine.stats import GIB
@@ -27,9 +27,9 @@ from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan, PlanRow, Scope, Windows, folded
 from ..plan.checkpointing_rules import problems_of_checkpointing
 from ..plan.gradient_checkpointing import is_checkpointed
-from ..plan.outline import OUTPUT, Outline, unwrapped
+from ..plan.model_structure import OUTPUT, ModelStructure, unwrapped
 from .least_budget import LeastBudget
-from .meter import AllocatorMeter, CountingMeter, Meter, device_name, resting_tensors
+from .meter import AllocatorMeter, CountingMeter, Meter, baseline_tensors, device_name
 from .phases import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
 from .rescue.oom_guard import OomGuard
@@ -52,7 +52,7 @@ _WRAPPED = "_checkpoint_wrapped_module"  # torch.distributed.algorithms._checkpo
 
 def start_planner(
     model: nn.Module,
-    outline: Outline,
+    structure: ModelStructure,
     fixed: MemoryPlan,
     memory: MemoryConfig,
     put: Put,
@@ -67,7 +67,7 @@ def start_planner(
 
     Args:
         model: on its device, as it is called.
-        outline: of the model inside its wrappers.
+        structure: of the model inside its wrappers.
         fixed: the plan of what is written by hand; its rows are constraints.
         memory: the ``memory`` section; its mode is not ``off``.
         put: puts a plan on the model.
@@ -76,7 +76,7 @@ def start_planner(
         counts_steps: whether its step ends a training step; else call `Planner.step_ended`.
         transfer: how bytes move; by default streams on an accelerator, blocking copies on the CPU.
         meter: of device memory; by default the allocator's own, and on the CPU a count of storages, which
-            refuses what exceeds ``budget_gib`` as an accelerator would.
+            rejects what exceeds ``budget_gib`` as an accelerator would.
 
     Raises:
         PlanError: something is on or in use that does not go with the planner; the plan file is malformed;
@@ -84,7 +84,7 @@ def start_planner(
     """
     if memory.mode == "off":
         raise ValueError("memory.mode is off: there is nothing to plan")
-    problems = problems_of_planner(model, outline, memory.mode)
+    problems = problems_of_planner(model, structure, memory.mode)
     if problems:
         raise PlanError(problems)
     device = next((p.device for p in unwrapped(model).parameters()), torch.device("cpu"))
@@ -92,19 +92,19 @@ def start_planner(
     meter = meter or _meter_of(device, model, optimizer, memory)
     pool = host.pool(device, transfer.overlaps, None)
     idle = IdleTensors(device, pool if transfer.overlaps else None, fixed.min_tensor_bytes)
-    least = LeastBudget(model, outline, fixed, memory, optimizer, device_name(device))
+    least = LeastBudget(model, structure, fixed, memory, optimizer, device_name(device))
     guard = OomGuard(meter, idle, least_budget=least.in_words)
     run = Run(
-        model, outline, fixed, memory, meter, transfer, guard, idle, put, device_name(device), optimizer
+        model, structure, fixed, memory, meter, transfer, guard, idle, put, device_name(device), optimizer
     )
 
     if memory.preference == "memory_saving":
-        run.states = _states_on_host(model, outline, optimizer, transfer, pool, fixed.min_tensor_bytes)
+        run.states = _states_on_host(model, structure, optimizer, transfer, pool, fixed.min_tensor_bytes)
 
     def made_for(shape: tuple[int, ...]) -> MadeFor:
-        return _made_for(model, outline, fixed, memory, device, shape)
+        return _made_for(model, structure, fixed, memory, device, shape)
 
-    known, ours = _known_plan(memory, outline, made_for(()))
+    known, ours = _known_plan(memory, structure, made_for(()))
     with uninterrupted():
         planner = Planner(run, made_for if ours else None, known)
         batches = unwrapped(model).register_forward_pre_hook(Hook(least.forward_starts), with_kwargs=True)
@@ -125,7 +125,7 @@ _NO_OPTIMIZER = Problem(
 
 def _states_on_host(
     model: nn.Module,
-    outline: Outline,
+    structure: ModelStructure,
     optimizer: torch.optim.Optimizer | None,
     transfer: Transfer,
     pool: HostPool,
@@ -134,7 +134,7 @@ def _states_on_host(
     if optimizer is None:
         raise PlanError([_NO_OPTIMIZER])
     root = unwrapped(model)
-    layers = [root.get_submodule(layer.module_path) for layer in outline.layers]
+    layers = [root.get_submodule(layer.module_path) for layer in structure.layers]
     states = OptimizerStates(
         optimizer, transfer, pool, model=model, layers=layers, min_tensor_bytes=min_tensor_bytes
     )
@@ -149,13 +149,13 @@ def _meter_of(
         return AllocatorMeter(device)
     limit = None if memory.budget_gib is None else round(memory.budget_gib * GIB)
     meter = CountingMeter(limit)
-    meter.own(resting_tensors(model, optimizer))
+    meter.own(baseline_tensors(model, optimizer))
     return meter
 
 
 def _made_for(
     model: nn.Module,
-    outline: Outline,
+    structure: ModelStructure,
     fixed: MemoryPlan,
     memory: MemoryConfig,
     device: torch.device,
@@ -166,20 +166,22 @@ def _made_for(
     written = [
         [row.scope, row.op_path, row.fate, asdict(row.windows) if row.windows else None] for row in fixed.rows
     ]
-    wish = {**asdict(replace(memory, plan_file=None)), "written": written}
+    requested = {**asdict(replace(memory, plan_file=None)), "written": written}
     if fixed.tiles:
-        wish["tiles"] = [asdict(tile) for tile in fixed.tiles]
+        requested["tiles"] = [asdict(tile) for tile in fixed.tiles]
     return MadeFor(
-        model=f"{outline.family}, {len(outline.layers)} layers, {count:,} parameters",
+        model=f"{structure.family}, {len(structure.layers)} layers, {count:,} parameters",
         batch_shape=shape,
         dtype=", ".join(sorted({str(parameter.dtype) for parameter in parameters})),
         device=device_name(device),
         world_size=world_size(),
-        wish=json.dumps(wish, sort_keys=True, default=str),
+        requested=json.dumps(requested, sort_keys=True, default=str),
     )
 
 
-def _known_plan(memory: MemoryConfig, outline: Outline, here: MadeFor) -> tuple[FilePlan | None, bool]:
+def _known_plan(
+    memory: MemoryConfig, structure: ModelStructure, here: MadeFor
+) -> tuple[FilePlan | None, bool]:
     """Return the plan of the file, if one is there that fits the run, and whether the planner may write it.
 
     The same on every rank.
@@ -190,7 +192,7 @@ def _known_plan(memory: MemoryConfig, outline: Outline, here: MadeFor) -> tuple[
         return answer
     if rank() == 0 and Path(memory.plan_file).exists():
         try:
-            answer = _fitting(read_plan(memory.plan_file), outline, here, memory)
+            answer = _fitting(read_plan(memory.plan_file), structure, here, memory)
         except ActSwapError as error:
             problem = error
     answer, problem = from_one_rank((answer, problem))
@@ -200,16 +202,16 @@ def _known_plan(memory: MemoryConfig, outline: Outline, here: MadeFor) -> tuple[
 
 
 def _fitting(
-    found: FilePlan, outline: Outline, here: MadeFor, memory: MemoryConfig
+    found: FilePlan, structure: ModelStructure, here: MadeFor, memory: MemoryConfig
 ) -> tuple[FilePlan | None, bool]:
-    own, model = found.plan, (outline.family, len(outline.layers))
+    own, model = found.plan, (structure.family, len(structure.layers))
     if found.made_for is not None:
         differences = found.made_for.differences(here)
-    elif (own.family or outline.family, own.num_layers) == model:
+    elif (own.family or structure.family, own.num_layers) == model:
         differences = {}
     else:
         differences = {"model": f"{own.num_layers} {own.family} layers and not {model[1]} {model[0]} layers"}
-    ours = found.made_for is not None and differences.keys() <= {"wish"}
+    ours = found.made_for is not None and differences.keys() <= {"requested"}
     if not differences:
         return found, ours
     logger.log(
@@ -227,7 +229,7 @@ def _fitting(
 
 def problems_of_planner(
     model: nn.Module,
-    shape: Outline,
+    shape: ModelStructure,
     mode: Literal["smart_swap", "adaptive"],
     *,
     allocator: str | None = None,
@@ -237,7 +239,7 @@ def problems_of_planner(
 
     Args:
         model: on its device, bare or wrapped.
-        shape: its outline.
+        shape: its structure.
         mode: ``memory.mode``.
         allocator: the name of its device's allocator; ``None``: `allocator_name`.
         environment: of the process; ``None``: ``os.environ``.
@@ -284,7 +286,7 @@ def _one_process(model: nn.Module) -> Problem | None:
     return Problem("model", "one process per device", "nn.DataParallel", hint)
 
 
-def _compiled_whole(shape: Outline) -> Problem | None:
+def _compiled_whole(shape: ModelStructure) -> Problem | None:
     """A model in one region has one fate, and the guard could only run all of it again."""
     if not shape.compiled:
         return None

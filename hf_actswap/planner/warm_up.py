@@ -18,19 +18,19 @@ import torch
 from torch import nn
 
 from ..engine.agreement import from_all_ranks
-from ..engine.around import Undo, around
 from ..engine.autograd_state import pop_leaked_hooks
+from ..engine.hook_wrappers import Undo, wrap_call
 from ..engine.link import Link
 from ..engine.tickets import Ticket, restore
 from ..interrupts import uninterrupted
 from ..plan.actions import Scope
 from ..plan.compiled import called_modules, uncompiled
-from ..plan.outline import Outline, unwrapped
+from ..plan.model_structure import ModelStructure, unwrapped
 from .profile import Profile
 from .record.clock import DeviceClock
 from .record.recorder import StepRecorder
 from .run import Run
-from .search.compiled_frontier import ways_of
+from .search.compiled_frontier import variants_of
 from .shape_buckets import Module, ModuleWeights, RecordedStep, tokens_of
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ _DEQUANTISED = 4
 def first_steps(run: Run) -> int:
     """Return the steps of the first warm-up: as many as asked for, but see `LEAST_COMPILED_STEPS`."""
     asked = run.memory.warmup_steps
-    compiled = run.outline.compiled or any(layer.compiled for layer in run.outline.layers)
+    compiled = run.structure.compiled or any(layer.compiled for layer in run.structure.layers)
     if not compiled or asked >= LEAST_COMPILED_STEPS:
         return asked
     logger.info(
@@ -83,7 +83,7 @@ class WarmUp:
         self._recorder: StepRecorder | None = None
         self._held: HeldForwards | None = None
         self._memory: Profile | None = None
-        self._states_bytes = self._resting_bytes = 0
+        self._states_bytes = self._baseline_bytes = 0
         self._weights: dict[Module, ModuleWeights] = {}
         logger.info("%s: warm-up, %d step(s)", run.name, steps)
         self._next()
@@ -98,8 +98,8 @@ class WarmUp:
         self._forwards += 1
         run = self._run
         if self._recorder is not None and self._memory is None and self._forwards == self._micro_batches:
-            self._resting_bytes = run.meter.allocated_bytes() + run.idle.away_bytes
-            self._weights = module_weights(unwrapped(run.model), run.outline)
+            self._baseline_bytes = run.meter.allocated_bytes() + run.idle.away_bytes
+            self._weights = module_weights(unwrapped(run.model), run.structure)
 
     def step_ended(self) -> RecordedStep | None:
         """Return what was recorded, once all ranks have it; every rank must call it."""
@@ -114,11 +114,11 @@ class WarmUp:
             measured = self._run.measured()
             if not measured.evicted_bytes and profile.batch_shape == self._memory.batch_shape:
                 self.peak_bytes = measured.peak_bytes
-            self._resting_bytes += more_states_bytes(profile, self._memory)
+            self._baseline_bytes += more_states_bytes(profile, self._memory)
             profile = with_memory_of(profile, self._memory)
         if self._steps_left <= 0:
             if profile is not None:
-                return RecordedStep(replace(profile, link=self._link()), self._weights, self._resting_bytes)
+                return RecordedStep(replace(profile, link=self._link()), self._weights, self._baseline_bytes)
             logger.info("%s: the recorded step had no backward; another one is recorded", self._run.name)
             self._steps_left, self._memory = 1, None
         self._next()
@@ -134,7 +134,7 @@ class WarmUp:
         recorder, self._recorder = self._recorder, None
         held, self._held = self._held, None
         if recorder is not None:
-            self._run.take_around()
+            self._run.unwrap()
             recorder.stop()
         if held is not None:
             held.stop()
@@ -152,17 +152,17 @@ class WarmUp:
         self._states_bytes = run.state_bytes()
         self._recorder = recorder = StepRecorder(
             run.model,
-            run.outline,
+            run.structure,
             run.meter if self._memory is None else None,
             DeviceClock(run.transfer),
-            run.keeper,
+            run.pack_handler,
             forwards_before=self._micro_batches - 1,
             away_bytes=lambda: run.idle.away_bytes,
         )
-        self._held = HeldForwards(run.called, run.keeper, lambda: recorder.in_forward)
+        self._held = HeldForwards(run.called, run.pack_handler, lambda: recorder.in_forward)
         self._held.start()
         recorder.start()
-        run.put_around()
+        run.wrap()
 
     def _profile(self, recorder: StepRecorder) -> Profile:
         run = self._run
@@ -172,7 +172,7 @@ class WarmUp:
             optimizer_state_bytes=self._states_bytes,
         )
         tokens = profile.batch_shape[-1] if profile.batch_shape else 0
-        return replace(profile, frontier=ways_of(run.outline, unwrapped(run.model), tokens))
+        return replace(profile, frontier=variants_of(run.structure, unwrapped(run.model), tokens))
 
     def _link(self) -> Link | None:
         from_all_ranks(0)  # start together: ranks may share a switch
@@ -246,7 +246,7 @@ class HeldForwards:
 
     def start(self) -> None:
         """Hold what forwards save from now on."""
-        self._undo = around(self._module, self._forward_starts, self._forward_ends)
+        self._undo = wrap_call(self._module, self._forward_starts, self._forward_ends)
 
     def stop(self) -> None:
         """Leave nothing behind; also in mid-step, after an exception. Safe to call again."""
@@ -271,19 +271,19 @@ class HeldForwards:
         return self._hold(tensor.detach())
 
 
-def module_weights(root: nn.Module, outline: Outline) -> dict[Module, ModuleWeights]:
+def module_weights(root: nn.Module, structure: ModelStructure) -> dict[Module, ModuleWeights]:
     """Return what the weights of modules need on the device while a step runs, beside lying there.
 
     For the modules of all scopes, as things are ahead of a forward.
 
     Args:
         root: the model inside its wrappers.
-        outline: of it.
+        structure: of it.
     """
     seen: set[int] = set()
     found: dict[Module, ModuleWeights] = {}
-    for scope, module in _scope_modules(root, outline):
-        sharded_bytes = _GATHERED * _weight_bytes(module, True) if outline.sharded else 0
+    for scope, module in _scope_modules(root, structure):
+        sharded_bytes = _GATHERED * _weight_bytes(module, True) if structure.sharded else 0
         whole = uncompiled(module)
         for path, child in [("", whole), *called_modules(whole)]:
             new, passing = 0, sharded_bytes
@@ -302,16 +302,16 @@ def module_weights(root: nn.Module, outline: Outline) -> dict[Module, ModuleWeig
     return found
 
 
-def _scope_modules(root: nn.Module, outline: Outline) -> Iterator[tuple[Scope, nn.Module]]:
+def _scope_modules(root: nn.Module, structure: ModelStructure) -> Iterator[tuple[Scope, nn.Module]]:
     """In the order of backward: a weight that two modules share gets its gradient from the first."""
-    around: dict[Scope, str | None] = {"head": outline.head, "final_norm": outline.final_norm}
-    for scope, path in around.items():
+    wrap_call: dict[Scope, str | None] = {"head": structure.head, "final_norm": structure.final_norm}
+    for scope, path in wrap_call.items():
         if path is not None:
             yield scope, root.get_submodule(path)
-    for layer in reversed(outline.layers):
+    for layer in reversed(structure.layers):
         yield layer.index, root.get_submodule(layer.module_path)
-    if outline.embedding is not None:
-        yield "embedding", root.get_submodule(outline.embedding)
+    if structure.embedding is not None:
+        yield "embedding", root.get_submodule(structure.embedding)
 
 
 def _weight_bytes(module: nn.Module, recurse: bool) -> int:

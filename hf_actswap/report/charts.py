@@ -249,14 +249,14 @@ def timeline_chart(timeline: StepTimeline, width: float) -> Drawing:
     add_parts(drawing, timeline.compute, x, tops["compute"], lane)
     for stall in timeline.stalls:
         name = _name(stall.scope, stall.op_path)
-        title = f"waits {ms_text(stall.length_ms)} for {name} ({stall.way})"
+        title = f"waits {ms_text(stall.length_ms)} for {name} ({stall.direction})"
         drawing.add(_box(x, stall.start_ms, stall.length_ms, tops["waits"], lane, "stall", title))
     for copy in timeline.copies:
         length_ms = copy.end_ms - copy.start_ms
         rate = f", {copy.size_bytes / length_ms / 1e6:.1f} GB/s" if length_ms > 0 else ""
         title = f"{_name(copy.scope, copy.op_path)}: {size_text(copy.size_bytes)}, {ms_text(length_ms)}{rate}"
-        y = tops["copies out" if copy.way == "out" else "copies in"]
-        drawing.add(_box(x, copy.start_ms, length_ms, y, lane, copy.way, title))
+        y = tops["copies out" if copy.direction == "out" else "copies in"]
+        drawing.add(_box(x, copy.start_ms, length_ms, y, lane, copy.direction, title))
     return drawing
 
 
@@ -298,7 +298,7 @@ def swapped_cells(timeline: StepTimeline) -> Cells:
     """Return what was swapped in a measured step, by the rows of the plan."""
     found: defaultdict[tuple[str, Scope], Counter[str]] = defaultdict(Counter)
     for copy in timeline.copies:
-        if copy.way == "out" and copy.scope is not None:
+        if copy.direction == "out" and copy.scope is not None:
             found[copy.op_path or "everything", copy.scope]["swap"] += copy.size_bytes
     return found
 

@@ -83,9 +83,9 @@ def page(run: RecordedRun, facts: RunFacts, pictures: Sequence[Picture]) -> str:
     if facts.trials:
         body.append(_trials_table(facts))
     if run.plan is not None:
-        body += [_plan_table(run.plan), _overrides(run.plan)]
-    if facts.refused:
-        body.append(_refused_table(facts.refused))
+        body += [_plan_table(run.plan), _adjustments(run.plan)]
+    if facts.rejected:
+        body.append(_rejected_table(facts.rejected))
     body.append(_about_table(about))
     if config := about.get("config"):
         text = f"<pre {_reached('Configuration')}>{escape(config)}</pre>"
@@ -272,16 +272,16 @@ def _plan_cells(row: PlanRow) -> tuple[str, str, str, str]:
     return name, fate, str(prefetch), str(release)
 
 
-def _overrides(plan: MemoryPlan) -> str:
-    if not plan.overrides:
+def _adjustments(plan: MemoryPlan) -> str:
+    if not plan.adjustments:
         return ""
-    items = "".join(f"<li>{escape(str(item))}</li>" for item in plan.overrides)
+    items = "".join(f"<li>{escape(str(item))}</li>" for item in plan.adjustments)
     summary = "<summary>What was asked and gave way, and what was decided</summary>"
     return f"<details>{summary}<ul>{items}</ul></details>"
 
 
-def _refused_table(refused: Mapping[str, float]) -> str:
-    rows = [("", (escape(reason), size_text(size))) for reason, size in refused.items()]
+def _rejected_table(rejected: Mapping[str, float]) -> str:
+    rows = [("", (escape(reason), size_text(size))) for reason, size in rejected.items()]
     return _table("Planned to be swapped, and stayed", ("Why", "In a step"), rows, 1)
 
 

@@ -10,23 +10,23 @@ from rich.table import Table
 from ..plan.actions import COMPILE_BUDGET, SCOPES, MemoryPlan, PlanRow, Scope, folded
 
 _MEASURED = "auto"
-"""For windows that the engine chooses from measured times; what it chose is among the overrides."""
+"""For windows that the engine chooses from measured times; what it chose is among the adjustments."""
 
 
 def plan_table(plan: MemoryPlan, width: int = 110) -> str:
-    """Return the plan as text: what happens to what, then every override with its reason.
+    """Return the plan as text: what happens to what, then every adjustment with its reason.
 
     Args:
         plan: to show.
-        width: of the table in characters; overrides take a line each, however long.
+        width: of the table in characters; adjustments take a line each, however long.
     """
     out = StringIO()
     # In a notebook a console shows what it is given as HTML, and writes nothing to its file.
     console = Console(file=out, width=width, color_system=None, highlight=False, force_jupyter=False)
     console.print(_rows_table(plan))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    if plan.overrides:
-        lines += ["What was asked and gave way:", *(f"  - {override}" for override in plan.overrides)]
+    if plan.adjustments:
+        lines += ["What was asked and gave way:", *(f"  - {adjustment}" for adjustment in plan.adjustments)]
     return "\n".join(lines)
 
 

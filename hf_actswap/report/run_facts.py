@@ -48,7 +48,7 @@ class RunFacts:
         offloaded_bytes: of a step.
         stall_ms: of a step.
         host_bytes: most host memory in use.
-        refused: what was to be swapped and stayed: reason -> bytes of a step.
+        rejected: what was to be swapped and stayed: reason -> bytes of a step.
         compared: predicted beside measured; empty without a planner.
         trials: of the planner.
         budget_bytes: of the planner.
@@ -61,7 +61,7 @@ class RunFacts:
     offloaded_bytes: int
     stall_ms: float
     host_bytes: int
-    refused: Mapping[str, float]
+    rejected: Mapping[str, float]
     compared: Sequence[Compared]
     trials: Sequence[RecordedTrial]
     budget_bytes: int | None
@@ -108,7 +108,7 @@ def run_facts(run: RecordedRun, prediction: Prediction | None) -> RunFacts:
         offloaded_bytes=int(stats.get("offloaded_bytes", 0)),
         stall_ms=stall_ms,
         host_bytes=max((int(line["stats"]["host_peak_bytes"]) for line in run.steps), default=0),
-        refused=stats.get("refused", {}),
+        rejected=stats.get("rejected", {}),
         compared=(),
         trials=() if planner is None else planner["trials"],
         budget_bytes=None if planner is None else planner["budget_bytes"],
@@ -126,7 +126,7 @@ def _of_step(line: LoggedStep) -> dict[str, Any]:
     return {
         "offloaded_bytes": stats["offloaded_bytes"] / count,
         "stall_ms": stats["stall_ms"] / count,
-        "refused": {reason: size / count for reason, size in stats["refused"].items()},
+        "rejected": {reason: size / count for reason, size in stats["rejected"].items()},
     }
 
 

@@ -73,7 +73,7 @@ class LoggedStats(TypedDict):
     offloaded_bytes: int
     stall_ms: float
     host_peak_bytes: int
-    refused: Mapping[str, int]
+    rejected: Mapping[str, int]
 
 
 class _LoggedAlways(TypedDict):

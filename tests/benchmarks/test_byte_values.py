@@ -256,7 +256,7 @@ def test_the_picture_is_drawn_from_the_recorded_rows(repository: Path) -> None:
 def test_the_configurations_of_the_page_do_what_it_says(repository: Path) -> None:
     texts = re.findall(r"^```yaml\n(.*?)^```$", page(repository), flags=re.MULTILINE | re.DOTALL)
     config = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=3)
-    shape = hf_actswap.outline(LlamaForCausalLM(config).to(torch.bfloat16))
+    shape = hf_actswap.model_structure(LlamaForCausalLM(config).to(torch.bfloat16))
     short, half, edge = (
         hf_actswap.resolve_plan(hf_actswap.load_config(yaml.safe_load(text)), shape) for text in texts
     )

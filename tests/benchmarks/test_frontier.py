@@ -202,10 +202,10 @@ def test_eager_holds_what_its_layers_save(rows: Rows) -> None:
 
 def test_peak_is_resting_and_activation_bytes(rows: Rows) -> None:
     weights = LAYERS * (4 * SHAPE.hidden**2 + 3 * SHAPE.hidden * SHAPE.intermediate + 2 * SHAPE.hidden)
-    resting = 2 * 4 * (weights + TOKENS * SHAPE.hidden)  # each with its gradient
+    baseline = 2 * 4 * (weights + TOKENS * SHAPE.hidden)  # each with its gradient
     eager = rows["eager"]
-    assert eager["resting_bytes"] == resting
-    assert eager["peak_allocated_bytes"] == resting + eager["activation_bytes"]
+    assert eager["baseline_bytes"] == baseline
+    assert eager["peak_allocated_bytes"] == baseline + eager["activation_bytes"]
 
 
 def test_default_swap_holds_less_by_what_it_offloads(tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_layer_bytes_cover_what_is_measured(rows: Rows) -> None:
 
 
 @pytest.mark.parametrize("argument", ["--layers", "--tokens", "--steps"])
-def test_numbers_below_one_are_refused(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers_below_one_are_rejected(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         frontier.main([argument, "0"])
     assert exit_info.value.code == 2

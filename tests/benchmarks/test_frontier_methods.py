@@ -235,7 +235,7 @@ def test_the_eager_mix_swaps_what_the_second_rule_keeps() -> None:
     config = row.config_for(2)
     swap = {key: value for key, value in config["swap_config"].items() if key != "select_recompute_input"}
     as_reference = hf_actswap.load_config({**config, "swap_config": swap})
-    asked = hf_actswap.resolve_plan(as_reference, hf_actswap.outline(step.model))
+    asked = hf_actswap.resolve_plan(as_reference, hf_actswap.model_structure(step.model))
     assert (asked.fate(0, "output"), asked.fate(0, "add", 0)) == ("keep", "keep")
     with row.setup(step, config) as applied:
         assert applied is not None

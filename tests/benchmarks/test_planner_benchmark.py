@@ -49,8 +49,8 @@ def test_budgets_are_what_they_are_called(rows: dict[str, dict[str, Any]]) -> No
     used = eager["activation_bytes"]
     budgets = {name: rows[name]["budget_bytes"] for name in METHODS}
     assert budgets["actswap_plan_checkpointing"] == rows["hf-checkpointing"]["peak_allocated_bytes"]
-    resting = eager["peak_allocated_bytes"] - used
-    assert budgets["actswap_plan_half"] == pytest.approx(resting + used / 2, abs=1)
+    baseline = eager["peak_allocated_bytes"] - used
+    assert budgets["actswap_plan_half"] == pytest.approx(baseline + used / 2, abs=1)
     assert budgets["actswap_plan_reduce"] == pytest.approx(eager["peak_allocated_bytes"] - 0.3 * used, abs=1)
     memory = rows["actswap_plan_reduce"]["config"]["memory"]
     assert memory == {"reduce_by_gib": pytest.approx(0.3 * used / GIB)}

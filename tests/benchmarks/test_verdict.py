@@ -479,7 +479,7 @@ def test_curve() -> None:
 @pytest.mark.parametrize(
     ("content", "message"), [(None, "no such file: "), ("{}", "is not a list of rows, as frontier.py writes")]
 )
-def test_unusable_files_are_refused(
+def test_unusable_files_are_rejected(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None, message: str
 ) -> None:
     path = tmp_path / "results.json"

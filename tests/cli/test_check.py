@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_actswap import apply, load_config, outline, resolve_plan
+from hf_actswap import apply, load_config, model_structure, resolve_plan
 
 from .conftest import Run
 
@@ -54,14 +54,20 @@ def test_the_plan_is_that_of_resolve_plan(run: Run, write: Write, tiny: Path) ->
     ended = run("check", config, "--model", tiny / "config.json", "--json")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny))
-    plan = resolve_plan(load_config(config), outline(model))
+    plan = resolve_plan(load_config(config), model_structure(model))
     found = ended.document
     assert ended.code == 0
     assert [(row["scope"], row["op_path"], row["fate"]) for row in found["rows"]] == [
         (row.scope, row.op_path, row.fate) for row in plan.rows
     ]
-    assert [item["reason"] for item in found["overrides"]] == [item.reason for item in plan.overrides] != []
-    assert {wish["op_name"]: wish["targets"] for wish in found["names"] if wish["asked"] == "swap"} == {
+    assert (
+        [item["reason"] for item in found["adjustments"]] == [item.reason for item in plan.adjustments] != []
+    )
+    assert {
+        requested["op_name"]: requested["targets"]
+        for requested in found["names"]
+        if requested["asked"] == "swap"
+    } == {
         "attention": {"self_attn": [0, 1, 2, 3]},
         "feed_forward": {"mlp": [1, 2]},
     }
@@ -114,10 +120,10 @@ def test_a_model_in_parts(run: Run, write: Write, tiny: Path) -> None:
     assert [of[tp]["ok"] for tp in of] == [True, True]
     swapped = {tp: found["predicted"]["as written"]["swapped_bytes"] for tp, found in of.items()}
     assert swapped["1"] == 2 * swapped["2"] > 0
-    assert of["1"]["overrides"] != of["2"]["overrides"]  # sequence parallelism has an effect
-    refused = run("check", config, "-m", tiny, "--tp", "3", "--json")
-    assert refused.code == 1
-    assert any("num_attention_heads" in problem["expected"] for problem in refused.document["problems"])
+    assert of["1"]["adjustments"] != of["2"]["adjustments"]  # sequence parallelism has an effect
+    rejected = run("check", config, "-m", tiny, "--tp", "3", "--json")
+    assert rejected.code == 1
+    assert any("num_attention_heads" in problem["expected"] for problem in rejected.document["problems"])
 
 
 def test_no_group_is_left_behind(run: Run, write: Write, tiny: Path) -> None:

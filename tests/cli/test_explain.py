@@ -1,4 +1,4 @@
-"""``explain`` names the row, the wishes and the rules; what would change a fate does change it."""
+"""``explain`` names the row, what was requested and the rules; what would change a fate does change it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ recompute_config:
 
 
 @pytest.mark.parametrize(
-    ("layer", "op", "path", "fate", "row", "wishes"),
+    ("layer", "op", "path", "fate", "row", "policies"),
     [
         (0, "attention.flash_attention", "self_attn.flash_attention", "swap", "self_attn", ["op_swap[0]"]),
         (1, "mlp", "mlp", "swap", "mlp", ["op_swap[1]"]),
@@ -37,7 +37,7 @@ def test_row_and_wishes(
     path: str,
     fate: str,
     row: str | None,
-    wishes: list[str],
+    policies: list[str],
     run: Run,
     write: Write,
     tiny: Path,
@@ -47,9 +47,9 @@ def test_row_and_wishes(
     (found,) = ended.document["ops"]
     assert (found["op"], found["fate"]) == (path, fate)
     assert (found["row"] or {"op_path": None})["op_path"] == row
-    assert [wish["where"].rpartition(".")[2] for wish in found["wishes"]] == wishes
+    assert [requested["where"].rpartition(".")[2] for requested in found["policies"]] == policies
     gives_way = fate == "recompute"
-    assert any("coupling rule 1" in item["reason"] for item in found["overrides"]) is gives_way
+    assert any("coupling rule 1" in item["reason"] for item in found["adjustments"]) is gives_way
 
 
 def test_alternatives_hold(run: Run, write: Write, tiny: Path) -> None:

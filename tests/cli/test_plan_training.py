@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from hf_actswap.cli.plan_request import state_bytes
-from hf_actswap.plan import outline
+from hf_actswap.plan import model_structure
 from hf_actswap.planner.profile import Profile
-from hf_actswap.planner.record.resting import Resting, with_resting
+from hf_actswap.planner.record.baseline import Baseline, with_baseline
 from hf_actswap.planner.record.shapes import profile_from_shapes
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.recorded_steps import measured_peak_bytes
@@ -93,8 +93,8 @@ def test_gradients_rest_in_the_type_that_is_asked_for(at_peak: Any) -> None:
     wide, found = at_peak("--optimizer", "none", "--grad-dtype", "fp32")
     assert 4 * WEIGHTS >= wide["gradients_bytes"] > own["gradients_bytes"] > 0
     assert found["step"]["gradient_dtype"] == "fp32"
-    profile, resting = on_paper()
-    doubled = with_resting(profile, replace(resting, gradient_scale=Fraction(2)))
+    profile, baseline = on_paper()
+    doubled = with_baseline(profile, replace(baseline, gradient_scale=Fraction(2)))
     assert doubled.gradient_bytes == tuple(2 * size for size in profile.gradient_bytes)
     more = doubled.outside_base_bytes - profile.outside_base_bytes
     assert more == profile.gradient_bytes[-1] > 0
@@ -116,27 +116,27 @@ def test_what_each_stage_shards(at_peak: Any) -> None:
         assert "not in the times" in found["assumed"][0]
 
 
-def on_paper() -> tuple[Profile, Resting]:
+def on_paper() -> tuple[Profile, Baseline]:
     model = tiny_llama()
-    shape = outline(model)
+    shape = model_structure(model)
     batch = {name: torch.zeros((1, 8), dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
     layers = [sum(weight.nbytes for weight in model.model.layers[0].parameters())] * len(shape.layers)
     profile = profile_from_shapes(model, shape, batch, "H200", optimizer_state_bytes=800)
-    return profile, Resting(layers[0], profile.weight_bytes - sum(layers), profile.weight_bytes)
+    return profile, Baseline(layers[0], profile.weight_bytes - sum(layers), profile.weight_bytes)
 
 
 def test_nothing_changes_where_nothing_rests_otherwise() -> None:
-    profile, resting = on_paper()
-    assert with_resting(profile, resting) == profile
-    one = replace(resting, stage=3)
-    assert measured_peak_bytes(with_resting(profile, one)) == measured_peak_bytes(profile)
+    profile, baseline = on_paper()
+    assert with_baseline(profile, baseline) == profile
+    one = replace(baseline, stage=3)
+    assert measured_peak_bytes(with_baseline(profile, one)) == measured_peak_bytes(profile)
 
 
 def test_gradients_are_whole_until_they_are_scattered() -> None:
     """When layer 0's backward begins: of what is outside and of layer 1 whole, of layers 2 and 3 shards."""
-    profile, resting = on_paper()
-    layer, ranks = resting.layer_bytes, 8
-    sharded = with_resting(profile, replace(resting, stage=2, ranks=ranks))
+    profile, baseline = on_paper()
+    layer, ranks = baseline.layer_bytes, 8
+    sharded = with_baseline(profile, replace(baseline, stage=2, ranks=ranks))
     first = min(
         (span.backward_place, number)
         for number, span in enumerate(profile.spans)
@@ -182,8 +182,8 @@ def test_a_quantised_base(at_peak: Any) -> None:
 
 
 def test_a_quantised_weight_is_whole_while_its_module_runs() -> None:
-    profile, resting = on_paper()
-    changed = with_resting(profile, replace(resting, passing={(1, "mlp.up_proj"): 1000}))
+    profile, baseline = on_paper()
+    changed = with_baseline(profile, replace(baseline, passing={(1, "mlp.up_proj"): 1000}))
     for before, after in zip(profile.spans, changed.spans, strict=True):
         more = 1000 if before.call[:2] == (1, "mlp.up_proj.linear") else 0
         assert after.forward_base_bytes - before.forward_base_bytes == more
@@ -234,9 +234,9 @@ def test_code_of_the_model_runs_only_if_it_is_trusted(run: Run, tiny: Path, tmp_
     config |= {"model_type": "own_llama", "architectures": ["OwnModel"]}
     config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    refused = run("plan", tmp_path, *STEP)
-    assert refused.code == 1
-    assert re.search(r"--trust-remote-\s*code", refused.out)
+    rejected = run("plan", tmp_path, *STEP)
+    assert rejected.code == 1
+    assert re.search(r"--trust-remote-\s*code", rejected.out)
     for name in (tmp_path, tmp_path / "config.json"):
         found = run("plan", name, *STEP, "--trust-remote-code", "--json").document
         assert (found["model"]["family"], found["model"]["parameters"]) == ("own_llama", WEIGHTS)

@@ -24,7 +24,7 @@ from hf_actswap.cli.recorded_steps import (
 )
 from hf_actswap.cli.step import StepShape
 from hf_actswap.cli.subject import ModelError, random_model
-from hf_actswap.plan import outline
+from hf_actswap.plan import model_structure
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.profile_document import profile_to_json
 
@@ -209,10 +209,10 @@ def test_times_of_other_layers_are_the_mean_of_their_kind(written: tuple[Path, A
 
 def test_medians_and_stages(model: Path) -> None:
     made = random_model(str(model), None, CPU, layers=1)
-    assert len(outline(made).layers) == 1
+    assert len(model_structure(made).layers) == 1
     told: list[tuple[str, int]] = []
     steps = RecordedSteps(
-        made, outline(made), StepShape(1, 16, "cpu", "bf16", "sgd"), lambda *at: told.append(at)
+        made, model_structure(made), StepShape(1, 16, "cpu", "bf16", "sgd"), lambda *at: told.append(at)
     )
     profile = steps.profile()
     assert told == [
@@ -251,7 +251,7 @@ def test_what_is_not_here_is_not_measured(
 
 
 def test_no_room(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(_: object) -> None:
+    def rejected(_: object) -> None:
         raise torch.OutOfMemoryError("tried to allocate too much")
 
     monkeypatch.setattr(profile_command, "available_bytes", lambda: 2**16)
@@ -260,7 +260,7 @@ def test_no_room(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "64.00 KiB" in problem["expected"]
     assert "--layers" in problem["hint"]
     monkeypatch.setattr(profile_command, "available_bytes", lambda: None)
-    monkeypatch.setattr(RecordedSteps, "profile", refused)
+    monkeypatch.setattr(RecordedSteps, "profile", rejected)
     (problem,) = run("profile", model, *STEP, "--device", "cpu", "--json").document["problems"]
     assert problem["found"] == "tried to allocate too much"
     assert "--layers" in problem["hint"]

@@ -52,7 +52,7 @@ def test_nothing_malformed_is_pushed(hub: HubServer, run: Run, write: Write, tmp
     assert hub.requests == []
 
 
-def test_a_refusal_is_one_line(
+def test_a_rejection_is_one_line(
     hub: HubServer, run: Run, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "wrong")

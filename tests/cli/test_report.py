@@ -10,7 +10,7 @@ from .conftest import Run
 
 
 def recorded(folder: Path) -> Path:
-    stats = {"offloaded_bytes": 4096, "stall_ms": 2.0, "host_peak_bytes": 8192, "refused": {}}
+    stats = {"offloaded_bytes": 4096, "stall_ms": 2.0, "host_peak_bytes": 8192, "rejected": {}}
     lines = [{"step": n, "phase": "", "steps": 1, "step_ms": 12.5, "stats": stats} for n in range(1, 5)]
     write_lines(folder, lines)
     return folder

@@ -31,6 +31,6 @@ def test_values(text: str, value: object) -> None:
     ],
 )
 def test_mistakes(text: str, words: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as rejected:
         load_config(f"recompute_config: {{compile_budget: {text}}}")
-    assert words in str(refused.value)
+    assert words in str(rejected.value)

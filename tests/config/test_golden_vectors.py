@@ -174,7 +174,7 @@ AGREE = "expected the same backward_prefetch in all entries of"
         ),
     ],
 )
-def test_refused_rules(keys: dict[str, object], problems: list[str]) -> None:
+def test_rejected_rules(keys: dict[str, object], problems: list[str]) -> None:
     assert problems_of(swap_document(**keys)) == problems
     assert problems_of({"swap_config": {**keys, "swap": False}}) == problems
 
@@ -283,7 +283,7 @@ def test_errors(document: dict[str, Any], problems: list[str]) -> None:
 
 @pytest.mark.parametrize("value", [True, False, [0, 3], (0, 3)])
 def test_selected_ops_take_bools_and_indices_with_swap(value: object) -> None:
-    # E8: the document says bool or list; the reference's trainer refuses the bool and takes no tuple.
+    # E8: the document says bool or list; the reference's trainer rejects the bool and takes no tuple.
     document = {**swap_document(), "recompute_config": {"select_recompute": {"feed_forward": value}}}
     kept = tuple(value) if isinstance(value, list | tuple) else value
     assert load_config(document).recompute_config.select_recompute == {"feed_forward": kept}

@@ -29,7 +29,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
         yield server
 
 
-def refused(name: str, **how: object) -> str:
+def rejected(name: str, **how: object) -> str:
     with pytest.raises(ConfigError) as caught:
         ActSwapConfig.from_pretrained(name, **how)  # type: ignore[arg-type]
     assert len(caught.value.problems) == 1
@@ -90,24 +90,26 @@ def test_what_is_not_there(hub: HubServer) -> None:
     no_repository = (
         "has no repository org/{}, or a private one that needs another token; no copy is in the cache."
     )
-    assert refused("org/nothing").endswith(f"{hub.endpoint} {no_repository.format('nothing')}")
-    assert refused("org/secret").endswith(no_repository.format("secret"))
-    assert refused("org/secret", token="hf_wrong").endswith(no_repository.format("secret"))
-    assert f"org/gated is gated: ask for access at {hub.endpoint}/org/gated" in refused("org/gated")
-    assert refused("org/name").endswith(f"and from the Hub: org/name has no file {CONFIG_FILE_NAME}.")
-    assert refused("org/name", revision="v9").endswith("org/name has no branch, tag or commit v9.")
+    assert rejected("org/nothing").endswith(f"{hub.endpoint} {no_repository.format('nothing')}")
+    assert rejected("org/secret").endswith(no_repository.format("secret"))
+    assert rejected("org/secret", token="hf_wrong").endswith(no_repository.format("secret"))
+    assert f"org/gated is gated: ask for access at {hub.endpoint}/org/gated" in rejected("org/gated")
+    assert rejected("org/name").endswith(f"and from the Hub: org/name has no file {CONFIG_FILE_NAME}.")
+    assert rejected("org/name", revision="v9").endswith("org/name has no branch, tag or commit v9.")
     for name in ("org/secret", "org/gated"):
         assert ActSwapConfig.from_pretrained(name, token=TOKEN) == SWAP_ON
     hub.faults.status = 418
-    assert refused("org/name").endswith(f"{hub.endpoint} answered 418; no copy is in the cache.")
+    assert rejected("org/name").endswith(f"{hub.endpoint} answered 418; no copy is in the cache.")
 
 
 def test_names_that_cannot_be(hub: HubServer) -> None:
     commit = "0" * 40
-    assert "found v2" in refused("org/name@v1", revision="v2")
+    assert "found v2" in rejected("org/name@v1", revision="v2")
     for name in ("name", "org/name/more", "org/../name", "swap_config: {}", "org/name@../../x", "x\0y"):
-        assert refused(name).endswith("no such file or folder, and no Hub id.")
-    assert refused("org/name", revision="../x") == "revision: expected a branch, tag or commit, found '../x'."
+        assert rejected(name).endswith("no such file or folder, and no Hub id.")
+    assert (
+        rejected("org/name", revision="../x") == "revision: expected a branch, tag or commit, found '../x'."
+    )
     assert split_hub_id(f"org/name@{commit}") == ("org/name", commit)
     assert hub.requests == []
 
@@ -136,14 +138,14 @@ def test_a_hub_that_is_gone(
     }
     assert why[gone] in caplog.messages[0]
     # What is not in the cache is one clear error, at once: the client alone would try for 20 s.
-    assert refused("org/name@v1").endswith("no copy is in the cache.")
+    assert rejected("org/name@v1").endswith("no copy is in the cache.")
     assert time.monotonic() - start < 10
 
 
 def test_only_the_cache(hub: HubServer, tmp_path: Path) -> None:
     hub.repository("org/name").put({CONFIG_FILE_NAME: TEXT})
     how = {"cache_dir": tmp_path / "other"}
-    assert refused("org/name", local_files_only=True, **how).endswith("of org/name is not in the cache.")
+    assert rejected("org/name", local_files_only=True, **how).endswith("of org/name is not in the cache.")
     assert hub.requests == []
     ActSwapConfig.from_pretrained("org/name", **how)  # type: ignore[arg-type]
     asked = len(hub.requests)
@@ -152,13 +154,13 @@ def test_only_the_cache(hub: HubServer, tmp_path: Path) -> None:
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_long_document_is_refused_before_it_is_read(hub: HubServer) -> None:
+def test_a_long_document_is_rejected_before_it_is_read(hub: HubServer) -> None:
     repository = hub.repository("org/name")
     repository.put({CONFIG_FILE_NAME: "#" * (MAX_TEXT_BYTES + 1)})
-    assert f"has {MAX_TEXT_BYTES + 1:,} bytes, and at most {MAX_TEXT_BYTES:,} bytes" in refused("org/name")
+    assert f"has {MAX_TEXT_BYTES + 1:,} bytes, and at most {MAX_TEXT_BYTES:,} bytes" in rejected("org/name")
     repository.put({CONFIG_FILE_NAME: TEXT})
     hub.faults.no_size = True
-    assert "has no size" in refused("org/name")
+    assert "has no size" in rejected("org/name")
     assert hub.asked("GET") == []
 
 
@@ -166,7 +168,7 @@ def test_no_path_out_of_the_cache(hub: HubServer, tmp_path: Path) -> None:
     repository = hub.repository("org/name")
     repository.put({CONFIG_FILE_NAME: TEXT})
     hub.faults.etag = "../../../../outside"
-    assert "cannot be a file name" in refused("org/name")
+    assert "cannot be a file name" in rejected("org/name")
     assert not (tmp_path / "outside").exists()
     assert hub.asked("GET") == []
     hub.faults.etag = None
@@ -176,8 +178,8 @@ def test_no_path_out_of_the_cache(hub: HubServer, tmp_path: Path) -> None:
     secret.write_text(TEXT)
     cached.unlink()
     cached.symlink_to(secret)
-    assert refused("org/name").endswith("is a link that leads out of the cache.")
-    assert refused(f"org/name@{cached.parent.name}").endswith("is a link that leads out of the cache.")
+    assert rejected("org/name").endswith("is a link that leads out of the cache.")
+    assert rejected(f"org/name@{cached.parent.name}").endswith("is a link that leads out of the cache.")
 
 
 def test_hostile_documents(hub: HubServer, tmp_path: Path) -> None:

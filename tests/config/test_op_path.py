@@ -1,4 +1,4 @@
-"""Where an op path is split into levels, and which paths are refused."""
+"""Where an op path is split into levels, and which paths are rejected."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ EXPECTED = "a file, a folder that holds actswap_config.yaml, YAML or JSON text, 
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> None:
+    def reject(*args: object, **kwargs: object) -> None:
         raise AssertionError("the network was asked")
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refuse)
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refuse)
+    monkeypatch.setattr(socket.socket, "connect", reject)
+    monkeypatch.setattr(socket, "getaddrinfo", reject)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", reject)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", reject)
 
 
 def only_problem(source: object) -> str:

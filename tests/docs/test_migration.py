@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_actswap import load_config, outline
+from hf_actswap import load_config, model_structure
 from hf_actswap.config.keys import FOREIGN_PARALLEL_KEYS, PARALLEL_KEYS
 from hf_actswap.plan.match import LayerNames
 from tests.docs.pages import DOCS, ROOT, blocks, script, text_of
@@ -101,7 +101,7 @@ def test_the_op_names_are_those_of_the_table() -> None:
     section = text_of(DOCS / "migration" / "mindformers.md").partition("## Op names")[2]
     rows = re.findall(r"^\| `([^`]+)` \| (`.+`) \|$", section, re.MULTILINE)
     assert len(rows) > 10
-    names = LayerNames(outline(tiny_llama()).layers[0]).reference
+    names = LayerNames(model_structure(tiny_llama()).layers[0]).reference
     for reference, ours in rows:
         assert tuple(re.findall(r"`([^`]+)`", ours)) == names[reference]
 

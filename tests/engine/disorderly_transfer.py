@@ -1,8 +1,8 @@
-"""A machine whose copies take as long as a test says, and which notices when memory is let go too early.
+"""A machine whose copies take as long as a test says, and which notices when memory is freed too early.
 
 Copies out run one after another, and so do copies back, as on two streams; how the two interleave with each
 other and with compute follows from the durations alone. Bytes move only when the clock reaches the end of a
-copy. The transfer holds neither a source nor a block: what is gone when its copy ends was let go too early,
+copy. The transfer holds neither a source nor a block: what is gone when its copy ends was freed too early,
 and on an accelerator the copy would read, or write, somebody else's memory. A block is full of NaN until its
 copy has ended.
 """
@@ -22,7 +22,7 @@ from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.stats import PendingTime
 from hf_actswap.engine.transfer import Copy
 
-Way = Literal["out", "in"]
+Direction = Literal["out", "in"]
 NAN_BYTE = 0xFF
 
 
@@ -34,7 +34,7 @@ class Machine:
 
     Attributes:
         now_ms: compute's time.
-        violations: what was let go too early, in words.
+        violations: what was freed too early, in words.
     """
 
     def __init__(self, compute_ms: Sequence[int]) -> None:
@@ -80,13 +80,13 @@ class DisorderlyCopy:
     def __init__(
         self,
         machine: Machine,
-        way: Way,
+        direction: Direction,
         device: torch.Tensor,
         host: HostBuffer,
         finish_ms: int,
         waits: bool,
     ) -> None:
-        self._machine, self._way, self._waits = machine, way, waits
+        self._machine, self._direction, self._waits = machine, direction, waits
         self._storage = StorageWeakRef(device.untyped_storage())
         self._first, self._size_bytes = int(device.storage_offset()) * device.element_size(), device.nbytes
         self._host, self.finish_ms = host, finish_ms
@@ -98,13 +98,13 @@ class DisorderlyCopy:
         self.complete = True
         storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None:
-            what = "source released" if self._way == "out" else "block dropped"
-            self._machine.violations.append(f"{what} before its copy {self._way} was complete")
+            what = "source released" if self._direction == "out" else "block dropped"
+            self._machine.violations.append(f"{what} before its copy {self._direction} was complete")
             return
         device = torch.empty(0, dtype=torch.uint8)
         device.set_(storage, self._first, (self._size_bytes,), (1,))
         for piece, part in self._host.pairs(device.view(self._host.dtype).view(self._host.shape)):
-            target, source = (piece, part) if self._way == "out" else (part, piece)
+            target, source = (piece, part) if self._direction == "out" else (part, piece)
             target.data.copy_(source)  # as a copy engine does: no new version
 
     def synchronize(self) -> None:
@@ -136,13 +136,13 @@ class DisorderlyTransfer(RecordingTransfer):
         machine: Machine,
         out_ms: Sequence[int],
         in_ms: Sequence[int],
-        never_waits: Way | None = None,
+        never_waits: Direction | None = None,
         hold: bool = False,
     ) -> None:
         super().__init__()
         self._machine, self._never_waits, self._hold = machine, never_waits, hold
-        self._durations_ms: dict[Way, Any] = {"out": cycle(out_ms), "in": cycle(in_ms)}
-        self._lane_end_ms: dict[Way, int] = {"out": 0, "in": 0}
+        self._durations_ms: dict[Direction, Any] = {"out": cycle(out_ms), "in": cycle(in_ms)}
+        self._lane_end_ms: dict[Direction, int] = {"out": 0, "in": 0}
         self._held: list[torch.Tensor] = []
         self.copies = 0
 
@@ -171,9 +171,11 @@ class DisorderlyTransfer(RecordingTransfer):
         self._held.clear()
 
     def _copy(
-        self, way: Way, device: torch.Tensor, host: HostBuffer, after: DisorderlyCopy | None
+        self, direction: Direction, device: torch.Tensor, host: HostBuffer, after: DisorderlyCopy | None
     ) -> DisorderlyCopy:
-        start_ms = max(self._machine.now_ms, self._lane_end_ms[way], after.finish_ms if after else 0)
-        finish_ms = self._lane_end_ms[way] = start_ms + next(self._durations_ms[way])
+        start_ms = max(self._machine.now_ms, self._lane_end_ms[direction], after.finish_ms if after else 0)
+        finish_ms = self._lane_end_ms[direction] = start_ms + next(self._durations_ms[direction])
         self.copies += 1
-        return DisorderlyCopy(self._machine, way, device, host, finish_ms, way != self._never_waits)
+        return DisorderlyCopy(
+            self._machine, direction, device, host, finish_ms, direction != self._never_waits
+        )

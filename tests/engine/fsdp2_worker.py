@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_actswap import MemoryPlan, load_config, outline, resolve_plan
+from hf_actswap import MemoryPlan, load_config, model_structure, resolve_plan
 from hf_actswap.engine import BlockingTransfer, install
 from hf_actswap.engine.host_pool import HostBuffer
 from hf_actswap.engine.transfer import Copy
@@ -47,7 +47,7 @@ Sharding = Literal["gathered once", "gathered twice", "whole"]
 """`reshard_after_forward` False and True; the model without FSDP."""
 
 Order = Literal["sharded, installed", "sharded, applied", "applied, sharded"]
-"""When a plan comes on: `install` with an outline from before sharding, or `apply` after or before it."""
+"""When a plan comes on: `install` with the structure from before sharding, or `apply` after or before it."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def run_on_rank(rank: int, folder: str) -> None:
 
 def _train(rank: int, case: Case, _: object) -> Result:
     model, plan, transfer = tiny_llama(use_cache=False), PLANS[case.plan], _ReadingTransfer()
-    shape = outline(model)
+    shape = model_structure(model)
     applied = on(model, plan, transfer) if case.order == "applied, sharded" else None
     if case.sharding != "whole":
         _shard(model, case.sharding == "gathered twice")

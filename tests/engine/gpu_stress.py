@@ -43,7 +43,7 @@ PLANS: dict[str, MemoryPlan | str] = {
 BY_LAYER = ("windows 0", "windows 20", "auto")
 """Plans for compiled layers."""
 LIVES_OF_COMPILED = tuple(life for life in GRAPH_LIVES if life != "retained")
-"""What is compiled writes into what it saved, so it refuses to run backward twice, with a plan or without."""
+"""What is compiled writes into what it saved, so it does not run backward twice, with a plan or without."""
 LIVES_OF_SHARDED = ("one backward", "accumulated")
 """FSDP2 wants a backward for each forward, of all weights."""
 

@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from benchmarks.exactness import deterministic
-from hf_actswap import MemoryPlan, load_config, outline, resolve_plan
+from hf_actswap import MemoryPlan, load_config, model_structure, resolve_plan
 from hf_actswap.engine import StreamTransfer, Transfer, install
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
 from tests.engine.gpu_stress import LIVES_OF_SHARDED, PLANS, Stress, small_llama
 from tests.engine.graph_lives import GRAPH_LIVES
-from tests.engine.stressed_transfer import StressedTransfer, Way
+from tests.engine.stressed_transfer import Direction, StressedTransfer
 from tests.engine.tiny_models import on, swap_everything
 
 PRESSED_STEPS = 100
@@ -82,11 +82,11 @@ def _peak_of_steps(stress: Stress, device: torch.device) -> int:
     stress.wrong_under(_PLAN, stressed(device), SHORT)
     stress.model.zero_grad()
     torch.accelerator.synchronize(device)
-    resting_bytes = int(torch.accelerator.memory_allocated(device))
+    baseline_bytes = int(torch.accelerator.memory_allocated(device))
     torch.accelerator.reset_peak_memory_stats(device)
     stress.wrong_under(_PLAN, stressed(device), SHORT)
     torch.accelerator.synchronize(device)
-    return int(torch.accelerator.max_memory_allocated(device)) - resting_bytes
+    return int(torch.accelerator.max_memory_allocated(device)) - baseline_bytes
 
 
 def reserved(device: torch.device) -> str:
@@ -121,17 +121,17 @@ def unwaited(device: torch.device) -> str:
     on_cpu = device.type == "cpu"
     stress = Stress(small_llama(device, hidden=32 if on_cpu else 256), (2, 16) if on_cpu else (4, 512))
     stress.learn()
-    ways: tuple[Way, ...] = ("out", "in")
+    ways: tuple[Direction, ...] = ("out", "in")
     for never_waits in ways:
         plan, transfer = swap_everything(1), _never_waiting(device, never_waits)
         assert stress.wrong_under(plan, transfer, SHORT) > 0, f"not noticed: no wait for copies {never_waits}"
     return "found out"
 
 
-def _never_waiting(device: torch.device, way: Way) -> Transfer:
+def _never_waiting(device: torch.device, direction: Direction) -> Transfer:
     if device.type == "cpu":
-        return DisorderlyTransfer(Machine([1]), [40], [40], way)
-    return StressedTransfer(device, spins_cycles=[2_000_000], never_waits=way)
+        return DisorderlyTransfer(Machine([1]), [40], [40], direction)
+    return StressedTransfer(device, spins_cycles=[2_000_000], never_waits=direction)
 
 
 def fsdp2(device: torch.device) -> str:
@@ -152,7 +152,7 @@ def fsdp2(device: torch.device) -> str:
 def _stress_sharded(plan: MemoryPlan | str, device: torch.device) -> None:
     on_cpu = device.type == "cpu"
     model: nn.Module = small_llama(device, hidden=32 if on_cpu else 256)
-    shape = outline(model)
+    shape = model_structure(model)
     fitting = plan if isinstance(plan, MemoryPlan) else resolve_plan(load_config(plan), shape)
     mesh = init_device_mesh(device.type, (1,))
     for layer in model.model.layers:

@@ -1,7 +1,7 @@
 """Copies on an accelerator that come when nobody expects them, and memory that is reused at once.
 
 A kernel that spins for a random time stands before copies on their streams, and now and then on the compute
-stream. What was released is allocated anew and filled with NaN on the compute stream: memory that is let go
+stream. What was released is allocated anew and filled with NaN on the compute stream: memory that is freed
 before its copy out is complete arrives on the host as NaN.
 """
 
@@ -17,7 +17,7 @@ from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.transfer import Copy
 from hf_actswap.engine.transfer_streams import StreamTransfer, _StreamCopy
 
-Way = Literal["out", "in"]
+Direction = Literal["out", "in"]
 SPINS_CYCLES = (0, 0, 0, 20_000, 100_000, 400_000)
 """Drawn from; about 0.2 ms at most, 0.05 ms on average."""
 NAN_BYTE = 0xFF
@@ -38,7 +38,7 @@ class StressedTransfer(StreamTransfer):
         device: torch.device,
         seed: int = 0,
         spins_cycles: Sequence[int] = SPINS_CYCLES,
-        never_waits: Way | None = None,
+        never_waits: Direction | None = None,
     ) -> None:
         super().__init__(device)
         self.never_waits = never_waits
@@ -72,7 +72,7 @@ class StressedTransfer(StreamTransfer):
                 torch.cuda._sleep(cycles)
 
     def _reuse_released(self) -> None:
-        """Take what was let go out of the compute stream's pool, write NaN over it, and give it back."""
+        """Take what was freed out of the compute stream's pool, write NaN over it, and give it back."""
         sizes_bytes, self.released_bytes = self.released_bytes, []
         taken = [
             torch.full((size_bytes,), NAN_BYTE, dtype=torch.uint8, device=self.device)
@@ -82,16 +82,16 @@ class StressedTransfer(StreamTransfer):
 
 
 class StressedCopy(_StreamCopy):
-    """Tells its transfer that it was waited for; the memory is let go just after."""
+    """Tells its transfer that it was waited for; the memory is freed just after."""
 
-    __slots__ = ("_reuse", "_size_bytes", "_way")
+    __slots__ = ("_direction", "_reuse", "_size_bytes")
 
-    def __init__(self, owner: StressedTransfer, way: Way, size_bytes: int, copy: Copy) -> None:
+    def __init__(self, owner: StressedTransfer, direction: Direction, size_bytes: int, copy: Copy) -> None:
         assert isinstance(copy, _StreamCopy)
         super().__init__(owner, copy.done, copy._block)
-        self._reuse, self._way, self._size_bytes = owner, way, size_bytes
+        self._reuse, self._direction, self._size_bytes = owner, direction, size_bytes
 
     def wait(self) -> object:
         """See `hf_actswap.engine.transfer.Copy`."""
         self._reuse.released_bytes.append(self._size_bytes)
-        return None if self._reuse.never_waits == self._way else super().wait()
+        return None if self._reuse.never_waits == self._direction else super().wait()

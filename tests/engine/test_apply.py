@@ -68,7 +68,7 @@ def test_remove_while_a_graph_lives(plan: MemoryPlan | str) -> None:
     assert (stats.live_swaps, stats.host_bytes, stats.host_pool_bytes) == (0, 0, 0)
 
 
-def test_a_second_plan_is_refused_and_the_first_stays() -> None:
+def test_a_second_plan_is_rejected_and_the_first_stays() -> None:
     bare = gradients_of_step(tiny_llama())
     model = tiny_llama()
     applied = on(model, swap_everything())
@@ -88,7 +88,7 @@ def test_a_second_plan_is_refused_and_the_first_stays() -> None:
         assert again.stats().offloads == applied.stats().offloads
 
 
-def test_a_plan_of_another_model_is_refused() -> None:
+def test_a_plan_of_another_model_is_rejected() -> None:
     model = tiny_llama()
     before = snapshot(model)
     with pytest.raises(PlanError) as caught:

@@ -83,11 +83,11 @@ class Trained:
         return self
 
     def bytes_of(self, fate: str, reason: str = "") -> int:
-        """What the overrides say that gets this fate, for reasons that begin so."""
+        """What the adjustments say that gets this fate, for reasons that begin so."""
         found = 0
-        for override in self.applied.plan.overrides:
-            size = re.match(rf"{fate} ([\d,]+) bytes", override.got)
-            if size is not None and override.reason.startswith(reason):
+        for adjustment in self.applied.plan.adjustments:
+            size = re.match(rf"{fate} ([\d,]+) bytes", adjustment.got)
+            if size is not None and adjustment.reason.startswith(reason):
                 found += int(size[1].replace(",", ""))
         return found
 
@@ -130,7 +130,7 @@ def test_two_forwards_keep_everything_and_then_each_step_swaps_the_same_without_
 ) -> None:
     trained = Trained(rate(asked_bytes, forward_ms, 0.6)).run(DECIDED)
     assert [step.offloaded_bytes for step in trained.steps] == [0, 0]
-    assert trained.applied.plan.overrides == ()
+    assert trained.applied.plan.adjustments == ()
     decided = trained.run(4).steps[DECIDED:]
     assert [step.stalls for step in decided] == [0] * 4
     swapped = trained.bytes_of("swap")
@@ -149,7 +149,9 @@ def test_everything_that_was_asked_for_is_swapped_or_kept_for_a_reason(
     assert trained.bytes_of("keep") == too_late > 0
     assert trained.bytes_of("swap", "measured: the link carries") == trained.bytes_of("swap")
     assert trained.bytes_of("swap") + trained.bytes_of("keep") == asked_bytes
-    assert {override.asked for override in trained.applied.plan.overrides} == {"swap, backward_prefetch auto"}
+    assert {adjustment.asked for adjustment in trained.applied.plan.adjustments} == {
+        "swap, backward_prefetch auto"
+    }
 
 
 def test_a_fast_link_swaps_all_but_the_tail_and_bytes_rise_with_the_rate(
@@ -164,7 +166,7 @@ def test_a_fast_link_swaps_all_but_the_tail_and_bytes_rise_with_the_rate(
     assert swapped == sorted(set(swapped))
     assert 0.05 * asked_bytes < swapped[0] <= 0.1 * asked_bytes
     assert swapped[-1] > 0.9 * asked_bytes
-    kept = [item for item in trained.applied.plan.overrides if item.got.startswith("keep")]
+    kept = [item for item in trained.applied.plan.adjustments if item.got.startswith("keep")]
     assert {layer for item in kept for layer in item.layers} <= {NUM_LAYERS - 1}
 
 
@@ -206,7 +208,7 @@ def test_waits_of_the_observed_step_are_not_taken_for_compute(asked_bytes: int, 
     roomy = Trained(bytes_per_ms).run(DECIDED + 1)
     narrow = Trained(bytes_per_ms, small_device(roomy, asked_bytes // 2)).run(DECIDED + 1)
     assert narrow.steps[DECIDED - 1].stalls > 0
-    assert narrow.applied.plan.overrides == roomy.applied.plan.overrides
+    assert narrow.applied.plan.adjustments == roomy.applied.plan.adjustments
     assert narrow.steps[DECIDED].stalls == 0
 
 
@@ -214,7 +216,7 @@ def test_the_decision_waits_for_backward_of_the_observed_forward(asked_bytes: in
     trained = Trained(rate(asked_bytes, forward_ms, 0.6))
     first = trained.step(batch(0), batch(1), batch(2))  # forwards 2 and 3 come before backward 2
     assert first.offloaded_bytes == 0
-    assert trained.applied.plan.overrides == ()
+    assert trained.applied.plan.adjustments == ()
     second = trained.step(batch(3), batch(4))
     assert second.offloaded_bytes == 2 * trained.bytes_of("swap") > 0
     assert second.prefetched_bytes == second.offloaded_bytes
@@ -266,8 +268,8 @@ def test_a_device_whose_copies_block_gets_windows_of_one() -> None:
     model(input_ids=batch(0), labels=batch(0)).loss.backward()
     expected = gradients(model)
     asked = numbers.stats()
-    around = tuple(PlanRow(scope, "", "swap") for scope in ("embedding", "final_norm", "head"))
-    auto = apply(model := tiny_llama(), auto_plan(range(NUM_LAYERS), *around))
+    wrap_call = tuple(PlanRow(scope, "", "swap") for scope in ("embedding", "final_norm", "head"))
+    auto = apply(model := tiny_llama(), auto_plan(range(NUM_LAYERS), *wrap_call))
     for step in range(3):
         before = auto.stats()
         model.zero_grad()
@@ -275,8 +277,8 @@ def test_a_device_whose_copies_block_gets_windows_of_one() -> None:
         assert_bitwise_equal(gradients(model), expected)
         done = auto.stats() - before
         assert (done.offloaded_bytes, done.prefetches) == (asked.offloaded_bytes, asked.prefetches), step
-    assert len(auto.plan.overrides) == 1
-    assert "overlap" in auto.plan.overrides[0].reason
+    assert len(auto.plan.adjustments) == 1
+    assert "overlap" in auto.plan.adjustments[0].reason
 
 
 class Spy:

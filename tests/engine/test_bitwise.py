@@ -7,7 +7,7 @@ from functools import lru_cache
 import pytest
 import torch
 
-from hf_actswap import MemoryPlan, outline
+from hf_actswap import MemoryPlan, model_structure
 from hf_actswap.engine import RecordingTransfer, install
 from hf_actswap.plan import PlanRow
 from tests.engine.tiny_models import (
@@ -36,7 +36,7 @@ PRECISIONS = {"fp32": (FP32, None, STEPS), "bf16": (BF16, None, 4), "autocast": 
 @lru_cache(maxsize=1)
 def functional_ops() -> tuple[str, ...]:
     """The functional ops of a Llama layer."""
-    ops = tuple(op.path for op in outline(tiny_llama()).layers[0].ops if op.kind == "function")
+    ops = tuple(op.path for op in model_structure(tiny_llama()).layers[0].ops if op.kind == "function")
     assert "self_attn.flash_attention" in ops
     assert "mlp.mul" in ops
     return ops
@@ -120,7 +120,7 @@ def test_dropout_is_replayed(name: str, attention: str) -> None:
 def test_another_family_with_all_its_dropouts(attention: str, parallel_residual: bool) -> None:
     settings = {"attn_implementation": attention, "use_parallel_residual": parallel_residual}
     bare = train(tiny_neox(**settings), None, 3)
-    ops = [op.path for op in outline(tiny_neox(**settings)).layers[0].ops if op.kind == "function"]
+    ops = [op.path for op in model_structure(tiny_neox(**settings)).layers[0].ops if op.kind == "function"]
     half = int(parallel_residual)  # each plan with each attention, and with one of the two residuals
     plans: list[MemoryPlan | str] = [
         *CASES.values(),
@@ -160,7 +160,7 @@ def test_every_window_gives_the_same_numbers(prefetch_ops: int) -> None:
 def test_each_functional_op_alone() -> None:
     """A fault in one op's region is not hidden by the others'."""
     model = tiny_llama()
-    shape, bare = outline(model), gradients_of_step(model)
+    shape, bare = model_structure(model), gradients_of_step(model)
     for path in functional_ops():
         for rows in (recompute_rows([path], range(NUM_LAYERS)), swap_rows([path], range(NUM_LAYERS), 4)):
             with install(model, plan_of(*rows), shape):

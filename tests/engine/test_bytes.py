@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from hf_actswap import MemoryPlan, load_config, outline, resolve_plan
+from hf_actswap import MemoryPlan, load_config, model_structure, resolve_plan
 from hf_actswap.engine import SwapStats
 from hf_actswap.engine.stats import Counters
 from tests.engine.spies import WatchingTransfer
@@ -105,7 +105,7 @@ def tensors_expected(case: str, shapes: Shapes) -> list[int]:
 
 def plan_of_case(case: str, model: torch.nn.Module, **changes: object) -> MemoryPlan:
     return replace(
-        resolve_plan(load_config(CASES[case]), outline(model)), **{"min_tensor_bytes": 0, **changes}
+        resolve_plan(load_config(CASES[case]), model_structure(model)), **{"min_tensor_bytes": 0, **changes}
     )
 
 
@@ -132,7 +132,7 @@ def test_bytes_are_those_of_the_shapes(case: str, shapes: Shapes, dtype: torch.d
         assert sorted(transfer.sizes_bytes) == sorted(expected)
         assert step.offloaded_bytes == step.prefetched_bytes == sum(expected)
         assert step.offloads == step.prefetches == len(expected)
-        assert step.refused == {}
+        assert step.rejected == {}
         assert step.late_prefetches == 0
         assert (step.live_swaps, step.host_bytes) == (0, 0)
         assert step.host_peak_bytes == step.host_pool_bytes == sum(expected)
@@ -178,7 +178,7 @@ def test_the_pool_does_not_grow_over_fifty_steps(case: str) -> None:
     assert {(step.live_swaps, step.host_bytes, step.late_prefetches) for step in steps} == {(0, 0, 0)}
 
 
-def test_small_tensors_are_refused_and_counted() -> None:
+def test_small_tensors_are_rejected_and_counted() -> None:
     model = tiny_llama()
     threshold = SMALL.attention_core()["output"]
     applied = on(model, plan_of_case("default_swap", model, min_tensor_bytes=threshold))
@@ -187,9 +187,9 @@ def test_small_tensors_are_refused_and_counted() -> None:
     stats = applied.stats()
     assert stats.offloaded_bytes == NUM_LAYERS * threshold
     small = NUM_LAYERS * SMALL.attention_core()["logsumexp"]
-    assert stats.refused == {"smaller than min_tensor_mib": small}
+    assert stats.rejected == {"smaller than min_tensor_mib": small}
     one_step(model)
-    assert applied.stats().refused == {"smaller than min_tensor_mib": 2 * small}
+    assert applied.stats().rejected == {"smaller than min_tensor_mib": 2 * small}
 
 
 @pytest.mark.parametrize("layers_that_fit", [0, 1, 3])
@@ -205,10 +205,10 @@ def test_the_host_cap_keeps_the_rest_and_counts_it(layers_that_fit: int) -> None
         stats = applied.stats()
         assert stats.offloaded_bytes == step * cap
         assert stats.host_peak_bytes == stats.host_pool_bytes == cap
-        assert set(stats.refused) == {"host memory cap"}
-        # each of the refused layers asks twice for its output: as the core's own, and as o_proj's input
+        assert set(stats.rejected) == {"host memory cap"}
+        # each of the rejected layers asks twice for its output: as the core's own, and as o_proj's input
         asked = core + SMALL.attention_core()["output"]
-        assert stats.refused["host memory cap"] == step * (NUM_LAYERS - layers_that_fit) * asked
+        assert stats.rejected["host memory cap"] == step * (NUM_LAYERS - layers_that_fit) * asked
 
 
 def test_around_the_layers_the_producer_owns_too() -> None:

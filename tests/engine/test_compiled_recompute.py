@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from benchmarks.rows import compiled_lean_mix, compiled_mix
-from hf_actswap import MemoryPlan, PlanError, apply, load_config, outline, resolve_plan
+from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.engine.compiled_regions import region_rules
 from hf_actswap.plan.actions import COMPILE_BUDGET
 from hf_actswap.plan.recomputed_modules import RecomputedModules
@@ -91,7 +91,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 def compiled(model: nn.Module, backend: Any = "aot_eager", wrapped: bool = False) -> Any:
     model.config.use_cache = False
-    outlined = outline(model).layers
+    outlined = model_structure(model).layers
     stack = model.get_submodule(outlined[0].module_path.rpartition(".")[0])
     for index, layer in enumerate(list(stack)):
         if wrapped:
@@ -121,7 +121,7 @@ class Saved:
     def __init__(self, model: Any) -> None:
         self.bytes: list[int] = []
         self._weights = {storage_key(parameter) for parameter in model.parameters()}
-        for layer in outline(model).layers:
+        for layer in model_structure(model).layers:
             module = model.get_submodule(layer.module_path)
             module._compiled_call_impl = self._counted(module._compiled_call_impl)
 
@@ -485,7 +485,7 @@ def test_evaluation(mode: Callable[[], Any]) -> None:
 
 def test_the_plan_says_it() -> None:
     model = compiled_llama()
-    plan = resolve_plan(load_config(budget([1, 0.5, 0.5, 0])), outline(model))
+    plan = resolve_plan(load_config(budget([1, 0.5, 0.5, 0])), model_structure(model))
     assert MemoryPlan.from_json(plan.to_json()) == plan
     assert [row.parameters[COMPILE_BUDGET] for row in plan.rows] == [1.0, 0.5, 0.5, 0.0]
     assert [line for line in plan.log_lines() if "budget" in line] == [
@@ -501,9 +501,10 @@ def test_the_plan_says_it() -> None:
 
 def test_a_budget_of_a_layer_recomputed_whole_has_no_effect() -> None:
     plan = resolve_plan(
-        load_config("recompute_config: {recompute: [1], compile_budget: 0.5}"), outline(compiled_llama())
+        load_config("recompute_config: {recompute: [1], compile_budget: 0.5}"),
+        model_structure(compiled_llama()),
     )
-    assert [str(override) for override in plan.overrides] == [
+    assert [str(adjustment) for adjustment in plan.adjustments] == [
         "recompute_config.compile_budget, layers 0: asked 0.5, got no effect: the layer is recomputed whole, "
         "so that its region saves nothing but its input anyway"
     ]
@@ -512,32 +513,32 @@ def test_a_budget_of_a_layer_recomputed_whole_has_no_effect() -> None:
     assert budgeted == [False, True, True, True]
 
 
-def refusal(model: Any, text: str) -> str:
-    with pytest.raises(PlanError) as refused:
+def rejection(model: Any, text: str) -> str:
+    with pytest.raises(PlanError) as rejected:
         apply(model, text)
-    return str(refused.value)
+    return str(rejected.value)
 
 
 def test_a_budget_needs_compiled_layers() -> None:
-    message = refusal(tiny_llama(), budget([1, 1, 0.5, 0.5]))
+    message = rejection(tiny_llama(), budget([1, 1, 0.5, 0.5]))
     assert "recompute_config.compile_budget: expected layers that are compiled one by one" in message
     assert "layers 0-3 not compiled" in message
     assert "`layer.compile()`, or regional compilation" in message
     whole = tiny_llama()
     whole.compile(backend="aot_eager")
-    assert "a model compiled whole" in refusal(whole, budget(0.5))
-    hand_written = resolve_plan(load_config(budget(0.5)), outline(compiled_llama()))
+    assert "a model compiled whole" in rejection(whole, budget(0.5))
+    hand_written = resolve_plan(load_config(budget(0.5)), model_structure(compiled_llama()))
     with pytest.raises(PlanError, match="layers 0-3 not compiled"):
         apply(tiny_llama(), hand_written)
 
 
 def test_a_budget_for_another_number_of_layers() -> None:
-    message = refusal(compiled_llama(), budget([0.5, 0.5]))
+    message = rejection(compiled_llama(), budget([0.5, 0.5]))
     assert "one number, or 4: one for each layer" in message
     assert "a list of 2" in message
 
 
-def test_what_the_tracer_cannot_name_is_refused_by_name() -> None:
+def test_what_the_tracer_cannot_name_is_rejected_by_name() -> None:
     config = MixtralConfig(
         vocab_size=64,
         hidden_size=16,
@@ -547,13 +548,13 @@ def test_what_the_tracer_cannot_name_is_refused_by_name() -> None:
         num_key_value_heads=1,
         num_local_experts=2,
     )
-    message = refusal(compiled(MixtralForCausalLM(config)), selecting("mlp", "input_layernorm.mul"))
+    message = rejection(compiled(MixtralForCausalLM(config)), selecting("mlp", "input_layernorm.mul"))
     assert "'mlp' in layers 0-1: routed experts depend on data" in message
     assert "input_layernorm" not in message
 
 
 def test_equal_layers_have_equal_rules() -> None:
-    shape = outline(compiled_llama())
+    shape = model_structure(compiled_llama())
     plan = resolve_plan(load_config(selecting("attention", "feed_forward.mul")), shape)
     recomputed = RecomputedModules(plan, shape.modules)
     rules = [region_rules(recomputed, layer) for layer in shape.layers]

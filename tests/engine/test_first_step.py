@@ -84,7 +84,7 @@ def test_recomputation_that_does_not_pay(caplog: pytest.LogCaptureFixture) -> No
     plan = plan_of(*recompute_rows(["activation_fn.relu"], [0, 1]), num_layers=2)
     assert warned(OPTForCausalLM(config).train(), plan, caplog) == [
         "The plan recomputes nothing in a step: each op that it names would hold more than it drops (see the "
-        "overrides of the applied plan)."
+        "adjustments of the applied plan)."
     ]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actswap import MemoryPlan, apply, load_config, outline, resolve_plan
+from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
 from hf_actswap.engine import RecordingTransfer, forecast, host_budget, install
 from hf_actswap.engine.forecast import record_saved
 from hf_actswap.engine.slabs import PageableSlabs
@@ -108,7 +108,7 @@ def test_what_has_room_is_the_earliest_in_every_step() -> None:
 
 def test_memory_is_made_ready_before_the_first_step_needs_it() -> None:
     model, reports = tiny_llama(), list[tuple[int, int]]()
-    plan, shape = plan_of(*CORES), outline(model)
+    plan, shape = plan_of(*CORES), model_structure(model)
     applied = install(
         model, plan, shape, OverlappingTransfer(), lambda done, total: reports.append((done, total))
     )
@@ -134,7 +134,7 @@ def test_auto_chooses_within_the_budget_and_is_not_forecast(
 ) -> None:
     model = tiny_llama()
     config = load_config(f"swap_config: {{swap: true, default_prefetch: {windows}}}")
-    plan = replace(resolve_plan(config, outline(model)), min_tensor_bytes=0)
+    plan = replace(resolve_plan(config, model_structure(model)), min_tensor_bytes=0)
     with caplog.at_level(logging.INFO), apply(model, plan, transfer=OverlappingTransfer()) as applied:
         one_step(model)
         assert (applied.stats().host_pool_bytes > 0) == bool(expected)
@@ -280,7 +280,7 @@ def test_slabs_lie_beside_the_device_only_if_the_rank_may(
 
 
 def test_bind_numa_comes_from_the_configuration() -> None:
-    shape = outline(tiny_llama())
+    shape = model_structure(tiny_llama())
     config: dict[str, Any] = {"swap_config": {"swap": True}}
     assert resolve_plan(load_config(config), shape).bind_numa is True
     config["memory"] = {"bind_numa": False}

@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_actswap import apply
 from hf_actswap.engine import AppliedPlan
-from hf_actswap.plan.outline import outline
+from hf_actswap.plan.model_structure import model_structure
 from tests.engine.tiny_models import NUM_LAYERS, assert_bitwise_equal, batch, gradients, tiny_llama
 
 MODULES = ["attention_norm", "ffn_norm", r"feed_forward\.mul", r"feed_forward\.w1\.activation\.silu"]
@@ -20,7 +20,7 @@ LAYER_KERNELS = 2
 
 def elementwise_ops(dtype: torch.dtype = torch.float32) -> list[str]:
     """All functions of a layer but matrix products, attention and the sums that later layers read."""
-    ops = [op.path for op in outline(tiny_llama(dtype)).layers[0].ops if op.kind == "function"]
+    ops = [op.path for op in model_structure(tiny_llama(dtype)).layers[0].ops if op.kind == "function"]
     return [
         path
         for path in ops

@@ -16,7 +16,7 @@ from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.stats import Counters, PendingTime
 from tests.engine.gpu_stress import PLANS, Stress, moving, small_llama
 from tests.engine.pretended_streams import CPU, PretendedEvent, PretendedStream, StreamOrder, pretend
-from tests.engine.test_random_orders import Example, Trainer, examples, outline_of
+from tests.engine.test_random_orders import Example, Trainer, examples, structure_of
 from tests.engine.tiny_models import on, swap_everything
 
 UNWAITED = [
@@ -44,7 +44,7 @@ def violations(example: Example, order: StreamOrder, patch: pytest.MonkeyPatch) 
     with patch.context() as patched:
         pretend(patched, order)
         applied = install(
-            trainer.model, example.plan, outline_of(len(example.bodies)), transfer=StreamTransfer(CPU)
+            trainer.model, example.plan, structure_of(len(example.bodies)), transfer=StreamTransfer(CPU)
         )
         with order.watching():
             found = trainer.gradients()

@@ -212,7 +212,7 @@ def test_cutting_up_a_block_waits_for_its_last_reader() -> None:
     assert read.waited
 
 
-def test_a_slab_beyond_the_room_of_the_machine_is_refused() -> None:
+def test_a_slab_beyond_the_room_of_the_machine_is_rejected() -> None:
     source, room = WatchedSlabs(), [3 * MIB]
     pool = HostPool(source, slab_bytes=4 * MIB, room=lambda: room[0])
     first = taken(pool, MIB)
@@ -230,7 +230,7 @@ def test_a_slab_beyond_the_room_of_the_machine_is_refused() -> None:
     assert pool.take(MIB) is not None
 
 
-def test_memory_that_cannot_be_had_is_refused_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_cannot_be_had_is_rejected_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     pool = HostPool(WatchedSlabs(fails_at=1), slab_bytes=MIB)
     with caplog.at_level(logging.WARNING):
         assert [pool.take(MIB) is not None for _ in range(3)] == [True, False, False]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_actswap import MemoryPlan, apply, outline
+from hf_actswap import MemoryPlan, apply, model_structure
 from hf_actswap.engine.forecast import record_saved
 from hf_actswap.plan import PlanRow
 from hf_actswap.plan.saved_bytes import swapped_bytes
@@ -174,7 +174,7 @@ def test_between_the_functions_of_one_op_nothing_is_held() -> None:
         return tiny_neox(attn_implementation="eager", use_cache=False)
 
     whole, _ = difference(make, plan_of(*recompute_rows(["attention"], [1])))
-    kept, overrides = difference(
+    kept, adjustments = difference(
         make, plan_of(*recompute_rows(["attention"], [1]), PlanRow(1, "attention.flash_attention", "keep"))
     )
     products = 2 * BATCH * LENGTH * LENGTH * HIDDEN
@@ -182,13 +182,13 @@ def test_between_the_functions_of_one_op_nothing_is_held() -> None:
     assert "bmm" not in kept.calls
     assert "_softmax" not in kept.calls
     assert whole.freed_bytes - kept.freed_bytes <= 3 * 4 * SCORES + 2 * 4 * ROW
-    assert overrides == []
+    assert adjustments == []
 
 
-def test_what_is_held_although_autograd_would_not_save_it_is_an_override() -> None:
-    _, overrides = difference(tiny_llama, keep("self_attn", "self_attn.q_proj"))
+def test_what_is_held_although_autograd_would_not_save_it_is_an_adjustment() -> None:
+    _, adjustments = difference(tiny_llama, keep("self_attn", "self_attn.q_proj"))
     _, none = difference(tiny_llama, keep("mlp", "mlp.gate_proj", "mlp.act_fn", "mlp.mul"))
-    assert overrides == [
+    assert adjustments == [
         "recompute_config.select_recompute_exclude self_attn.q_proj, layers 0-3: asked keep, got keep: its "
         f"result, {4 * ROW:,} bytes in a layer, is held although autograd would not save it, so that the op "
         "is not run again with the module around it"
@@ -206,10 +206,10 @@ def test_what_is_held_although_autograd_would_not_save_it_is_an_override() -> No
 def test_settling_a_settled_plan_changes_nothing(plan: MemoryPlan, asked: str) -> None:
     """A model that moves to another device has another first forward."""
     model, ids = tiny_llama(BF16), batch(0)
-    shape = outline(model)
+    shape = model_structure(model)
     saved = record_saved(model, shape, (), {"input_ids": ids, "labels": ids})
     once = settled(plan, shape, saved)
-    assert [item.where for item in once.overrides] == [asked]
+    assert [item.where for item in once.adjustments] == [asked]
     assert settled(once, shape, saved) is once
 
 
@@ -227,7 +227,7 @@ def test_settling_a_settled_plan_changes_nothing(plan: MemoryPlan, asked: str) -
 def test_results_that_move_are_foreseen(plan: MemoryPlan, attention: str) -> None:
     model = tiny_llama(attn_implementation=attention, use_cache=False)
     ids = batch(0)
-    saved = record_saved(model, outline(model), (), {"input_ids": ids, "labels": ids})
+    saved = record_saved(model, model_structure(model), (), {"input_ids": ids, "labels": ids})
     assert swapped_bytes(saved, plan) == held_bytes(plan, model)[1] > 0
 
 

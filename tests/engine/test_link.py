@@ -19,14 +19,14 @@ def test_a_copy_costs_its_latency_and_its_bytes() -> None:
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_a_link_without_a_rate_is_refused(place: int) -> None:
+def test_a_link_without_a_rate_is_rejected(place: int) -> None:
     rates = [8.0] * 4
     rates[place] = 0.0
     with pytest.raises(ValueError, match="positive rates"):
         Link(*rates)
 
 
-def test_a_negative_latency_is_refused() -> None:
+def test_a_negative_latency_is_rejected() -> None:
     with pytest.raises(ValueError, match="latency that is not negative"):
         replace(LINK, latency_ms=-0.1)
 
@@ -82,7 +82,7 @@ def test_the_measurement_times_each_way_and_both(monkeypatch: pytest.MonkeyPatch
         ways = ["out" if target.device.type == "cpu" else "in" for target, _ in pairs]
         assert all(target.device != source.device for target, source in pairs)
         calls.append((ways, repeats))
-        return [{"out": 2.0, "in": 4.0}[way] * len(ways) for way in ways]
+        return [{"out": 2.0, "in": 4.0}[direction] * len(ways) for direction in ways]
 
     monkeypatch.setattr(link_module, "_copies_ms", copies_ms)
     host = [torch.empty(50, dtype=torch.uint8) for _ in range(2)]
@@ -91,7 +91,7 @@ def test_the_measurement_times_each_way_and_both(monkeypatch: pytest.MonkeyPatch
     assert measured == link_of_times(100, 2.0, 4.0, 4.0, 8.0)
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_what_cannot_be_measured_is_rejected() -> None:
     meta = torch.device("meta")
     with pytest.raises(ValueError, match="a CPU has no link to measure"):
         measure_link(torch.device("cpu"))

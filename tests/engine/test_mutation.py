@@ -41,7 +41,7 @@ def mutated_after(model: nn.Module, at_layer: int | None) -> torch.Tensor:
     return loss
 
 
-def test_plain_autograd_refuses_the_mutation() -> None:
+def test_plain_autograd_rejects_the_mutation() -> None:
     for at_layer in (2, None):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             mutated_after(tiny_llama(), at_layer).backward()

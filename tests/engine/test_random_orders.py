@@ -2,7 +2,7 @@
 
 Each example draws a model of a few layers of plain ops, a plan for it, how long copies take in each
 direction and compute between them, and what is done with the graphs. The engine runs for real on a machine
-that notices what is let go too early (`disorderly_transfer`); what is read too early is NaN.
+that notices what is freed too early (`disorderly_transfer`); what is read too early is NaN.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import nn
 from hf_actswap import MemoryPlan
 from hf_actswap.engine import install
 from hf_actswap.plan import PlanRow, Windows
-from hf_actswap.plan.outline import LayerOutline, Op, Outline
-from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine, Way
+from hf_actswap.plan.model_structure import LayerStructure, ModelStructure, Op
+from tests.engine.disorderly_transfer import Direction, DisorderlyTransfer, Machine
 from tests.engine.graph_lives import GRAPH_LIVES, run_step
 
 MOST_LAYERS = 3
@@ -78,14 +78,15 @@ class Model(nn.Module):
         return hidden.sin().mean()
 
 
-def outline_of(count: int) -> Outline:
+def structure_of(count: int) -> ModelStructure:
     """Written by hand: naming the layers of each example would take longer than running it."""
     modules = tuple(Op(path, "module") for path in ("self_attn", "mlp"))
     functions = tuple(Op(path, "function") for path in ("self_attn.flash_attention", "mlp.tanh"))
-    return Outline(
+    return ModelStructure(
         "",
         tuple(
-            LayerOutline(index, f"layers.{index}", "Layer", (*modules, *functions)) for index in range(count)
+            LayerStructure(index, f"layers.{index}", "Layer", (*modules, *functions))
+            for index in range(count)
         ),
     )
 
@@ -208,13 +209,13 @@ class Trainer:
         return tensor
 
 
-def faults(example: Example, never_waits: Way | None = None) -> tuple[list[str], int]:
+def faults(example: Example, never_waits: Direction | None = None) -> tuple[list[str], int]:
     """Run an example with its plan and without; return what is wrong, and how many copies there were."""
     expected = Trainer(example, Machine([0]), lambda: None).gradients()
     machine = Machine(example.compute_ms)
     transfer = DisorderlyTransfer(machine, example.out_ms, example.in_ms, never_waits, example.poison)
     trainer = Trainer(example, machine, transfer.poison_sources)
-    applied = install(trainer.model, example.plan, outline_of(len(example.bodies)), transfer)
+    applied = install(trainer.model, example.plan, structure_of(len(example.bodies)), transfer)
     found = trainer.gradients()
     machine.finish()
     stats = applied.stats()
@@ -271,7 +272,7 @@ def test_ten_thousand_random_orders(example: Example) -> None:
     assert_right(example)
 
 
-def shown_by_an_example(never_waits: Way, shows: Callable[[Example, list[str]], bool]) -> None:
+def shown_by_an_example(never_waits: Direction, shows: Callable[[Example, list[str]], bool]) -> None:
     """Fail unless an example shows that an engine does not wait in one direction.
 
     One in eight to one in three does, and the first one ends the search. Hypothesis draws examples that

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_actswap import MemoryPlan, outline
+from hf_actswap import MemoryPlan, model_structure
 from hf_actswap.engine.catcher import RecomputeError
 from hf_actswap.plan import PlanRow
 from tests.engine.tiny_models import (
@@ -261,7 +261,7 @@ def test_swap_frees_exactly_what_was_copied_out(plan: MemoryPlan | str) -> None:
 
 
 def test_every_functional_op_of_a_layer_can_be_dropped_at_once() -> None:
-    functions = [op.path for op in outline(tiny_llama()).layers[0].ops if op.kind == "function"]
+    functions = [op.path for op in model_structure(tiny_llama()).layers[0].ops if op.kind == "function"]
     bare, _ = held_bytes(None)
     held, _ = held_bytes(plan_of(*recompute_rows(functions, LAYERS)))
     assert bare - held > NUM_LAYERS * LAYER_INSIDE * 0.5

@@ -125,18 +125,18 @@ def difference(
     plan: MemoryPlan | str,
     without: tuple[Again, dict[str, Any], Any] | None = None,
 ) -> tuple[Again, list[str]]:
-    """What the plan makes of a step, and its overrides; gradients must stay what they are, bit for bit."""
+    """What the plan makes of a step, and its adjustments; gradients must stay what they are, bit for bit."""
     bare, bare_grads, _ = without or step(make, None)
     under, grads, applied = step(make, plan)
     assert_bitwise_equal(grads, bare_grads)
     names = bare.calls.keys() | under.calls.keys()
     more = {name: under.calls.get(name, 0) - bare.calls.get(name, 0) for name in names}
-    overrides = [str(override) for override in applied.plan.overrides]
+    adjustments = [str(adjustment) for adjustment in applied.plan.adjustments]
     return Again(
         bare.freed_bytes - under.freed_bytes,
         {name: count for name, count in more.items() if count},
         under.flops - bare.flops,
-    ), overrides
+    ), adjustments
 
 
 # What one layer of `tiny_llama` saves, by op, and what running the op again costs.
@@ -312,24 +312,24 @@ def eager_core(dtype: torch.dtype) -> Again:
 def test_eager_attention_of_llama_saves_nothing_of_the_size_of_its_scores(dtype: torch.dtype) -> None:
     text = FORMS["core"][0]
     settings = {"attn_implementation": "eager", "attention_dropout": 0.1}
-    again, overrides = difference(lambda: tiny_llama(dtype, **settings), text)
+    again, adjustments = difference(lambda: tiny_llama(dtype, **settings), text)
     product_with_values = Again(0, {"bmm": 1}, 2 * BATCH * LENGTH * LENGTH * HIDDEN)
     # Its output goes, and a copy of q in the order of the product: for that q itself is held.
     output = Again(dtype.itemsize * ROW, {"clone": 2})
     assert again == (eager_core(dtype) + product_with_values + output) * 4 + Again(-mask(dtype))
-    assert overrides == []
+    assert adjustments == []
 
 
 @DTYPES
 def test_eager_attention_of_neox_keeps_what_would_cost_more(dtype: torch.dtype) -> None:
     """Values are a third of one tensor with q and k, which nothing else saves: the last product stays."""
     text = FORMS["core"][0]
-    again, overrides = difference(
+    again, adjustments = difference(
         lambda: tiny_neox(dtype, attn_implementation="eager", use_cache=False), text
     )
     assert again == eager_core(dtype) * 4 + Again(-mask(dtype))
     row = dtype.itemsize * ROW
-    assert [text.partition(": ")[2].partition(", and")[0] for text in overrides] == [
+    assert [text.partition(": ")[2].partition(", and")[0] for text in adjustments] == [
         f"asked recompute, got keep: run again it would hold {held:,} bytes in a layer in place of "
         f"{dropped:,}"
         for held, dropped in ((3 * row, 2 * row), (row, row))
@@ -347,20 +347,20 @@ def neox_without_attention_dropout(dtype: torch.dtype) -> nn.Module:
 @DTYPES
 def test_sdpa_of_neox(dtype: torch.dtype) -> None:
     """Its values are a view of one tensor with q and k, saved anyway; its output is copied once."""
-    again, overrides = difference(lambda: neox_without_attention_dropout(dtype), FORMS["core"][0])
+    again, adjustments = difference(lambda: neox_without_attention_dropout(dtype), FORMS["core"][0])
     assert again == (core(dtype) + Again(dtype.itemsize * ROW, {"clone": 1})) * 4
-    assert overrides == []
+    assert adjustments == []
 
 
 @DTYPES
 def test_sdpa_with_dropout_saves_no_scores_either(dtype: torch.dtype) -> None:
     """On the CPU it is a chain of kernels inside one function; with dropout its mask is drawn again."""
-    again, overrides = difference(lambda: tiny_neox(dtype, use_cache=False), FORMS["core"][0])
+    again, adjustments = difference(lambda: tiny_neox(dtype, use_cache=False), FORMS["core"][0])
     probabilities_and_dropped = 2 * dtype.itemsize * SCORES
     assert again.freed_bytes >= 4 * probabilities_and_dropped
     assert again.calls["bmm"] == 2 * 4
     assert again.flops == 4 * 2 * 2 * BATCH * LENGTH * LENGTH * HIDDEN
-    assert overrides == []
+    assert adjustments == []
 
 
 def test_swap_recompute_and_keep_of_one_layer_add_up() -> None:

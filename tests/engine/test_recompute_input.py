@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_actswap import MemoryPlan, PlanError, apply, load_config, outline, resolve_plan
+from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.engine import RecordingTransfer, host_budget
 from hf_actswap.engine.autograd_state import next_node_number
 from hf_actswap.engine.checkpoint_inputs import CheckpointInputs
@@ -53,7 +53,7 @@ def plan(
     """Nothing else is swapped: the empty list keeps the default strategy away."""
     section = {"swap": swap, "default_prefetch": prefetch, "op_swap": [], "recompute_input": layers, **keys}
     document = {"swap_config": section, "recompute_config": {"recompute": recompute}}
-    return resolve_plan(load_config(document), outline(tiny_llama()))
+    return resolve_plan(load_config(document), model_structure(tiny_llama()))
 
 
 @pytest.mark.parametrize("layers", [True, [0], [3], [1, 2], [0, 1, 2, 3]], ids=str)
@@ -74,7 +74,7 @@ def test_the_input_of_a_layer_with_an_op_excluded() -> None:
             "swap_config": {"swap": True, "op_swap": [], "recompute_input": layers, "default_prefetch": 10},
             "recompute_config": recompute,
         }
-        found[bool(layers)] = held_bytes(resolve_plan(load_config(document), outline(tiny_llama())))
+        found[bool(layers)] = held_bytes(resolve_plan(load_config(document), model_structure(tiny_llama())))
     assert found[True][1] == 2 * INPUT_BYTES
     assert found[False][0] - found[True][0] == 2 * INPUT_BYTES
 
@@ -83,7 +83,7 @@ def test_the_input_of_a_layer_with_an_op_excluded() -> None:
 def test_the_forecast_counts_them(layers: Any) -> None:
     model = tiny_llama()
     ids = batch(0)
-    saved = record_saved(model, outline(model), kwargs={"input_ids": ids, "labels": ids})
+    saved = record_saved(model, model_structure(model), kwargs={"input_ids": ids, "labels": ids})
     chosen = plan(layers)
     applied = apply(model, chosen)
     one_step(model)
@@ -120,7 +120,7 @@ def test_dropout_draws_the_same_masks() -> None:
         "swap_config": {"swap": True, "op_swap": [], "recompute_input": True, "default_prefetch": 10},
         "recompute_config": {"recompute": True},
     }
-    run = train(model, resolve_plan(load_config(document), outline(model)), 3)
+    run = train(model, resolve_plan(load_config(document), model_structure(model)), 3)
     assert_same_training(run, train(tiny_neox(attn_implementation="eager"), None, 3))
     assert run.stats[-1].offloads == 3 * NUM_LAYERS
 
@@ -171,7 +171,7 @@ def nodes_of_checkpoints() -> int:
     return next_node_number() - before
 
 
-NODES = outline(tiny_llama()).layers[0].nodes + nodes_of_checkpoints()
+NODES = model_structure(tiny_llama()).layers[0].nodes + nodes_of_checkpoints()
 
 
 @pytest.mark.parametrize(
@@ -226,10 +226,12 @@ def test_auto_measures_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.offloaded_bytes == 3 * INPUT_BYTES
     assert made.stall_ms == 0
     assert made.late_prefetches == 0
-    swapped = [override for override in applied.plan.overrides if override.got.startswith("swap")]
-    assert {override.op_path for override in swapped} == {"output"}
+    swapped = [adjustment for adjustment in applied.plan.adjustments if adjustment.got.startswith("swap")]
+    assert {adjustment.op_path for adjustment in swapped} == {"output"}
     assert swapped[0].layers[0] == 0
-    assert not any("backward does not read it" in override.reason for override in applied.plan.overrides)
+    assert not any(
+        "backward does not read it" in adjustment.reason for adjustment in applied.plan.adjustments
+    )
 
 
 def test_all_of_a_checkpointed_call_is_its_last_operator() -> None:
@@ -280,7 +282,7 @@ def test_a_checkpoint_around_the_hooks_is_prefetched_alike() -> None:
 
 
 def texts(chosen: MemoryPlan) -> list[str]:
-    return [str(override) for override in chosen.overrides]
+    return [str(adjustment) for adjustment in chosen.adjustments]
 
 
 def test_rows() -> None:
@@ -293,7 +295,7 @@ def test_rows() -> None:
         PlanRow(2, "", "recompute"),
         PlanRow(2, "output", "keep"),
     )
-    assert plan([0, 2], 10, [0, 1, 2]).overrides == ()
+    assert plan([0, 2], 10, [0, 1, 2]).adjustments == ()
     assert {row.windows for row in plan(True, "auto").rows} == {None}
 
 

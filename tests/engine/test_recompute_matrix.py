@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_actswap import MemoryPlan, apply, load_config, outline
-from hf_actswap.plan import Outline, PlanRow
+from hf_actswap import MemoryPlan, apply, load_config, model_structure
+from hf_actswap.plan import ModelStructure, PlanRow
 from tests.engine.tiny_models import (
     assert_bitwise_equal,
     batch,
@@ -57,15 +57,15 @@ def family_model(family: str, dtype: torch.dtype = FP32, attention: str = "sdpa"
 
 
 @lru_cache(maxsize=32)
-def ops_of(family: str, attention: str) -> Outline:
-    return outline(family_model(family, FP32, attention))
+def ops_of(family: str, attention: str) -> ModelStructure:
+    return model_structure(family_model(family, FP32, attention))
 
 
-def yaml(text: str) -> Callable[[Outline], Any]:
+def yaml(text: str) -> Callable[[ModelStructure], Any]:
     return lambda _: load_config(text)
 
 
-def named(shape: Outline, choose: Callable[[str, str], bool]) -> list[tuple[int, str]]:
+def named(shape: ModelStructure, choose: Callable[[str, str], bool]) -> list[tuple[int, str]]:
     """(layer, path) of the ops that ``choose`` takes by kind and path, outermost ones alone."""
     found = []
     for layer in shape.layers:
@@ -75,17 +75,17 @@ def named(shape: Outline, choose: Callable[[str, str], bool]) -> list[tuple[int,
     return found
 
 
-def all_functions(shape: Outline) -> MemoryPlan:
+def all_functions(shape: ModelStructure) -> MemoryPlan:
     rows = [PlanRow(i, path, "recompute") for i, path in named(shape, lambda kind, _: kind == "function")]
     return plan_of(*rows, num_layers=NUM_LAYERS)
 
 
-def all_modules(shape: Outline) -> MemoryPlan:
+def all_modules(shape: ModelStructure) -> MemoryPlan:
     rows = [PlanRow(i, path, "recompute") for i, path in named(shape, lambda kind, _: kind == "module")]
     return plan_of(*rows, num_layers=NUM_LAYERS)
 
 
-def everything_at_once(shape: Outline) -> MemoryPlan:
+def everything_at_once(shape: ModelStructure) -> MemoryPlan:
     """Of the ops of each layer in turn: recompute the function, swap it, keep it."""
     rows: list[PlanRow] = []
     functions = named(shape, lambda kind, _: kind == "function")
@@ -97,7 +97,7 @@ def everything_at_once(shape: Outline) -> MemoryPlan:
     return plan_of(*rows, num_layers=NUM_LAYERS)
 
 
-def swap_and_keep_inside_recomputed_layers(shape: Outline) -> MemoryPlan:
+def swap_and_keep_inside_recomputed_layers(shape: ModelStructure) -> MemoryPlan:
     rows = [*recompute_rows([""], range(NUM_LAYERS))]
     for number, (layer, path) in enumerate(named(shape, lambda kind, _: kind == "function")):
         if number % 4 == 1:
@@ -107,7 +107,7 @@ def swap_and_keep_inside_recomputed_layers(shape: Outline) -> MemoryPlan:
     return plan_of(*rows, num_layers=NUM_LAYERS)
 
 
-def swap_around_recomputed_modules(shape: Outline) -> MemoryPlan:
+def swap_around_recomputed_modules(shape: ModelStructure) -> MemoryPlan:
     """Case 4 of the document with nothing kept: what recomputed modules start from is swapped too."""
     modules = named(shape, lambda kind, path: kind == "module" and "." not in path)
     rows = [*swap_rows([""], range(NUM_LAYERS), 5)]
@@ -117,7 +117,7 @@ def swap_around_recomputed_modules(shape: Outline) -> MemoryPlan:
     return plan_of(*rows, num_layers=NUM_LAYERS)
 
 
-PLANS: dict[str, Callable[[Outline], Any]] = {
+PLANS: dict[str, Callable[[ModelStructure], Any]] = {
     "recompute": yaml("recompute_config: {recompute: true}"),
     "recompute a layer": yaml("recompute_config: {recompute: [1]}"),
     "select": yaml("recompute_config: {select_recompute: {'attention': true, '.*norm.*': true}}"),

@@ -1,4 +1,4 @@
-"""An op is run again only if the bytes saved fall; what stays for that reason is an override."""
+"""An op is run again only if the bytes saved fall; what stays for that reason is an adjustment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actswap import MemoryPlan, PlanError, outline
+from hf_actswap import MemoryPlan, PlanError, model_structure
 from hf_actswap.engine import install
 from hf_actswap.plan import PlanRow
 from tests.engine.test_recompute import held_bytes
@@ -33,19 +33,22 @@ NORM = tuple(f"input_layernorm.{name}" for name in ("to", "pow", "mean", "add", 
 
 
 def freed(dtype: torch.dtype, *paths: str) -> tuple[int, list[str], int]:
-    """Bytes saved less in each layer, the overrides, and calls run again in each layer."""
+    """Bytes saved less in each layer, the adjustments, and calls run again in each layer."""
     bare, _ = held_bytes(None, tiny_llama(dtype))
     model = tiny_llama(dtype)
     expected = gradients_of_step(tiny_llama(dtype))
     applied = on(model, plan_of(*recompute_rows(paths, LAYERS)))
     assert applied is not None
     assert_bitwise_equal(gradients_of_step(model), expected)
-    again, overrides = applied.stats().recomputes, [str(override) for override in applied.plan.overrides]
+    again, adjustments = (
+        applied.stats().recomputes,
+        [str(adjustment) for adjustment in applied.plan.adjustments],
+    )
     plan = applied.plan
     applied.remove()
     held, _ = held_bytes(plan, tiny_llama(dtype))
     assert (bare - held) % NUM_LAYERS == again % NUM_LAYERS == 0
-    return (bare - held) // NUM_LAYERS, overrides, again // NUM_LAYERS
+    return (bare - held) // NUM_LAYERS, adjustments, again // NUM_LAYERS
 
 
 def stays(path: str, held: int, dropped: int) -> str:
@@ -67,7 +70,7 @@ def test_in_fp32_there_is_no_cast_and_the_input_is_saved_anyway() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "path", "freed_bytes", "again", "overrides"),
+    ("dtype", "path", "freed_bytes", "again", "adjustments"),
     [
         # The last cast would hold the fp32 product in place of a bf16 result; the first one pays.
         (BF16, "to", 2 * ROW, 1, [stays("input_layernorm.to", 4 * ROW, 2 * ROW)]),
@@ -84,9 +87,9 @@ def test_in_fp32_there_is_no_cast_and_the_input_is_saved_anyway() -> None:
     ],
 )
 def test_a_link_alone(
-    dtype: torch.dtype, path: str, freed_bytes: int, again: int, overrides: list[str]
+    dtype: torch.dtype, path: str, freed_bytes: int, again: int, adjustments: list[str]
 ) -> None:
-    assert freed(dtype, f"input_layernorm.{path}") == (freed_bytes, overrides, again)
+    assert freed(dtype, f"input_layernorm.{path}") == (freed_bytes, adjustments, again)
 
 
 def test_links_that_pay_only_together() -> None:
@@ -115,7 +118,7 @@ def test_a_module_that_would_hold_more_than_it_drops(named: str) -> None:
     applied = on(model, plan_of(*recompute_rows(paths, LAYERS)))
     assert applied is not None
     assert_bitwise_equal(gradients_of_step(model), expected)
-    assert [str(override) for override in applied.plan.overrides] == [
+    assert [str(adjustment) for adjustment in applied.plan.adjustments] == [
         stays(path, 4 * ROW, 1 * ROW) for path in paths
     ]
     assert applied.plan.fate(1, "mlp.down_proj.1") == "keep"
@@ -128,7 +131,9 @@ def test_a_call_that_has_a_row_of_its_own() -> None:
     applied = on(model, plan_of(*(row for pair in rows for row in pair)))
     assert applied is not None
     gradients_of_step(model)
-    assert [str(override) for override in applied.plan.overrides] == [stays(path, 4 * TOKENS, 4 * TOKENS)]
+    assert [str(adjustment) for adjustment in applied.plan.adjustments] == [
+        stays(path, 4 * TOKENS, 4 * TOKENS)
+    ]
     assert applied.stats().recomputes == 0
 
 
@@ -177,7 +182,7 @@ class _NoFakes(nn.Module):
 def test_where_nothing_can_be_known_the_plan_stands(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_llama(BF16)
     expected = gradients_of_step(model)
-    plan, shape = plan_of(*recompute_rows(["input_layernorm.rsqrt"], LAYERS)), outline(model)
+    plan, shape = plan_of(*recompute_rows(["input_layernorm.rsqrt"], LAYERS)), model_structure(model)
     model.model.norm = _NoFakes(model.model.norm)
     with caplog.at_level(logging.INFO, logger="hf_actswap"), install(model, plan, shape) as applied:
         found = gradients_of_step(model)
@@ -198,9 +203,9 @@ def test_whole_layers_are_never_judged() -> None:
     assert applied is not None
     gradients_of_step(model)
     assert applied.plan.rows == rows
-    assert applied.plan.overrides == ()
+    assert applied.plan.adjustments == ()
 
 
-def test_a_plan_of_another_model_is_refused_as_ever() -> None:
+def test_a_plan_of_another_model_is_rejected_as_ever() -> None:
     with pytest.raises(PlanError):
         on(tiny_llama(), plan_of(num_layers=3))

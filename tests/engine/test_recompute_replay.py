@@ -1,4 +1,4 @@
-"""Random numbers, autocast, writes in place, functions that never give the same: replayed or refused."""
+"""Random numbers, autocast, writes in place, functions that never give the same: replayed or rejected."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from hf_actswap import apply, load_config, outline, resolve_plan
+from hf_actswap import apply, load_config, model_structure, resolve_plan
 from hf_actswap.engine import install
 from hf_actswap.engine.catcher import RecomputeError
-from hf_actswap.plan import Outline
+from hf_actswap.plan import ModelStructure
 from hf_actswap.plan.op_facts import (
     RANDOM_FUNCTIONS,
     UNREPEATABLE_FUNCTIONS,
@@ -62,7 +62,7 @@ def run_with(op: Op, *paths: str, autocast: bool = False) -> tuple[int, torch.Te
     states, found, again = [], [], 0
     for rows in ((), recompute_rows(paths, LAYERS)):
         model = llama_with(op)
-        with install(model, plan_of(*rows), outline(model)) as applied:
+        with install(model, plan_of(*rows), model_structure(model)) as applied:
             torch.manual_seed(11)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 ids = batch(0)
@@ -110,7 +110,7 @@ def test_a_generator_of_its_own_is_set_back_too() -> None:
     for rows in ((), recompute_rows(["mlp.bernoulli", "mlp.mul", "mlp.sin"], LAYERS)):
         model = llama_with(with_noise)
         _OWN_GENERATOR.manual_seed(5)
-        with install(model, plan_of(*rows), outline(model)) as applied:
+        with install(model, plan_of(*rows), model_structure(model)) as applied:
             _OWN_GENERATOR.manual_seed(5)
             one_step(model)
             assert bool(rows) == (applied.stats().recomputes > 0)
@@ -183,14 +183,14 @@ def test_writes_in_place_inside_a_recomputed_module() -> None:
 
 
 def shifted(hidden: torch.Tensor) -> torch.Tensor:
-    """A function that overrides can see, as those of PyTorch are, and that writes into its argument."""
+    """A function that adjustments can see, as those of PyTorch are, and that writes into its argument."""
     if has_torch_function_unary(hidden):
         found: torch.Tensor = handle_torch_function(shifted, (hidden,), hidden)
         return found
     return hidden.add_(1).sin()
 
 
-def unseen(shape: Outline) -> Outline:
+def unseen(shape: ModelStructure) -> ModelStructure:
     """As of a model that cannot be recorded: nobody knows what is written in place."""
     return replace(shape, layers=tuple(replace(layer, stale_reads=()) for layer in shape.layers))
 
@@ -208,12 +208,12 @@ def test_a_function_that_writes_although_its_name_does_not_say_so_is_kept() -> N
     assert applied is not None
     expected = gradients_of_step(llama_with(lambda x: shifted(x * 2) * 3))
     assert_bitwise_equal(gradients_of_step(model), expected)
-    assert [str(override) for override in applied.plan.overrides] == [stays("mlp.shifted", 2)]
+    assert [str(adjustment) for adjustment in applied.plan.adjustments] == [stays("mlp.shifted", 2)]
 
 
-def test_a_function_that_was_not_seen_to_write_is_refused_by_name() -> None:
+def test_a_function_that_was_not_seen_to_write_is_rejected_by_name() -> None:
     model = llama_with(lambda x: shifted(x * 2) * 3)
-    with install(model, plan_of(*recompute_rows(["mlp.shifted"], [2])), unseen(outline(model))):
+    with install(model, plan_of(*recompute_rows(["mlp.shifted"], [2])), unseen(model_structure(model))):
         with pytest.raises(RecomputeError) as caught:
             one_step(model)
         assert str(caught.value) == (
@@ -238,11 +238,11 @@ def test_an_input_that_is_overwritten_later(seen: bool) -> None:
     inner = nn.Sequential(nn.ReLU(), nn.Tanh())
     model = tiny_llama()
     model.model.layers[1].mlp = _WithInner(model.model.layers[1].mlp, inner, overwritten)
-    shape, plan = outline(model), plan_of(*recompute_rows(["mlp.inner"], [1]))
+    shape, plan = model_structure(model), plan_of(*recompute_rows(["mlp.inner"], [1]))
     if seen:
         with apply(model, plan) as applied:
             one_step(model)
-            assert [str(override) for override in applied.plan.overrides] == [stays("mlp.inner", 1)]
+            assert [str(adjustment) for adjustment in applied.plan.adjustments] == [stays("mlp.inner", 1)]
         return
     with install(model, plan, unseen(shape)):
         loss = model(input_ids=batch(0), labels=batch(0)).loss
@@ -267,8 +267,8 @@ def test_a_function_that_never_gives_the_same_is_kept_by_name() -> None:
 
     model = llama_with(scattered)
     config = load_config({"recompute_config": {"select_recompute": {r"mlp\.(index_add|sin)": [2]}}})
-    plan = resolve_plan(config, outline(model))
-    assert [str(override) for override in plan.overrides] == [
+    plan = resolve_plan(config, model_structure(model))
+    assert [str(adjustment) for adjustment in plan.adjustments] == [
         "recompute_config.select_recompute mlp.index_add, layers 0-1: asked recompute, got keep: run twice "
         "this function does not give the same: it reads memory as it is found, or adds in the order in which "
         "threads come; a module around it can be recomputed"

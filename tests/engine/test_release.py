@@ -142,8 +142,8 @@ def test_order_of_events(prefetch_ops: int) -> None:
     assert len(events) == len(set(events)) == 2 * 3 * 2 * NUM_LAYERS
     at = {event: index for index, event in enumerate(events)}
     for number in range(2 * NUM_LAYERS):
-        for way in ("out", "in"):
-            start, wait, done = (at[f"{way} {number} {what}"] for what in ("start", "wait", "done"))
+        for direction in ("out", "in"):
+            start, wait, done = (at[f"{direction} {number} {what}"] for what in ("start", "wait", "done"))
             assert start < wait
             assert start < done
         assert at[f"out {number} wait"] < forward_events <= at[f"in {number} start"]

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_actswap import MemoryPlan, apply, load_config, outline, resolve_plan
+from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
 from hf_actswap.engine.forecast import record_saved
 from hf_actswap.plan import PlanRow, Windows
-from hf_actswap.plan.outline import unwrapped
+from hf_actswap.plan.model_structure import unwrapped
 from hf_actswap.plan.saved_bytes import SavedBytes, swapped_bytes
 from tests.engine.tiny_models import (
     BATCH,
@@ -54,7 +54,7 @@ def assert_foreseen(
     model: nn.Module, plan: MemoryPlan | str, dtype: torch.dtype | None = None, **more: Any
 ) -> int:
     """Fail unless a record before and one under the plan price it as the step does; return the bytes."""
-    shape, call = outline(model), call_of(use_cache=False, **more)
+    shape, call = model_structure(model), call_of(use_cache=False, **more)
     plan = resolve_plan(load_config(plan), shape) if isinstance(plan, str) else plan
     with autocast(dtype):
         before = swapped_bytes(record_saved(unwrapped(model), shape, (), call), plan)
@@ -168,11 +168,11 @@ def test_masks_change_attention_as_they_do_in_the_step(more: dict[str, Any], mas
 
 def test_the_slice_of_a_large_storage() -> None:
     model, plan = tiny_llama(), plan_of(PlanRow("final_norm", "", "swap", windows=Windows(1, 3)))
-    shape, call = outline(model), {"input_ids": batch(0)[:1], "logits_to_keep": 2, "use_cache": False}
-    foreseen = swapped_bytes(record_saved(model, shape, (), call), plan)
+    shape, call = model_structure(model), {"input_ids": batch(0)[:1], "logits_to_keep": 2, "use_cache": False}
+    forecast = swapped_bytes(record_saved(model, shape, (), call), plan)
     applied = apply(model, plan)
     model(**call).logits.sum().backward()
-    assert foreseen == applied.stats().offloaded_bytes
+    assert forecast == applied.stats().offloaded_bytes
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["plain", "autocast"])
@@ -211,14 +211,14 @@ def test_a_record_leaves_no_trace() -> None:
     apply(model, swap_everything())
     before, random = snapshot(model), torch.get_rng_state()
     weights = {name: weight.data_ptr() for name, weight in model.named_parameters()}
-    record_saved(model, outline(model), (), call_of())
+    record_saved(model, model_structure(model), (), call_of())
     assert snapshot(model) == before
     assert torch.equal(torch.get_rng_state(), random)
     assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == weights
 
 
 def recorded(model: nn.Module) -> SavedBytes:
-    return record_saved(model, outline(model), (), call_of())
+    return record_saved(model, model_structure(model), (), call_of())
 
 
 def test_bytes_by_op() -> None:
@@ -238,7 +238,7 @@ def test_seven_billion_parameters_without_memory() -> None:
     """32 layers at 8,192 tokens: output and statistics of the attention core of each."""
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig()).to(torch.bfloat16).train()
-    shape = outline(model)
+    shape = model_structure(model)
     ids = torch.zeros(1, 8192, dtype=torch.long, device="meta")
     saved = record_saved(model, shape, (), {"input_ids": ids, "labels": ids, "use_cache": False})
     plan = resolve_plan(load_config("swap_config: {swap: true}"), shape)
@@ -247,7 +247,7 @@ def test_seven_billion_parameters_without_memory() -> None:
 
 def test_a_model_that_cannot_run_on_fakes_raises_and_prints_nothing(caplog: pytest.LogCaptureFixture) -> None:
     model = tiny("Mixtral", experts_implementation="eager", num_local_experts=8, num_experts_per_tok=2)
-    shape = outline(model)
+    shape = model_structure(model)
     with caplog.at_level(logging.INFO), pytest.raises(Exception, match="nonzero"):
         record_saved(model, shape, (), call_of())
     assert caplog.records == []
@@ -256,4 +256,4 @@ def test_a_model_that_cannot_run_on_fakes_raises_and_prints_nothing(caplog: pyte
 def test_devices_that_this_build_does_not_know() -> None:
     model = tiny_llama()
     with pytest.raises(ValueError, match=r"^this build of PyTorch has no ipu devices$"):
-        record_saved(model, outline(model), (), call_of(), torch.device("ipu"))
+        record_saved(model, model_structure(model), (), call_of(), torch.device("ipu"))

@@ -136,7 +136,7 @@ def test_nothing_to_do() -> None:
     assert (done.step_ms, done.stalls, done.peak_bytes, done.memory) == (90.0, 0, 0, ())
 
 
-def test_what_does_not_fit_together_is_refused() -> None:
+def test_what_does_not_fit_together_is_rejected() -> None:
     with pytest.raises(ValueError, match="1 candidates, 0 decisions"):
         simulate([Candidate(1, 0, 0)], [], TIMELINE, LINK)
     with pytest.raises(ValueError, match="a swap needs windows"):
@@ -154,7 +154,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
         (((1, 0.0), (2, 1.0)), ((1, 0.5),), "times of a step must not fall"),
     ],
 )
-def test_a_timeline_out_of_order_is_refused(
+def test_a_timeline_out_of_order_is_rejected(
     forward: tuple[tuple[int, float], ...], backward: tuple[tuple[int, float], ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

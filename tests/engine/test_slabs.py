@@ -214,7 +214,7 @@ def test_what_cannot_be_locked_leaves_no_error_behind() -> None:
     if torch.accelerator.current_accelerator().type != "cuda":  # type: ignore[union-attr]
         pytest.skip("no CUDA runtime")
 
-    class Refuses:
+    class Rejects:
         def cudaHostRegister(self, pointer: int, size: int, flags: int) -> object:
             return torch.cuda.cudart().cudaHostRegister(0, size, flags)
 
@@ -222,7 +222,7 @@ def test_what_cannot_be_locked_leaves_no_error_behind() -> None:
             return torch.cuda.cudart().cudaHostUnregister(pointer)
 
     device = torch.device("cuda", torch.cuda.current_device())
-    source = PinnedSlabs(device, cudart=Refuses())
+    source = PinnedSlabs(device, cudart=Rejects())
     source.allocate(MIB)
     assert not source.pinned
     assert float(torch.ones(10, device=device).sum()) == 10

@@ -37,8 +37,8 @@ ATTENTION = plan_of(*swap_rows(["self_attn.flash_attention"], range(NUM_LAYERS))
 class LanesTransfer(SimulatedTransfer):
     """Says when the copies of a direction end, as streams do."""
 
-    def copy_stamp(self, way: str) -> SimulatedStamp:
-        return SimulatedStamp(self._out_end_ms if way == "out" else self._in_end_ms)
+    def copy_stamp(self, direction: str) -> SimulatedStamp:
+        return SimulatedStamp(self._out_end_ms if direction == "out" else self._in_end_ms)
 
 
 def steps(model: nn.Module, count: int) -> None:
@@ -76,8 +76,8 @@ def test_every_copy_has_its_name_and_its_bytes() -> None:
         before = applied.stats()
         timeline = watched_times(model, applied)
         of_step = (applied.stats() - before).offloaded_bytes / 5
-    for way in ("out", "in"):
-        copies = [copy for copy in timeline.copies if copy.way == way]
+    for direction in ("out", "in"):
+        copies = [copy for copy in timeline.copies if copy.direction == direction]
         assert sum(copy.size_bytes for copy in copies) == of_step
         assert {(copy.scope, copy.op_path) for copy in copies} == {
             (layer, "self_attn.flash_attention") for layer in range(NUM_LAYERS)
@@ -132,8 +132,8 @@ def test_copies_start_when_their_lane_is_free(monkeypatch: pytest.MonkeyPatch) -
     with apply(model, ATTENTION, transfer=transfer) as applied:
         timeline = watched_times(model, applied)
     assert timeline.overlaps
-    outs = [copy for copy in timeline.copies if copy.way == "out"]
-    ins = [copy for copy in timeline.copies if copy.way == "in"]
+    outs = [copy for copy in timeline.copies if copy.direction == "out"]
+    ins = [copy for copy in timeline.copies if copy.direction == "in"]
     for copy in timeline.copies:
         assert copy.end_ms - copy.start_ms == pytest.approx(copy.size_bytes / 500)
         assert copy.start_ms >= copy.asked_ms
@@ -141,12 +141,12 @@ def test_copies_start_when_their_lane_is_free(monkeypatch: pytest.MonkeyPatch) -
         assert all(one.end_ms <= other.start_ms + 1e-9 for one, other in pairwise(lane))
     assert any(copy.start_ms > copy.asked_ms for copy in outs)
     assert timeline.stalls
-    assert {stall.way for stall in timeline.stalls} == {"out", "in"}
+    assert {stall.direction for stall in timeline.stalls} == {"out", "in"}
     for stall in timeline.stalls:
         assert any(
             stall.start_ms + stall.length_ms == pytest.approx(copy.end_ms)
             for copy in timeline.copies
-            if (copy.way, copy.scope, copy.op_path) == (stall.way, stall.scope, stall.op_path)
+            if (copy.direction, copy.scope, copy.op_path) == (stall.direction, stall.scope, stall.op_path)
         )
 
 
@@ -216,9 +216,9 @@ def test_a_profile_carries_our_names() -> None:
     assert copies > 0
     assert found == {
         **{
-            f"hf_actswap.{way} {layer} self_attn.flash_attention": copies
+            f"hf_actswap.{direction} {layer} self_attn.flash_attention": copies
             for layer in (0, 2)
-            for way in ("offload", "prefetch")
+            for direction in ("offload", "prefetch")
         },
         "hf_actswap.recompute 1 mlp": 1,
     }

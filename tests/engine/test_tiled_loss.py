@@ -34,7 +34,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_actswap import MemoryPlan, PlanError, apply, load_config, outline, resolve_plan
+from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.config.schema import TileTokens
 from hf_actswap.engine.chunked_logits import ChunkedLogits, auto_tokens, chunk_head
 from hf_actswap.plan.actions import Tile
@@ -154,7 +154,7 @@ def test_losses_bitwise_and_gradients_to_rounding(family: str, step: str) -> Non
     loss, expected = run(model, STEPS[step])
     with apply(model, TOKENS) as applied, NoLogits():
         tiled_loss, found = run(model, STEPS[step])
-    assert not applied.plan.overrides, "nothing made the logits whole"
+    assert not applied.plan.adjustments, "nothing made the logits whole"
     if "smoothing of torch" in step:  # it divides two sums, and the tiles one
         torch.testing.assert_close(tiled_loss, loss, rtol=1e-6, atol=0)
     else:
@@ -208,7 +208,7 @@ def test_heads(kind: str, step: str) -> None:
     assert torch.equal(tiled_loss, loss)
     assert furthest(found, expected) < 1e-6
     assert any("lm_head" in name for name in found) == (kind != "frozen")
-    assert not applied.plan.overrides
+    assert not applied.plan.adjustments
 
 
 @pytest.mark.parametrize("kind", ["lora", "bias"])
@@ -413,12 +413,12 @@ def test_a_loss_of_whole_logits_says_so_and_is_right(caplog: pytest.LogCaptureFi
     with apply(model, TOKENS) as applied:
         tiled_loss, found = run(model, step)
         run(model, step)
-        (override,) = applied.plan.overrides
+        (adjustment,) = applied.plan.adjustments
     assert torch.equal(tiled_loss, loss)
     assert furthest(found, expected) < 1e-6
-    assert override.got == "whole logits"
-    assert "aten.mean" in override.reason
-    assert [record.getMessage() for record in caplog.records] == [str(override)]
+    assert adjustment.got == "whole logits"
+    assert "aten.mean" in adjustment.reason
+    assert [record.getMessage() for record in caplog.records] == [str(adjustment)]
 
 
 def test_writing_into_the_logits_is_right_or_raises() -> None:
@@ -461,7 +461,7 @@ def test_evaluation_and_generation() -> None:
         with torch.inference_mode():
             assert torch.equal(model(input_ids=ids).logits.cpu(), expected.logits)
         assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), text)
-        assert not applied.plan.overrides
+        assert not applied.plan.adjustments
     assert torch.equal(loss, expected.loss)
 
 
@@ -513,7 +513,7 @@ def test_auto_leaves_small_batches_whole() -> None:
 
 
 def test_the_plan_says_it() -> None:
-    shape = outline(made())
+    shape = model_structure(made())
     for written, tile in (
         ("auto", Tile("head")),
         (8, Tile("head", tiles=8)),
@@ -532,17 +532,17 @@ def test_the_plan_says_it() -> None:
 
 
 @pytest.mark.parametrize("what", ["no head", "tensor parallel", "compiled whole"])
-def test_what_cannot_be_tiled_is_refused_by_name(what: str) -> None:
+def test_what_cannot_be_tiled_is_rejected_by_name(what: str) -> None:
     model: Any = made()
     document: dict[str, Any] = {"tile_config": {"loss": 4}}
     if what == "tensor parallel":
         document["parallel_config"] = {"tensor_parallel_size": 2}
     if what == "compiled whole":
         model = torch.compile(model)
-    shape = outline(model.model if what == "no head" else model)
+    shape = model_structure(model.model if what == "no head" else model)
     with pytest.raises(PlanError, match=r"tile_config\.loss: expected .*, found 4"):
         resolve_plan(load_config(document), shape)
     document["tile_config"]["loss"] = "auto"
     plan = resolve_plan(load_config(document), shape)
     assert plan.tiles == ()
-    assert [asdict(item)["got"] for item in plan.overrides] == ["off"]
+    assert [asdict(item)["got"] for item in plan.adjustments] == ["off"]

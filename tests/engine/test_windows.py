@@ -310,7 +310,7 @@ def test_a_release_that_only_the_end_can_serve_is_past_every_hook() -> None:
     assert decision.windows == Windows(3, 5)
 
 
-def test_a_safety_below_one_is_refused() -> None:
+def test_a_safety_below_one_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"safety is a factor of at least 1, not 0\.9"):
         choose_windows([], STEADY, EVEN, safety=0.9)
 

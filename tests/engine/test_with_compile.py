@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from hf_actswap import PlanError, apply, outline
+from hf_actswap import PlanError, apply, model_structure
 from hf_actswap.engine import AppliedPlan
 from hf_actswap.engine.operator_clock import OperatorClock
 from tests.engine.tiny_models import assert_bitwise_equal, batch, gradients, snapshot, tiny_llama
@@ -50,19 +50,19 @@ WHOLE: dict[str, Callable[[nn.Module], nn.Module]] = {"whole": whole, "whole in 
 CASES = [
     *(("in place", text) for text in (LAYER_SWAP, DEFAULT, SOME_LAYERS, RECOMPUTE)),
     *(("wrapped", text) for text in (LAYER_SWAP, RECOMPUTE)),
-    *((way, LAYER_SWAP) for way in WHOLE),
+    *((direction, LAYER_SWAP) for direction in WHOLE),
     *(pytest.param("wrapped", text, marks=pytest.mark.slow) for text in (DEFAULT, SOME_LAYERS)),
-    *(pytest.param(way, DEFAULT, marks=pytest.mark.slow) for way in WHOLE),
+    *(pytest.param(direction, DEFAULT, marks=pytest.mark.slow) for direction in WHOLE),
 ]
 
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
-def compiled_llama(way: str) -> nn.Module:
+def compiled_llama(direction: str) -> nn.Module:
     model = tiny_llama()
     model.config.use_cache = False  # the plan does so too; a cache makes every layer another graph
-    return {**LAYERS, **WHOLE}[way](model)
+    return {**LAYERS, **WHOLE}[direction](model)
 
 
 def steps(model: nn.Module, count: int = 3) -> list[dict[str, torch.Tensor]]:
@@ -80,18 +80,18 @@ def compiler_work() -> tuple[Any, dict[str, int]]:
 
 
 @cache
-def bare_steps(way: str) -> tuple[list[dict[str, torch.Tensor]], Any]:
+def bare_steps(direction: str) -> tuple[list[dict[str, torch.Tensor]], Any]:
     """Gradients without a plan, and what the compiler did for them."""
-    found = steps(compiled_llama(way)), compiler_work()
+    found = steps(compiled_llama(direction)), compiler_work()
     torch._dynamo.reset()
     counters.clear()
     return found
 
 
-@pytest.mark.parametrize(("way", "text"), CASES)
-def test_same_gradients_same_graphs_no_breaks(way: str, text: str) -> None:
-    bare, work = bare_steps(way)
-    model = compiled_llama(way)
+@pytest.mark.parametrize(("direction", "text"), CASES)
+def test_same_gradients_same_graphs_no_breaks(direction: str, text: str) -> None:
+    bare, work = bare_steps(direction)
+    model = compiled_llama(direction)
     with apply(model, text) as applied:
         for one, other in zip(steps(model), bare, strict=True):
             assert_bitwise_equal(one, other)
@@ -103,9 +103,9 @@ def test_same_gradients_same_graphs_no_breaks(way: str, text: str) -> None:
         assert compiler_work()[1] == {}
 
 
-@pytest.mark.parametrize("way", [*LAYERS, *WHOLE])
-def test_everything_comes_off_again(way: str) -> None:
-    model = compiled_llama(way)
+@pytest.mark.parametrize("direction", [*LAYERS, *WHOLE])
+def test_everything_comes_off_again(direction: str) -> None:
+    model = compiled_llama(direction)
     inner = getattr(model, "_orig_mod", model)
     before = snapshot(inner)
     calls = [module._compiled_call_impl for module in inner.modules()]
@@ -131,7 +131,7 @@ def bytes_of_a_step(model: nn.Module, text: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("way", "text", "words"),
+    ("direction", "text", "words"),
     [
         ("in place", OPS, ("layers are compiled", "self_attn", "layer_swap")),
         ("wrapped", OPS, ("layers are compiled", "self_attn", "layer_swap")),
@@ -140,15 +140,15 @@ def bytes_of_a_step(model: nn.Module, text: str) -> int:
         ("whole in place", OPS, ("layers are compiled", "self_attn")),
     ],
 )
-def test_what_cannot_be_told_apart_is_refused(way: str, text: str, words: tuple[str, ...]) -> None:
-    with pytest.raises(PlanError) as refused:
-        apply(compiled_llama(way), text)
-    assert [word for word in words if word not in str(refused.value)] == []
+def test_what_cannot_be_told_apart_is_rejected(direction: str, text: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(PlanError) as rejected:
+        apply(compiled_llama(direction), text)
+    assert [word for word in words if word not in str(rejected.value)] == []
 
 
 def test_the_default_strategy_says_what_it_becomes() -> None:
     with apply(compiled_llama("in place"), DEFAULT) as applied:
-        assert any("layer_swap of all layers" in str(item) for item in applied.plan.overrides)
+        assert any("layer_swap of all layers" in str(item) for item in applied.plan.adjustments)
 
 
 def test_a_compiled_layer_counts_as_many_operators_as_its_eager_one() -> None:
@@ -161,7 +161,7 @@ def test_a_compiled_layer_counts_as_many_operators_as_its_eager_one() -> None:
         clock.leave_compiled()
     assert saved_at - start == 3 * 80
     assert clock.now() - start == 3 * 80
-    assert outline(tiny_llama()).layers[0].nodes > 40
+    assert model_structure(tiny_llama()).layers[0].nodes > 40
 
 
 def test_backward_finds_the_operator_of_a_node() -> None:

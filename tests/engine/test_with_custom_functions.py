@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actswap import MemoryPlan, adapt_mem_func_wrapper, outline
+from hf_actswap import MemoryPlan, adapt_mem_func_wrapper, model_structure
 from tests.engine.pitfalls.odd_layers import llama_with, same_gradients
 from tests.engine.spies import WatchingTransfer
 from tests.engine.tiny_models import (
@@ -260,7 +260,7 @@ def with_noise() -> nn.Module:
 
 def test_a_wrapped_function_is_an_op_of_its_own() -> None:
     model, transfer = with_noise(), WatchingTransfer()
-    assert "mlp.NoisySine" in {op.path for op in outline(model).layers[0].ops}
+    assert "mlp.NoisySine" in {op.path for op in model_structure(model).layers[0].ops}
     on(model, plan_of(*swap_rows(["mlp.NoisySine"], [1], 5)), transfer)
     one_step(model)
     # what it saved of its own, and its output, which the projection saves

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hf_actswap import MemoryPlan, apply, outline, resolve_plan
+from hf_actswap import MemoryPlan, apply, model_structure, resolve_plan
 from hf_actswap.config import load_config
 from tests.engine.tiny_models import (
     NUM_LAYERS,
@@ -68,7 +68,7 @@ def test_the_references_names_mean_fp8_layers_too() -> None:
     model = in_fp8()
     rule = {"op_name": r"feed_forward\.w1\.matmul", "backward_prefetch": 5, "layers": True}
     document = {"swap_config": {"swap": True, "op_swap": [rule]}}
-    plan = resolve_plan(load_config(document), outline(model))
+    plan = resolve_plan(load_config(document), model_structure(model))
     assert {row.op_path for row in plan.rows} == {"mlp.gate_proj.mm"}
     with apply(model, {**document, "memory": {"min_tensor_mib": 1e-6}}) as applied:
         gradients_of_step(model)

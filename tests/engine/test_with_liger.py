@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_actswap import outline
+from hf_actswap import model_structure
 from tests.engine.liger_worker import KERNELS, plans_with
 from tests.engine.pitfalls.odd_layers import llama_with
 
@@ -89,7 +89,7 @@ def test_the_outline_gives_no_kernel_the_address_of_fake_memory() -> None:
     model = llama_with(kernel, [1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns of it, and goes on
-        shape = outline(model)
+        shape = model_structure(model)
     assert addresses == []
     assert not shape.functions_known
     assert "data pointer" in shape.why_not

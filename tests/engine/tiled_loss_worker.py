@@ -23,7 +23,7 @@ KINDS = ("ddp", "unused", "static", "fsdp2", "fsdp2 head")
 
 
 def steps(kind: str, smooth: bool, tiled: bool) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Train two steps of two micro-batches; return the losses, the last gradients, and the overrides."""
+    """Train two steps of two micro-batches; return the losses, the last gradients, and the adjustments."""
     rank = dist.get_rank()
     model: Any = tiny_llama(tie_word_embeddings=kind == "ddp", vocab_size=96)
     wrapped: nn.Module = model
@@ -53,7 +53,7 @@ def steps(kind: str, smooth: bool, tiled: bool) -> tuple[list[float], dict[str, 
         for name, one in model.named_parameters()
     }
     applied.remove()
-    return losses, grads, len(applied.plan.overrides)
+    return losses, grads, len(applied.plan.adjustments)
 
 
 def train_on_rank(rank: int, folder: str) -> None:

@@ -102,10 +102,10 @@ def plan_of(*rows: PlanRow, num_layers: int = NUM_LAYERS, **settings: Any) -> Me
 def swap_everything(prefetch_ops: int = 10, **settings: Any) -> MemoryPlan:
     """Return the plan that swaps all that may be swapped, around the layers too."""
     windows = Windows.of_prefetch(prefetch_ops)
-    around = tuple(
+    wrap_call = tuple(
         PlanRow(scope, "", "swap", windows=windows) for scope in ("embedding", "final_norm", "head")
     )
-    return plan_of(*swap_rows([""], range(NUM_LAYERS), prefetch_ops), *around, **settings)
+    return plan_of(*swap_rows([""], range(NUM_LAYERS), prefetch_ops), *wrap_call, **settings)
 
 
 def batch(step: int) -> torch.Tensor:

@@ -142,7 +142,7 @@ def test_the_notebook_keeps_what_it_showed(kept: dict[str, Any], printed: Mappin
 
 
 def test_the_notebook_has_the_form_that_jupyter_reads(kept: dict[str, Any]) -> None:
-    """Catches cells that the format's schema refuses; `nbformat` is not needed for that."""
+    """Catches cells that the format's schema rejects; `nbformat` is not needed for that."""
     assert (kept["nbformat"], kept["nbformat_minor"]) == (4, 5)
     assert len({cell["id"] for cell in kept["cells"]}) == len(kept["cells"]) >= 6
     for cell in kept["cells"]:

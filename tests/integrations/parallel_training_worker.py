@@ -107,7 +107,7 @@ def swapped(folder: Path) -> dict[str, Any]:
     return {"losses": (run.losses, plain.losses), "norms": (run.norms, plain.norms), "weights": differences}
 
 
-def refusals(folder: Path) -> dict[str, str]:
+def rejections(folder: Path) -> dict[str, str]:
     """What is said, by what was asked, before the first step."""
     two = parallel(2)
     found = {}
@@ -119,16 +119,16 @@ def refusals(folder: Path) -> dict[str, str]:
             "auto_find_batch_size": {"auto_find_batch_size": True},
             "optim": {"optim": "adafactor"},
         }.items():
-            call = functools.partial(make, two, folder / "refused", kind, **asked)
+            call = functools.partial(make, two, folder / "rejected", kind, **asked)
             found[f"{kind.__name__} {name}"] = told(call)
-    stock = make(two, folder / "refused", Trainer)
+    stock = make(two, folder / "rejected", Trainer)
     found["save_model"] = told(stock.save_model)
     found["resume"] = told(lambda: stock.train(resume_from_checkpoint=str(folder / "one" / "checkpoint-2")))
-    late = make(two, folder / "refused", Trainer, callbacks=[])
+    late = make(two, folder / "rejected", Trainer, callbacks=[])
     late.add_callback(ActSwapCallback(two))
     found["late"] = told(late.train)
-    found["three ranks"] = told(lambda: make(parallel(3), folder / "refused"))
-    found["no room"] = told(lambda: make(parallel(4), folder / "refused"))
+    found["three ranks"] = told(lambda: make(parallel(3), folder / "rejected"))
+    found["no room"] = told(lambda: make(parallel(4), folder / "rejected"))
     used = tiny_llama()
     stepped = torch.optim.AdamW(used.parameters(), lr=0.1)
     used(**{key: value[None] for key, value in Rows()[1].items()}).loss.backward()
@@ -228,9 +228,9 @@ def own_loop(folder: Path, size: int, clips: bool = True, data_parallel_size: in
     state = prepared.optimizer_state_dict()
     weights = prepared.parallel.whole_weights(True) if prepared.parallel else dict(model.state_dict())
     prepared.save_pretrained(str(folder / f"loop {size}"))
-    refused = told(lambda: accelerator.save_state(str(folder / "state"))) if prepared.parallel else ""
+    rejected = told(lambda: accelerator.save_state(str(folder / "state"))) if prepared.parallel else ""
     prepared.load_optimizer_state_dict(torch.load(saved(folder, state), weights_only=True))
-    return {"losses": losses, "norms": norms, "state": state, "weights": weights, "refused": refused}
+    return {"losses": losses, "norms": norms, "state": state, "weights": weights, "rejected": rejected}
 
 
 def saved(folder: Path, state: dict[str, Any]) -> Path:
@@ -280,13 +280,13 @@ def streamed(folder: Path, size: int, data_parallel_size: int = 1) -> Run:
     return train(make(parallel(size), folder / "streamed", per_device_train_batch_size=batch_size, data=data))
 
 
-def refusals_of_four(folder: Path) -> dict[str, str]:
+def rejections_of_four(folder: Path) -> dict[str, str]:
     two = parallel(2)
     dispatched = {"accelerator_config": {"dispatch_batches": True}}
     return {
-        "callback": told(lambda: make(two, folder / "refused", Trainer)),
-        "dispatch": told(lambda: make(two, folder / "refused", data=Stream(), **dispatched)),
-        "three ranks": told(lambda: make(parallel(3), folder / "refused")),
+        "callback": told(lambda: make(two, folder / "rejected", Trainer)),
+        "dispatch": told(lambda: make(two, folder / "rejected", data=Stream(), **dispatched)),
+        "three ranks": told(lambda: make(parallel(3), folder / "rejected")),
     }
 
 
@@ -306,7 +306,7 @@ TWO: dict[str, Callable[[Path], Any]] = {
     "bf16": lambda folder: trained("plain", folder / "runs", 2, bf16=True),
     "resumed 1 to 2": lambda folder: saving(folder, 2, "resumed 1 to 2", "one/checkpoint-2"),
     "saving": lambda folder: saving(folder, 2, "two"),
-    "refusals": refusals,
+    "rejections": rejections,
     "behind the back": behind_the_back,
     "given optimizer": lambda folder: given_optimizer(folder, 2),
     "supervised": lambda folder: supervised(folder, 2),
@@ -335,5 +335,5 @@ FOUR: dict[str, Callable[[Path], Any]] = {
     "experts 2 to 4": lambda folder: saving_experts(folder, 4, "experts four", "experts two/checkpoint-2"),
     "supervised": lambda folder: supervised(folder, 2, 2),
     "own loop": lambda folder: own_loop(folder, 2, data_parallel_size=2),
-    "refusals of four": refusals_of_four,
+    "rejections of four": rejections_of_four,
 }

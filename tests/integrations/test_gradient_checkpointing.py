@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Trainer
 
-from hf_actswap import MemoryPlan, PlanError, apply, outline, resolve_plan
+from hf_actswap import MemoryPlan, PlanError, apply, model_structure, resolve_plan
 from hf_actswap.config import load_config
 from hf_actswap.engine import RecordingTransfer
 from hf_actswap.plan import PlanRow, Windows
@@ -44,7 +44,7 @@ def checkpointed(model: Any = None, **keys: Any) -> Any:
 
 
 def resolved(config: dict[str, Any], model: nn.Module) -> MemoryPlan:
-    return resolve_plan(load_config(config), outline(model))
+    return resolve_plan(load_config(config), model_structure(model))
 
 
 def output_rows(layers: list[int], prefetch_ops: int) -> tuple[PlanRow, ...]:
@@ -63,7 +63,7 @@ def test_every_swapped_layer_moves_its_input_and_nothing_else(
     bare = gradients_of_step(checkpointed())
     model = checkpointed()
     applied = apply(model, config, transfer=RecordingTransfer())
-    for _ in range(4):  # the first ones are followed, the later ones go by routine
+    for _ in range(4):  # the first ones are followed, the later ones go by cached trace
         before = applied.stats()
         assert_bitwise_equal(gradients_of_step(model), bare)
         step = applied.stats() - before
@@ -76,7 +76,7 @@ def test_every_swapped_layer_moves_its_input_and_nothing_else(
 
 def test_the_plan_says_what_becomes_of_each_wish() -> None:
     plan = resolved(CASE_3, checkpointed())
-    assert [str(override) for override in plan.overrides] == [
+    assert [str(adjustment) for adjustment in plan.adjustments] == [
         f"swap_config self_attn, layers 0, 3: asked swap, got input swapped: {REASON}",
         f"swap_config self_attn, mlp, layers 1-2: asked swap, got input swapped: {REASON}",
     ]
@@ -96,7 +96,7 @@ def test_recompute_input_names_checkpointed_layers_too() -> None:
     config = {"swap_config": {"swap": True, "op_swap": [], "recompute_input": [1], "default_prefetch": 4}}
     plan = resolved(config, checkpointed())
     assert plan.rows == output_rows([1], 4)
-    assert plan.overrides == ()
+    assert plan.adjustments == ()
 
 
 def test_only_layers_that_are_checkpointed() -> None:
@@ -105,7 +105,7 @@ def test_only_layers_that_are_checkpointed() -> None:
     model = checkpointed(every_n_layers=2)
     applied = apply(model, CASE_2)
     assert_bitwise_equal(gradients_of_step(model), bare)
-    assert [str(override) for override in applied.plan.overrides] == [
+    assert [str(adjustment) for adjustment in applied.plan.adjustments] == [
         f"swap_config, layers 0: asked swap, got input swapped: {REASON}"
     ]
     assert applied.plan.fate(3, "mlp") == "swap"
@@ -162,7 +162,7 @@ def test_a_model_that_is_compiled_as_a_whole() -> None:
     """Its one region saves tensors without layers: all of them have one fate, as without checkpoints."""
     config = {"swap_config": {"swap": True, "recompute_input": True, "layer_swap": [_ALL]}}
     plan = resolved(config, torch.compile(checkpointed(), backend="aot_eager"))
-    assert [str(override) for override in plan.overrides] == [
+    assert [str(adjustment) for adjustment in plan.adjustments] == [
         "swap_config.recompute_input: asked input swapped, got no effect: the model is compiled as a whole: "
         "what its region saves is not known by layer"
     ]
@@ -177,7 +177,7 @@ def test_evaluation_mode_is_not_checkpointed() -> None:
     assert_bitwise_equal(gradients_of_step(model), bare)
 
 
-# Refused.
+# Rejected.
 
 
 def message(model: nn.Module, config: Any) -> str:

@@ -77,7 +77,7 @@ def test_decisions_are_logged_once_when_they_are_made(
     assert log[-len(shown) - 1].startswith("-INFO - Set layer swap at layer 3")
     assert messages(caplog, "swap_config") == shown
     (summary,) = messages(caplog, "auto has measured: it swaps ")
-    assert summary.endswith("; see applied.plan.overrides")
+    assert summary.endswith("; see applied.plan.adjustments")
     (before,) = messages(caplog, "\nActivation plan: 4 llama layers")
     assert "│ 0-3    │ everything │ swap │           auto │          auto │" in before
     plain = make_trainer(None, callback=False, **settings)
@@ -101,13 +101,13 @@ def test_on_the_cpu_the_first_step_decides(
     make_trainer(AUTO, max_steps=3).train()
     (said,) = messages(caplog, "Decided in step ")
     assert said.startswith("Decided in step 1:")
-    override = (
+    adjustment = (
         "swap_config: asked backward_prefetch auto, got 1: copies on this device do not overlap compute, so "
         "nothing is measured (1 is the reference's Auto)"
     )
-    assert f"  - {override}" in said.splitlines()
-    assert worker_lines(tmp_path)[-1] == f"-INFO - {override}"
-    assert messages(caplog, "swap_config: ") == [override]
+    assert f"  - {adjustment}" in said.splitlines()
+    assert worker_lines(tmp_path)[-1] == f"-INFO - {adjustment}"
+    assert messages(caplog, "swap_config: ") == [adjustment]
 
 
 def test_a_plan_that_does_not_change_is_logged_once(

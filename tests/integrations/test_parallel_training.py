@@ -129,7 +129,7 @@ def test_a_loop_of_accelerates(clips: bool, two: Path) -> None:
         torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=2e-6)
     for index, entries in expected["state"]["state"].items():
         assert found["state"]["state"][index]["exp_avg"].shape == entries["exp_avg"].shape
-    assert "Use save_pretrained, optimizer_state_dict and load_optimizer_state_dict" in found["refused"]
+    assert "Use save_pretrained, optimizer_state_dict and load_optimizer_state_dict" in found["rejected"]
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_the_saved_groups_name_their_parameters(two: Path) -> None:
     assert len(names[0]) + len(names[1]) == len(state["state"])
 
 
-# --- what is refused ---------------------------------------------------------------------------------------
+# --- what is rejected ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -229,9 +229,9 @@ def test_the_saved_groups_name_their_parameters(two: Path) -> None:
         ("used optimizer", "the optimizer has made steps on the whole model"),
     ],
 )  # fmt: skip
-def test_refusals_before_the_first_step(name: str, said: str, two: Path) -> None:
+def test_rejections_before_the_first_step(name: str, said: str, two: Path) -> None:
     for rank in (0, 1):
-        assert said in result(two, "refusals", rank)[name]
+        assert said in result(two, "rejections", rank)[name]
 
 
 def test_a_model_patched_behind_a_trainers_back(two: Path) -> None:
@@ -332,6 +332,6 @@ def test_adapters_on_four(four: Path) -> None:
         ("three ranks", "a divisor of 4, the number of processes: one of 1, 2, 4, found 3"),
     ],
 )
-def test_refusals_on_four(name: str, said: str, four: Path) -> None:
+def test_rejections_on_four(name: str, said: str, four: Path) -> None:
     for rank in range(4):
-        assert said in result(four, "refusals of four", rank)[name]
+        assert said in result(four, "rejections of four", rank)[name]

@@ -27,11 +27,11 @@ def _fresh_compiler() -> Iterator[None]:
     assert not _get_current_dispatch_mode_stack()
 
 
-def test_a_model_compiled_whole_is_refused(make_trainer: Make) -> None:
+def test_a_model_compiled_whole_is_rejected(make_trainer: Make) -> None:
     trainer = make_trainer(planned(), model=tiny_llama(), data=Blocks(), **COMPILE)
-    with pytest.raises(PlanError, match=r"a model compiled whole.*regional compilation") as refused:
+    with pytest.raises(PlanError, match=r"a model compiled whole.*regional compilation") as rejected:
         trainer.train()
-    assert "memory.mode" in str(refused.value)
+    assert "memory.mode" in str(rejected.value)
     assert trainer.state.global_step == 0
 
 

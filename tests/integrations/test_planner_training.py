@@ -284,7 +284,7 @@ def test_our_own_trainer(make_trainer: Make, tmp_path: Path) -> None:
     assert losses(trainer) == losses(plain)
 
 
-def test_gradient_checkpointing_beside_adaptive_is_refused(training: Make) -> None:
+def test_gradient_checkpointing_beside_adaptive_is_rejected(training: Make) -> None:
     trainer = training(planned("adaptive"), gradient_checkpointing=True)
     with pytest.raises(PlanError, match="gradient checkpointing"):
         trainer.train()

@@ -36,9 +36,9 @@ def arguments(actswap: Any, folder: Path) -> ActSwapTrainingArguments:
     )  # fmt: skip
 
 
-def trained(kind: type[Trainer], wish: Any, folder: Path) -> None:
+def trained(kind: type[Trainer], requested: Any, folder: Path) -> None:
     args = arguments(None, folder)
-    kind(tiny_llama(), args, train_dataset=Tokens(8), callbacks=[ActSwapCallback(wish)]).train()
+    kind(tiny_llama(), args, train_dataset=Tokens(8), callbacks=[ActSwapCallback(requested)]).train()
 
 
 def own_loop(folder: Path) -> None:

@@ -138,9 +138,9 @@ def test_what_cannot_be_told_apart_stops_before_the_first_step(
     compiling: Make, way: str, case: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     trainer = compiling(way, case)
-    with pytest.raises(PlanError) as refused:
+    with pytest.raises(PlanError) as rejected:
         trainer.train()
-    assert [word for word in words if word not in str(refused.value)] == []
+    assert [word for word in words if word not in str(rejected.value)] == []
     assert trainer.state.global_step == 0
 
 

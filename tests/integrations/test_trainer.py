@@ -283,7 +283,7 @@ def test_one_warning_where_nothing_will_happen(
 
 
 def test_a_plan_in_a_file_is_something_to_train_with(make_trainer: Make, tmp_path: Path) -> None:
-    plan = hf_actswap.resolve_plan(hf_actswap.load_config(CASE_4), hf_actswap.outline(tiny_llama()))
+    plan = hf_actswap.resolve_plan(hf_actswap.load_config(CASE_4), hf_actswap.model_structure(tiny_llama()))
     file = tmp_path / "plan.json"
     file.write_text(plan.to_json())
     by_plan, by_hand = make_trainer(str(file), callback=False, max_steps=3), make_trainer(CASE_4, max_steps=3)
@@ -330,7 +330,7 @@ def test_what_does_not_fit_stops_before_the_first_step(make_trainer: Make) -> No
     assert trainer.state.global_step == 0
 
 
-def test_several_devices_in_one_process_are_refused(make_trainer: Make) -> None:
+def test_several_devices_in_one_process_are_rejected(make_trainer: Make) -> None:
     trainer = make_trainer(CASE_1)
     trainer.args._n_gpu = 2
     with pytest.raises(PlanError, match="accelerate launch"):

@@ -69,10 +69,10 @@ def compiled(folder: str) -> dict[str, dict[str, object]]:
     for way, config in (("whole", EVERY_LAYER), ("regional", CASES["case 2"])):
         os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = str(way == "regional")
         found = []
-        for wish in (None, config):
+        for requested in (None, config):
             torch._dynamo.reset()
             counters.clear()
-            run = train(wish, folder, torch_compile=True, torch_compile_backend="aot_eager")
+            run = train(requested, folder, torch_compile=True, torch_compile_backend="aot_eager")
             found.append((run, counters["stats"].get("unique_graphs"), dict(counters["graph_break"])))
         (plain, graphs, breaks), (run, our_graphs, our_breaks) = found
         work = {"graphs": our_graphs == graphs > 0, "breaks": our_breaks == breaks}

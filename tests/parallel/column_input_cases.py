@@ -330,7 +330,7 @@ def case_backward_again(group: dist.ProcessGroup) -> None:
         found.backward(gradient)
 
 
-def case_second_derivative_is_refused(group: dist.ProcessGroup) -> None:
+def case_second_derivative_is_rejected(group: dist.ProcessGroup) -> None:
     check = Check(group)
     found = check.block.projections[0](check.block.shared(check.own))
     (gradient,) = torch.autograd.grad(found.square().sum(), check.own, create_graph=True)

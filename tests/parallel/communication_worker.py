@@ -118,7 +118,7 @@ class Result:
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     moved_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     held_bytes: int = 0
-    overrides: list[str] = field(default_factory=list)
+    adjustments: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     calls_after: Counter[tuple[str, str]] = field(default_factory=Counter)
     grads_after: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class HeldBytes(TorchDispatchMode):
         return result
 
     def settled_total(self) -> int:
-        """Bytes of those that still live; gloo's threads let go of what they moved a moment later."""
+        """Bytes of those that still live; gloo's threads free what they moved a moment later."""
         totals = []
         for _ in range(_LOOKS):
             totals.append(sum(size for ref, size in self._storages.values() if not ref.expired()))
@@ -203,7 +203,7 @@ def run_case(case: Case, group: dist.ProcessGroup) -> Result:
         if case.recompute is not None:
             with tensor_parallel_group(group):
                 applied = apply(model, case.document)
-            result.overrides = [str(override) for override in applied.plan.overrides]
+            result.adjustments = [str(adjustment) for adjustment in applied.plan.adjustments]
             _step(model, case, result)
             applied.remove()
         else:
@@ -251,7 +251,7 @@ def run_sharded(again: bool | None) -> Result:
     applied: AppliedPlan | None = None
     if again is not None:
         applied = apply(model, {"recompute_config": {"parallel_optimizer_comm_recompute": again}})
-        result.overrides = [str(override) for override in applied.plan.overrides]
+        result.adjustments = [str(adjustment) for adjustment in applied.plan.adjustments]
     _gathers_of_weights(model, result)
     if applied is not None:
         applied.remove()

@@ -233,7 +233,7 @@ def memory(group: dist.ProcessGroup | None) -> dict[str, dict[str, int]]:
     return found
 
 
-def refusals(group: dist.ProcessGroup | None) -> dict[str, str]:
+def rejections(group: dist.ProcessGroup | None) -> dict[str, str]:
     assert group is not None
     logits, target = torch.zeros(5, 6), torch.zeros(5, dtype=torch.long)
     wrong: dict[str, Callable[[], object]] = {
@@ -277,7 +277,7 @@ CASES = {
     "language_model": language_model_losses,
     "log_probabilities": log_probabilities,
     "memory": memory,
-    "refusals": refusals,
+    "rejections": rejections,
     "fake": fake,
 }
 CASE_GROUPS = {
@@ -285,7 +285,7 @@ CASE_GROUPS = {
     "language_model": GROUPS[4],
     "log_probabilities": GROUPS[4],
     "memory": GROUPS[2],
-    "refusals": GROUPS[2],
+    "rejections": GROUPS[2],
     "fake": GROUPS[4],
 }
 

@@ -18,7 +18,7 @@ from tests.parallel.patch_worker import LENGTH, Case, compared, config, step
 from tests.parallel.patched_models import FAMILIES, MOST_USED, NOT_TESTED, tiny_model
 from tests.processes import launch, run_cases
 
-RIGHT, REFUSED, WRONG = "right", "refused", "wrong"
+RIGHT, REFUSED, WRONG = "right", "rejected", "wrong"
 ODD_LENGTH = LENGTH + 1
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 """Relative; float32, some of whose models compute with numbers that are large beside their gradients."""

@@ -46,7 +46,7 @@ def meshes(_: dist.ProcessGroup | None) -> dict[str, Any]:
     return found
 
 
-def refusals(_: dist.ProcessGroup | None) -> dict[str, str]:
+def rejections(_: dist.ProcessGroup | None) -> dict[str, str]:
     found = {str(size): told(lambda size=size: build_mesh(size)) for size in (0, 3, 8)}
     rank = dist.get_rank()
     tables = {"strided": [[0, 2], [1, 3]], "shifted": [[1, 2], [0, 3]], "large": [[0, 1, 2, 3]]}
@@ -84,7 +84,7 @@ def agreement(_: dist.ProcessGroup | None) -> dict[str, tuple[str, float]]:
     return found
 
 
-CASES = {"meshes": meshes, "refusals": refusals, "agreement": agreement}
+CASES = {"meshes": meshes, "rejections": rejections, "agreement": agreement}
 
 
 def run_on_rank(rank: int, folder: str) -> None:

@@ -29,7 +29,7 @@ from hf_actswap.parallel.group import tensor_parallel_group
 from hf_actswap.parallel.patch_model import PatchError, patch_model
 from hf_actswap.parallel.rank_agreement import RankAgreementError
 from hf_actswap.parallel.vocabulary import LazyLogits
-from hf_actswap.plan.outline import outline as outline_of
+from hf_actswap.plan.model_structure import model_structure as structure_of
 from tests.parallel.collective_calls import noted
 from tests.parallel.patch_worker import BATCH, Case, batches, compare, config, drifting, full_gradients, step
 from tests.parallel.patched_models import HIDDEN, tiny_model
@@ -339,7 +339,7 @@ EXPERTS_PLAN = {
 
 
 def run_plan(kind: str, document: dict[str, Any], settings: dict[str, Any], group: Group) -> dict[str, Any]:
-    """Gradients with a plan and without, and the communications that the plan's outline has seen."""
+    """Gradients with a plan and without, and the communications that the plan's structure has seen."""
     assert group is not None
     found = []
     for planned in (False, True):
@@ -350,7 +350,7 @@ def run_plan(kind: str, document: dict[str, Any], settings: dict[str, Any], grou
             with tensor_parallel_group(group):
                 applied = apply(model, document)
             rows = len(applied.plan.rows)
-            communications = outline_of(model).layers[0].communications
+            communications = structure_of(model).layers[0].communications
         step(model, Case(kind, length=17))
         allreduce_sequence_parallel_gradients(model, group)
         found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
@@ -398,7 +398,7 @@ def run_dropout(sequence_parallel: bool, group: Group) -> dict[str, Any]:
     }
 
 
-def _refusal(call: Callable[[], object], kind: type[Exception]) -> str:
+def _rejection(call: Callable[[], object], kind: type[Exception]) -> str:
     try:
         call()
     except kind as error:
@@ -475,8 +475,8 @@ class BiasBehindMLP(nn.Module):
         return self.norm(product)
 
 
-def run_refusals(group: Group) -> dict[str, str]:
-    """Messages of what is refused."""
+def run_rejections(group: Group) -> dict[str, str]:
+    """Messages of what is rejected."""
     assert group is not None
     wanted = config(group, True)
 
@@ -502,21 +502,21 @@ def run_refusals(group: Group) -> dict[str, str]:
     head = get_peft_model(tiny_model("llama"), LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
     ids = ids_of(17)
     return {
-        "heads": _refusal(lambda: patch(odd), PatchError),
+        "heads": _rejection(lambda: patch(odd), PatchError),
         "untouched": str(before == {name: tuple(p.shape) for name, p in odd.named_parameters()}),
-        "group": _refusal(lambda: patch(untied, ParallelConfig(tensor_parallel_size=4)), PatchError),
-        "unknown": _refusal(lambda: patch(tiny_model("mamba")), PatchError),
-        "inside": _refusal(lambda: patch(llama4_with_images()), PatchError),
-        "behind the sum": _refusal(lambda: behind(input_ids=ids, labels=ids), RuntimeError),
-        "twice": _refusal(lambda: patch(twice), PatchError),
-        "adapters after": _refusal(lambda: adapted(twice, "llama"), ValueError),
-        "resize after": _refusal(lambda: twice.resize_token_embeddings(100), RuntimeError),
-        "fused loss": _refusal(lambda: fused(input_ids=ids, labels=ids), RuntimeError),
-        "cache": _refusal(lambda: cached(input_ids=ids, use_cache=True), ValueError),
+        "group": _rejection(lambda: patch(untied, ParallelConfig(tensor_parallel_size=4)), PatchError),
+        "unknown": _rejection(lambda: patch(tiny_model("mamba")), PatchError),
+        "inside": _rejection(lambda: patch(llama4_with_images()), PatchError),
+        "behind the sum": _rejection(lambda: behind(input_ids=ids, labels=ids), RuntimeError),
+        "twice": _rejection(lambda: patch(twice), PatchError),
+        "adapters after": _rejection(lambda: adapted(twice, "llama"), ValueError),
+        "resize after": _rejection(lambda: twice.resize_token_embeddings(100), RuntimeError),
+        "fused loss": _rejection(lambda: fused(input_ids=ids, labels=ids), RuntimeError),
+        "cache": _rejection(lambda: cached(input_ids=ids, use_cache=True), ValueError),
         "after": str(cached(input_ids=ids).logits.shape),
-        "jitter": _refusal(lambda: patch(jitter), PatchError),
-        "head": _refusal(lambda: patch(head), PatchError),
-        "weights": _refusal(lambda: quick(tiny_model("llama", seed=group.rank())), RankAgreementError),
+        "jitter": _rejection(lambda: patch(jitter), PatchError),
+        "head": _rejection(lambda: patch(head), PatchError),
+        "weights": _rejection(lambda: quick(tiny_model("llama", seed=group.rank())), RankAgreementError),
     }
 
 
@@ -565,7 +565,7 @@ def cases(folder: str) -> dict[str, Callable[[Group], object]]:
         "dropout_replicated": partial(run_dropout, False),
         "images": partial(run_images, True),
         "images_replicated": partial(run_images, False),
-        "refusals": run_refusals,
+        "rejections": run_rejections,
     }
 
 

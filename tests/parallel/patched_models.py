@@ -160,7 +160,7 @@ NOT_TESTED = {
     **dict.fromkeys(_INPUTS, "images or sound"),
     **dict.fromkeys(_INPUTS_AROUND_TEXT, "images or sound; the language model alone (`.._text`) is above"),
     "gemma3": "images; `tests/parallel/test_patch_ways.py` divides one between 2 ranks",
-    "llama4": "images; refused at tp 2: pass its `language_model`, which is `llama4_text`",
+    "llama4": "images; rejected at tp 2: pass its `language_model`, which is `llama4_text`",
     **dict.fromkeys(("musicgen", "musicgen_melody"), "its language model is inside another model"),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it reads another model's states"),
     **dict.fromkeys(("internlm3", "iquestcoder", "gpt-sw3"), "another family's classes"),

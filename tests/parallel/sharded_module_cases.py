@@ -1,4 +1,4 @@
-"""Cases: parameters of parallel layers through copying, moving, pickling and loading; what is refused."""
+"""Cases: parameters of parallel layers through copying, moving, pickling and loading; what is rejected."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def case_output_padded(group: dist.ProcessGroup) -> None:
         assert torch.equal(layer.weight[1], torch.zeros(4))
 
 
-def case_refused(group: dist.ProcessGroup) -> None:
+def case_rejected(group: dist.ProcessGroup) -> None:
     tp = group.size()
     with tensor_parallel_group(group):
         for arguments, message in (

@@ -165,7 +165,7 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_what_gives_way(name: str, results: Path) -> None:
-    assert result_of(name, results).overrides == OVERRIDES[name]
+    assert result_of(name, results).adjustments == OVERRIDES[name]
 
 
 def test_a_batch_that_does_not_divide_is_kept_whole_and_said_once(results: Path) -> None:
@@ -186,7 +186,7 @@ def test_weights_are_gathered_again(results: Path) -> None:
         assert bare.calls["forward", "all_gather"] == again.calls["forward", "all_gather"] == NUM_LAYERS + 1
         assert again.calls["backward", "all_gather"] == NUM_LAYERS + 1
         assert again.calls_after == bare.calls_after == bare.calls
-        assert again.overrides == held.overrides == []
+        assert again.adjustments == held.adjustments == []
         assert_bitwise_equal(again.grads, bare.grads)
         assert_bitwise_equal(again.grads_after, bare.grads_after)
 

@@ -180,9 +180,9 @@ def test_memory(few: Path) -> None:
             )  # and targets, their count
 
 
-def test_refusals(few: Path) -> None:
+def test_rejections(few: Path) -> None:
     for rank in range(2):
-        found = result(few, "refusals", rank)
+        found = result(few, "rejections", rank)
         assert found["shape"] == "ValueError: logits [5, 6] are for targets [5], found [4]"
         assert found["reduction"] == "ValueError: reduction: expected one of none, mean, sum, found 'avg'"
         assert found["smoothing"] == "ValueError: label_smoothing: expected a number from 0 to 1, found 1.5"

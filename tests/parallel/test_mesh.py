@@ -1,4 +1,4 @@
-"""The mesh of all processes, what it refuses, and the agreement of the ranks before they begin."""
+"""The mesh of all processes, what it rejects, and the agreement of the ranks before they begin."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_tensor_parallel_ranks_follow_one_another(folder: Path) -> None:
 def test_sizes_that_do_not_fit(folder: Path) -> None:
     where = "parallel_config.tensor_parallel_size: expected"
     for rank in range(WORLD_SIZE):
-        found = result(folder, "refusals", rank)
+        found = result(folder, "rejections", rank)
         assert f"{where} a whole number from 1 on, found 0." in found["0"]
         assert f"{where} a divisor of 4, the number of processes: one of 1, 2, 4, found 3." in found["3"]
         assert "accelerate launch --multi_gpu --num_processes 6 --num_machines 1 " in found["3"]
@@ -60,7 +60,7 @@ def test_groups_that_are_not_innermost(folder: Path) -> None:
         "large": [[0, 1, 2, 3]] * WORLD_SIZE,
     }
     for rank in range(WORLD_SIZE):
-        found = result(folder, "refusals", rank)
+        found = result(folder, "rejections", rank)
         for name, ranks in table.items():
             for text in (found[name], found[f"{name} mesh"]):
                 assert "tensor_parallel_group: expected ranks [0, 1]" in text or "ranks [2, 3]" in text

@@ -180,7 +180,7 @@ def test_plans_of_further_families(family: str, results: Path) -> None:
 
 @pytest.mark.parametrize("name", ["plan_experts", "plan_experts_full", "plan_experts_ops"])
 def test_plans_of_experts(name: str, results: Path) -> None:
-    """Gradients bitwise those without; an outline sees how experts communicate."""
+    """Gradients bitwise those without; a model structure sees how experts communicate."""
     for found in of_ranks(results, name):
         assert found["differing"] == []
         assert found["missing"] == set()
@@ -251,12 +251,12 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("name", REFUSALS)
-def test_refusals(name: str, results: Path) -> None:
-    for found in of_ranks(results, "refusals"):
+def test_rejections(name: str, results: Path) -> None:
+    for found in of_ranks(results, "rejections"):
         assert REFUSALS[name] in found[name]
 
 
-def test_a_refusal_leaves_the_model_as_it_was(results: Path) -> None:
-    for found in of_ranks(results, "refusals"):
+def test_a_rejection_leaves_the_model_as_it_was(results: Path) -> None:
+    for found in of_ranks(results, "rejections"):
         assert found["untouched"] == "True"
         assert found["after"] == "torch.Size([2, 17, 96])"

@@ -61,6 +61,6 @@ def test_whole_undoes_part(sections: list[int], ranks: int, dim: int, data: st.D
         ({"size": 12, "ranks": 4, "sections": (8, 4), "replicas": (1,)}, r"2 sections have 1"),
     ],
 )
-def test_refused(arguments: dict[str, object], message: str) -> None:
+def test_rejected(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Partition.of(0, **arguments)

@@ -1,4 +1,4 @@
-"""Liger's kernels in a divided model: norms, rotary embedding and MLP work, its fused loss is refused."""
+"""Liger's kernels in a divided model: norms, rotary embedding and MLP work, its fused loss is rejected."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_plan_on_top(results: Path) -> None:
         assert done > 0
 
 
-def test_the_fused_loss_is_refused(results: Path) -> None:
+def test_the_fused_loss_is_rejected(results: Path) -> None:
     """It reads this rank's part of the head's weight as if it were all of the vocabulary."""
     for rank in range(WORLD_SIZE):
         assert "a fused loss, such as Liger's?" in result(results, "fused_loss", rank)

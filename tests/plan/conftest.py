@@ -1,4 +1,4 @@
-"""Tiny models of every family, their outlines, and gradients to compare."""
+"""Tiny models of every family, their structures, and gradients to compare."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import yaml
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
-from hf_actswap import MemoryPlan, load_config, outline, resolve_plan
-from hf_actswap.plan import Outline
+from hf_actswap import MemoryPlan, load_config, model_structure, resolve_plan
+from hf_actswap.plan import ModelStructure
 
 _SIZES = {
     "vocab_size": 64,
@@ -90,7 +90,7 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
 _CLASSES = {"bert": AutoModelForMaskedLM, "electra": AutoModelForMaskedLM, "bart": AutoModelForSeq2SeqLM}
 
 MakeModel = Callable[..., nn.Module]
-MakeOutline = Callable[..., Outline]
+MakeOutline = Callable[..., ModelStructure]
 MakePlan = Callable[..., MemoryPlan]
 Gradients = Callable[[nn.Module], dict[str, torch.Tensor]]
 
@@ -104,8 +104,8 @@ def _tiny_model(family: str = "llama", num_layers: int = 2) -> nn.Module:
 
 
 @cache
-def _tiny_outline(family: str = "llama", num_layers: int = 2) -> Outline:
-    return outline(_tiny_model(family, num_layers))
+def _tiny_structure(family: str = "llama", num_layers: int = 2) -> ModelStructure:
+    return model_structure(_tiny_model(family, num_layers))
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -124,9 +124,9 @@ def tiny_model() -> MakeModel:
 
 
 @pytest.fixture(scope="session")
-def tiny_outline() -> MakeOutline:
-    """(family, num_layers) -> the outline of such a model."""
-    return _tiny_outline
+def tiny_structure() -> MakeOutline:
+    """(family, num_layers) -> the model structure of such a model."""
+    return _tiny_structure
 
 
 @pytest.fixture(scope="session")
@@ -134,7 +134,7 @@ def plan_of() -> MakePlan:
     """(mapping, family, num_layers) -> the plan of its YAML text, which must survive the way through JSON."""
 
     def resolve(document: Any, family: str = "llama", num_layers: int = 4) -> MemoryPlan:
-        shape = _tiny_outline(family, num_layers)
+        shape = _tiny_structure(family, num_layers)
         plan = resolve_plan(load_config(yaml.safe_dump(document, sort_keys=False)), shape)
         assert resolve_plan(load_config(document), shape) == plan
         assert MemoryPlan.from_json(plan.to_json()) == plan

@@ -1,4 +1,4 @@
-"""The outline of a compiled model is that of the same model, and making it compiles nothing."""
+"""The model structure of a compiled model is that of the same model, and making it compiles nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actswap import PlanError, load_config, outline, resolve_plan
+from hf_actswap import PlanError, load_config, model_structure, resolve_plan
 from hf_actswap.plan.gradient_checkpointing import checkpoints_its_call
 from hf_actswap.plan.opnames import function_name
 
@@ -22,7 +22,7 @@ def compiling() -> Callable[..., Any]:
     """A backend that fails the test if anything is compiled."""
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        raise AssertionError("the outline compiled something")
+        raise AssertionError("the model structure compiled something")
 
     return backend
 
@@ -34,14 +34,14 @@ def test_compiled_layers(
 ) -> None:
     """Catches wrappers in op paths, and attention that is not found behind them."""
     model = tiny_model(family)
-    eager = outline(model)
+    eager = model_structure(model)
     layers = model.get_submodule(eager.layers[0].module_path.rpartition(".")[0])
     for index, layer in enumerate(list(layers)):
         if in_place:
             layer.compile(backend=compiling)
         else:
             layers[index] = torch.compile(layer, backend=compiling)
-    found = outline(model)
+    found = model_structure(model)
     assert found.functions_known, found.why_not
     assert found == replace(eager, layers=tuple(replace(layer, compiled=True) for layer in eager.layers))
     wrapped = [type(model.get_submodule(layer.module_path)).__name__ for layer in found.layers]
@@ -52,26 +52,26 @@ def test_regional_compilation_of_accelerate(tiny_model: MakeModel, compiling: Ca
     """Embedding, norm and head are compiled there, too, each by itself."""
     compile_regions = pytest.importorskip("accelerate.utils").compile_regions
     model = tiny_model("llama")
-    eager = outline(model)
-    found = outline(compile_regions(model, backend=compiling))
+    eager = model_structure(model)
+    found = model_structure(compile_regions(model, backend=compiling))
     assert found == replace(eager, layers=tuple(replace(layer, compiled=True) for layer in eager.layers))
 
 
 def test_compiled_model(tiny_model: MakeModel, compiling: Callable[..., Any]) -> None:
     model = tiny_model("llama")
-    eager = outline(model)
+    eager = model_structure(model)
     assert not eager.compiled
     whole = replace(eager, compiled=True)
-    assert outline(torch.compile(model, backend=compiling)) == whole
+    assert model_structure(torch.compile(model, backend=compiling)) == whole
     model.compile(backend=compiling)
-    assert outline(model) == whole
+    assert model_structure(model) == whole
 
 
 def test_compiled_module_around_the_layers(tiny_model: MakeModel, compiling: Callable[..., Any]) -> None:
     model = tiny_model("llama")
-    eager = outline(model)
+    eager = model_structure(model)
     model.model = torch.compile(model.model, backend=compiling)
-    found = outline(model)
+    found = model_structure(model)
     assert found.functions_known, found.why_not
     assert found.compiled
     assert [layer.module_path for layer in found.layers] == [f"model._orig_mod.layers.{i}" for i in (0, 1)]
@@ -81,12 +81,12 @@ def test_compiled_module_around_the_layers(tiny_model: MakeModel, compiling: Cal
 
 def test_compiled_module_inside_a_layer(tiny_model: MakeModel, compiling: Callable[..., Any]) -> None:
     model = tiny_model("mixtral")
-    eager = outline(model)
+    eager = model_structure(model)
     for layer in model.model.layers:
         layer.mlp.experts = torch.compile(layer.mlp.experts, backend=compiling)
         layer.mlp = torch.compile(layer.mlp, backend=compiling)
         layer.self_attn = torch.compile(layer.self_attn, backend=compiling)
-    found = outline(model)
+    found = model_structure(model)
     assert found.functions_known, found.why_not
     assert found == eager
 
@@ -101,7 +101,7 @@ def test_the_model_is_still_compiled_afterwards(tiny_model: MakeModel) -> None:
     model = tiny_model("llama")
     mlp = model.model.layers[0].mlp
     mlp.compile(backend=backend)
-    outline(model)
+    model_structure(model)
     assert graphs == []
     mlp(torch.ones(1, 2, 16))
     assert len(graphs) == 1
@@ -133,10 +133,10 @@ def test_nodes_are_those_of_an_eager_layer(family: str, trained: str, tiny_model
         model.enable_input_require_grads()
     if trained == "head":
         model.get_output_embeddings().requires_grad_(True)
-    shape = outline(model)
+    shape = model_structure(model)
     expected = nodes_of_layers(model, [layer.module_path for layer in shape.layers])
     with torch.no_grad():
-        recorded_without_grad = outline(model)
+        recorded_without_grad = model_structure(model)
     assert [layer.nodes for layer in shape.layers] == expected
     assert recorded_without_grad == shape
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -147,7 +147,7 @@ def test_nodes_are_those_of_an_eager_layer(family: str, trained: str, tiny_model
 def test_nodes_around_routed_experts_are_counted(family: str, tiny_model: MakeModel) -> None:
     """More than without gradients in the stand-in, not more than with the experts' own."""
     model = tiny_model(family)
-    shape = outline(model)
+    shape = model_structure(model)
     real = nodes_of_layers(model, [layer.module_path for layer in shape.layers])
     assert all(real[layer.index] >= layer.nodes > 30 for layer in shape.layers)
 
@@ -165,7 +165,7 @@ def test_grouped_heads_are_not_repeated_as_no_real_forward_does(tiny_model: Make
     config = model.config
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 4
     model = type(model)(config).train()
-    shape = outline(model)
+    shape = model_structure(model)
     assert "self_attn.reshape" not in {op.path for op in shape.layers[0].ops}
     assert [layer.nodes for layer in shape.layers] == nodes_of_layers(
         model, [layer.module_path for layer in shape.layers]
@@ -176,19 +176,19 @@ def test_grouped_heads_are_not_repeated_as_no_real_forward_does(tiny_model: Make
 def test_nodes_under_gradient_checkpointing(reentrant: bool, tiny_model: MakeModel) -> None:
     """A reentrant checkpoint is one node, as it is in a real forward; around hooks it is outside."""
     model = tiny_model("llama")
-    eager = [layer.nodes for layer in outline(model).layers]
+    eager = [layer.nodes for layer in model_structure(model).layers]
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     seen = 0 if checkpoints_its_call(model.model.layers[0]) else 1
-    assert [layer.nodes for layer in outline(model).layers] == ([seen, seen] if reentrant else eager)
+    assert [layer.nodes for layer in model_structure(model).layers] == ([seen, seen] if reentrant else eager)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["layers", "model"])
-def test_swap_beside_cuda_graphs_is_refused(whole: bool, tiny_model: MakeModel) -> None:
+def test_swap_beside_cuda_graphs_is_rejected(whole: bool, tiny_model: MakeModel) -> None:
     """Catches swaps of what a CUDA graph reads at a fixed address."""
     model = tiny_model("llama")
     for module in [model] if whole else model.model.layers:
         module.compile(mode="reduce-overhead")
-    shape = outline(model)
+    shape = model_structure(model)
     config = load_config({"swap_config": {"swap": True}})
     with pytest.raises(PlanError, match="max-autotune-no-cudagraphs"):
         resolve_plan(config, shape)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_actswap import apply, outline
+from hf_actswap import apply, model_structure
 from tests.plan.test_stacks import gemma3
 
 MakeModel = Callable[..., Any]
@@ -47,7 +47,7 @@ def test_no_hook_runs_and_all_are_back_in_order(
             module.register_full_backward_hook(lambda *_: called.append("backward")),
         ]
     before = hooks_of(model)
-    shape = outline(model)
+    shape = model_structure(model)
     assert shape.functions_known, shape.why_not
     assert called == []
     assert hooks_of(model) == before
@@ -67,7 +67,7 @@ def test_hooks_are_back_after_an_error(tiny_model: MakeModel, called: list[str])
 
     model.model.norm.forward = fail
     before = hooks_of(model)
-    shape = outline(model)
+    shape = model_structure(model)
     assert shape.why_not == "ZeroDivisionError: on purpose"
     assert hooks_of(model) == before
 
@@ -76,7 +76,7 @@ def test_a_hook_that_the_model_installs_itself_stays(tiny_model: MakeModel) -> N
     """Catches routers whose logits transformers never collects again: it marks the model as done."""
     model = tiny_model("mixtral")
     model.config.output_router_logits = True
-    first, second = outline(model), outline(model)
+    first, second = model_structure(model), model_structure(model)
     assert first.functions_known, first.why_not
     assert first == second
     output = model(input_ids=torch.full((2, 12), 5), labels=torch.full((2, 12), 5))
@@ -112,13 +112,13 @@ class Untouchable(torch.Tensor):
 
 def test_weights_of_a_wrapper_class_are_not_touched(tiny_model: MakeModel) -> None:
     model = tiny_model("llama")
-    eager = outline(model)
+    eager = model_structure(model)
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
             part = parameter.detach()[: parameter.shape[0] // 2]
             setattr(module, name, nn.Parameter(Untouchable(part, parameter.shape[0])))
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
-    found = outline(model)
+    found = model_structure(model)
     assert found.functions_known, found.why_not
     assert found == eager
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
@@ -146,7 +146,7 @@ def test_buffers_stay_and_tied_weights_stay_tied(tiny_model: MakeModel) -> None:
     met: list[Any] = []
     plain = embedding.forward
     embedding.forward = lambda ids: (met.append(embedding.weight), plain(ids))[1]
-    assert outline(model).functions_known
+    assert model_structure(model).functions_known
     assert model.lm_head.calls == 0
     assert isinstance(met[0], FakeTensor)
     assert met[0] is model.lm_head.ran_with[0]
@@ -158,7 +158,7 @@ def test_buffers_stay_and_tied_weights_stay_tied(tiny_model: MakeModel) -> None:
 def test_saved_tensor_hooks_around_it_meet_nothing_fake(tiny_model: MakeModel) -> None:
     model, packed = tiny_model("llama"), []
     with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda ticket: ticket):
-        assert outline(model).functions_known
+        assert model_structure(model).functions_known
     assert packed == []
 
 
@@ -169,7 +169,7 @@ def test_no_address_is_handed_out_and_the_setting_is_back(tiny_model: MakeModel)
     plain = norm.forward
     norm.forward = lambda hidden: (addresses.append(hidden.data_ptr()), plain(hidden))[1]
     setting = torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access
-    shape = outline(model)
+    shape = model_structure(model)
     assert addresses == []
     assert "data pointer" in shape.why_not
     assert torch._functorch.config.fake_tensor_allow_unsafe_data_ptr_access is setting
@@ -184,7 +184,7 @@ FORWARDS = {
         2,
     ),
 }
-"""A plan, and how often a model runs on fake tensors for it: for the outline, and for the first batch."""
+"""A plan, and how often a model runs on fake tensors for it: for its structure, and for the first batch."""
 
 
 @pytest.mark.parametrize("name", FORWARDS)
@@ -216,7 +216,7 @@ def test_a_stack_that_the_example_does_not_reach_has_a_run_of_its_own() -> None:
     for path in ("", "model.vision_tower"):
         module: Any = model.get_submodule(path)
         module.forward = _counting(runs, path, module.forward)
-    assert all(layer.calls for layer in outline(model).all_layers)
+    assert all(layer.calls for layer in model_structure(model).all_layers)
     assert runs == ["", "model.vision_tower"]
 
 

@@ -1,4 +1,4 @@
-"""Every model family: its outline, MindFormers' names on it, and the cases of the documents."""
+"""Every model family: its structure, MindFormers' names on it, and the cases of the documents."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actswap import MemoryPlan, apply, load_config, outline, resolve_plan
-from hf_actswap.plan import Outline, PlanRow, Windows
+from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
+from hf_actswap.plan import ModelStructure, PlanRow, Windows
 from hf_actswap.plan.match import LayerNames
 from hf_actswap.plan.mindformers_names import megatron_names
 
 PlanOf = Callable[..., MemoryPlan]
-MakeOutline = Callable[..., Outline]
+MakeOutline = Callable[..., ModelStructure]
 MakeModel = Callable[..., nn.Module]
 Gradients = Callable[[nn.Module], dict[str, torch.Tensor]]
 
@@ -118,8 +118,8 @@ def swapped(path: str, layers: object = True, prefetch: object = 5) -> dict[str,
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_outline(family: str, tiny_outline: MakeOutline) -> None:
-    found = tiny_outline(family)
+def test_structure(family: str, tiny_structure: MakeOutline) -> None:
+    found = tiny_structure(family)
     base = "gpt_neox" if family == "gpt_neox" else "model"
     assert (found.family, found.functions_known, found.why_not) == (family, True, "")
     assert [layer.module_path for layer in found.layers] == [f"{base}.layers.0", f"{base}.layers.1"]
@@ -139,21 +139,21 @@ def test_outline(family: str, tiny_outline: MakeOutline) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_targets(family: str, tiny_outline: MakeOutline) -> None:
-    names = LayerNames(tiny_outline(family).layers[-1])
+def test_targets(family: str, tiny_structure: MakeOutline) -> None:
+    names = LayerNames(tiny_structure(family).layers[-1])
     found = {path: tuple(t for m in names.match(path) for t in m.targets) for path in TARGETS[family]}
     assert found == TARGETS[family]
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_every_name_of_the_family_is_an_op_or_has_no_counterpart(
-    family: str, plan_of: PlanOf, tiny_outline: MakeOutline
+    family: str, plan_of: PlanOf, tiny_structure: MakeOutline
 ) -> None:
-    reference = LayerNames(tiny_outline(family).layers[-1]).reference
+    reference = LayerNames(tiny_structure(family).layers[-1]).reference
     for name in {**megatron_names(reference), **reference}:
         plan = plan_of(swapped(name.replace(".", r"\.")), family, 2)
-        without = {layer for item in plan.overrides for layer in item.layers}
-        assert {item.reason for item in plan.overrides} <= {NO_COUNTERPART}, name
+        without = {layer for item in plan.adjustments for layer in item.layers}
+        assert {item.reason for item in plan.adjustments} <= {NO_COUNTERPART}, name
         with_rows = {row.scope for row in plan.rows}
         assert with_rows | without == {0, 1}, name
         assert with_rows & without == set(), name
@@ -200,16 +200,16 @@ def test_select_true(family: str, plan_of: PlanOf) -> None:
     }
     assert {row.op_path for row in plan.rows if row.scope == 1} == expected
     assert {row.fate for row in plan.rows} == {"recompute"}
-    without = [item.op_path for item in plan.overrides if item.reason == NO_COUNTERPART]
+    without = [item.op_path for item in plan.adjustments if item.reason == NO_COUNTERPART]
     assert without == ([r"feed_forward\.mul"] if family == "gpt_neox" else [])
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_every_path_of_a_layer_can_be_written(
-    family: str, plan_of: PlanOf, tiny_outline: MakeOutline
+    family: str, plan_of: PlanOf, tiny_structure: MakeOutline
 ) -> None:
     """With plain dots and as the reference writes it, each Hugging Face path names exactly its op."""
-    layer = tiny_outline(family).layers[1]
+    layer = tiny_structure(family).layers[1]
     reference_names = set(LayerNames(layer).reference)
     for op in layer.ops:
         if op.path in reference_names:
@@ -283,7 +283,7 @@ def test_other_families_have_the_references_names(family: str, plan_of: PlanOf) 
     assert [row.op_path for row in swap.rows if row.scope == 1] == [
         f"{path}.flash_attention" for path in CORES[family]
     ]
-    without = [item.layers for item in swap.overrides if item.reason == NO_COUNTERPART]
+    without = [item.layers for item in swap.adjustments if item.reason == NO_COUNTERPART]
     assert without == ([(0,)] if family == "qwen3_next" else [])
     plan = plan_of({"recompute_config": {"select_recompute": {"feed_forward": True}}}, family, 2)
     assert tuple(row.op_path for row in plan.rows if row.scope == 1) == FEED_FORWARDS[family]
@@ -298,14 +298,14 @@ def test_other_families_train_under_the_references_names(
     model.config.use_cache = False
     expected = gradients(model)
     for value in ("swap", True, {"feed_forward": True}):
-        wish = {"recompute_config": {"select_recompute": value}}
-        document = {"swap_config": {"swap": True}} if value == "swap" else wish
+        requested = {"recompute_config": {"select_recompute": value}}
+        document = {"swap_config": {"swap": True}} if value == "swap" else requested
         with apply(model, {**ALL_SIZES, **document}) as applied:
             for _ in range(3):
                 found = gradients(model)
                 assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-            stats, overrides = applied.stats(), applied.plan.overrides
-        said = any(item.op_path.startswith(("feed_forward", "activation_fn")) for item in overrides)
+            stats, adjustments = applied.stats(), applied.plan.adjustments
+        said = any(item.op_path.startswith(("feed_forward", "activation_fn")) for item in adjustments)
         assert (
             stats.offloaded_bytes > 0 if value == "swap" else stats.recomputes > 0 or (value is True and said)
         )
@@ -332,11 +332,11 @@ def test_what_is_not_known_is_the_reason_where_the_model_cannot_be_recorded(
 ) -> None:
     model = tiny_model("opt")
     monkeypatch.setattr(type(model.model.decoder.layers[0]), "forward", _data_dependent)
-    shape = outline(model)
+    shape = model_structure(model)
     document = {"recompute_config": {"select_recompute": {r"feed_forward\.w1\.activation\.silu": True}}}
-    (override,) = resolve_plan(load_config(document), shape).overrides
-    assert override.got == "no effect"
-    assert override.reason == f"only module paths are known of this model ({shape.why_not})"
+    (adjustment,) = resolve_plan(load_config(document), shape).adjustments
+    assert adjustment.got == "no effect"
+    assert adjustment.reason == f"only module paths are known of this model ({shape.why_not})"
 
 
 def _data_dependent(_self: nn.Module, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:

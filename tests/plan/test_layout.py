@@ -224,7 +224,7 @@ REMAINDER_5_2 = "offsets that add up to 1 over 2 chunks (5 layers % (pipeline_st
         ),
     ],
 )
-def test_refused_layouts(setting: Any, messages: list[str]) -> None:
+def test_rejected_layouts(setting: Any, messages: list[str]) -> None:
     num_layers, pp, vpp, offset = setting
     parallel = ParallelConfig(pipeline_stage=pp, pp_interleave_num=vpp, offset=tupled(offset))
     layout, problems = build_layout(num_layers, parallel, where="offset")
@@ -348,7 +348,7 @@ NO_SWAP = "Layer indices are read here only with swap_config.swap: true."
         ),
     ],
 )
-def test_refused_tables(setting: Any, value: Any, messages: list[str]) -> None:
+def test_rejected_tables(setting: Any, value: Any, messages: list[str]) -> None:
     _, problems = normalise_counts(tupled(value), lay_out(*setting), "recompute")
     assert [str(problem) for problem in problems] == messages
 
@@ -386,7 +386,7 @@ def test_indices_with_swap(value: Any, normal: Any, layers: list[int]) -> None:
         ),
     ],
 )
-def test_refused_indices(value: Any, messages: list[str]) -> None:
+def test_rejected_indices(value: Any, messages: list[str]) -> None:
     _, problems = normalise_indices(tupled(value), 4, "recompute")
     assert [str(problem) for problem in problems] == messages
 
@@ -511,7 +511,7 @@ def test_selection_with_swap(value: Any, normal: Any) -> None:
         ),
     ],
 )
-def test_refused_selections(value: Any, defaults: Any, swap: bool, messages: list[str]) -> None:
+def test_rejected_selections(value: Any, defaults: Any, swap: bool, messages: list[str]) -> None:
     _, problems = normalise_selection(tupled(value), lay_out(4, 2), defaults, swap=swap, where="select")
     assert [str(problem) for problem in problems] == messages
 
@@ -580,8 +580,8 @@ def test_a_deal_is_fair_and_never_exceeds_a_chunk(layout: PipelineLayout, data: 
     for stage in range(layout.pp):
         dealt = [row[stage] for row in table]
         holds = [row[stage] for row in layout.counts]
-        wish = totals[stage] if stage < len(totals) else 0
-        wished = (sum(holds) if wish else 0) if isinstance(wish, bool) else wish
+        requested = totals[stage] if stage < len(totals) else 0
+        wished = (sum(holds) if requested else 0) if isinstance(requested, bool) else requested
         assert sum(dealt) == min(wished, sum(holds))
         assert all(0 <= given_ <= held for given_, held in zip(dealt, holds, strict=True))
         # In turn: an earlier chunk is at most one ahead of a later one that still has room, and never behind.
@@ -599,7 +599,7 @@ def test_a_table_is_clipped_to_its_chunks(layout: PipelineLayout, data: st.DataO
     table, problems = normalise_counts(wished, layout, "recompute")
     assert problems == []
     assert table == tuple(
-        tuple(map(min, wish, held)) for wish, held in zip(wished, layout.counts, strict=True)
+        tuple(map(min, requested, held)) for requested, held in zip(wished, layout.counts, strict=True)
     )
     assert set(layers_from_counts(table, layout)) == {
         layer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actswap import MemoryPlan, apply, load_config, outline, resolve_plan
+from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
 from hf_actswap.plan import PlanRow
 from hf_actswap.plan.overwritten import keep_what_is_overwritten
 from hf_actswap.plan.settle import settled
@@ -35,11 +35,11 @@ def stays(path: str, layers: str) -> str:
 
 
 def texts(plan: MemoryPlan) -> list[str]:
-    return [str(override) for override in plan.overrides]
+    return [str(adjustment) for adjustment in plan.adjustments]
 
 
 @pytest.mark.parametrize(
-    ("selection", "fates", "overrides"),
+    ("selection", "fates", "adjustments"),
     [
         ({r"mlp\.gate\.sum": True}, {"sum": "keep"}, [stays("mlp.gate.sum", "0-3")]),
         ({r"mlp\.gate\.sum": [1]}, {"sum": "keep"}, [stays("mlp.gate.sum", "0")]),
@@ -54,12 +54,14 @@ def texts(plan: MemoryPlan) -> list[str]:
     ],
 )
 def test_a_router_divides_its_scores_by_their_sum_in_place(
-    selection: dict[str, object], fates: dict[str, str], overrides: list[str]
+    selection: dict[str, object], fates: dict[str, str], adjustments: list[str]
 ) -> None:
     model = tiny_mixtral()
-    plan = resolve_plan(load_config({"recompute_config": {"select_recompute": selection}}), outline(model))
+    plan = resolve_plan(
+        load_config({"recompute_config": {"select_recompute": selection}}), model_structure(model)
+    )
     assert {name: plan.fate(0, f"mlp.gate.{name}", 0) for name in fates} == fates
-    assert texts(plan) == overrides
+    assert texts(plan) == adjustments
     expected = gradients_of_step(tiny_mixtral())
     with apply(model, plan) as applied:
         assert_bitwise_equal(gradients_of_step(model), expected)
@@ -75,7 +77,7 @@ def test_what_a_kept_op_reads_is_swapped_as_written() -> None:
         },
         "recompute_config": {"select_recompute": {r"mlp\.gate\.sum": True}},
     }
-    plan = resolve_plan(load_config(document), outline(tiny_mixtral()))
+    plan = resolve_plan(load_config(document), model_structure(tiny_mixtral()))
     assert plan.fate(0, "mlp.gate.topk", 0) == "swap"
     assert texts(plan) == [stays("mlp.gate.sum", "0-3")]
 
@@ -88,7 +90,7 @@ def test_a_plan_that_was_written_by_hand(caplog: pytest.LogCaptureFixture) -> No
         assert texts(applied.plan) == [stays("mlp.gate.sum", "1-2")]
         assert caplog.messages.count(stays("mlp.gate.sum", "1-2")) == 1
         assert applied.plan.fate(1, "self_attn") == "swap"
-        assert settled(applied.plan, applied.outline, None) is applied.plan
+        assert settled(applied.plan, applied.structure, None) is applied.plan
 
 
 class _InPlace(nn.Module):
@@ -128,7 +130,7 @@ def in_place() -> nn.Module:
 )
 def test_only_what_cannot_be_run_again_is_kept(paths: list[str], kept: list[tuple[str, int | None]]) -> None:
     model = in_place()
-    chosen = keep_what_is_overwritten(plan_of(*recompute_rows(paths, LAYERS)), outline(model))
+    chosen = keep_what_is_overwritten(plan_of(*recompute_rows(paths, LAYERS)), model_structure(model))
     rows = [row for row in chosen.rows if row.fate == "keep" and row.scope == 2]
     assert [(row.op_path, row.ordinal) for row in rows] == kept
     assert texts(chosen) == [stays(path, "0-3") for path, _ in kept]
@@ -146,8 +148,8 @@ def test_a_producer_that_stays_takes_its_readers_along() -> None:
 
 
 def test_where_functions_are_not_known_the_plan_stands() -> None:
-    shape = outline(in_place())
+    shape = model_structure(in_place())
     plan = plan_of(*recompute_rows(["mlp.sin"], LAYERS))
     blind = replace(shape, layers=tuple(replace(layer, stale_reads=()) for layer in shape.layers))
     assert keep_what_is_overwritten(plan, blind) is plan
-    assert keep_what_is_overwritten(plan_of(PlanRow(0, "mlp.sin", "keep")), shape).overrides == ()
+    assert keep_what_is_overwritten(plan_of(PlanRow(0, "mlp.sin", "keep")), shape).adjustments == ()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_actswap import MemoryPlan, PlanError, load_config
-from hf_actswap.plan import Override, PlanRow, Windows, load_config_or_plan
+from hf_actswap.plan import Adjustment, PlanRow, Windows, load_config_or_plan
 from hf_actswap.plan.actions import FATES, Scope, folded
 
 NUM_LAYERS = 3
@@ -76,13 +76,13 @@ def test_json_there_and_back(
         rows=tuple(rows),
         num_layers=NUM_LAYERS,
         family="llama",
-        overrides=tuple(Override(text, tuple(layers), "op", "swap", "keep", text) for text in texts),
+        adjustments=tuple(Adjustment(text, tuple(layers), "op", "swap", "keep", text) for text in texts),
         min_tensor_bytes=17,
         host_memory_bytes=host,
         bind_numa=bind,
         lines=tuple(texts),
         warnings=tuple(texts[:1]),
-        unbuilt=tuple(texts[1:]),
+        unsupported=tuple(texts[1:]),
     )
     assert MemoryPlan.from_json(plan.to_json()) == plan
 
@@ -136,7 +136,7 @@ MALFORMED = {
     "layers-many": (document(num_layers=10**9), f"plan.num_layers: expected {LAYERS}, found 1000000000."),
     "rows": (document(rows={"a": 1}), "plan.rows: expected a list, found {'a': 1}."),
     "levels": ("[" * 10**5, "plan: expected at most 100 levels, found more."),
-    "overrides": (document(overrides=1), "plan.overrides: expected a list, found 1."),
+    "adjustments": (document(adjustments=1), "plan.adjustments: expected a list, found 1."),
 }
 
 
@@ -166,7 +166,7 @@ def test_every_problem_of_a_document_is_named() -> None:
     ]
     text = document(
         rows=rows,
-        overrides=[{"where": "x"}, "y"],
+        adjustments=[{"where": "x"}, "y"],
         lines=["fine", 3],
         min_tensor_bytes=None,
         host_memory_bytes=-5,
@@ -187,12 +187,12 @@ def test_every_problem_of_a_document_is_named() -> None:
         "plan.rows[6].parameters: expected a mapping, compile_budget in it from 0 to 1, found [1].",
         "plan.rows[8].windos: expected one of scope, op_path, fate, ordinal, windows, parameters, "
         "found 'windos'.",
-        "plan.overrides[0].layers: expected a list, found nothing.",
+        "plan.adjustments[0].layers: expected a list, found nothing.",
         *(
-            f"plan.overrides[0].{name}: expected a text, found nothing."
+            f"plan.adjustments[0].{name}: expected a text, found nothing."
             for name in ("op_path", "asked", "got", "reason")
         ),
-        f"plan.overrides[1]: expected a mapping of {OVERRIDE_FIELDS}, found 'y'.",
+        f"plan.adjustments[1]: expected a mapping of {OVERRIDE_FIELDS}, found 'y'.",
         "plan.min_tensor_bytes: expected a number of bytes, found null.",
         "plan.host_memory_bytes: expected a number of bytes or null, found -5.",
         "plan.bind_numa: expected true or false, found 1.",

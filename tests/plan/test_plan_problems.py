@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from hf_actswap import ConfigError, MemoryPlan, PlanError, apply, outline
+from hf_actswap import ConfigError, MemoryPlan, PlanError, apply, model_structure
 from hf_actswap.plan import PlanRow
 
 PlanOf = Callable[..., MemoryPlan]
@@ -134,9 +134,9 @@ def test_a_model_without_known_layers_is_described() -> None:
             self.mixer = nn.Linear(2, 2)
 
     model = nn.Sequential(nn.ModuleList([Block(), Block()]))
-    (problem,) = problems_of(lambda: outline(model))
+    (problem,) = problems_of(lambda: model_structure(model))
     assert "found Sequential, whose 0 is 2 Block with mixer. This family is not known here" in problem
-    (problem,) = problems_of(lambda: outline(nn.Linear(2, 2)))
+    (problem,) = problems_of(lambda: model_structure(nn.Linear(2, 2)))
     assert problem.endswith("found Linear. Pass the model itself.")
 
 
@@ -152,30 +152,31 @@ def test_hints_name_ops_of_this_family(plan_of: PlanOf) -> None:
     ]
 
 
-def test_apply_refuses_by_name_what_resolves(plan_of: PlanOf, tiny_model: MakeModel) -> None:
+def test_apply_rejects_by_name_what_resolves(plan_of: PlanOf, tiny_model: MakeModel) -> None:
     document = {"parallel_config": {"tensor_parallel_size": 2}}
-    wish = "parallel_config.tensor_parallel_size: 2 (tensor parallelism)"
-    assert plan_of(document).unbuilt == (wish,)
+    requested = "parallel_config.tensor_parallel_size: 2 (tensor parallelism)"
+    assert plan_of(document).unsupported == (requested,)
     model = tiny_model("llama", 4)
     for given in (document, plan_of(document)):
         assert problems_of(lambda given=given: apply(model, given)) == [
-            f"plan: expected what this version can carry out, found {wish}. Remove it from the configuration."
+            f"plan: expected what this version can carry out, found {requested}. "
+            "Remove it from the configuration."
         ]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_apply_refuses_the_plan_of_another_model(tiny_model: MakeModel) -> None:
+def test_apply_rejects_the_plan_of_another_model(tiny_model: MakeModel) -> None:
     plan = MemoryPlan((PlanRow(3, "mlp", "recompute"),), num_layers=4)
     assert problems_of(lambda: apply(tiny_model("llama", 2), plan)) == [
         "plan.num_layers: expected 2, as in the model, found 4."
     ]
 
 
-def test_one_module_listed_as_two_layers_is_refused(tiny_model: MakeModel) -> None:
+def test_one_module_listed_as_two_layers_is_rejected(tiny_model: MakeModel) -> None:
     model = tiny_model("llama", 3)
     model.model.layers[2] = model.model.layers[0]
     with pytest.raises(PlanError) as caught:
-        outline(model)
+        model_structure(model)
     assert str(caught.value).splitlines()[1] == (
         "  - model.model.layers: expected a module of its own for each layer, found layer 2 is layer 0. "
         "A rule by layer index cannot tell the two apart."

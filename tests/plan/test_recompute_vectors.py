@@ -14,7 +14,7 @@ import torch
 import yaml
 from torch import nn
 
-from hf_actswap import MemoryPlan, PlanError, apply, load_config, outline, resolve_plan
+from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 
 PlanOf = Callable[..., MemoryPlan]
 MakeModel = Callable[..., nn.Module]
@@ -93,7 +93,7 @@ def test_full_recompute(name: str, plan_of: PlanOf) -> None:
     assert set_lines(plan) == [FULL.format(layer) for layer in vector.layers]
     assert layers_with(plan, "mlp.mul") == vector.layers
     assert layers_with(plan, "output") == []  # a recomputed layer keeps what the next one starts from
-    assert plan.overrides == ()
+    assert plan.adjustments == ()
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,10 @@ class Select:
     formative: list[str]
     recomputed: dict[str, list[int]]
     lines: list[str]
-    overrides: tuple[str, ...] = ()
+    adjustments: tuple[str, ...] = ()
 
 
-def comm_override(key: str = "select_comm_recompute", asked: str = "recompute communication") -> str:
+def comm_adjustment(key: str = "select_comm_recompute", asked: str = "recompute communication") -> str:
     return f"recompute_config.{key}: asked {asked}, got no effect: {NO_COMMUNICATION}"
 
 
@@ -126,7 +126,7 @@ SELECT_VECTORS = {
         ],
         {"mlp.mul": ALL, "mlp.act_fn.silu": ALL, "mlp.gate_proj": []},
         [line for i in ALL for line in (SELECT.format(i, DEFAULT_NAMES), COMM.format(i, NORM_NAMES))],
-        (comm_override(),),
+        (comm_adjustment(),),
     ),
     "R21": Select(
         pipeline(2, select_recompute=[1, 0], select_comm_recompute=[2, 1]),
@@ -136,7 +136,7 @@ SELECT_VECTORS = {
         ],
         {"mlp.mul": [0], "mlp.act_fn.silu": [0]},
         [SELECT.format(0, DEFAULT_NAMES), *[COMM.format(i, NORM_NAMES) for i in (0, 1, 2)]],
-        (comm_override(),),
+        (comm_adjustment(),),
     ),
     "R22": Select(
         pipeline(2, select_recompute=[MUL, "attention"]),
@@ -177,7 +177,7 @@ SELECT_VECTORS = {
                 f"got full recompute: {FULL_BEATS}"
                 for pattern in (MUL, SILU)
             ),
-            comm_override(),
+            comm_adjustment(),
         ),
     ),
     "R26": Select(
@@ -214,7 +214,7 @@ SELECT_VECTORS = {
             f"got no effect: {NO_COUNTERPART}",
             f"recompute_config.select_recompute_exclude {SILU}, layers 0: asked recompute, got keep: "
             f"{EXCLUDE_BEATS}",
-            comm_override("select_comm_recompute_exclude", "keep communication"),
+            comm_adjustment("select_comm_recompute_exclude", "keep communication"),
         ),
     ),
 }
@@ -227,7 +227,7 @@ def test_selective_recompute(name: str, plan_of: PlanOf) -> None:
     assert [line for line in plan.log_lines() if line.startswith("Formative select")] == vector.formative
     assert {path: layers_with(plan, path) for path in vector.recomputed} == vector.recomputed
     assert set_lines(plan) == vector.lines
-    assert tuple(map(str, plan.overrides)) == vector.overrides
+    assert tuple(map(str, plan.adjustments)) == vector.adjustments
     assert plan.warnings == ()
 
 
@@ -266,7 +266,7 @@ def document_model(tiny_model: MakeModel) -> nn.Module:
 @pytest.fixture(scope="module")
 def document_plan(document_model: nn.Module) -> MemoryPlan:
     text = yaml.safe_dump(pipeline(**DOCUMENT_PIPELINE, **DOCUMENT_RECOMPUTE), sort_keys=False)
-    return resolve_plan(load_config(text), outline(document_model))
+    return resolve_plan(load_config(text), model_structure(document_model))
 
 
 STAGES = [0] * 4 + [1] * 5 + [2] * 5 + [3] * 5 + [4] * 5 + [0] * 5 + [1] * 5 + [2] * 5 + [3] * 5 + [4] * 4
@@ -305,15 +305,15 @@ def test_document_fates(document_plan: MemoryPlan) -> None:
     assert {row.fate for row in document_plan.rows} == {"recompute", "keep"}
 
 
-def test_document_overrides(document_plan: MemoryPlan) -> None:
+def test_document_adjustments(document_plan: MemoryPlan) -> None:
     full = f"asked selective recompute, got full recompute: {FULL_BEATS}"
     where = "recompute_config.select_recompute"
-    assert [str(override) for override in document_plan.overrides] == [
+    assert [str(adjustment) for adjustment in document_plan.adjustments] == [
         f"{where} {SILU}, layers 0-1, 4, 24: {full}",
         f"{where} {MUL}, layers 0-1, 4, 24: {full}",
         f"{where} {W1_MATMUL}, layers 0, 24: {full}",
         f"{where} {W3_MATMUL}, layers 0, 4, 24: {full}",
-        comm_override(),
+        comm_adjustment(),
     ]
 
 
@@ -339,7 +339,7 @@ def test_a_stage_takes_its_part(
     """Rows speak of the model's own layers, lines of global ones; equal ops have equal fates."""
     document = pipeline(**DOCUMENT_PIPELINE, **DOCUMENT_RECOMPUTE)
     document["model"] = {"model_config": {"num_layers": 48}}
-    plan = resolve_plan(load_config(document), outline(tiny_model("llama", len(layers))), stage=stage)
+    plan = resolve_plan(load_config(document), model_structure(tiny_model("llama", len(layers))), stage=stage)
     assert plan.num_layers == len(layers)
     assert plan.log_lines()[:7] == document_plan.log_lines()[:7]
     assert plan.log_lines()[7:] == [line for layer in layers for line in document_lines(layer)]
@@ -351,7 +351,7 @@ def test_a_stage_takes_its_part(
     assert MemoryPlan.from_json(plan.to_json()) == plan
 
 
-def test_a_stage_across_a_chunk_border(tiny_outline: Callable[..., Any]) -> None:
+def test_a_stage_across_a_chunk_border(tiny_structure: Callable[..., Any]) -> None:
     """Rule 2 across layers counts neighbours of the whole model, not of the part."""
     document = {
         **pipeline(2, 2),
@@ -360,10 +360,10 @@ def test_a_stage_across_a_chunk_border(tiny_outline: Callable[..., Any]) -> None
         "model": {"model_config": {"num_layers": 8}},
     }
     # Stage 0 holds layers 0, 1, 4, 5: its own layer 3 is layer 5, recomputed from layer 4's output.
-    plan = resolve_plan(load_config(document), tiny_outline("llama", 4), stage=0)
+    plan = resolve_plan(load_config(document), tiny_structure("llama", 4), stage=0)
     assert [plan.fate(own, "output") for own in range(4)] == ["swap", "swap", "keep", "keep"]
     document["recompute_config"] = {"recompute": [4]}
-    plan = resolve_plan(load_config(document), tiny_outline("llama", 4), stage=0)
+    plan = resolve_plan(load_config(document), tiny_structure("llama", 4), stage=0)
     # Layer 4 is rebuilt from layer 3's output, which another stage holds; layer 1's may be swapped.
     assert [plan.fate(own, "output") for own in range(4)] == ["swap", "swap", "keep", "swap"]
 
@@ -383,11 +383,11 @@ def test_a_stage_across_a_chunk_border(tiny_outline: Callable[..., Any]) -> None
     ],
 )
 def test_a_stage_that_cannot_be(
-    stage: int, num_layers: int | None, own: int, problem: str, tiny_outline: Callable[..., Any]
+    stage: int, num_layers: int | None, own: int, problem: str, tiny_structure: Callable[..., Any]
 ) -> None:
     document = pipeline(2, recompute=True)
     if num_layers is not None:
         document["model"] = {"model_config": {"num_layers": num_layers}}
     with pytest.raises(PlanError) as caught:
-        resolve_plan(load_config(document), tiny_outline("llama", own), stage=stage)
+        resolve_plan(load_config(document), tiny_structure("llama", own), stage=stage)
     assert [str(problem) for problem in caught.value.problems] == [problem]

@@ -1,4 +1,4 @@
-"""What the outline records on fake tensors is what the engine meets in a real forward."""
+"""What the model structure records on fake tensors is what the engine meets in a real forward."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actswap import MemoryPlan, PlanError, apply, load_config, outline, resolve_plan
-from hf_actswap.plan import Outline, PlanRow
+from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
+from hf_actswap.plan import ModelStructure, PlanRow
 from hf_actswap.plan.opnames import OpStack
 
 MakeModel = Callable[..., nn.Module]
@@ -17,7 +17,7 @@ Gradients = Callable[[nn.Module], dict[str, torch.Tensor]]
 
 
 def functions_met(
-    model: nn.Module, shape: Outline, monkeypatch: pytest.MonkeyPatch, sequences: int = 2
+    model: nn.Module, shape: ModelStructure, monkeypatch: pytest.MonkeyPatch, sequences: int = 2
 ) -> list[str]:
     """Op paths in the order in which the engine meets them in a real forward."""
     met: list[str] = []
@@ -45,7 +45,7 @@ def test_dense_families_run_what_was_recorded(
     model = tiny_model(family)
     if eager:
         model.set_attn_implementation("eager")
-    shape = outline(model)
+    shape = model_structure(model)
     recorded = [call.key[0] for layer in shape.layers for call in layer.calls]
     assert functions_met(model, shape, monkeypatch, sequences) == recorded
 
@@ -56,7 +56,7 @@ def test_expert_families_run_what_was_recorded(
 ) -> None:
     """Inside the routed experts only the gated activation is recorded: the rest depends on data."""
     model = tiny_model(family)
-    shape = outline(model)
+    shape = model_structure(model)
     recorded = [call.key[0] for layer in shape.layers for call in layer.calls]
     met = functions_met(model, shape, monkeypatch)
 
@@ -91,7 +91,7 @@ def test_recomputing_any_op_leaves_gradients_bitwise_equal(
     model = tiny_model(family)
     expected = gradients(model)
     rebuilt = set()
-    for path in ["", *(op.path for op in outline(model).layers[1].ops)]:
+    for path in ["", *(op.path for op in model_structure(model).layers[1].ops)]:
         rows = tuple(PlanRow(layer, path, "recompute") for layer in (0, 1))
         with apply(model, MemoryPlan(rows, num_layers=2)) as applied:
             found = gradients(model)
@@ -156,7 +156,7 @@ def own_gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def test_unknown_family_is_recorded() -> None:
-    shape = outline(OwnDecoder())
+    shape = model_structure(OwnDecoder())
     assert (shape.family, shape.functions_known) == ("", True)
     assert (shape.embedding, shape.final_norm, shape.head) == (None, "last_norm", None)
     assert [layer.module_path for layer in shape.layers] == ["blocks.0", "blocks.1"]
@@ -197,7 +197,7 @@ def test_unknown_family_trains_under_a_plan() -> None:
 
 def test_hostile_code_leaves_module_paths() -> None:
     model = OwnDecoder(hostile=True)
-    shape = outline(model)
+    shape = model_structure(model)
     assert not shape.functions_known
     assert shape.why_not.startswith("DataDependentOutputException: ")
     assert [op.path for op in shape.layers[0].ops if op.kind == "function"] == ["self_attn.flash_attention"]
@@ -226,7 +226,7 @@ def test_hostile_code_trains_under_module_paths() -> None:
 
 def test_no_decoder() -> None:
     with pytest.raises(PlanError) as caught:
-        outline(nn.Sequential(nn.Linear(2, 2)))
+        model_structure(nn.Sequential(nn.Linear(2, 2)))
     assert [str(problem) for problem in caught.value.problems] == [
         "model: expected a transformers model: a list of layers that hold attention, or can be checkpointed, "
         "found Sequential. Pass the model itself."

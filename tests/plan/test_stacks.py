@@ -21,7 +21,7 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from hf_actswap import ConfigError, MemoryPlan, PlanError, apply, load_config, outline, resolve_plan
+from hf_actswap import ConfigError, MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.plan import PlanRow, Windows
 from hf_actswap.report.plan_table import plan_table
 
@@ -111,7 +111,7 @@ def tiny(name: str) -> nn.Module:
 
 @cache
 def shape_of(name: str) -> Any:
-    return outline(tiny(name))
+    return model_structure(tiny(name))
 
 
 def batch_of(name: str) -> dict[str, torch.Tensor]:
@@ -181,7 +181,7 @@ def test_each_stack_trains_under_its_plan(name: str) -> None:
     other = STACKS[name][1]
     for rules, beside in ((DEFAULT, {}), (SWAP_LAYERS, DEFAULT), (SELECT, SELECT), (INPUTS, {})):
         with apply(model, {**ALL_SIZES, **beside, "stacks": {other: rules}}) as applied:
-            for _ in range(3):  # the third goes by the routines
+            for _ in range(3):  # the third goes by the cached traces
                 assert_equal(step(model, name), expected)
             stats = applied.stats()
         assert stats.offloaded_bytes > 0 if rules is not SELECT else stats.recomputes > 0
@@ -228,7 +228,7 @@ def test_overrides_name_the_layers_of_the_stack() -> None:
     rules = {**SWAP_LAYERS, "recompute_config": {"recompute": [0, 1, 3]}}
     document = {**SWAP_LAYERS, "stacks": {"vision_tower": rules}}
     plan = resolve_plan(load_config(document), shape_of("gemma3"))
-    lost = [item for item in plan.overrides if item.got == "recompute"]
+    lost = [item for item in plan.adjustments if item.got == "recompute"]
     assert [item.layers for item in lost] == [(f"{TOWER}.0", f"{TOWER}.1", f"{TOWER}.3")]
     where = "stacks.vision_tower.recompute_config.recompute"
     assert str(lost[0]).startswith(f"{where}, layers {TOWER}.0-1, {TOWER}.3: asked swap")
@@ -237,7 +237,7 @@ def test_overrides_name_the_layers_of_the_stack() -> None:
 def test_the_input_of_the_first_layer_of_another_stack_stays_and_the_plan_says_so() -> None:
     plan = resolve_plan(load_config({"stacks": {"encoder": INPUTS}}), shape_of("bart"))
     assert not any(row.scope == "embedding" for row in plan.rows)
-    said = [item for item in plan.overrides if item.got == "no effect"]
+    said = [item for item in plan.adjustments if item.got == "no effect"]
     assert [(item.where, item.layers) for item in said] == [
         ("stacks.encoder.swap_config", ("model.encoder.layers.0",))
     ]
@@ -313,10 +313,10 @@ def test_problems_of_the_document() -> None:
     assert config.to_dict() == {"stacks": {"encoder": SWAP_LAYERS}}
 
 
-def test_a_tower_inside_compiled_code_is_refused_and_only_it() -> None:
+def test_a_tower_inside_compiled_code_is_rejected_and_only_it() -> None:
     model = tiny("gemma3")
     model.get_submodule("model.vision_tower").compile(backend="eager")
-    assert not outline(model).compiled
+    assert not model_structure(model).compiled
     with pytest.raises(PlanError, match=r"vision_tower\.encoder\.layers\.0-3 inside compiled code"):
         apply(model, {"stacks": {"vision_tower": SWAP_LAYERS}})
     with apply(model, {**ALL_SIZES, **SWAP_LAYERS}) as applied:

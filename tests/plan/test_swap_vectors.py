@@ -1,7 +1,7 @@
 r"""MindFormers' golden vectors of the swap plan (S1 to S33) on a Llama of four layers.
 
 Each row says what the reference logs and what takes effect. Where the reference has a defect or silently
-matches nothing, ours raises or records an override: ``docs/reference.md`` lists those places.
+matches nothing, ours raises or records an adjustment: ``docs/reference.md`` lists those places.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ class Vector:
         lines: the ``Set ...`` lines in order.
         fates: (layer, op path) -> ``keep``, ``recompute``, or the prefetch number of a swap.
         warnings: the reference's, in order.
-        overrides: as text, in order.
+        adjustments: as text, in order.
     """
 
     document: dict[str, Any]
     lines: list[str]
     fates: dict[tuple[int, str], int | str]
     warnings: tuple[str, ...] = ()
-    overrides: tuple[str, ...] = ()
+    adjustments: tuple[str, ...] = ()
 
 
 VECTORS = {
@@ -127,14 +127,16 @@ VECTORS = {
         ],
         {**S3_FATES, (1, "mlp"): "recompute", (3, "mlp"): "recompute"},
         warnings=(f"feed_forward {LOST.format(1)}",),
-        overrides=(f"recompute_config.select_recompute mlp, layers 1: asked swap, got recompute: {RULE_1}",),
+        adjustments=(
+            f"recompute_config.select_recompute mlp, layers 1: asked swap, got recompute: {RULE_1}",
+        ),
     ),
     "S6": Vector(
         document({"recompute": [0]}, op_swap=S3),
         ["Set full recompute at layer 0", *S3_LINES],
         {**S3_FATES, (0, "self_attn"): "recompute", (0, "mlp"): "recompute", (0, "output"): "keep"},
         warnings=(f"attention {LOST.format(0)}",),
-        overrides=(f"recompute_config.recompute self_attn, layers 0: asked swap, got recompute: {RULE_1}",),
+        adjustments=(f"recompute_config.recompute self_attn, layers 0: asked swap, got recompute: {RULE_1}",),
     ),
     "S7": Vector(
         document({"recompute": True}, op_swap=S3),
@@ -144,7 +146,7 @@ VECTORS = {
             (1, "output"): "keep",
         },
         warnings=(ALL_LOST,),
-        overrides=(
+        adjustments=(
             f"recompute_config.recompute self_attn, layers 0, 3: asked swap, got recompute: {RULE_1}",
             f"recompute_config.recompute self_attn, mlp, layers 1-2: asked swap, got recompute: {RULE_1}",
         ),
@@ -174,7 +176,7 @@ VECTORS = {
         document(layer_swap=[entry(1, [1, 2]), entry(2, [2, 3])]),
         [layer_line(1, 1), layer_line(2, 1), layer_line(3, 2)],
         {(1, ""): 1, (2, ""): 1, (3, ""): 2},
-        overrides=("swap_config.layer_swap[1], layers 2: asked backward_prefetch 2, got 1: " + FIRST_WINS,),
+        adjustments=("swap_config.layer_swap[1], layers 2: asked backward_prefetch 2, got 1: " + FIRST_WINS,),
     ),
     "S15-op": Vector(
         document(op_swap=[op("attention", 1, [1, 2]), op("attention", 2, [2, 3])]),
@@ -184,7 +186,7 @@ VECTORS = {
             op_line(3, ".attention, value=2"),
         ],
         {(1, "self_attn"): 1, (2, "self_attn"): 1, (3, "self_attn"): 2},
-        overrides=(
+        adjustments=(
             f"swap_config.op_swap[1] attention, layers 2: asked backward_prefetch 2, got 1: {FIRST_WINS}",
         ),
     ),
@@ -238,7 +240,7 @@ VECTORS = {
             (1, "self_attn"): 7,
             (3, "self_attn"): "keep",
         },
-        overrides=tuple(
+        adjustments=tuple(
             f"{where} {path}, layers 1: asked swap, got {got}: {rule}"
             for where, path, got, rule in (
                 ("recompute_config.select_recompute", "mlp.mul", "recompute", RULE_1),
@@ -259,7 +261,7 @@ VECTORS = {
             )
         ],
         {(1, "input_layernorm"): 7, (0, "input_layernorm"): "keep"},
-        overrides=(
+        adjustments=(
             "recompute_config.select_comm_recompute: asked recompute communication, got no effect: "
             "tensor_parallel_size is 1: there is no communication inside layers",
         ),
@@ -269,7 +271,7 @@ VECTORS = {
         [layer_line(i, "Auto") for i in range(4)],
         {(0, ""): "recompute", (3, "mlp"): "recompute", (3, "output"): "keep"},
         warnings=(ALL_LOST,),
-        overrides=(f"recompute_config.recompute, layers 0-3: asked swap, got recompute: {RULE_1}",),
+        adjustments=(f"recompute_config.recompute, layers 0-3: asked swap, got recompute: {RULE_1}",),
     ),
     "S32": Vector(
         document(
@@ -289,7 +291,9 @@ VECTORS = {
         warnings=(
             "mlp operator in all layers that is enabled swap do not work! Because it is enabled recompute.",
         ),
-        overrides=(f"recompute_config.select_recompute mlp, layers 0: asked swap, got recompute: {RULE_1}",),
+        adjustments=(
+            f"recompute_config.select_recompute mlp, layers 0: asked swap, got recompute: {RULE_1}",
+        ),
     ),
 }
 
@@ -317,7 +321,7 @@ def test_vector(name: str, plan_of: PlanOf) -> None:
     assert set_lines(plan) == vector.lines
     assert {key: effect(plan, *key) for key in vector.fates} == vector.fates
     assert plan.warnings == vector.warnings
-    assert tuple(map(str, plan.overrides)) == vector.overrides
+    assert tuple(map(str, plan.adjustments)) == vector.adjustments
 
 
 def test_s30_global_indices_whatever_the_pipeline(plan_of: PlanOf) -> None:
@@ -333,7 +337,7 @@ def test_s30_global_indices_whatever_the_pipeline(plan_of: PlanOf) -> None:
     assert [effect(plan, layer, "mlp") for layer in range(5)] == ["recompute", 7, "keep", 7, "recompute"]
     # Layer 4 is rebuilt from what layer 3 hands on, which therefore stays.
     assert effect(plan, 3, "output") == "keep"
-    assert [str(override) for override in plan.overrides] == [
+    assert [str(adjustment) for adjustment in plan.adjustments] == [
         f"swap_config output, layers 3: asked swap, got keep: {RULE_2}"
     ]
 
@@ -435,6 +439,6 @@ def test_s18_negative_layer_is_malformed(plan_of: PlanOf) -> None:
         ),
     ],
 )
-def test_refused_before_any_plan(keys: dict[str, Any], plan_of: PlanOf) -> None:
+def test_rejected_before_any_plan(keys: dict[str, Any], plan_of: PlanOf) -> None:
     with pytest.raises(ConfigError):
         plan_of(document(**keys))

@@ -370,7 +370,7 @@ def run_two(rank: int, folder: str) -> None:
         "devices": lambda _: devices_of_different_size(),
         "impossible": lambda _: no_budget_is_enough(),
         "tensor_parallel": lambda group: divided_model(group, False),
-        "second_try": lambda _: memory_runs_out_on_one_rank(),
+        "retry": lambda _: memory_runs_out_on_one_rank(),
     }
     groups = {name: [[0, 1]] if name == "tensor_parallel" else [] for name in cases}
     run_cases(rank, folder, 2, cases, groups)

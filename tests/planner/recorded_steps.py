@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from hf_actswap import outline
+from hf_actswap import model_structure
 from hf_actswap.planner.meter import CountingMeter
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.lives import Places, lives, saved_on_device
@@ -93,7 +93,7 @@ def recorded(model: nn.Module, **settings: Any) -> tuple[Profile, CountingMeter]
     outside.start()
     inside.start()
     try:
-        with StepRecorder(model, outline(model), inside, TickClock(), **settings) as recorder:
+        with StepRecorder(model, model_structure(model), inside, TickClock(), **settings) as recorder:
             step(model, call)
     finally:
         inside.stop()

@@ -345,7 +345,7 @@ class Replay:
                 ticket.source.built.pop(ticket.storage, None)
 
     def die(self, ticket: Ticket) -> None:
-        """Its holder is gone; a region that nobody holds lets go of its inputs."""
+        """Its holder is gone; a region that nobody holds frees its inputs."""
         ticket.alive = False
         region = ticket.source
         if region is not None and not any(other.alive for other in region.refs):

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from hf_actswap import ConfigError, PlanError, apply, outline
+from hf_actswap import ConfigError, PlanError, apply, model_structure
 from hf_actswap.plan.actions import COMPILE_BUDGET, Fate, MemoryPlan, PlanRow
 from hf_actswap.planner.cost.compiled_shares import offered_points, point_of_share, points_in
 from hf_actswap.planner.cost.simulate import predict
 from hf_actswap.planner.profile import FrontierPoint, Limits, Profile
 from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
-from hf_actswap.planner.search.compiled_frontier import Shown, learned, ways_of
+from hf_actswap.planner.search.compiled_frontier import Shown, learned, variants_of
 from hf_actswap.planner.search.find_plan import Found, candidates, find_plan
-from hf_actswap.planner.search.layer_milp import MOST_WAYS
+from hf_actswap.planner.search.layer_milp import MOST_VARIANTS
 from tests.engine.tiny_models import batch, tiny_llama
 from tests.planner.compiled_profiles import FEED_FORWARD, GIB, compiled_profile
 from tests.planner.simulated_device import Trained, train
@@ -45,7 +45,7 @@ def found_at(profile: Profile, gib: float) -> Found:
 
 
 def ways_in(profile: Profile, found: Found) -> set[Any]:
-    return {point.way for _, point in points_in(profile, found.plan)}
+    return {point.variant for _, point in points_in(profile, found.plan)}
 
 
 @pytest.mark.parametrize("share", MEASURED_MS)
@@ -72,7 +72,7 @@ def test_on_paper_the_yardstick_is_reached(
     assert found.prediction.peak_bytes <= gib * GIB
     assert found.prediction.step_ms <= most_ms
     assert found.bound_ms <= found.prediction.step_ms + 1e-6
-    assert len(ways_in(profile, found)) <= MOST_WAYS
+    assert len(ways_in(profile, found)) <= MOST_VARIANTS
     assert found.prediction == predict(profile, found.plan)
 
 
@@ -81,7 +81,7 @@ def test_what_is_told_the_compiler_is_told_in_rows() -> None:
     found = found_at(profile, 2.8)
     alone = found_at(compiled_profile(), 2.8)
     assert found.prediction.step_ms < alone.prediction.step_ms
-    assert FEED_FORWARD.way in ways_in(profile, found)
+    assert FEED_FORWARD.variant in ways_in(profile, found)
     told = {row.scope for row in found.plan.rows if row.op_path == "mlp"}
     assert told == {row.scope for row in found.plan.rows if row.op_path == "norm.mul"}
     assert told == {layer for layer, point in points_in(profile, found.plan) if point.recomputed}
@@ -133,7 +133,7 @@ def test_swapped_bytes_tell_what_is_saved_and_the_peak_what_passes() -> None:
     assert again.swapped_bytes == pytest.approx(shown.offloaded_bytes, rel=0.01)
     assert again.peak_bytes == pytest.approx(shown.peak_bytes, rel=0.01)
     for _, point in points_in(better, found.plan):
-        before = next(item for item in offered_points(profile) if item.way == point.way)
+        before = next(item for item in offered_points(profile) if item.variant == point.variant)
         assert point.saved < before.saved
         assert point.again == before.again  # no step was timed
 
@@ -157,20 +157,20 @@ def compiled_llama() -> Any:
 
 def test_what_can_be_told_is_read_off_the_model() -> None:
     model = compiled_llama()
-    first, second = ways_of(outline(model), model, 128)
+    first, second = variants_of(model_structure(model), model, 128)
     assert first.recomputed == ("input_layernorm.mul", "mlp", "post_attention_layernorm.mul")
     assert second.recomputed == (*first.recomputed, "self_attn")
     assert second.kept == ("self_attn.flash_attention",)
     assert first.saved > second.saved
     assert first.again < second.again
-    assert ways_of(outline(tiny_llama()), tiny_llama(), 128) == ()
+    assert variants_of(model_structure(tiny_llama()), tiny_llama(), 128) == ()
 
 
 @pytest.mark.slow
 def test_the_bytes_of_a_way_are_as_guessed() -> None:
     """What a step keeps under the first way, against the guess from weights alone."""
     model = compiled_llama()
-    point = ways_of(outline(model), model, 16)[0]
+    point = variants_of(model_structure(model), model, 16)[0]
     rows = [PlanRow(layer, path, "recompute") for layer in range(4) for path in point.recomputed]
     sizes = [bytes_saved(compiled_llama(), plan) for plan in ((), rows)]
     assert sizes[1] / sizes[0] == pytest.approx(point.saved, abs=0.03)
@@ -267,7 +267,7 @@ def wrapped_whole() -> Any:
 
 
 @pytest.mark.parametrize("build", [whole, wrapped_whole])
-def test_a_model_compiled_whole_is_refused(build: Callable[[], Any]) -> None:
+def test_a_model_compiled_whole_is_rejected(build: Callable[[], Any]) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises((PlanError, ConfigError), match="one by one"):
@@ -284,5 +284,5 @@ def test_the_frontier_is_measured_by_the_trials(unplanned: Trained) -> None:
 
 
 def test_points_are_plain_data() -> None:
-    assert FrontierPoint().way == (1.0, (), ())
-    assert FrontierPoint(0.5, saved=0.4).way == FrontierPoint(0.5, saved=0.6).way
+    assert FrontierPoint().variant == (1.0, (), ())
+    assert FrontierPoint(0.5, saved=0.4).variant == FrontierPoint(0.5, saved=0.6).variant

@@ -130,7 +130,7 @@ def test_what_a_reader_has_is_not_evicted(idle: IdleTensors) -> None:
     ],
     ids=["sparse", "conjugated", "small", "empty", "elsewhere", "subclass"],
 )
-def test_what_is_refused_is_kept(idle: IdleTensors, make: Callable[[], torch.Tensor]) -> None:
+def test_what_is_rejected_is_kept(idle: IdleTensors, make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
     ticket = idle.keep(tensor)
     assert isinstance(ticket, tuple)

@@ -1,4 +1,4 @@
-"""Out-of-memory survived where the accelerator's own allocator refuses: the first step of a stack."""
+"""Out-of-memory survived where the accelerator's own allocator rejects: the first step of a stack."""
 
 from __future__ import annotations
 

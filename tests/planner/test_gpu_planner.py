@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.exactness import deterministic
 from benchmarks.records import file_name, results_folder
-from hf_actswap import apply, outline
+from hf_actswap import apply, model_structure
 from hf_actswap.engine import StreamTransfer
 from hf_actswap.planner import AllocatorMeter, BudgetError
 from hf_actswap.planner.cost.simulate import predict
@@ -144,7 +144,7 @@ def test_recording_costs_little_and_the_profile_is_kept(
     recorders: list[StepRecorder] = []
 
     def recorded(asked: AllocatorMeter | None) -> None:
-        recorders.append(StepRecorder(model, outline(model), asked, DeviceClock(transfer)))
+        recorders.append(StepRecorder(model, model_structure(model), asked, DeviceClock(transfer)))
         with recorders[-1]:
             one_step(model)
 
@@ -174,7 +174,7 @@ def test_the_empty_plan_is_predicted_as_it_was_measured() -> None:
     torch.cuda.reset_peak_memory_stats()
     one_step(model)
     peak = torch.cuda.max_memory_allocated(DEVICE)
-    recorder = StepRecorder(model, outline(model), AllocatorMeter(DEVICE), DeviceClock(transfer))
+    recorder = StepRecorder(model, model_structure(model), AllocatorMeter(DEVICE), DeviceClock(transfer))
     with recorder:
         one_step(model)
     found = recorder.profile(device="CUDA")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_actswap import MemoryPlan, apply, outline
+from hf_actswap import MemoryPlan, apply, model_structure
 from hf_actswap.config.schema import MemoryConfig
 from hf_actswap.planner import least_budget
 from hf_actswap.planner.least_budget import LeastBudget
@@ -91,7 +91,7 @@ def test_what_goes_wrong_hides_nothing(peak_bytes: int, monkeypatch: pytest.Monk
 
 
 def known(model: Any, *, sharded: bool = False, autocast: bool = False, **settings: Any) -> str:
-    shape = replace(outline(model), sharded=sharded)
+    shape = replace(model_structure(model), sharded=sharded)
     optimizer = torch.optim.AdamW(model.parameters())
     memory = MemoryConfig(mode="adaptive", **settings)
     found = LeastBudget(model, shape, MemoryPlan((), len(shape.layers)), memory, optimizer, "cpu")

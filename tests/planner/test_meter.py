@@ -70,14 +70,14 @@ def test_the_hosts_copies_are_not_on_the_device(meter: CountingMeter) -> None:
     assert torch.equal(block, source)
 
 
-def test_a_limit_refuses_what_exceeds_it(meter: CountingMeter) -> None:
+def test_a_limit_rejects_what_exceeds_it(meter: CountingMeter) -> None:
     meter.limit = 1000
     a = torch.zeros(200)
     with pytest.raises(
         torch.OutOfMemoryError, match=r"asks for 400 bytes, and 800 bytes are in use of 1,000"
     ):
         torch.zeros(100)
-    assert (meter.refusals, meter.allocated_bytes(), meter.peak_bytes()) == (1, 800, 800)
+    assert (meter.rejections, meter.allocated_bytes(), meter.peak_bytes()) == (1, 800, 800)
     assert meter.limit_bytes() == 1000
     a.add_(1)
     assert torch.zeros(50).nbytes == 200

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from hf_actswap import MemoryPlan, outline
+from hf_actswap import MemoryPlan, model_structure
 from hf_actswap.engine import install
 from hf_actswap.engine.evictable import IdleTensors
 from hf_actswap.engine.stats import gib_text
@@ -129,7 +129,7 @@ def test_a_stack_survives_its_first_step(dropout: float) -> None:
         with device.running():
             assert_bitwise_equal(stack_step(device, model, x), expected)
         assert device.meter.peak_bytes() <= fraction * peak
-        assert device.guard.caught == device.meter.refusals > 0
+        assert device.guard.caught == device.meter.rejections > 0
         assert device.guard.evicted_bytes >= device.idle.evicted_bytes > 0
         assert sum(device.guard.ops.values()) == device.guard.caught
         assert not device.idle._known
@@ -151,7 +151,7 @@ def test_without_the_guard_it_fails() -> None:
 def llama_step(device: Device, model: nn.Module, ids: torch.Tensor, *rows: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     plan = MemoryPlan(tuple(rows), num_layers=4, min_tensor_bytes=512)
-    with install(model, plan, outline(model), keeper=device.idle.keep):
+    with install(model, plan, model_structure(model), pack_handler=device.idle.keep):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
     del loss
@@ -532,11 +532,11 @@ def test_collectives_never_run_twice_and_have_room_made_before() -> None:
         gathered = torch.ops._c10d_functional.all_gather_into_tensor(x, 1, dist.group.WORLD.group_name)
         gathered = torch.ops._c10d_functional.wait_tensor(gathered)
         assert torch.equal(gathered, x)
-        assert (device.meter.refusals, device.guard.caught, device.guard.made_room) == (0, 0, 1)
-        device.meter.limit, refusals = device.meter.allocated_bytes() - 4096, device.meter.refusals
+        assert (device.meter.rejections, device.guard.caught, device.guard.made_room) == (0, 0, 1)
+        device.meter.limit, rejections = device.meter.allocated_bytes() - 4096, device.meter.rejections
         with pytest.raises(torch.OutOfMemoryError, match="the other ranks have done their part"):
             torch.ops._c10d_functional.all_reduce(torch.ops.aten.alias(x), "sum", dist.group.WORLD.group_name)
-        assert (device.meter.refusals, device.guard.caught) == (refusals + 1, 0)
+        assert (device.meter.rejections, device.guard.caught) == (rejections + 1, 0)
         assert tickets
 
 

@@ -633,7 +633,7 @@ def test_what_has_no_host_memory_stays(caplog: pytest.LogCaptureFixture) -> None
         actual = Training(host=pool(cap_bytes)).steps(3)
     assert actual.on().state_bytes <= cap_bytes
     assert actual.on().state_bytes > 0
-    assert sum(actual.on().stats().refused.values()) > 0
+    assert sum(actual.on().stats().rejected.values()) > 0
     assert sum("host memory has no room" in record.message for record in caplog.records) == 1
     assert_same(actual, Training(managed=False).steps(3))
 
@@ -681,7 +681,7 @@ def test_without_layers_a_forward_begins_with_a_free_device() -> None:
     assert_same(training, Training(managed=False).steps(3))
 
 
-def refused(optimizer: Any, overlaps: bool = False) -> str:
+def rejected(optimizer: Any, overlaps: bool = False) -> str:
     transfer: Any = RecordingTransfer()
     transfer.overlaps = overlaps
     with pytest.raises(PlanError) as raised:
@@ -689,14 +689,14 @@ def refused(optimizer: Any, overlaps: bool = False) -> str:
     return str(raised.value)
 
 
-def test_refusals() -> None:
+def test_rejections() -> None:
     parameters = list(Stack().parameters())
-    assert "capturable" in refused(torch.optim.AdamW(parameters, capturable=True))
-    assert "differentiable" in refused(torch.optim.SGD(parameters, differentiable=True))
-    assert "accelerator" in refused(torch.optim.AdamW(parameters), overlaps=True)
-    assert "hooks" in refused(object())
+    assert "capturable" in rejected(torch.optim.AdamW(parameters, capturable=True))
+    assert "differentiable" in rejected(torch.optim.SGD(parameters, differentiable=True))
+    assert "accelerator" in rejected(torch.optim.AdamW(parameters), overlaps=True)
+    assert "hooks" in rejected(object())
     adam = type("Adam8bit", (torch.optim.Adam,), {"__module__": "bitsandbytes.optim.adam"})
-    assert "paged_adamw_8bit" in refused(adam(parameters))
+    assert "paged_adamw_8bit" in rejected(adam(parameters))
 
 
 @pytest.fixture

@@ -139,7 +139,7 @@ def test_the_plan_file_spares_the_search(
     assert second.plan_rows == first.plan_rows
     assert second.losses == unplanned.losses[:4]
     other = train(tiny_llama, {**memory, "mode": "smart_swap"}, steps=3)
-    assert other.phases[0] == "warm-up"  # not made for that wish
+    assert other.phases[0] == "warm-up"  # not made for that requested policy
 
 
 def test_a_plan_file_on_a_full_disk(

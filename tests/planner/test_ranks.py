@@ -192,7 +192,7 @@ def test_a_batch_that_grows_on_one_rank(two_more: Path) -> None:
 
 
 def test_a_forward_that_runs_out_on_one_rank_is_run_again_there(two: Path) -> None:
-    found = of_ranks(two, "second_try")
+    found = of_ranks(two, "retry")
     assert_one_plan(found)
     for rank, runs in enumerate(found):
         plain, planned = runs["plain"], runs["planned"]

@@ -12,7 +12,7 @@ import torch
 from torch import distributed, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from hf_actswap import outline
+from hf_actswap import model_structure
 from hf_actswap.engine.autograd_state import running_node_number
 from hf_actswap.engine.forecast import record_saved
 from hf_actswap.engine.tickets import Ticket, keep
@@ -40,7 +40,7 @@ def surroundings(model: nn.Module) -> dict[str, Any]:
 
 
 def watched(model: nn.Module, **settings: Any) -> StepRecorder:
-    return StepRecorder(model, outline(model), None, TickClock(), **settings)
+    return StepRecorder(model, model_structure(model), None, TickClock(), **settings)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -60,9 +60,9 @@ def test_the_step_is_the_step_that_it_would_have_been(family: str) -> None:
 def test_saved_tensors_are_those_foreseen_on_fakes(family: str) -> None:
     model = MODELS[family]()
     profile, _ = recorded(model)
-    foreseen = record_saved(model, outline(model), (), call_of())
-    assert profile.saved == foreseen
-    assert profile.signature == signature(foreseen)
+    forecast = record_saved(model, model_structure(model), (), call_of())
+    assert profile.saved == forecast
+    assert profile.signature == signature(forecast)
     assert profile.saved.by_op()
 
 
@@ -113,7 +113,7 @@ def test_saved_storages_live_as_long_as_the_rule_says(family: str) -> None:
     """Then what is left of what is held is the same wherever backward is: the rotations that layers share."""
     model = MODELS[family]()
     meter = HeldMeter(model.parameters())
-    with StepRecorder(model, outline(model), meter, TickClock(), meter.hold) as recorder:
+    with StepRecorder(model, model_structure(model), meter, TickClock(), meter.hold) as recorder:
         step(model, call_of())
     profile = recorder.profile(device="cpu")
     left = {
@@ -177,7 +177,7 @@ def test_random_ops_are_known() -> None:
 def test_real_time() -> None:
     model = tiny_llama()
     clock = DeviceClock(BlockingTransfer(torch.device("cpu")))
-    with StepRecorder(model, outline(model), None, clock) as recorder:
+    with StepRecorder(model, model_structure(model), None, clock) as recorder:
         step(model, call_of())
         _ = [torch.randn(64, 64) @ torch.randn(64, 64) for _ in range(20)]
     profile = recorder.profile(device="cpu", device_bytes=1)
@@ -250,7 +250,7 @@ def test_gradient_checkpointing_inside_the_model(reentrant: bool) -> None:
     assert_spans_partition(profile)
     assert measured_peak_bytes(profile) >= outside.peak_bytes()
     if not reentrant:
-        assert profile.saved == record_saved(model, outline(model), (), call_of())
+        assert profile.saved == record_saved(model, model_structure(model), (), call_of())
 
 
 def test_frozen_weights_and_a_frozen_beginning() -> None:
@@ -259,7 +259,7 @@ def test_frozen_weights_and_a_frozen_beginning() -> None:
         if "layers.0." in name or "embed" in name or "q_proj" in name:
             parameter.requires_grad_(False)
     profile, outside = recorded(model)
-    assert profile.saved == record_saved(model, outline(model), (), call_of())
+    assert profile.saved == record_saved(model, model_structure(model), (), call_of())
     assert_spans_partition(profile)
     assert measured_peak_bytes(profile) == outside.peak_bytes()
     assert {span.num_ops for span in profile.spans if span.call[0] == 0} == {0}
@@ -296,7 +296,7 @@ def test_only_a_forward_with_gradients_counts_and_only_the_first() -> None:
 
 def test_a_graph_that_never_runs_backward_is_freed() -> None:
     model, call = tiny_llama(), call_of()
-    shape, meter = outline(model), counting_meter(model, call)
+    shape, meter = model_structure(model), counting_meter(model, call)
     meter.start()
     gc.disable()  # a cycle would wait for it
     try:
@@ -408,7 +408,7 @@ def test_compiled_layers_are_one_span_each() -> None:
     assert_spans_partition(profile)
     layers = [span for span in profile.spans if isinstance(span.call[0], int)]
     assert [span.call for span in layers] == [(0, "", None), (1, "", None)]
-    assert [span.num_ops for span in layers] == [layer.nodes for layer in outline(model).layers]
+    assert [span.num_ops for span in layers] == [layer.nodes for layer in model_structure(model).layers]
     assert layers[0].backward_place > layers[1].backward_place >= 0
     assert {producer for producer, _ in profile.saved.by_op()} >= {0, 1}
 
@@ -428,5 +428,5 @@ def test_a_model_that_is_compiled_whole_is_one_span() -> None:
     assert profile.compiled_layers == {0, 1}
     assert_spans_partition(profile)
     (span,) = (span for span in profile.spans if span.call[0] == 0)
-    assert span.num_ops == sum(layer.nodes for layer in outline(model).layers)
+    assert span.num_ops == sum(layer.nodes for layer in model_structure(model).layers)
     assert profile.saved.storages

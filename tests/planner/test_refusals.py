@@ -1,4 +1,4 @@
-"""What the planner refuses before the first step: each with the words that say what to do."""
+"""What the planner rejects before the first step: each with the words that say what to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_actswap.plan import outline
+from hf_actswap.plan import model_structure
 from hf_actswap.planner.start import COUNTING_ALLOCATORS, allocator_name, problems_of_planner
 
 MODES = ("smart_swap", "adaptive")
@@ -40,7 +40,7 @@ def switch_on(model: LlamaForCausalLM, function: Any, every: int = 1) -> None:
 
 
 def problems(model: nn.Module, mode: str, **how: object) -> list[str]:
-    found = problems_of_planner(model, outline(model), mode, **how)  # type: ignore[arg-type]
+    found = problems_of_planner(model, model_structure(model), mode, **how)  # type: ignore[arg-type]
     return [str(problem) for problem in found]
 
 
@@ -73,7 +73,7 @@ def test_the_trainers_way_of_switching_it_on() -> None:
 def test_checkpoint_wrappers_beside_adaptive() -> None:
     model = llama()
     model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
-    (problem,) = problems_of_planner(model, outline(llama()), "adaptive")
+    (problem,) = problems_of_planner(model, model_structure(llama()), "adaptive")
     assert problem.found == "it switched on in layers 1"
 
 
@@ -115,17 +115,17 @@ def test_an_allocator_without_a_name_is_asked_to_count(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda device: 0)
     assert allocator_name(torch.device("xpu")) == "native"
 
-    def refuse(device: torch.device) -> int:
+    def reject(device: torch.device) -> int:
         raise RuntimeError("XPUPluggableAllocator does not yet support getDeviceStats.")
 
-    monkeypatch.setattr(torch.accelerator, "memory_allocated", refuse)
+    monkeypatch.setattr(torch.accelerator, "memory_allocated", reject)
     assert allocator_name(torch.device("xpu")) == "pluggable"
 
 
 @pytest.mark.parametrize("variable", ["PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"])
 def test_no_caching_on_an_accelerator(variable: str) -> None:
     model = llama()
-    shape = outline(model)
+    shape = model_structure(model)
     with FakeTensorMode():
         model.model.embed_tokens.weight = nn.Parameter(torch.empty(32, 16, device="cuda"))
     (problem,) = problems_of_planner(

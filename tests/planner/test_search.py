@@ -201,14 +201,16 @@ def test_eighty_layers_need_few_variables_and_few_predictions(monkeypatch: pytes
         Search, "_solution", lambda self, size: solved.append(solution(self, size)) or solved[-1]
     )
     monkeypatch.setattr(
-        Search, "_simulated", lambda self, plan, way: predicted.append(plan) or simulated(self, plan, way)
+        Search,
+        "_simulated",
+        lambda self, plan, variant: predicted.append(plan) or simulated(self, plan, variant),
     )
     budget = unplanned_peak(profile) // 4
     found = find_plan(profile, replace(NOTHING, num_layers=80), Limits(budget))
     assert found.prediction.peak_bytes <= budget
     assert len(solved) <= 8
     assert len(predicted) <= 30
-    assert max(way.columns for way in solved if way is not None) <= 800
+    assert max(variant.columns for variant in solved if variant is not None) <= 800
 
 
 def test_what_the_solver_says_to_its_developers_is_not_heard(

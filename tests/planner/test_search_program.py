@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from hf_actswap.engine.link import Link
 from hf_actswap.plan.actions import MemoryPlan, PlanRow
 from hf_actswap.planner.profile import Limits
+from hf_actswap.planner.search.layer_costs import LinkRate, Option, evaluate
 from hf_actswap.planner.search.layer_cuts import best_runs
 from hf_actswap.planner.search.layer_graph import KEEP, RECOMPUTE, SWAP, LayerGraph, Segment
 from hf_actswap.planner.search.layer_milp import GAP, STEP_GAP, Caps, solve
 from hf_actswap.planner.search.layer_options import options_of
 from hf_actswap.planner.search.layer_segments import segments_of
-from hf_actswap.planner.search.layer_sweep import Option, Pace, evaluate
 
 from .search_profiles import MIB, Op, link_of, llama_layer, profile_of
 from .step_on_paper import cost_and_peak
@@ -48,13 +48,14 @@ def segments(
     return segments_of(profile, fixed or MemoryPlan((), len(layers)), LIMITS)
 
 
-def every_option(graph: LayerGraph, pace: Pace) -> list[Option]:
-    ways = [
-        evaluate(graph, fates, pace) for fates in itertools.product(*(call.fates for call in graph.calls))
+def every_option(graph: LayerGraph, link_rate: LinkRate) -> list[Option]:
+    variants = [
+        evaluate(graph, fates, link_rate)
+        for fates in itertools.product(*(call.fates for call in graph.calls))
     ]
     before = [call.fates if call.from_before else KEEP for call in graph.calls]
-    return ways + [
-        evaluate(graph, fates, pace, whole=True) for fates in itertools.product(*before) if graph.whole
+    return variants + [
+        evaluate(graph, fates, link_rate, whole=True) for fates in itertools.product(*before) if graph.whole
     ]
 
 
@@ -64,24 +65,24 @@ def test_program_finds_what_exhaustive_search_finds(
     layers: list[tuple[Op, ...]], gb_per_s: float, data: st.DataObject
 ) -> None:
     parts = segments(layers, link_of(gb_per_s))
-    pace = Pace.of(link_of(gb_per_s), 1.05)
-    every = [every_option(part.graph, pace) for part in parts]
-    tried = [cost_and_peak(parts, choice, pace) for choice in itertools.product(*every)]
+    link_rate = LinkRate.of(link_of(gb_per_s), 1.05)
+    every = [every_option(part.graph, link_rate) for part in parts]
+    tried = [cost_and_peak(parts, choice, link_rate) for choice in itertools.product(*every)]
     least, most = min(peak for _, peak in tried), max(peak for _, peak in tried)
     budget = int(least + data.draw(st.floats(0, 1)) * (most - least)) + 16
     best_ms = min(cost for cost, peak in tried if peak <= budget)
-    options = [options_of(part.graph, pace, 4) for part in parts]
-    found = solve(parts, options, pace, Caps(budget, None, None, 1))
+    options = [options_of(part.graph, link_rate, 4) for part in parts]
+    found = solve(parts, options, link_rate, Caps(budget, None, None, 1))
     assert found is not None
-    cost_ms, peak = cost_and_peak(parts, found.options, pace)
+    cost_ms, peak = cost_and_peak(parts, found.options, link_rate)
     compute_ms = sum(sum(part.graph.forward_ms) + sum(part.graph.backward_ms) for part in parts)
     assert peak <= budget + 1024
     assert best_ms - 1e-3 <= cost_ms <= best_ms * (1 + GAP) + STEP_GAP * compute_ms * 1.01 + 1e-3
     assert found.bound_ms <= best_ms + 1e-3
-    assert solve(parts, options, pace, Caps(int(least) - 4096, None, None, 1)) is None
-    smallest = solve(parts, options, pace, Caps(None, None, None, 1))
+    assert solve(parts, options, link_rate, Caps(int(least) - 4096, None, None, 1)) is None
+    smallest = solve(parts, options, link_rate, Caps(None, None, None, 1))
     assert smallest is not None
-    assert cost_and_peak(parts, smallest.options, pace)[1] == pytest.approx(least, rel=0.01)
+    assert cost_and_peak(parts, smallest.options, link_rate)[1] == pytest.approx(least, rel=0.01)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -92,7 +93,7 @@ def test_cuts_are_best_at_every_price(ops: tuple[Op, ...], price: float) -> None
 
     def cost(again: frozenset[int]) -> float:
         fates = [RECOMPUTE if number in again else KEEP for number in range(len(graph.calls))]
-        option = evaluate(graph, fates, Pace.of(None, 1.0))
+        option = evaluate(graph, fates, LinkRate.of(None, 1.0))
         return option.recompute_ms + price * option.kept_bytes
 
     sets = itertools.chain.from_iterable(itertools.combinations(free, size) for size in range(len(free) + 1))
@@ -113,7 +114,7 @@ def test_what_runs_again_holds_its_inputs_once() -> None:
     assert set(at) == {"output", "f", "g"}  # nothing can be held of what h and out make
 
     def option(**fates: str) -> Option:
-        return evaluate(graph, [fates.get(call.path, KEEP) for call in graph.calls], Pace.of(None, 1.0))
+        return evaluate(graph, [fates.get(call.path, KEEP) for call in graph.calls], LinkRate.of(None, 1.0))
 
     keep, run_f, run_g, run_both = option(), option(f=RECOMPUTE), option(g=RECOMPUTE), option(f="r", g="r")
     assert (keep.recompute_ms, keep.kept_bytes) == (0.0, HIDDEN + 16 * MIB)
@@ -126,7 +127,7 @@ def test_what_runs_again_holds_its_inputs_once() -> None:
 def test_whole_layer_runs_up_to_its_last_saved_tensor() -> None:
     graph = segments([llama_layer(1024)], link_of(50))[1].graph
     before = [number for number, call in enumerate(graph.calls) if call.from_before]
-    option = evaluate(graph, [KEEP] * len(graph.calls), Pace.of(None, 1.0), whole=True)
+    option = evaluate(graph, [KEEP] * len(graph.calls), LinkRate.of(None, 1.0), whole=True)
     names = [op.name for op in llama_layer(1024)]
     times = dict(zip(names, graph.forward_ms, strict=True))
     assert len(before) == 1

@@ -149,9 +149,9 @@ def test_a_device_that_shrinks() -> None:
 def test_later_micro_batches() -> None:
     expected = run(micro_batches=2)
     assert_survived(run(where="forward", micro_batches=2, bad_micro_batch=1), expected)
-    refused = run(where="backward", micro_batches=2, bad_micro_batch=1)
-    assert "cannot be run again: gradients of earlier micro-batches are there" in refused.problem
-    assert FULL in refused.problem
+    rejected = run(where="backward", micro_batches=2, bad_micro_batch=1)
+    assert "cannot be run again: gradients of earlier micro-batches are there" in rejected.problem
+    assert FULL in rejected.problem
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from hf_actswap import PlanError, apply, outline
+from hf_actswap import PlanError, apply, model_structure
 from hf_actswap.config.schema import MemoryConfig
 from hf_actswap.engine.host_budget import HostMemory
 from hf_actswap.engine.install import AppliedPlan, install
@@ -80,14 +80,14 @@ def on_paper(shape: tuple[int, int], attention: str) -> Profile:
     model = tiny_llama(attn_implementation=attention)
     ids = torch.zeros(shape, dtype=torch.long)
     call = {"input_ids": ids, "labels": ids, "use_cache": False}
-    return profile_from_shapes(model, outline(model), call, "H200")
+    return profile_from_shapes(model, model_structure(model), call, "H200")
 
 
 def recorded_on_paper(shape: tuple[int, int], attention: str) -> RecordedStep:
     model = tiny_llama(attn_implementation=attention)
-    resting_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    weights = module_weights(model, outline(model))
-    return RecordedStep(on_paper(shape, attention), weights, resting_bytes)
+    baseline_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    weights = module_weights(model, model_structure(model))
+    return RecordedStep(on_paper(shape, attention), weights, baseline_bytes)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", pytest.param("eager", marks=pytest.mark.slow)])
@@ -114,11 +114,11 @@ def test_what_does_not_depend_on_the_batch_stays() -> None:
     scaled, profile = step.at(BatchSize(64)), step.profile
     assert scaled.outside_ms == profile.outside_ms
     assert scaled.outside_base_bytes == profile.outside_base_bytes
-    assert all(span.forward_base_bytes >= step.resting_bytes for span in scaled.spans)
+    assert all(span.forward_base_bytes >= step.baseline_bytes for span in scaled.spans)
     assert scaled.compute_ms == pytest.approx(profile.compute_ms / 8)
     last = max(scaled.spans, key=lambda span: span.backward_place)
     gradients = sum(weight.nbytes for weight in tiny_llama().parameters())
-    assert last.backward_base_bytes >= step.resting_bytes + gradients
+    assert last.backward_base_bytes >= step.baseline_bytes + gradients
 
 
 def test_an_unknown_shape_cannot_be_scaled() -> None:
@@ -157,7 +157,7 @@ def test_graphs_of_two_plans_live_beside_each_other(first: str, second: str) -> 
         for applied in plans:
             applied.suspend()
         transfer = DisorderlyTransfer(machine, [0, 3, 40], [7, 0, 25])
-        plans.append(install(model, PLANS[name](), outline(model), transfer, host=host))
+        plans.append(install(model, PLANS[name](), model_structure(model), transfer, host=host))
     losses = []
     for seed in range(4):
         plans[1 - seed % 2].suspend()
@@ -178,14 +178,17 @@ def test_graphs_of_two_plans_live_beside_each_other(first: str, second: str) -> 
 
 def test_only_one_plan_is_on() -> None:
     model = tiny_llama(use_cache=False)
-    first = install(model, PLANS["swap"](), outline(model))
+    first = install(model, PLANS["swap"](), model_structure(model))
     with pytest.raises(PlanError, match="one that is applied"):
-        install(model, PLANS["modules"](), outline(model))
+        install(model, PLANS["modules"](), model_structure(model))
     first.suspend()
     before = first.stats()
     loss_of(model, 0).backward()
     assert first.stats() == before
-    with install(model, PLANS["modules"](), outline(model)), pytest.raises(PlanError, match="applied"):
+    with (
+        install(model, PLANS["modules"](), model_structure(model)),
+        pytest.raises(PlanError, match="applied"),
+    ):
         first.resume()
     first.resume()
     first.resume()  # nothing happens
@@ -196,7 +199,7 @@ def test_only_one_plan_is_on() -> None:
 
 def test_what_was_learned_survives() -> None:
     model = tiny_llama(use_cache=False)
-    applied = install(model, PLANS["swap"](), outline(model))
+    applied = install(model, PLANS["swap"](), model_structure(model))
     for _ in range(3):
         loss_of(model, 0).backward()
     layer = model.get_submodule("model.layers.0.mlp.up_proj")

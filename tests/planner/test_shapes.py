@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 from transformers import LlamaConfig, LlamaModel
 
-from hf_actswap import MemoryPlan, PlanError, load_config, outline, resolve_plan
+from hf_actswap import MemoryPlan, PlanError, load_config, model_structure, resolve_plan
 from hf_actswap.config.sizes import DEVICE_KINDS
 from hf_actswap.plan.saved_bytes import dropped_bytes
 from hf_actswap.planner.cost.simulate import predict
@@ -32,7 +32,7 @@ GIB = 2**30
 
 
 def on_paper(model: nn.Module, device: str = "H200", **settings: Any) -> Profile:
-    return profile_from_shapes(model, outline(model), call_of(), device, **settings)
+    return profile_from_shapes(model, model_structure(model), call_of(), device, **settings)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -40,10 +40,10 @@ def test_bytes_are_those_of_a_measured_step(family: str) -> None:
     model = MODELS[family]()
     measured, _ = recorded(model)
     model.zero_grad()
-    foreseen = on_paper(model)
-    assert_spans_partition(foreseen)
-    assert (foreseen.saved, foreseen.signature) == (measured.saved, measured.signature)
-    assert measured_peak_bytes(foreseen) == measured_peak_bytes(measured)
+    forecast = on_paper(model)
+    assert_spans_partition(forecast)
+    assert (forecast.saved, forecast.signature) == (measured.saved, measured.signature)
+    assert measured_peak_bytes(forecast) == measured_peak_bytes(measured)
 
     def bytes_of(profile: Profile) -> list[Any]:
         return [
@@ -51,8 +51,8 @@ def test_bytes_are_those_of_a_measured_step(family: str) -> None:
             for span in profile.spans
         ]
 
-    assert bytes_of(foreseen) == bytes_of(measured)
-    assert [span.random for span in foreseen.spans] == [span.random for span in measured.spans]
+    assert bytes_of(forecast) == bytes_of(measured)
+    assert [span.random for span in forecast.spans] == [span.random for span in measured.spans]
 
 
 DROPPING: list[dict[str, Any]] = [
@@ -74,7 +74,7 @@ DROPPING: list[dict[str, Any]] = [
 
 def test_what_a_plan_drops_is_counted_as_the_simulator_does() -> None:
     model = tiny_llama().train()
-    shape = outline(model)
+    shape = model_structure(model)
     batch = {name: torch.zeros((2, 64), dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
     profile = profile_from_shapes(model, shape, batch, "cpu")
     kept_bytes = predict(profile, MemoryPlan((), 4)).kept_bytes
@@ -102,7 +102,7 @@ def test_a_model_and_a_batch_on_meta() -> None:
         model = type(real)(real.config).train()
     call = {key: item.to("meta") if torch.is_tensor(item) else item for key, item in call_of().items()}
     start = time.perf_counter()
-    profile = profile_from_shapes(model, outline(model), call, "H200")
+    profile = profile_from_shapes(model, model_structure(model), call, "H200")
     assert time.perf_counter() - start < 10
     assert all(tensor.is_meta for tensor in model.state_dict().values())
     assert profile == on_paper(real)
@@ -162,7 +162,7 @@ def test_the_yardstick(layers: int, tokens: int, step_ms: float, activations_gib
         model = LlamaModel(config).to(torch.bfloat16).train()
         hidden = torch.empty(1, tokens, 4096, dtype=torch.bfloat16, requires_grad=True)
     call = {"inputs_embeds": hidden, "use_cache": False}
-    profile = profile_from_shapes(model, outline(model), call, "H200", gradients_exist=True)
+    profile = profile_from_shapes(model, model_structure(model), call, "H200", gradients_exist=True)
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert profile.compute_ms == pytest.approx(step_ms, rel=0.05)
     activations = (measured_peak_bytes(profile) - 2 * weight_bytes) / GIB

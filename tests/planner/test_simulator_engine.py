@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from hf_actswap import MemoryPlan, apply, outline
+from hf_actswap import MemoryPlan, apply, model_structure
 from hf_actswap.engine import SwapStats
 from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.transfer import BlockingTransfer, Copy
@@ -89,7 +89,7 @@ def model() -> torch.nn.Module:
 def simulator(model: torch.nn.Module) -> Simulator:
     meter = CountingMeter()
     metered(model, meter)
-    recorder = StepRecorder(model, outline(model), meter, DeviceClock(BlockingTransfer(CPU)))
+    recorder = StepRecorder(model, model_structure(model), meter, DeviceClock(BlockingTransfer(CPU)))
     with recorder:
         run_step(model)
     meter.stop()

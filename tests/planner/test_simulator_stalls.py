@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_actswap import MemoryPlan, apply, outline
+from hf_actswap import MemoryPlan, apply, model_structure
 from hf_actswap.engine import SwapStats, host_budget
 from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.link import Link
@@ -114,7 +114,7 @@ class Driven:
         transfer, meter = SimulatedTransfer(self.clock, link_of(1e6)), CountingMeter()
         meter.own([*self.model.parameters(), *self.model.buffers()])
         meter.start()
-        with StepRecorder(self.model, outline(self.model), meter, DeviceClock(transfer)) as recorder:
+        with StepRecorder(self.model, model_structure(self.model), meter, DeviceClock(transfer)) as recorder:
             self.step()
         meter.stop()
         self.simulator = Simulator(recorder.profile(device="simulated", device_bytes=2**40))

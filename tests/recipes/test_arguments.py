@@ -158,7 +158,7 @@ def test_a_wrong_name_on_the_command_line(here: list[str]) -> None:
         parse_arguments(["notes.txt", *here])
 
 
-def test_actswap_beside_its_sections_is_refused(write: Any) -> None:
+def test_actswap_beside_its_sections_is_rejected(write: Any) -> None:
     with pytest.raises(ConfigError, match="found `actswap` beside `swap_config`"):
         parse_arguments([write({"actswap": "x.yaml", "swap_config": {"swap": True}})])
 

@@ -94,7 +94,7 @@ def test_the_parts_of_a_folder() -> None:
     assert names == {"train": ["text", "train"], "evaluation": ["Dev", "validation"]}
 
 
-def test_a_folder_without_training_files_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_training_files_is_rejected(tmp_path: Path) -> None:
     for name in ("test", "valid"):
         (tmp_path / f"{name}.txt").write_text("text", encoding="utf-8")
     with pytest.raises(RecipeError) as caught:
@@ -105,7 +105,7 @@ def test_a_folder_without_training_files_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_what_cannot_be_read_as_text_is_refused(tmp_path: Path) -> None:
+def test_what_cannot_be_read_as_text_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"There is no file or folder .*missing\.txt\."):
         load_texts(DataArguments(dataset=str(tmp_path / "missing.txt")))
     with pytest.raises(RecipeError, match=r"is no text: expected \.txt"):
@@ -117,7 +117,7 @@ def test_what_cannot_be_read_as_text_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rows", "percentage"), [(["only"], 5), (["a", "b"], 0), (["a", "b"], 100)])
-def test_a_split_that_leaves_nothing_is_refused(rows: list[str], percentage: int) -> None:
+def test_a_split_that_leaves_nothing_is_rejected(rows: list[str], percentage: int) -> None:
     with pytest.raises(RecipeError, match="leave nothing to train or to evaluate on"):
         hold_out(rows, percentage)
 

@@ -43,7 +43,7 @@ def test_the_bpe_is_of_the_size_asked_for_and_compresses(bpe: PreTrainedTokenize
     assert len(bpe(ROWS[7])["input_ids"]) < len(ROWS[7]) / 2
 
 
-def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
+def test_a_vocabulary_without_room_for_the_bytes_is_rejected() -> None:
     with pytest.raises(RecipeError) as caught:
         train_bpe(ROWS, vocab_size=256)
     assert str(caught.value) == "--vocab_size 256: a byte-level tokenizer needs at least 257."
@@ -125,7 +125,7 @@ def test_labels_are_a_copy_and_blocks_collate() -> None:
     assert batch["input_ids"].tolist() == batch["labels"].tolist() == [[0, 1, 2, 3], [8, 9, 10, 11]]
 
 
-def test_a_text_of_too_few_tokens_is_refused() -> None:
+def test_a_text_of_too_few_tokens_is_rejected() -> None:
     with pytest.raises(RecipeError) as caught:
         TokenBlocks(np.arange(7, dtype=np.int32), 8)
     assert str(caught.value) == (

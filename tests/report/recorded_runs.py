@@ -22,12 +22,12 @@ from tests.engine.tiny_models import batch, tiny_llama
 
 
 def train_recorded(
-    folder: Path, wish: Any, count: int = TIMED_STEP + 3, logged_every: int = 1
+    folder: Path, requested: Any, count: int = TIMED_STEP + 3, logged_every: int = 1
 ) -> list[dict[str, Any]]:
     """Train a tiny model with a record; return for each step its loss and totals."""
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    applied = apply(model, wish, optimizer=optimizer)
+    applied = apply(model, requested, optimizer=optimizer)
     record = RunRecord(folder, model, applied, optimizer=optimizer)
     found = []
     for step in range(1, count + 1):

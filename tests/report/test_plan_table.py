@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_actswap.plan import MemoryPlan, PlanRow, Windows
-from hf_actswap.plan.actions import Override
+from hf_actswap.plan.actions import Adjustment
 from hf_actswap.report import plan_table
 
 PLAN = MemoryPlan(
@@ -33,9 +33,9 @@ def test_windows_still_to_be_measured_are_auto_and_only_those_of_a_swap() -> Non
 
 
 def test_overrides_stand_below() -> None:
-    override = Override("swap_config", (0,), "", "swap, backward_prefetch auto", "keep 4 bytes", "late")
-    plan = MemoryPlan(PLAN.rows, PLAN.num_layers, overrides=(override,))
-    assert plan_table(plan).splitlines()[-2:] == ["What was asked and gave way:", f"  - {override}"]
+    adjustment = Adjustment("swap_config", (0,), "", "swap, backward_prefetch auto", "keep 4 bytes", "late")
+    plan = MemoryPlan(PLAN.rows, PLAN.num_layers, adjustments=(adjustment,))
+    assert plan_table(plan).splitlines()[-2:] == ["What was asked and gave way:", f"  - {adjustment}"]
 
 
 def test_a_notebook_has_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:

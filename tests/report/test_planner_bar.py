@@ -44,9 +44,9 @@ def test_the_planner_tells_each_step_until_the_plan_is_found() -> None:
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     memory: dict[str, Any] = {"mode": "adaptive", "warmup_steps": 2, "search_steps": 2}
-    wish = {"memory": {**memory, "reduce_by_gib": 20_000 / GIB}}
+    requested = {"memory": {**memory, "reduce_by_gib": 20_000 / GIB}}
     told: list[tuple[str, int]] = []
-    with apply(model, wish, optimizer=optimizer) as planner:
+    with apply(model, requested, optimizer=optimizer) as planner:
         assert isinstance(planner, Planner)
         planner.progress = lambda phase, left: told.append((phase, left))
         for step in range(8):

@@ -134,7 +134,7 @@ def test_the_page_of_a_planned_run(planned_run: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_recorded_is_shown_as_text(tmp_path: Path) -> None:
-    stats = {"offloaded_bytes": 0, "stall_ms": 0.0, "host_peak_bytes": 0, "refused": {HOSTILE: 7}}
+    stats = {"offloaded_bytes": 0, "stall_ms": 0.0, "host_peak_bytes": 0, "rejected": {HOSTILE: 7}}
     write_lines(tmp_path, [{"step": 1, "step_ms": 1.0, "stats": stats, "phase": HOSTILE}] * 3)
     about = {name: HOSTILE for name in ("model", "family", "device", "config", "started")}
     (tmp_path / "actswap" / "run.json").write_text(json.dumps({**about, "versions": {"torch": HOSTILE}}))
@@ -160,7 +160,7 @@ def test_pictures_as_files(swapped_run: Path, tmp_path: Path) -> None:
         assert int.from_bytes(head[16:20], "big") == 2 * WIDE_PX
 
 
-def test_without_matplotlib_only_files_are_refused(
+def test_without_matplotlib_only_files_are_rejected(
     swapped_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing(name: str) -> Any:
@@ -174,7 +174,7 @@ def test_without_matplotlib_only_files_are_refused(
 
 def test_the_last_stage_counts_without_its_first_line(tmp_path: Path) -> None:
     def line(step: int, phase: str, ms: float, swapped: int) -> dict[str, Any]:
-        stats = {"offloaded_bytes": swapped, "stall_ms": ms / 10, "host_peak_bytes": 9, "refused": {}}
+        stats = {"offloaded_bytes": swapped, "stall_ms": ms / 10, "host_peak_bytes": 9, "rejected": {}}
         return {"step": step, "phase": phase, "steps": 2, "step_ms": ms, "stats": stats}
 
     lines = [line(2, "search", 9, 80), line(4, "stable", 8, 60), line(6, "stable", 3, 40)]
@@ -278,7 +278,7 @@ def test_the_loss_is_that_of_the_record(swapped_run: Path) -> None:
 
 
 def test_a_loss_that_is_no_number_is_marked_and_ends_nothing(tmp_path: Path) -> None:
-    stats = {"offloaded_bytes": 0, "stall_ms": 0.0, "host_peak_bytes": 0, "refused": {}}
+    stats = {"offloaded_bytes": 0, "stall_ms": 0.0, "host_peak_bytes": 0, "rejected": {}}
     losses = [3.0, math.nan, 2.0, math.inf, "tensor", -math.inf, None]
     lines = [{"step": n, "step_ms": 1.0, "stats": stats, "loss": loss} for n, loss in enumerate(losses)]
     write_lines(tmp_path, lines)

@@ -45,8 +45,10 @@ def test_the_two_watched_steps_are_those_of_the_statistics(tmp_path: Path) -> No
     assert run.timeline is not None
     assert run.memory is not None
     moved = steps[TIMED_STEP]["stats"] - steps[TIMED_STEP - 1]["stats"]
-    for way, size_bytes in (("out", moved.offloaded_bytes), ("in", moved.prefetched_bytes)):
-        assert sum(copy.size_bytes for copy in run.timeline.copies if copy.way == way) == size_bytes
+    for direction, size_bytes in (("out", moved.offloaded_bytes), ("in", moved.prefetched_bytes)):
+        assert (
+            sum(copy.size_bytes for copy in run.timeline.copies if copy.direction == direction) == size_bytes
+        )
     assert max(sample.kept_bytes for sample in run.memory.samples) > 0
     model = tiny_llama()
     assert run.memory.start_bytes == sum(item.nbytes for item in (*model.parameters(), *model.buffers()))
@@ -127,7 +129,7 @@ def test_a_later_run_replaces_the_record(tmp_path: Path) -> None:
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     files.write("run.json", {})
-    stats = {"offloaded_bytes": 0, "stall_ms": 0.0, "host_peak_bytes": 0, "refused": {}}
+    stats = {"offloaded_bytes": 0, "stall_ms": 0.0, "host_peak_bytes": 0, "rejected": {}}
     line = {"step": 1, "step_ms": 2.5, "stats": stats, "loss": 3.5}
     files.add_step(line)
     with open(files.folder / "steps.jsonl", "a") as file:
@@ -135,7 +137,7 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert read_run(tmp_path).steps == [line]
 
 
-def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_record_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"expected actswap/run\.json, which a training leaves there"):
         read_run(tmp_path)
     files = RunFiles(tmp_path)

@@ -48,28 +48,28 @@ def trainer(kind: type[Trainer], args: TrainingArguments, *callbacks: Any) -> Tr
     return kind(model=tiny_llama(), args=args, train_dataset=Tokens(8), callbacks=list(callbacks))
 
 
-def by_arguments(wish: Any) -> Case:
+def by_arguments(requested: Any) -> Case:
     """The training arguments name the configuration."""
-    return lambda odd, folder: trainer(ActSwapTrainer, arguments(wish if odd else RIGHT, folder))
+    return lambda odd, folder: trainer(ActSwapTrainer, arguments(requested if odd else RIGHT, folder))
 
 
-def by_callback(kind: type[Trainer], wish: Any, right: Any = RIGHT) -> Case:
+def by_callback(kind: type[Trainer], requested: Any, right: Any = RIGHT) -> Case:
     """The callback is given the configuration itself."""
 
     def run(odd: bool, folder: Path) -> None:
-        trainer(kind, arguments(None, folder), ActSwapCallback(wish if odd else right))
+        trainer(kind, arguments(None, folder), ActSwapCallback(requested if odd else right))
 
     return run
 
 
-def by_prepare(wish: Any, right: Any = RIGHT) -> Case:
+def by_prepare(requested: Any, right: Any = RIGHT) -> Case:
     def run(odd: bool, _: Path) -> None:
-        hf_actswap.prepare(Accelerator(cpu=True), tiny_llama(), wish if odd else right)
+        hf_actswap.prepare(Accelerator(cpu=True), tiny_llama(), requested if odd else right)
 
     return run
 
 
-def resumed(kind: type[Trainer], wish: Any, **more: Any) -> Case:
+def resumed(kind: type[Trainer], requested: Any, **more: Any) -> Case:
     """Goes on from a checkpoint that the odd rank has not."""
 
     def run(odd: bool, folder: Path) -> None:
@@ -79,7 +79,7 @@ def resumed(kind: type[Trainer], wish: Any, **more: Any) -> Case:
             (saved / "trainer_state.json").write_text(json.dumps({"global_step": 1, "log_history": []}))
         args = arguments(None, folder / "odd" if odd else folder, **more)
         asked = True if more else str(folder / "none" if odd else saved)
-        trainer(kind, args, ActSwapCallback(wish)).train(resume_from_checkpoint=asked)
+        trainer(kind, args, ActSwapCallback(requested)).train(resume_from_checkpoint=asked)
 
     return run
 

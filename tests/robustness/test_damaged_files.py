@@ -19,7 +19,7 @@ from hf_actswap.engine.link import Link
 from hf_actswap.errors import ActSwapError, PlanError
 from hf_actswap.integrations.parallel_checkpoint import LAYOUT_FILE, random_states_by_data_rank
 from hf_actswap.integrations.parallel_limits import ParallelTrainingError
-from hf_actswap.plan import MemoryPlan, Override, PlanRow, Windows, load_plan
+from hf_actswap.plan import Adjustment, MemoryPlan, PlanRow, Windows, load_plan
 from hf_actswap.plan.actions import COMPILE_BUDGET
 from hf_actswap.planner.plan_file import MadeFor, read_plan, write_plan
 from hf_actswap.planner.profile import FrontierPoint
@@ -114,7 +114,7 @@ PLAN = MemoryPlan(
     ),
     num_layers=3,
     family="llama",
-    overrides=(Override("swap_config.swap", (0, 1), "mlp", "swap", "keep", "a rule"),),
+    adjustments=(Adjustment("swap_config.swap", (0, 1), "mlp", "swap", "keep", "a rule"),),
     lines=("a line",),
     keeps_gathered=(1,),
 )
@@ -184,14 +184,14 @@ def outcomes(
     seeds: range,
     path: Path,
 ) -> int:
-    """Read damaged texts; return how many were refused. Nothing but the named errors comes out, in time."""
-    refused, wrong = 0, {}
+    """Read damaged texts; return how many were rejected. Nothing but the named errors comes out, in time."""
+    rejected, wrong = 0, {}
     for seed in seeds:
         altered, begin = alter(random.Random(f"{path.name} {seed}")), time.monotonic()
         try:
             read(altered, path)
         except named as error:
-            refused += 1
+            rejected += 1
             if not error.problems or "\ud800" in str(error):
                 wrong["no problems, or some that cannot be printed"] = seed
         except Exception as error:
@@ -199,13 +199,13 @@ def outcomes(
         if time.monotonic() - begin > SLOWEST_S:
             wrong["slow"] = seed
     assert not wrong
-    return refused
+    return rejected
 
 
 def fuzz(kind: str, text: str, seeds: range, path: Path) -> None:
     read, named = READERS[kind]
-    refused = outcomes(read, lambda dice: damaged(text, dice), named, seeds, path)
-    assert len(seeds) / 4 < refused < len(seeds)
+    rejected = outcomes(read, lambda dice: damaged(text, dice), named, seeds, path)
+    assert len(seeds) / 4 < rejected < len(seeds)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,8 @@ def fuzz_record(name: str, run: Path, seeds: range, folder: Path) -> None:
         write_report(folder)
 
     one = of_steps if name.endswith("l") else damaged
-    refused = outcomes(reported, lambda dice: one(text, dice), (ReportError, PlanError), seeds, target)
-    assert refused
+    rejected = outcomes(reported, lambda dice: one(text, dice), (ReportError, PlanError), seeds, target)
+    assert rejected
 
 
 FILES = (

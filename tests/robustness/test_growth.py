@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_actswap.engine import AppliedPlan
-from hf_actswap.engine.routines import Routine, Routines, Stretch
+from hf_actswap.engine.cached_traces import CachedTrace, CachedTraces, Stretch
 from tests.engine.tiny_models import (
     NUM_LAYERS,
     batch,
@@ -26,7 +26,7 @@ from tests.engine.tiny_models import (
 
 MIB = 2**20
 PLANS = {
-    "swap, routines": swap_everything(5),
+    "swap, cached traces": swap_everything(5),
     "swap and recompute": plan_of(
         *recompute_rows(["mlp"], [0, 3]),
         *recompute_rows(["mlp.mul", "mlp.act_fn.silu"], [1]),
@@ -135,13 +135,13 @@ def test_nothing_grows_on_a_device(plan: str) -> None:
 def test_routines_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the first plan would not try what its name says."""
     found: list[bool] = []
-    look = Routines.__getitem__
+    look = CachedTraces.__getitem__
 
-    def spy(routines: Routines, stretch: Stretch) -> Routine | None:
-        routine = look(routines, stretch)
-        found.append(routine is not None)
-        return routine
+    def spy(traces: CachedTraces, stretch: Stretch) -> CachedTrace | None:
+        trace = look(traces, stretch)
+        found.append(trace is not None)
+        return trace
 
-    monkeypatch.setattr(Routines, "__getitem__", spy)
-    tuple(memory_over(10, "swap, routines", torch.device("cpu")))
+    monkeypatch.setattr(CachedTraces, "__getitem__", spy)
+    tuple(memory_over(10, "swap, cached traces", torch.device("cpu")))
     assert found.count(True) > found.count(False)

@@ -42,9 +42,9 @@ def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
-@pytest.mark.parametrize("wish", [{"memory": MEMORY}, {"swap_config": {"swap": True}}])
-def test_a_training_its_record_and_its_report(wish: object, clock: str, tmp_path: Path) -> None:
-    steps = train_recorded(tmp_path, wish, count=14)
+@pytest.mark.parametrize("requested", [{"memory": MEMORY}, {"swap_config": {"swap": True}}])
+def test_a_training_its_record_and_its_report(requested: object, clock: str, tmp_path: Path) -> None:
+    steps = train_recorded(tmp_path, requested, count=14)
     run = read_run(tmp_path)
     assert [line["step"] for line in run.steps] == list(range(1, len(steps) + 1))
     assert all(line["step_ms"] >= 0 and line["stats"]["stall_ms"] >= 0 for line in run.steps), clock

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ...plan.actions import COMPILE_BUDGET, MemoryPlan
-from ...plan.outline import OUTPUT
+from ...plan.model_structure import OUTPUT
 from ...plan.saved_bytes import SavedStorage
 from ..profile import FrontierPoint, Profile, Span
 
@@ -84,7 +84,7 @@ def points_in(profile: Profile, plan: MemoryPlan) -> tuple[tuple[int, FrontierPo
         if isinstance(row.scope, int) and row.scope in profile.compiled_layers and row.op_path != OUTPUT:
             share = float(row.parameters.get(COMPILE_BUDGET, 1.0)) if not row.op_path else 1.0
             rows.setdefault(row.scope, []).append((row.op_path, row.fate, share))
-    named = {point.way: point for point in profile.frontier if point.recomputed}
+    named = {point.variant: point for point in profile.frontier if point.recomputed}
     found = []
     for layer, said in sorted(rows.items()):
         share = min(share for _, _, share in said)
@@ -92,7 +92,7 @@ def points_in(profile: Profile, plan: MemoryPlan) -> tuple[tuple[int, FrontierPo
         kept = tuple(sorted(path for path, fate, _ in said if path and fate == "keep")) if recomputed else ()
         point = named.get((share, recomputed, kept)) if recomputed else None
         point = point or point_of_share(profile, share)
-        if point.way != FrontierPoint().way:
+        if point.variant != FrontierPoint().variant:
             found.append((layer, point))
     return tuple(found)
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 from ...engine.windows import Timeline
 from ...plan.actions import Scope
-from ...plan.outline import is_below
+from ...plan.model_structure import is_below
 from ...plan.saved_bytes import Use
 from ..profile import Profile
 from ..record.lives import Places, lives

@@ -34,7 +34,7 @@ class MovingCopy:
         copy: to the host.
         windows: release and prefetch.
         want_op: operator of backward that needs it first.
-        tickets: how often it is read; 0: its host memory is let go at once.
+        tickets: how often it is read; 0: its host memory is freed at once.
     """
 
     copy: CopyOut

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ...plan.actions import MemoryPlan, Scope, Windows
+from ...plan.model_structure import is_below
 from ...plan.op_facts import is_repeatable
-from ...plan.outline import is_below
 from ...plan.recomputed_modules import RUN_AGAIN, RecomputedModules
 from ...plan.saved_bytes import AskedSwap, OpCall, Use, swap_tickets
 from .step_order import StepOrder

@@ -25,7 +25,7 @@ from ...parallel import ColumnParallelLinear, GQAQKVColumnParallelLinear, RowPar
 from ...parallel.collectives import sum_dtype
 from ...parallel.gradients import TAG
 from ...plan.actions import Scope
-from ...plan.outline import LayerOutline, Outline
+from ...plan.model_structure import LayerStructure, ModelStructure
 from ..profile import Profile
 from ..record.devices import Fabric
 
@@ -92,21 +92,21 @@ def exchanged(exchanges: Iterable[Exchange], ranks: int, fabric: Fabric) -> Exch
     )
 
 
-def tensor_axis(model: nn.Module, outline: Outline, profile: Profile) -> tuple[Exchange, ...]:
+def tensor_axis(model: nn.Module, structure: ModelStructure, profile: Profile) -> tuple[Exchange, ...]:
     """Return the exchanges of one step of a divided model.
 
     Args:
         model: one rank's, as `parallel.patch_model` leaves it; on ``meta``, too.
-        outline: of it.
+        structure: of it.
         profile: of a step without a plan, whose batch and times count. Activations are taken to be of the
             weights' dtype: under autocast they may be half of that.
     """
-    return tuple(_Axis(model, outline, profile).exchanges()) if outline.communicates else ()
+    return tuple(_Axis(model, structure, profile).exchanges()) if structure.communicates else ()
 
 
 class _Axis:
-    def __init__(self, model: nn.Module, outline: Outline, profile: Profile) -> None:
-        self._model, self._outline = model, outline
+    def __init__(self, model: nn.Module, structure: ModelStructure, profile: Profile) -> None:
+        self._model, self._structure = model, structure
         weight = next(model.parameters())
         self._size_bytes = weight.element_size()
         linears = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
@@ -115,17 +115,19 @@ class _Axis:
         self._sum_bytes = sum_dtype(weight.dtype, summed).itemsize
         batch, length = profile.batch_shape
         self._tokens = batch * length
-        self._hidden = self._tokens * _hidden_size(model, outline)
+        self._hidden = self._tokens * _hidden_size(model, structure)
         self._ms: defaultdict[tuple[Scope | None, str], float] = defaultdict(float)
         for span in profile.spans:
             self._ms[span.call[0], span.call[1]] += span.forward_ms
-        self._divided = any("all_gather" in path for layer in outline.layers for path in layer.communications)
+        self._divided = any(
+            "all_gather" in path for layer in structure.layers for path in layer.communications
+        )
         """Whether the sequence is: sequence parallelism."""
 
     def exchanges(self) -> Iterator[Exchange]:
         plain, summed = self._hidden * self._size_bytes, self._hidden * self._sum_bytes
         yield Exchange("forward", "all_reduce", plain)  # the embedding, of which each rank has some words
-        for layer in self._outline.layers:
+        for layer in self._structure.layers:
             for beside_ms in self._inputs(layer):
                 yield from self._input(plain, summed, beside_ms)
             for path in layer.communications:
@@ -155,7 +157,7 @@ class _Axis:
         yield Exchange("backward", "re-gather", plain, beside_ms)
         yield Exchange("backward", "reduce_scatter", summed, beside_ms)
 
-    def _inputs(self, layer: LayerOutline) -> list[float]:
+    def _inputs(self, layer: LayerStructure) -> list[float]:
         """Each input that projections of a layer share: ms of their products in forward."""
         root = self._model.get_submodule(layer.module_path)
         shared: dict[str, float] = {}
@@ -176,7 +178,7 @@ class _Axis:
                     yield max(replicas), module.weight.numel() * self._size_bytes
 
 
-def _hidden_size(model: nn.Module, outline: Outline) -> int:
-    embedding: nn.Module = model.get_submodule(outline.embedding or "")
+def _hidden_size(model: nn.Module, structure: ModelStructure) -> int:
+    embedding: nn.Module = model.get_submodule(structure.embedding or "")
     weights: Mapping[str, nn.Parameter] = dict(embedding.named_parameters())
     return int(next(iter(weights.values())).shape[-1])

@@ -34,7 +34,7 @@ class DeviceClock:
         self._transfer = transfer
 
     def stamp(self) -> Stamp:
-        """See `Clock`."""
+        """Mark the present place."""
         return self._transfer.stamp()
 
     def ran(
@@ -43,5 +43,5 @@ class DeviceClock:
         """The device knows."""
 
     def synchronize(self) -> None:
-        """See `Clock`."""
+        """Wait until all places have been passed."""
         self._transfer.synchronize()

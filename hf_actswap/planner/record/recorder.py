@@ -18,19 +18,19 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from ...engine.around import around, compiled_around
 from ...engine.autograd_state import (
     function_mode_is_innermost,
     pop_leaked_hooks,
     running_node_number,
 )
+from ...engine.hook_wrappers import compiled_wrapper, wrap_call
 from ...engine.link import Link
 from ...engine.parameters import inner_tensors
 from ...engine.tickets import Ticket, keep, restore
 from ...plan.compiled import is_compiled
 from ...plan.forward_recorder import ForwardRecorder
+from ...plan.model_structure import ModelStructure, unwrapped
 from ...plan.op_facts import computes, is_collective, op_draws
-from ...plan.outline import Outline, unwrapped
 from ...plan.saved_bytes import OpCall, SavedBytes
 from ..meter import Meter, runs_its_own_dispatch
 from ..profile import Profile
@@ -48,7 +48,7 @@ class StepRecorder:
 
     Args:
         model: as it trains, wrapped or not.
-        outline: of this model. Only the decoder's layers are told apart.
+        structure: of this model. Only the decoder's layers are told apart.
         meter: of device memory; it runs already. ``None``: memory is not measured.
         clock: of compute.
         hold: makes what stands in the place of a saved tensor; `engine.tickets.restore` gets it back.
@@ -62,7 +62,7 @@ class StepRecorder:
     def __init__(
         self,
         model: nn.Module,
-        outline: Outline,
+        structure: ModelStructure,
         meter: Meter | None,
         clock: Clock,
         hold: Callable[[torch.Tensor], Ticket] = keep,
@@ -72,16 +72,21 @@ class StepRecorder:
         away_bytes: Callable[[], int] = lambda: 0,
         gradient_bytes: Callable[[], int] | None = None,
     ) -> None:
-        self._root, self._outline, self._meter, self._clock = unwrapped(model), outline.decoder, meter, clock
+        self._root, self._structure, self._meter, self._clock = (
+            unwrapped(model),
+            structure.decoder,
+            meter,
+            clock,
+        )
         self._hold, self._compiles, self._forwards_before = hold, compiles, forwards_before
-        called = compiled_around(model, outline) if compiles else None
+        called = compiled_wrapper(model, structure) if compiles else None
         self._called = self._root if called is None else called
         self._whole = called is not None
         opaque = compiles and any(is_compiled(module) for module in model.modules())
         if device is None:
             device = next((item.device for item in self._root.parameters()), torch.device("cpu"))
         self._uses = ForwardRecorder(
-            self._outline.scopes, self._outline.attention, device, self._enters, compiles, inner_tensors
+            self._structure.scopes, self._structure.attention, device, self._enters, compiles, inner_tensors
         )
         self._log = SpanLog(
             meter,
@@ -108,7 +113,7 @@ class StepRecorder:
         """Layers that run as one op."""
         if not self._compiles:
             return frozenset()
-        layers = enumerate(self._outline.layers)
+        layers = enumerate(self._structure.layers)
         return frozenset(index for index, layer in layers if layer.compiled or self._whole)
 
     @property
@@ -126,7 +131,7 @@ class StepRecorder:
         if self._started:
             return
         self._started = True
-        self._undo = around(self._called, self._forward_starts, self._forward_ends)
+        self._undo = wrap_call(self._called, self._forward_starts, self._forward_ends)
         if self._watch is not None:
             self._watch.__enter__()
 
@@ -147,7 +152,7 @@ class StepRecorder:
         self._log.end()
         if self._meter is not None:
             self._reserved_bytes = max(0, self._meter.reserved_peak_bytes() - self._log.peak_bytes)
-        self._saved = SavedBytes(self._uses.used(), self._outline.modules)
+        self._saved = SavedBytes(self._uses.used(), self._structure.modules)
         self._uses.forget()
 
     def __enter__(self) -> Self:
@@ -200,8 +205,8 @@ class StepRecorder:
             weight_bytes=weight_bytes,
             gradient_bytes=self._log.gradients_below if self._counts_gradients else (),
             hooks=self._log.hooks(),
-            num_layers=len(self._outline.layers),
-            family=self._outline.family,
+            num_layers=len(self._structure.layers),
+            family=self._structure.family,
             compiled_layers=self.compiled_layers,
             link=link,
             device=device,
@@ -217,8 +222,8 @@ class StepRecorder:
 
     def _compiled_nodes(self) -> dict[OpCall, int]:
         if self._whole:
-            return {(0, "", None): sum(layer.nodes for layer in self._outline.layers)}
-        layers = [layer for layer in self._outline.layers if layer.compiled and self._compiles]
+            return {(0, "", None): sum(layer.nodes for layer in self._structure.layers)}
+        layers = [layer for layer in self._structure.layers if layer.compiled and self._compiles]
         return {(layer.index, "", None): layer.nodes for layer in layers}
 
     def _forward_starts(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -236,7 +241,7 @@ class StepRecorder:
         if self._whole:
             self._inside.enter_context(self._uses.compiled_whole((args, kwargs)))
         else:
-            self._inside.enter_context(self._uses.installed(self._root, around))
+            self._inside.enter_context(self._uses.installed(self._root, wrap_call))
         self._saving = self._uses.saving(self._pack, self._unpack)
         self._saving.__enter__()
         if not self._whole:
@@ -292,7 +297,7 @@ def batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...
     return ()
 
 
-class SpanKeeper(Protocol):
+class OpListener(Protocol):
     """Who wants to know what runs."""
 
     def reached(self, node: int) -> None:
@@ -310,7 +315,7 @@ class OpWatch(TorchDispatchMode):
         clock: is told too.
     """
 
-    def __init__(self, spans: SpanKeeper, clock: Clock) -> None:
+    def __init__(self, spans: OpListener, clock: Clock) -> None:
         super().__init__()
         self._spans, self._clock = spans, clock
 

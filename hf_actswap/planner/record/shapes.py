@@ -1,6 +1,6 @@
 """A profile without a device: the step runs on fake tensors, and op times are computed from shapes.
 
-Forward and backward both run, so that what autograd saves, what ops need beside it and when it is let go of
+Forward and backward both run, so that what autograd saves, what ops need beside it and when it is released
 are met as in a real step; nothing is computed and no memory is touched. The fakes are the CPU's, whatever
 the device: fused attention saves the same there (its output and the softmax statistics).
 """
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ...plan.dry_run import dry_call, fake_batch, fake_weights
-from ...plan.outline import Outline
+from ...plan.model_structure import ModelStructure
 from ..meter import CountingMeter
 from ..profile import Profile
 from .devices import DeviceRates, device_rates
@@ -37,7 +37,7 @@ _NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "ne
 
 def profile_from_shapes(
     model: nn.Module,
-    outline: Outline,
+    structure: ModelStructure,
     batch: Mapping[str, Any],
     device_name: str,
     *,
@@ -50,9 +50,9 @@ def profile_from_shapes(
     when this is called. Compiled modules run eagerly.
 
     Args:
-        model: inside its wrappers, as the outline names it; may be on ``meta``. In training mode if it has
-            dropout.
-        outline: of this model.
+        model: inside its wrappers, as the model structure names it; may be on ``meta``. In training mode if
+            it has dropout.
+        structure: of this model.
         batch: what the model is called with; with ``labels`` if there is to be a loss. Of tensors (also
             fake ones, also on ``meta``) shape and type count.
         device_name: of `devices.DEVICES`.
@@ -74,12 +74,12 @@ def profile_from_shapes(
                 tensor.grad = torch.empty_like(tensor)
         meter.own(state.values())
         weight_bytes = meter.allocated_bytes()
-        resting = torch.empty(optimizer_state_bytes, dtype=torch.uint8)
-        meter.own([resting, *(tensor.grad for tensor in trained if tensor.grad is not None)])
+        baseline = torch.empty(optimizer_state_bytes, dtype=torch.uint8)
+        meter.own([baseline, *(tensor.grad for tensor in trained if tensor.grad is not None)])
         meter.own(leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor))
         recorder = StepRecorder(
             model,
-            outline,
+            structure,
             meter,
             RooflineClock(rates),
             compiles=False,
@@ -89,9 +89,7 @@ def profile_from_shapes(
         meter.start()
         try:
             with recorder:
-                result = _result(
-                    functional_call(model, state, (), call)
-                )  # the rest is let go, as in training
+                result = _result(functional_call(model, state, (), call))  # the rest is freed, as in training
                 if result is not None:
                     result.backward(torch.empty_like(result))
         finally:
@@ -144,7 +142,7 @@ class RooflineStamp:
     ms: float
 
     def ms_since(self, earlier: RooflineStamp) -> float:
-        """See `engine.transfer.Stamp`."""
+        """Time from ``earlier`` to here, in ms; both must have been passed (synchronize first)."""
         return self.ms - earlier.ms
 
 
@@ -162,7 +160,7 @@ class RooflineClock:
         self._now_ms = 0.0
 
     def stamp(self) -> RooflineStamp:
-        """See `Clock`."""
+        """Mark the present place."""
         return RooflineStamp(self._now_ms)
 
     def synchronize(self) -> None:
@@ -171,7 +169,7 @@ class RooflineClock:
     def ran(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """See `Clock`."""
+        """An aten op ran."""
         name = _op_name(func)
         if name in _NO_KERNEL:
             return

@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...engine.around import Undo, replace_call, replace_forward
+from ...engine.hook_wrappers import Undo, replace_call, replace_forward
 from ...engine.stats import gib_text
 from ...plan.compiled import is_compiled, uncompiled
 from ...plan.op_facts import is_collective, op_may_draw, why_run_once

@@ -23,11 +23,11 @@ from torch import nn
 from ...plan.actions import MemoryPlan, PlanRow
 from ...plan.compiled_rules import problems_of_compiled
 from ...plan.mindformers_names import ATTENTION_CORE
-from ...plan.outline import LayerOutline, Outline, is_below
+from ...plan.model_structure import LayerStructure, ModelStructure, is_below
 from ...plan.record import Call, OpKey
 from ..cost.compiled_shares import bytes_of_layers, passing_of, points_in
 from ..cost.simulate import predict
-from ..profile import FrontierPoint, Prediction, Profile, Way
+from ..profile import CompileVariant, FrontierPoint, Prediction, Profile
 from ..trials import Trial
 
 _FACTORS = 0.2, 5.0
@@ -80,7 +80,7 @@ def learned(profile: Profile, plan: MemoryPlan, shown: Shown) -> Profile:
         _time_factor(profile, points, predicted, shown),
         _bytes_factor(profile, plan, points, predicted, shown),
     )
-    moved = {point.way: _moved(point, *factors) for point in points.values()}
+    moved = {point.variant: _moved(point, *factors) for point in points.values()}
     found = replace(profile, frontier=_merged(profile.frontier, moved))
     return _with_peak(found, plan, shown)
 
@@ -132,40 +132,44 @@ def _with_peak(profile: Profile, plan: MemoryPlan, shown: Shown) -> Profile:
     point = points[scope]
     passing = point.passing + (shown.peak_bytes - predicted.peak_bytes) / all_bytes
     passing = min(max(passing, -_MOST_PASSING), _MOST_PASSING)
-    return replace(profile, frontier=_merged(profile.frontier, {point.way: replace(point, passing=passing)}))
+    return replace(
+        profile, frontier=_merged(profile.frontier, {point.variant: replace(point, passing=passing)})
+    )
 
 
 def _merged(
-    frontier: tuple[FrontierPoint, ...], moved: Mapping[Way, FrontierPoint]
+    frontier: tuple[FrontierPoint, ...], moved: Mapping[CompileVariant, FrontierPoint]
 ) -> tuple[FrontierPoint, ...]:
-    kept = [moved.get(point.way, point) for point in frontier]
-    known = {point.way for point in frontier}
-    return (*kept, *(point for way, point in moved.items() if way not in known))
+    kept = [moved.get(point.variant, point) for point in frontier]
+    known = {point.variant for point in frontier}
+    return (*kept, *(point for variant, point in moved.items() if variant not in known))
 
 
 def _clipped(factor: float) -> float:
     return min(max(factor, _FACTORS[0]), _FACTORS[1])
 
 
-def ways_of(outline: Outline, root: nn.Module, tokens: int) -> tuple[FrontierPoint, ...]:
+def variants_of(structure: ModelStructure, root: nn.Module, tokens: int) -> tuple[FrontierPoint, ...]:
     """Return guessed points for layers that are compiled one by one; none where layers or names differ.
 
     Args:
-        outline: of the model.
+        structure: of the model.
         root: the model inside its wrappers.
         tokens: length of a sequence.
     """
-    layers = [layer for layer in outline.layers if layer.compiled]
-    if not layers or outline.compiled or not outline.functions_known:
+    layers = [layer for layer in structure.layers if layer.compiled]
+    if not layers or structure.compiled or not structure.functions_known:
         return ()
     found = [tuple(_points(layer, root.get_submodule(layer.module_path), tokens)) for layer in layers]
-    alike = all([point.way for point in points] == [point.way for point in found[0]] for points in found)
-    return tuple(point for point in found[0] if alike and _is_possible(point, layers, outline))
+    alike = all(
+        [point.variant for point in points] == [point.variant for point in found[0]] for points in found
+    )
+    return tuple(point for point in found[0] if alike and _is_possible(point, layers, structure))
 
 
-def _is_possible(point: FrontierPoint, layers: Iterable[LayerOutline], outline: Outline) -> bool:
+def _is_possible(point: FrontierPoint, layers: Iterable[LayerStructure], structure: ModelStructure) -> bool:
     rows = [PlanRow(layer.index, path, "recompute") for layer in layers for path in point.recomputed]
-    return not problems_of_compiled(MemoryPlan(tuple(rows), len(outline.layers)), outline)
+    return not problems_of_compiled(MemoryPlan(tuple(rows), len(structure.layers)), structure)
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,7 @@ class _WeightProduct:
         return self.in_features * self.out_features
 
 
-def _points(layer: LayerOutline, module: nn.Module, tokens: int) -> Iterator[FrontierPoint]:
+def _points(layer: LayerStructure, module: nn.Module, tokens: int) -> Iterator[FrontierPoint]:
     tops = [op.path for op in layer.ops if op.kind == "module" and "." not in op.path]
     products = list(_products(layer.calls, module))
     attention = [path for path in tops if path in layer.attention_paths]
@@ -240,7 +244,7 @@ def _inside(products: Iterable[_WeightProduct], path: str) -> list[_WeightProduc
     return [item for item in products if is_below(item.key[0], path)]
 
 
-def _is_read(layer: LayerOutline, product: _WeightProduct, path: str) -> bool:
+def _is_read(layer: LayerStructure, product: _WeightProduct, path: str) -> bool:
     """Whether something inside ``path`` reads it; else nobody needs it again."""
     return any(product.key in call.inputs and is_below(call.key[0], path) for call in layer.calls)
 

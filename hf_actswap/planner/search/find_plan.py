@@ -20,17 +20,17 @@ from dataclasses import dataclass, field, replace
 from ...engine.stats import gib_text
 from ...errors import Problem
 from ...plan.actions import MemoryPlan
-from ...plan.outline import OUTPUT
+from ...plan.model_structure import OUTPUT
 from ...plan.settle import keep_what_costs
 from ..budget import BudgetError
 from ..cost.compiled_shares import offered_points, points_in
 from ..cost.simulate import Simulator
-from ..profile import Limits, Prediction, Profile, Way
+from ..profile import CompileVariant, Limits, Prediction, Profile
+from .layer_costs import LinkRate, Option
 from .layer_cuts import need_scipy
 from .layer_milp import Caps, Solution, solve
 from .layer_options import as_chosen, options_of
 from .layer_segments import effective_min_bytes, segments_of
-from .layer_sweep import Option, Pace
 from .planned_rows import Choice, plan_of, windows_of
 
 SAFETY = 1.05
@@ -82,7 +82,7 @@ def find_plan(
     limits: Limits,
     safety: float = SAFETY,
     rounds: int = _ROUNDS,
-    without: Collection[Way] = (),
+    without: Collection[CompileVariant] = (),
     insists: bool = True,
 ) -> Found:
     """Return the plan with the shortest predicted step that keeps within the limits.
@@ -93,7 +93,7 @@ def find_plan(
         limits: budgets.
         safety: copies are taken to last this many times as long as the link says.
         rounds: programs that are solved at most, to come near the budget.
-        without: ways of compiled layers (`FrontierPoint.way`) that are left out.
+        without: variants of compiled layers (`FrontierPoint.variant`) that are left out.
         insists: whether to look for the least that fits when nothing does.
 
     Raises:
@@ -138,7 +138,7 @@ def candidates(profile: Profile, fixed: MemoryPlan, limits: Limits, count: int) 
         PlanError: scipy is missing.
     """
     found = [find_plan(profile, fixed, limits)]
-    left_out = _ways_of_others(profile, found)
+    left_out = _variants_of_others(profile, found)
     for other, safety in _variations(limits):
         if len(found) >= count:
             break
@@ -152,11 +152,11 @@ def candidates(profile: Profile, fixed: MemoryPlan, limits: Limits, count: int) 
     return [first, *sorted(others, key=lambda item: item.prediction.step_ms)]
 
 
-def _ways_of_others(profile: Profile, found: list[Found]) -> Iterator[Collection[Way]]:
-    """Yield what to leave out next: guessed ways of compiled layers that an earlier plan shows anyway."""
+def _variants_of_others(profile: Profile, found: list[Found]) -> Iterator[Collection[CompileVariant]]:
+    """Yield what to leave out next: guessed variants of compiled layers that an earlier plan shows anyway."""
     while True:
         points = [point for item in found for _, point in points_in(profile, item.plan)]
-        yield {point.way for point in points if not point.measured}
+        yield {point.variant for point in points if not point.measured}
 
 
 def _variations(limits: Limits) -> Iterator[tuple[Limits, float]]:
@@ -182,23 +182,23 @@ class Search:
         fixed: MemoryPlan,
         limits: Limits,
         safety: float,
-        without: Collection[Way] = (),
+        without: Collection[CompileVariant] = (),
     ) -> None:
         if safety < 1:
             raise ValueError(f"safety is a factor of at least 1, not {safety}")
         need_scipy()
         link = profile.link if limits.swap_bucket_bytes != 0 and limits.host_bytes != 0 else None
         self._profile, self._fixed, self._limits = profile, fixed, limits
-        self._pace = Pace.of(profile.link, safety)
-        hasty = [Pace.of(profile.link, factor) for factor in _HASTE] if profile.compiled_layers else []
-        self._paces = [self._pace, *hasty]
+        self._link_rate = LinkRate.of(profile.link, safety)
+        hasty = [LinkRate.of(profile.link, factor) for factor in _HASTE] if profile.compiled_layers else []
+        self._link_rates = [self._link_rate, *hasty]
         self._min_bytes = effective_min_bytes(fixed, limits)
         self.segments = segments_of(replace(profile, link=link), fixed, limits)
         self._simulator = Simulator(profile)
         self._solved: dict[int | None, Solution | None] = {}
         self._options: list[list[Option]] = []
         self._simulations: list[_Tried] = []
-        self._points = tuple(point for point in offered_points(profile) if point.way not in without)
+        self._points = tuple(point for point in offered_points(profile) if point.variant not in without)
 
     def best(self, rounds: int = _ROUNDS, insists: bool = True) -> _Tried:
         """Return the fastest plan that fits; ``rounds``, ``insists``: see `find_plan`."""
@@ -264,10 +264,10 @@ class Search:
         if device_bytes not in self._solved:
             limits = self._limits
             caps = Caps(device_bytes, limits.host_bytes, limits.swap_bucket_bytes, limits.layers_per_stage)
-            self._solved[device_bytes] = solve(self.segments, self._ways(), self._pace, caps)
+            self._solved[device_bytes] = solve(self.segments, self._variants(), self._link_rate, caps)
         return self._solved[device_bytes]
 
-    def _ways(self) -> list[list[Option]]:
+    def _variants(self) -> list[list[Option]]:
         if not self._options:
             known: dict[tuple[int, bool], list[Option]] = {}
             shares = max(2, _MOST_SHARES // max(len(self.segments), 1))
@@ -275,7 +275,7 @@ class Search:
                 points = self._points if self._is_free(segment.layer) else ()
                 key = id(segment.graph), bool(points)
                 if key not in known:
-                    known[key] = options_of(segment.graph, self._pace, shares, points)
+                    known[key] = options_of(segment.graph, self._link_rate, shares, points)
                 self._options.append(known[key])
         return self._options
 
@@ -288,13 +288,13 @@ class Search:
         """Return the plan of a solution, then the same with windows that are cut short."""
         segments = map(as_chosen, self.segments, solution.options)
         choice = Choice(tuple(segments), solution.options)
-        return [self._with_windows(choice, solution, pace) for pace in self._paces]
+        return [self._with_windows(choice, solution, link_rate) for link_rate in self._link_rates]
 
-    def _with_windows(self, choice: Choice, solution: Solution, pace: Pace) -> _Tried:
-        windows = windows_of(choice, self._profile, pace)
+    def _with_windows(self, choice: Choice, solution: Solution, link_rate: LinkRate) -> _Tried:
+        windows = windows_of(choice, self._profile, link_rate)
         plan = plan_of(choice, self._fixed, windows, self._min_bytes)
         if not self._profile.compiled_layers:
-            plan = replace(keep_what_costs(plan, self._profile.saved), overrides=plan.overrides)
+            plan = replace(keep_what_costs(plan, self._profile.saved), adjustments=plan.adjustments)
         return self._simulated(plan, solution)
 
     def _simulated(self, plan: MemoryPlan, solution: Solution | None) -> _Tried:

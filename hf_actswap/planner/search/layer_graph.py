@@ -89,7 +89,7 @@ class LayerGraph:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the step.
+    """A segment of the step.
 
     Args:
         layer: its index; -1: before the layers; the number of layers: after them.

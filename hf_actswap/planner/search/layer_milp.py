@@ -13,7 +13,7 @@ Rows, for the segments l = 0, 1, ... in the order of forward (times in ms, bytes
 
 The linear program without integers gives the bound; it also says which options are worth a variable, and in
 which ways compiled layers are compiled: each way costs the compiler 10 to 30 seconds, so that a plan has at
-most `MOST_WAYS` of them beside the one that is there.
+most `MOST_VARIANTS` of them beside the one that is there.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..profile import Way
+from ..profile import CompileVariant
+from .layer_costs import LinkRate, Option
 from .layer_cuts import need_scipy
 from .layer_graph import Segment
-from .layer_sweep import Option, Pace
 
 try:
     from scipy.optimize import Bounds, LinearConstraint, linprog, milp
@@ -51,7 +51,7 @@ _COLUMNS, _COLUMNS_A_LAYER = 130, 8
 
 _NODES = 60
 
-MOST_WAYS = 2
+MOST_VARIANTS = 2
 """So many different points of the frontier in one plan (`Option.point`)."""
 _POINTS_GAP, _POINTS_NODES = 0.005, 1
 """Of layers with such points: the frontier is not known better, and equal layers make many equal choices."""
@@ -94,7 +94,7 @@ class Solution:
 
 
 def solve(
-    segments: Sequence[Segment], options: Sequence[Sequence[Option]], pace: Pace, caps: Caps
+    segments: Sequence[Segment], options: Sequence[Sequence[Option]], link_rate: LinkRate, caps: Caps
 ) -> Solution | None:
     """Return the cheapest choice within the caps, or ``None`` if there is none.
 
@@ -108,21 +108,21 @@ def solve(
         PlanError: scipy is missing.
     """
     need_scipy()
-    program = _Program(segments, options, pace, caps)
+    program = _Program(segments, options, link_rate, caps)
     relaxed = program.relaxed()
     if relaxed is None:
         return None
     bound, reduced, shares = relaxed
-    if sum(map(len, few := _of_few_ways(options, shares))) < program.columns:
-        program = _Program(segments, options := few, pace, caps)
+    if sum(map(len, few := _of_few_variants(options, shares))) < program.columns:
+        program = _Program(segments, options := few, link_rate, caps)
         if (relaxed := program.relaxed()) is None:
             return None
         reduced = relaxed[1]
     if program.columns > _EXACT_COLUMNS:
         program = program.with_columns(reduced)
     chosen = program.solved(bound)
-    if chosen is None and program.columns < sum(len(ways) for ways in options):
-        program = _Program(segments, options, pace, caps)  # what was left out was needed
+    if chosen is None and program.columns < sum(len(variants) for variants in options):
+        program = _Program(segments, options, link_rate, caps)  # what was left out was needed
         chosen = program.solved(bound)
     if chosen is None:
         return None
@@ -130,14 +130,16 @@ def solve(
     return Solution(picked, cost, bound, device_mib * MIB, program.columns)
 
 
-def _of_few_ways(options: Sequence[Sequence[Option]], shares: np.ndarray) -> list[list[Option]]:
-    """Leave out what compiles layers in other ways than the `MOST_WAYS` that have the largest shares."""
-    weights: dict[Way, float] = {}
+def _of_few_variants(options: Sequence[Sequence[Option]], shares: np.ndarray) -> list[list[Option]]:
+    """Leave out what compiles layers in other ways than the `MOST_VARIANTS` that have the largest shares."""
+    weights: dict[CompileVariant, float] = {}
     for option, share in zip(itertools.chain(*options), shares, strict=True):
         if option.point is not None:
-            weights[option.point.way] = weights.get(option.point.way, 0.0) + float(share)
-    ways = sorted(weights, key=lambda way: -weights[way])[:MOST_WAYS]
-    return [[item for item in items if item.point is None or item.point.way in ways] for items in options]
+            weights[option.point.variant] = weights.get(option.point.variant, 0.0) + float(share)
+    variants = sorted(weights, key=lambda variant: -weights[variant])[:MOST_VARIANTS]
+    return [
+        [item for item in items if item.point is None or item.point.variant in variants] for items in options
+    ]
 
 
 @contextmanager
@@ -174,17 +176,17 @@ class _Program:
         self,
         segments: Sequence[Segment],
         options: Sequence[Sequence[Option]],
-        pace: Pace,
+        link_rate: LinkRate,
         caps: Caps,
         some: bool = False,
     ) -> None:
-        self._segments, self._options, self._pace, self._caps = segments, options, pace, caps
-        exact = sum(len(ways) for ways in options) <= _EXACT_COLUMNS and not some
+        self._segments, self._options, self._link_rate, self._caps = segments, options, link_rate, caps
+        exact = sum(len(variants) for variants in options) <= _EXACT_COLUMNS and not some
         self._step_gap, self._nodes = STEP_GAP, 10**6 if exact else _NODES
         if any(option.point is not None for option in itertools.chain(*options)):
             self._step_gap, self._nodes = _POINTS_GAP, _POINTS_NODES
         count = len(segments)
-        self._starts = np.cumsum([0, *(len(ways) for ways in options)])
+        self._starts = np.cumsum([0, *(len(variants) for variants in options)])
         self._kept = self.columns = int(self._starts[-1])
         self._backlog = self.columns + count + 1
         self._lead = self._backlog + count + 1
@@ -224,11 +226,11 @@ class _Program:
         """Return the program with each segment's most promising options only."""
         fewer = []
         most = max(_COLUMNS_A_LAYER, _COLUMNS // len(self._options))
-        for place, ways in enumerate(self._options):
+        for place, variants in enumerate(self._options):
             costs = reduced[self._starts[place] : self._starts[place + 1]]
             order = np.argsort(costs, kind="stable")[:most]
-            fewer.append([ways[at] for at in sorted(order)])
-        return _Program(self._segments, fewer, self._pace, self._caps, some=True)
+            fewer.append([variants[at] for at in sorted(order)])
+        return _Program(self._segments, fewer, self._link_rate, self._caps, some=True)
 
     def solved(self, bound: float) -> tuple[tuple[Option, ...], float, float] | None:
         """Return options, cost and memory; ``None``: there is no solution.
@@ -253,9 +255,9 @@ class _Program:
         if found.x is None:
             return None
         picked = []
-        for place, ways in enumerate(self._options):
+        for place, variants in enumerate(self._options):
             shares = found.x[self._starts[place] : self._starts[place + 1]]
-            picked.append(ways[int(np.argmax(shares))])
+            picked.append(variants[int(np.argmax(shares))])
         return tuple(picked), self._cost_ms(found.x), float(found.x[self._device])
 
     def _flow(self, place: int, segment: Segment) -> None:
@@ -278,12 +280,12 @@ class _Program:
         kept, out, back = self._kept + place, self._backlog + place, self._lead + place
         base = segment.forward_base_bytes / MIB
         peaks = self._each(place, lambda option: base + option.forward_peak_bytes / MIB)
-        row = {kept: 1.0, out: self._pace.out_bytes_per_ms / MIB, self._device: -1.0, **peaks}
+        row = {kept: 1.0, out: self._link_rate.out_bytes_per_ms / MIB, self._device: -1.0, **peaks}
         self._row(row, -np.inf, 0.0)
         if segment.graph.turns:
             base = segment.backward_base_bytes / MIB
             peaks = self._each(place, lambda option: base + option.backward_peak_bytes / MIB)
-            row = {kept: 1.0, back: self._pace.in_bytes_per_ms / MIB, self._device: -1.0, **peaks}
+            row = {kept: 1.0, back: self._link_rate.in_bytes_per_ms / MIB, self._device: -1.0, **peaks}
             self._row(row, -np.inf, 0.0)
 
     def _shared_caps(self) -> None:
@@ -343,11 +345,11 @@ class _Program:
 
     def _times(self) -> np.ndarray:
         times = np.zeros(self._width)
-        times[: self.columns] = [option.extra_ms for ways in self._options for option in ways]
+        times[: self.columns] = [option.extra_ms for variants in self._options for option in variants]
         times[[self._backlog + len(self._segments), self._lead + len(self._segments)]] = 1.0
         # Among equals the one that moves less, and keeps less.
         times[: self.columns] += [
-            1e-6 * (option.out_ms + option.in_ms) for ways in self._options for option in ways
+            1e-6 * (option.out_ms + option.in_ms) for variants in self._options for option in variants
         ]
         return times
 

@@ -1,4 +1,5 @@
-"""What one layer can do, and what each way costs: milliseconds, bytes kept, bytes that move, and its peaks.
+"""What one layer can do, and what each variant costs: milliseconds, bytes kept, bytes that move, and its
+peaks.
 
 There are too many combinations of fates to list, but few of them can be best. With a price p for each byte
 held, the best set of calls to run again is a minimum cut: a call run again costs its time, and asks for its
@@ -18,9 +19,9 @@ from math import prod
 import numpy as np
 
 from ..profile import FrontierPoint
+from .layer_costs import LayerCosts, LinkRate, Option, evaluate
 from .layer_cuts import best_runs
 from .layer_graph import KEEP, RECOMPUTE, SWAP, LayerGraph, Segment
-from .layer_sweep import Option, Pace, Sweep, evaluate
 
 _ENUMERATED = 700
 """Layers with fewer combinations than this are enumerated."""
@@ -29,9 +30,9 @@ _MOST_SHARES = 12
 
 
 def options_of(
-    graph: LayerGraph, pace: Pace, shares: int, points: Sequence[FrontierPoint] = ()
+    graph: LayerGraph, link_rate: LinkRate, shares: int, points: Sequence[FrontierPoint] = ()
 ) -> list[Option]:
-    """Return the ways that can be part of a best plan, in a fixed order.
+    """Return the variants that can be part of a best plan, in a fixed order.
 
     Args:
         graph: of the layer.
@@ -44,14 +45,14 @@ def options_of(
         fates: Iterable[tuple[str, ...]] = itertools.product(*(call.fates for call in graph.calls))
     else:
         fates = _likely(graph, min(shares, _MOST_SHARES))
-    found = [evaluate(graph, way, pace) for way in dict.fromkeys(fates)]
+    found = [evaluate(graph, variant, link_rate) for variant in dict.fromkeys(fates)]
     if graph.whole:
         before = [call.fates if call.from_before else KEEP for call in graph.calls]
-        found += [evaluate(graph, way, pace, whole=True) for way in itertools.product(*before)]
+        found += [evaluate(graph, variant, link_rate, whole=True) for variant in itertools.product(*before)]
     for point in points:
         less = at_point(graph, point)
-        ways = itertools.product(*(call.fates for call in graph.calls))
-        found += [with_point(graph, evaluate(less, way, pace), point) for way in ways]
+        variants = itertools.product(*(call.fates for call in graph.calls))
+        found += [with_point(graph, evaluate(less, variant, link_rate), point) for variant in variants]
     return _undominated(found)
 
 
@@ -77,10 +78,10 @@ def _likely(graph: LayerGraph, shares: int) -> list[tuple[str, ...]]:
 
 def _held_bytes(graph: LayerGraph, fates: Sequence[str]) -> dict[int, int]:
     """Bytes held of what each call makes, those that can move."""
-    sweep = Sweep(graph, fates, whole=False)
-    sweep.backward()
+    costs = LayerCosts(graph, fates, whole=False)
+    costs.backward()
     found: dict[int, int] = {}
-    for number, (maker, _) in sorted(sweep.held.items()):
+    for number, (maker, _) in sorted(costs.held.items()):
         if graph.storages[number].moves:
             found[maker] = found.get(maker, 0) + graph.storages[number].size_bytes
     return found

@@ -11,8 +11,8 @@ from dataclasses import replace
 from itertools import accumulate
 
 from ...plan.actions import MemoryPlan, PlanRow
+from ...plan.model_structure import OUTPUT
 from ...plan.op_facts import is_communication, is_repeatable
-from ...plan.outline import OUTPUT
 from ...plan.recomputed_modules import RecomputedModules
 from ...plan.saved_bytes import OpCall, SavedStorage, Use
 from ..profile import Limits, Profile, Span

@@ -14,12 +14,12 @@ from itertools import accumulate
 
 from ...engine.windows import Hooks, out_ends_ms
 from ...plan.actions import COMPILE_BUDGET, Fate, MemoryPlan, PlanRow, Scope, Windows
-from ...plan.outline import OUTPUT
+from ...plan.model_structure import OUTPUT
 from ...plan.saved_bytes import OpCall
 from ..cost.step_order import timeline
 from ..profile import FrontierPoint, Profile, Span
+from .layer_costs import LayerCosts, LinkRate, Option
 from .layer_graph import KEEP, RECOMPUTE, SWAP, LayerGraph, Segment
-from .layer_sweep import Option, Pace, Sweep
 
 _FATES: Mapping[str, Fate] = {KEEP: "keep", SWAP: "swap", RECOMPUTE: "recompute"}
 
@@ -138,8 +138,8 @@ class _Copy:
 class _Moves:
     """Hooks and copies of a choice."""
 
-    def __init__(self, choice: Choice, profile: Profile, pace: Pace) -> None:
-        self._pace = pace
+    def __init__(self, choice: Choice, profile: Profile, link_rate: LinkRate) -> None:
+        self._link_rate = link_rate
         self._forward: list[tuple[float, int]] = []
         self._backward: list[tuple[float, int]] = []
         self.copies: list[_Copy] = []
@@ -166,8 +166,8 @@ class _Moves:
         """Add one segment; return when its backward ends."""
         segment, option = choice.segments[number], choice.options[number]
         graph = segment.graph
-        sweep = Sweep(graph, option.fates, option.whole)
-        sweep.backward()
+        costs = LayerCosts(graph, option.fates, option.whole)
+        costs.backward()
         begin_ms = list(accumulate(graph.forward_ms, initial=forward_ms))
         asks = [max(span.first_op - 1, 0) for span in spans]  # a call, before its first node
         saves = [span.first_op + max(span.num_ops - 1, 0) for span in spans]  # its last node
@@ -179,20 +179,20 @@ class _Moves:
             for place, delay in sorted(_hooks(graph).items()):
                 self._forward.append((begin_ms[place + delay], saves[place]))
             hooks = _hooks(graph)
-            turns = [(sweep.turn_ms[turn], place) for turn, place in enumerate(graph.turns) if place in hooks]
+            turns = [(costs.turn_ms[turn], place) for turn, place in enumerate(graph.turns) if place in hooks]
             self._backward += [(backward_ms + ms, saves[place]) for ms, place in turns]
-        for index, (maker, read_ms) in sorted(sweep.held.items()):
-            if not sweep.moves(index, maker):
+        for index, (maker, read_ms) in sorted(costs.held.items()):
+            if not costs.moves(index, maker):
                 continue
-            readers = sweep.readers(index)
+            readers = costs.readers(index)
             self.copies.append(
                 _Copy(
                     segment.makers[maker],
-                    begin_ms[sweep.ready_after(index, maker)],
+                    begin_ms[costs.ready_after(index, maker)],
                     ops[readers[0][1]][readers[0][0]],
-                    self._pace.out_ms(graph.storages[index].size_bytes),
+                    self._link_rate.out_ms(graph.storages[index].size_bytes),
                     backward_ms + read_ms,
-                    self._pace.in_ms(graph.storages[index].size_bytes),
+                    self._link_rate.in_ms(graph.storages[index].size_bytes),
                     saves[-1] if option.whole else ops[readers[-1][1]][readers[-1][0]],
                     number,
                     graph.storages[index].rank,
@@ -210,7 +210,7 @@ def _hooks(graph: LayerGraph) -> dict[int, bool]:
     return found
 
 
-def windows_of(choice: Choice, profile: Profile, pace: Pace) -> Mapping[OpCall, Windows]:
+def windows_of(choice: Choice, profile: Profile, link_rate: LinkRate) -> Mapping[OpCall, Windows]:
     """Return windows for what a choice swaps, by who makes it: wide enough for all that this call makes.
 
     Args:
@@ -218,7 +218,7 @@ def windows_of(choice: Choice, profile: Profile, pace: Pace) -> Mapping[OpCall, 
         profile: of the step.
         pace: of copies.
     """
-    moves = _Moves(choice, profile, pace)
+    moves = _Moves(choice, profile, link_rate)
     if not moves.copies:
         return {}
     hooks = moves.hooks()

@@ -47,7 +47,7 @@ def is_streamed(optimizer: torch.optim.Optimizer) -> bool:
     return type(optimizer) in STREAMED
 
 
-def refuse(optimizer: torch.optim.Optimizer, transfer: Transfer) -> None:
+def reject(optimizer: torch.optim.Optimizer, transfer: Transfer) -> None:
     """Raise what an optimizer that cannot be served deserves.
 
     Raises:

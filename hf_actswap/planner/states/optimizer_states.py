@@ -37,12 +37,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine.around import around
+from ...engine.hook_wrappers import wrap_call
 from ...engine.host_pool import HostPool
 from ...engine.stats import Counters, SwapStats
 from ...engine.transfer import Transfer
 from ...plan.compiled import is_compiled
-from .optimizer_kinds import inner_optimizer, is_streamed, refuse
+from .optimizer_kinds import inner_optimizer, is_streamed, reject
 from .state_checkpoints import StateCheckpoints
 from .state_residence import StateResidence, of_optimizer
 from .state_storages import StateStorage
@@ -85,7 +85,7 @@ class OptimizerStates:
         min_tensor_bytes: int = 2**20,
     ) -> None:
         self._optimizer = inner_optimizer(optimizer)
-        refuse(self._optimizer, transfer)
+        reject(self._optimizer, transfer)
         self._model, self._layers = model, _outside_compiled(model, layers)
         self.resident_bytes = resident_bytes
         self._pool, self._transfer, self._counters = pool, transfer, Counters()
@@ -149,9 +149,9 @@ class OptimizerStates:
         post_hook = optimizer.register_step_post_hook(self._step_ended)
         _ordered(optimizer._optimizer_step_post_hooks).move_to_end(post_hook.id, last=False)
         self._undo += [self._pre_hook.remove, post_hook.remove, *self._checkpoints.attach()]
-        self._undo += around(self._model, self._forward_starts, _nothing)
+        self._undo += wrap_call(self._model, self._forward_starts, _nothing)
         for index, layer in enumerate(self._layers):
-            self._undo += around(layer, self._layer_starts(index), _nothing)
+            self._undo += wrap_call(layer, self._layer_starts(index), _nothing)
         for parameter in of_optimizer(optimizer):
             if parameter.requires_grad:
                 handle = parameter.register_post_accumulate_grad_hook(self._returns.gradient_ready)

@@ -102,7 +102,10 @@ class StateResidence:
         self._of.clear()
 
     def leave(self, storage: StateStorage) -> None:
-        """See `StateStorage.leave`; nothing unless it is on the device."""
+        """From ``device``: start the copy out, unless the host has the bytes already.
+
+        Nothing unless it is on the device.
+        """
         if storage.place != "device":
             return
         address = storage.address()
@@ -122,13 +125,13 @@ class StateResidence:
                 self._gone(storage, address)
 
     def start_return(self, storage: StateStorage) -> None:
-        """See `StateStorage.start_return`; nothing unless it is on the host."""
+        """From ``host``: start the copy in. Nothing unless it is on the host."""
         if storage.place == "host":
             storage.start_return()
             self.device_bytes += storage.size_bytes
 
     def turn_back(self, storage: StateStorage) -> None:
-        """See `StateStorage.turn_back`; nothing unless it is returning."""
+        """From ``returning``: nobody read it, so it may go again. Nothing unless it is returning."""
         if storage.place == "returning":
             storage.turn_back()
             self.device_bytes -= storage.size_bytes
@@ -179,11 +182,11 @@ class StateResidence:
             known.drop_strangers(raw._cdata)
             return known
         if holders(raw) > held[raw._cdata]:
-            self._counters.refused[SHARED] += size_bytes
+            self._counters.rejected[SHARED] += size_bytes
             return None
         host = self._pool.take(size_bytes)
         if host is None:
-            self._counters.refused[NO_HOST_MEMORY] += size_bytes
+            self._counters.rejected[NO_HOST_MEMORY] += size_bytes
             if not self._warned:
                 self._warned = True
                 logger.warning("Optimizer states stay on the device where host memory has no room for them.")

@@ -114,7 +114,7 @@ def test_pitfall_17_rope_tables_masks_and_positions_stay() -> None:
     shared: list[torch.Tensor] = []
 
     def remember(_module: nn.Module, _args: object, kwargs: dict[str, Any]) -> None:
-        if torch.is_grad_enabled():  # not what the outline's recording saw
+        if torch.is_grad_enabled():  # not what the model structure's recording saw
             shared.extend((*kwargs["position_embeddings"], kwargs["attention_mask"], kwargs["position_ids"]))
 
     model.model.layers[2].register_forward_pre_hook(remember, with_kwargs=True)
@@ -165,7 +165,7 @@ def test_pitfall_18_tiny_integers_come_back_exactly_and_stay_by_default(name: st
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
 def test_pitfall_18_large_integers_and_masks_move_and_come_back(dtype: torch.dtype) -> None:
-    """Catches an engine that loses dropout masks or routing tables, or refuses what is real memory."""
+    """Catches an engine that loses dropout masks or routing tables, or rejects what is real memory."""
     expected = torch.randint(0, 2, (3, 5000), generator=torch.Generator().manual_seed(0)).to(dtype)
     seen: list[torch.Tensor] = []
     model = llama_saving(lambda _: expected.clone(), seen.append)

@@ -158,15 +158,15 @@ def test_pitfall_13_selective_checkpointing_inside_a_swapped_layer() -> None:
     selective = same_gradients(build, swap_everything(5))
     free = same_gradients(tiny_llama, swap_everything(5))
     assert 0 < selective.offloaded_bytes < free.offloaded_bytes
-    assert selective.refused in ({}, {"empty": 0})  # up to PyTorch 2.11 a checkpoint saves an empty tensor
-    assert free.refused == {}
+    assert selective.rejected in ({}, {"empty": 0})  # up to PyTorch 2.11 a checkpoint saves an empty tensor
+    assert free.rejected == {}
 
 
 @pytest.mark.parametrize("cap_bytes", [0, 5000])
 def test_pitfall_14_a_full_host_pool_changes_no_count(cap_bytes: int) -> None:
     """Catches a decision by free memory inside a step: checkpoint compares what is saved both times."""
     plan = swap_everything(5, host_memory_bytes=cap_bytes)
-    assert same_gradients(checkpointed_mlps, plan).refused["host memory cap"] > 0
+    assert same_gradients(checkpointed_mlps, plan).rejected["host memory cap"] > 0
 
 
 @every_recomputation
@@ -176,7 +176,7 @@ def test_pitfall_14_nor_in_our_own_recomputations(plan: MemoryPlan | str) -> Non
     cap_bytes = 7000
     stats = same_gradients(tiny_llama, replace(plan, host_memory_bytes=cap_bytes), steps=1)
     assert 0 < stats.offloaded_bytes <= cap_bytes
-    assert stats.refused["host memory cap"] > 0
+    assert stats.rejected["host memory cap"] > 0
 
 
 def _keyword_hidden_states(model: nn.Module) -> nn.Module:

@@ -110,14 +110,14 @@ def test_a_layer_that_departs_moves_what_it_moves_when_followed(name: str) -> No
     steps = _Steps(PLANS[name])
     usual = [steps.run() for _ in range(4)]
     steps.both(_add_op)
-    departed = steps.run()
-    assert (departed.offloads, departed.offloaded_bytes) == (expected.offloads, expected.offloaded_bytes)
-    assert departed.refused == {}
+    mismatched = steps.run()
+    assert (mismatched.offloads, mismatched.offloaded_bytes) == (expected.offloads, expected.offloaded_bytes)
+    assert mismatched.rejected == {}
     assert usual[0].offloaded_bytes == usual[-1].offloaded_bytes
 
 
 def test_what_runs_between_layers_departs_alone(met: list[ForwardPass]) -> None:
-    """A forward without a loss saves less after the head; the layers go on by their routines."""
+    """A forward without a loss saves less after the head; the layers go on by their cached traces."""
     steps = _Steps(PLANS["layers"])
     for _ in range(3):
         steps.run()
@@ -171,7 +171,7 @@ def test_what_was_too_small_is_swapped_as_soon_as_it_is_large_enough() -> None:
     moved = [after - before for before, after in pairwise(stats)]
     reason = "smaller than min_tensor_mib"
     assert [step.offloaded_bytes for step in moved[:3]] == [0, 0, 0]
-    assert len({step.refused[reason] for step in (*moved[:3], moved[4])}) == 1
+    assert len({step.rejected[reason] for step in (*moved[:3], moved[4])}) == 1
     assert moved[3].offloaded_bytes >= NUM_LAYERS * 3 * threshold
-    assert moved[3].refused.get(reason, 0) == 0
+    assert moved[3].rejected.get(reason, 0) == 0
     assert moved[4].offloaded_bytes == 0

@@ -1,4 +1,4 @@
-"""The outline of a model: its stacks of layers and the ops in them, by name."""
+"""The model structure of a model: its stacks of layers and the ops in them, by name."""
 
 from __future__ import annotations
 
@@ -45,11 +45,12 @@ class Op:
 
 
 @dataclass(frozen=True)
-class LayerOutline:
+class LayerStructure:
     """One layer of a stack.
 
     Args:
-        index: from 0 in its stack; in `Outline.all_layers`, of stacks beside the decoder, its module path.
+        index: from 0 in its stack; in `ModelStructure.all_layers`, of stacks beside the decoder, its module
+            path.
         module_path: inside the model given, e.g. ``model.layers.0``.
         class_name: of the layer's module.
         ops: modules first, then functions, each in order of definition or call.
@@ -110,7 +111,7 @@ class LayerOutline:
 
 
 @dataclass(frozen=True)
-class Outline:
+class ModelStructure:
     """The layers of a model, and what stands around them.
 
     Args:
@@ -128,7 +129,7 @@ class Outline:
     """
 
     family: str
-    layers: tuple[LayerOutline, ...]
+    layers: tuple[LayerStructure, ...]
     embedding: str | None = None
     final_norm: str | None = None
     head: str | None = None
@@ -137,7 +138,7 @@ class Outline:
     compiled: bool = False
     cuda_graphs: bool = False
     sharded: bool = False
-    stacks: tuple[Outline, ...] = ()
+    stacks: tuple[ModelStructure, ...] = ()
 
     @property
     def path(self) -> str:
@@ -145,12 +146,12 @@ class Outline:
         return self.layers[0].module_path.rpartition(".")[0] if self.layers else ""
 
     @property
-    def decoder(self) -> Outline:
+    def decoder(self) -> ModelStructure:
         """The same without the other stacks, as planners see a model."""
         return replace(self, stacks=()) if self.stacks else self
 
     @cached_property
-    def all_layers(self) -> tuple[LayerOutline, ...]:
+    def all_layers(self) -> tuple[LayerStructure, ...]:
         """The layers of all stacks, with the scopes that a plan's rows have for them."""
         others = (layer for stack in self.stacks for layer in stack.layers)
         return (*self.layers, *(replace(layer, index=layer.module_path) for layer in others))
@@ -172,7 +173,7 @@ class Outline:
         """By layer of any stack, the paths of its modules."""
         return {layer.index: layer.module_paths for layer in self.all_layers}
 
-    def with_stacks_of(self, plan: MemoryPlan) -> Outline:
+    def with_stacks_of(self, plan: MemoryPlan) -> ModelStructure:
         """Return it with no other stacks than those that rows of ``plan`` name."""
         named = {row.scope for row in plan.rows}
         stacks = (stack for stack in self.stacks if any(layer.module_path in named for layer in stack.layers))
@@ -201,7 +202,7 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel and other one-module wrappers.
 
     Wrappers are recognised by what they are (a single child called ``module`` or ``_orig_mod`` and no
-    weights of their own), so that this floor needs none of their classes.
+    weights of their own), so that this layer of the package needs none of their classes.
     """
     return _from_wrapper_to_model(model)[-1]
 
@@ -217,11 +218,11 @@ def _from_wrapper_to_model(model: nn.Module) -> list[nn.Module]:
 
 
 @short_traceback
-def outline(model: nn.Module) -> Outline:
+def model_structure(model: nn.Module) -> ModelStructure:
     """Name the layers and ops of a Hugging Face model.
 
     A stack is a list of layers: modules that hold attention, beside others that Hugging Face can checkpoint.
-    The one in ``model.get_decoder()`` is `Outline.layers`.
+    The one in ``model.get_decoder()`` is `ModelStructure.layers`.
 
     Modules are read off the model; functional ops (``mlp.mul``, ``self_attn.flash_attention``) come from one
     forward on fake tensors, which runs uncompiled and without the model's hooks. A model that cannot run on
@@ -239,13 +240,13 @@ def outline(model: nn.Module) -> Outline:
     root = nesting[-1]
     stacks = _stacks(root)
     main = _main_stack(root, stacks)
-    _refuse_repeated(stacks[main], main)
+    _reject_repeated(stacks[main], main)
     family = str(getattr(getattr(root, "config", None), "model_type", "") or "")
     found = {
-        path: Outline(
+        path: ModelStructure(
             family=family,
             layers=tuple(
-                _layer_outline(index, f"{path}.{index}", layer, records[index])
+                _layer_structure(index, f"{path}.{index}", layer, records[index])
                 for index, layer in enumerate(stacks[path])
             ),
             functions_known=not why_not,
@@ -329,7 +330,7 @@ def _around(root: nn.Module, path: str) -> Iterator[nn.Module]:
         yield root.get_submodule(".".join(parts[:end]))
 
 
-def _layer_outline(index: int, path: str, layer: nn.Module, record: LayerRecord) -> LayerOutline:
+def _layer_structure(index: int, path: str, layer: nn.Module, record: LayerRecord) -> LayerStructure:
     modules = [Op(name, _kind(module)) for name, module in named_op_modules(layer) if name and name != OUTPUT]
     attention = _attention_paths(layer)
     functions: dict[str, Op] = {}
@@ -341,7 +342,7 @@ def _layer_outline(index: int, path: str, layer: nn.Module, record: LayerRecord)
         if op.path in attention:
             core = f"{op.path}.{ATTENTION_CORE}"
             functions.setdefault(core, Op(core, "function"))
-    return LayerOutline(
+    return LayerStructure(
         index=index,
         module_path=path,
         class_name=type(uncompiled(layer)).__name__,
@@ -415,7 +416,7 @@ def _no_layers(root: nn.Module) -> Problem:
     return Problem("model", expected, found, hint)
 
 
-def _refuse_repeated(layers: list[nn.Module], path: str) -> None:
+def _reject_repeated(layers: list[nn.Module], path: str) -> None:
     first = {id(layer): index for index, layer in reversed(list(enumerate(layers)))}
     repeated = [index for index, layer in enumerate(layers) if first[id(layer)] != index]
     if repeated:

@@ -1,4 +1,4 @@
-"""Each rule that changes what the user wrote says so: one override, with its reason."""
+"""Each rule that changes what the user wrote says so: one adjustment, with its reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_actswap import MemoryPlan
-from hf_actswap.plan import Override
+from hf_actswap.plan import Adjustment
 
 PlanOf = Callable[..., MemoryPlan]
 
@@ -37,7 +37,7 @@ def swap(recompute: dict[str, Any] | None = None, /, **keys: Any) -> dict[str, A
 
 
 def texts(plan: MemoryPlan) -> list[str]:
-    return [str(override) for override in plan.overrides]
+    return [str(adjustment) for adjustment in plan.adjustments]
 
 
 # Rule 1: recompute beats swap.
@@ -47,8 +47,8 @@ def test_swap_of_a_part_gives_way_to_recompute_of_the_whole(plan_of: PlanOf) -> 
     config = swap({"select_recompute": {"attention": [1]}}, op_swap=[op(r".*\.flash_attention", 4, True)])
     plan = plan_of(config)
     assert [plan.fate(layer, "self_attn.flash_attention") for layer in (0, 1)] == ["swap", "recompute"]
-    assert plan.overrides == (
-        Override(SELECT, (1,), "self_attn.flash_attention", "swap", "recompute", RULE_1),
+    assert plan.adjustments == (
+        Adjustment(SELECT, (1,), "self_attn.flash_attention", "swap", "recompute", RULE_1),
     )
 
 
@@ -84,24 +84,24 @@ def test_inside_a_layer(plan_of: PlanOf) -> None:
     assert [plan.fate(1, f"{norm}.mul", ordinal) for ordinal in (0, 1)] == ["swap", "keep"]
     assert [plan.fate(0, f"{norm}.mul", ordinal) for ordinal in (0, 1)] == ["swap", "swap"]
     assert plan.fate(1, f"{norm}.rsqrt") == "swap"
-    assert plan.overrides == (Override("swap_config", (1,), f"{norm}.mul", "swap", "keep", RULE_2),)
+    assert plan.adjustments == (Adjustment("swap_config", (1,), f"{norm}.mul", "swap", "keep", RULE_2),)
 
 
 def test_across_layers(plan_of: PlanOf) -> None:
     plan = plan_of(swap({"recompute": [2]}, layer_swap=[entry(4, [0, 1])]))
     assert [plan.fate(layer, "output") for layer in range(4)] == ["swap", "keep", "keep", "keep"]
     assert plan.fate(1, "mlp.down_proj") == "swap"
-    assert plan.overrides == (Override("swap_config", (1,), "output", "swap", "keep", RULE_2),)
+    assert plan.adjustments == (Adjustment("swap_config", (1,), "output", "swap", "keep", RULE_2),)
 
 
 def test_across_layers_for_the_op_that_hands_on(plan_of: PlanOf) -> None:
     """A swapped residual sum produces the layer's output: it counts too; a swapped MLP does not."""
     plan = plan_of(swap({"recompute": [2]}, op_swap=[op("add", 4, [1])]))
     assert (plan.fate(1, "output"), plan.fate(1, "add", 0)) == ("keep", "swap")
-    assert plan.overrides == (Override("swap_config", (1,), "output", "swap", "keep", RULE_2),)
+    assert plan.adjustments == (Adjustment("swap_config", (1,), "output", "swap", "keep", RULE_2),)
     plan = plan_of(swap({"recompute": [2]}, op_swap=[op("feed_forward", 4, [1])]))
     assert plan.fate(1, "mlp.down_proj.linear") == "swap"
-    assert plan.overrides == ()
+    assert plan.adjustments == ()
 
 
 def test_across_layers_for_a_recomputed_first_op(plan_of: PlanOf) -> None:
@@ -130,8 +130,8 @@ def test_a_recomputed_chain_reads_only_its_ends(plan_of: PlanOf) -> None:
 def test_full_beats_selective(plan_of: PlanOf) -> None:
     plan = plan_of(swap({"recompute": [1], "select_recompute": {MUL: [1, 2]}}, op_swap=[]))
     assert (plan.fate(1), plan.fate(2), plan.fate(2, "mlp.mul")) == ("recompute", "keep", "recompute")
-    assert plan.overrides == (
-        Override(SELECT, (1,), MUL, "selective recompute", "full recompute", FULL_BEATS),
+    assert plan.adjustments == (
+        Adjustment(SELECT, (1,), MUL, "selective recompute", "full recompute", FULL_BEATS),
     )
 
 
@@ -143,7 +143,10 @@ def test_exclude_inside_a_fully_recomputed_layer(is_on: bool, plan_of: PlanOf) -
     layers = [1] if is_on else [0]  # without swap, numbers count the first layers of a stage
     assert [layer for layer in range(4) if plan.fate(layer, "mlp") == "recompute"] == layers
     assert [layer for layer in range(4) if plan.fate(layer, "self_attn") == "recompute"] == []
-    assert Override(EXCLUDE, tuple(layers), "attention", "recompute", "keep", EXCLUDE_BEATS) in plan.overrides
+    assert (
+        Adjustment(EXCLUDE, tuple(layers), "attention", "recompute", "keep", EXCLUDE_BEATS)
+        in plan.adjustments
+    )
 
 
 def test_exclude_drops_an_equal_pattern_for_all_layers(plan_of: PlanOf) -> None:
@@ -155,7 +158,7 @@ def test_exclude_drops_an_equal_pattern_for_all_layers(plan_of: PlanOf) -> None:
     # silu stands one level deeper than the pattern: it is excluded only where the pattern applies.
     assert [plan.fate(layer, "mlp.act_fn.silu") for layer in range(4)] == ["keep", *["recompute"] * 3]
     named = r"select_recompute_exclude names 'feed_forward\\..*', and a pattern is dropped whole"
-    assert plan.overrides[0] == Override(
+    assert plan.adjustments[0] == Adjustment(
         SELECT, (0, 1, 2, 3), MUL, "recompute", "keep", f"{EXCLUDE_BEATS}; {named}"
     )
     assert all(MUL not in line and "feed_forward.mul" not in line for line in plan.log_lines()[3:])
@@ -173,8 +176,8 @@ def test_exclude_that_finds_nothing(plan_of: PlanOf) -> None:
 
 def test_first_entry_wins_only_where_values_differ(plan_of: PlanOf) -> None:
     plan = plan_of(swap(layer_swap=[entry(1, [0, 1]), entry(1, [1]), entry(2, [1, 2])]))
-    assert plan.overrides == (
-        Override(
+    assert plan.adjustments == (
+        Adjustment(
             "swap_config.layer_swap[2]",
             (1,),
             "",
@@ -187,11 +190,11 @@ def test_first_entry_wins_only_where_values_differ(plan_of: PlanOf) -> None:
     assert plan.rows[-1].windows.prefetch_ops == 2
 
 
-def test_op_over_layer_is_order_and_no_override(plan_of: PlanOf) -> None:
+def test_op_over_layer_is_order_and_no_adjustment(plan_of: PlanOf) -> None:
     plan = plan_of(swap(layer_swap=[entry(20, [1])], op_swap=[op("feed_forward", 5, [1])]))
     windows = {row.op_path: row.windows.prefetch_ops for row in plan.rows if row.windows}
     assert windows == {"": 20, "mlp": 5}
-    assert plan.overrides == ()
+    assert plan.adjustments == ()
 
 
 @pytest.mark.parametrize("written", ["auto", "Auto"])
@@ -200,10 +203,10 @@ def test_auto_prefetch(written: str, plan_of: PlanOf) -> None:
     """Left to measurement: no windows in the plan, and nothing said until they are known."""
     assert {(row.fate, row.windows) for row in plan.rows} == {("swap", None)}
     assert plan.log_lines()[-1] == "Set op_swap at layer 3: attention.flash_attention, value=Auto"
-    assert plan.overrides == ()
+    assert plan.adjustments == ()
 
 
-# Wishes without effect.
+# Requested policies without effect.
 
 
 def test_no_counterpart(plan_of: PlanOf) -> None:
@@ -237,7 +240,7 @@ def test_communication_keys_on_one_rank(plan_of: PlanOf) -> None:
         "recompute_config.parallel_optimizer_comm_recompute: asked true, got no effect: "
         "weights are not gathered from an optimizer-sharding group here (FSDP2: reshard_after_forward)",
     ]
-    assert len(plan.overrides) == 6
+    assert len(plan.adjustments) == 6
 
 
 def test_swap_off_with_rules(plan_of: PlanOf) -> None:

@@ -1,12 +1,12 @@
-"""Paints what the user wrote onto the layers of a model, and records what gives way to what.
+"""Applies what the user wrote onto the layers of a model, and records what gives way to what.
 
-The painter meets the wishes in the reference's order; each method takes one key of the configuration in its
-normal form, paints the fates, and notes what the reference would log.
+This class meets the requested policies in the reference's order; each method takes one key of the
+configuration in its normal form, applies the fates, and notes what the reference would log.
 
-`CommunicationPainter` paints what was written about communication inside layers: keep its results, or
+`CommunicationRuleApplier` applies what was written about communication inside layers: keep its results, or
 communicate again. A communication is a function of a layer like any other (``input_layernorm.all_gather``);
 MindFormers names the op that it stands beside (``attention_norm.norm``). A model without parallel layers has
-none: then the names are checked and logged, and `resolve.wishes_without_effect` says the rest.
+none: then the names are checked and logged, and `resolve.policies_without_effect` says the rest.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Iterable, Mapping
 from ..config.op_path import split_op_path
 from ..config.schema import Layers, LayerSwapRule, OpSwapRule, Prefetch
 from ..errors import Problem
-from .actions import Override, PlanRow, Windows
+from .actions import Adjustment, PlanRow, Windows
 from .match import Match, names_by_layer
-from .outline import OUTPUT, Outline
+from .model_structure import OUTPUT, ModelStructure
 from .reference_log import LayerRequests
 from .rules import (
     CHECKPOINT_KEEPS_INPUT,
@@ -51,31 +51,33 @@ Selection = Mapping[str, tuple[object, tuple[int, ...]]]
 """Op path as written -> (normal form, global layers that it concerns)."""
 
 
-class Painter:
+class RuleApplier:
     """Fates and requests of the layers that a model holds.
 
     Args:
-        outline: of the model.
+        structure: of the model.
         local: global layer -> layer of the model.
         num_layers: of the whole model.
         swap: whether ``swap_config.swap`` is on.
 
     Attributes:
         fates, requests: by global layer.
-        around: rows outside the layers: the embedding's, whose output is the first layer's input.
+        outside_rows: rows outside the layers: the embedding's, whose output is the first layer's input.
         problems: paths that name nothing, layers that do not exist.
     """
 
-    def __init__(self, outline: Outline, local: Mapping[int, int], num_layers: int, swap: bool) -> None:
-        self._outline, self._local, self._num_layers, self._swap = outline, local, num_layers, swap
-        self._names = names_by_layer(outline)
-        self._overrides: dict[tuple[str, str, str, str, str], list[int]] = {}
+    def __init__(
+        self, structure: ModelStructure, local: Mapping[int, int], num_layers: int, swap: bool
+    ) -> None:
+        self._structure, self._local, self._num_layers, self._swap = structure, local, num_layers, swap
+        self._names = names_by_layer(structure)
+        self._adjustments: dict[tuple[str, str, str, str, str], list[int]] = {}
         self.problems: list[Problem] = []
-        self.around: tuple[PlanRow, ...] = ()
-        self.fates = {layer: LayerFates(outline.layers[own]) for layer, own in local.items()}
+        self.outside_rows: tuple[PlanRow, ...] = ()
+        self.fates = {layer: LayerFates(structure.layers[own]) for layer, own in local.items()}
         self.requests = {layer: LayerRequests() for layer in local}
 
-    def paint_layer_swap(self, rules: Iterable[LayerSwapRule]) -> dict[int, Prefetch]:
+    def apply_layer_swap(self, rules: Iterable[LayerSwapRule]) -> dict[int, Prefetch]:
         chosen: dict[int, Prefetch] = {}
         for index, rule in enumerate(rules):
             where = f"swap_config.layer_swap[{index}]"
@@ -89,8 +91,8 @@ class Painter:
                     self.requests[layer].layer_swap = rule.backward_prefetch
         return chosen
 
-    def paint_op_swap(self, rules: Iterable[OpSwapRule]) -> dict[str, list[int]]:
-        """Paint op rules name by name, in order of first appearance; the first entry naming a layer wins."""
+    def apply_op_swap(self, rules: Iterable[OpSwapRule]) -> dict[str, list[int]]:
+        """Apply op rules name by name, in order of first appearance; the first entry naming a layer wins."""
         groups: dict[str, list[tuple[int, OpSwapRule]]] = {}
         for index, rule in enumerate(rules):
             groups.setdefault(rule.op_name, []).append((index, rule))
@@ -116,12 +118,12 @@ class Painter:
                         self.requests[layer].op_swap.append((match.name, prefetch))
         return named
 
-    def paint_select(self, table: Selection, full: tuple[int, ...]) -> None:
+    def apply_select(self, table: Selection, full: tuple[int, ...]) -> None:
         where = "recompute_config.select_recompute"
         for pattern, (_, layers) in table.items():
             for layer in layers:
                 if layer in full:
-                    self.override(
+                    self.adjustment(
                         where, pattern, "selective recompute", "full recompute", FULL_BEATS_SELECTIVE, layer
                     )
             wanted = [layer for layer in layers if layer not in full]
@@ -131,12 +133,12 @@ class Painter:
                         self.requests[layer].select.append(match.bare_name)
                     for target in match.targets:
                         if not self.fates[layer].can_run_again(target):
-                            self.override(where, target, "recompute", "keep", NOT_THE_SAME_TWICE, layer)
+                            self.adjustment(where, target, "recompute", "keep", NOT_THE_SAME_TWICE, layer)
                             continue
                         for lost in self.fates[layer].recompute(target):
-                            self.override(where, lost, "swap", "recompute", RECOMPUTE_BEATS_SWAP, layer)
+                            self.adjustment(where, lost, "swap", "recompute", RECOMPUTE_BEATS_SWAP, layer)
 
-    def paint_full(self, full: tuple[int, ...]) -> None:
+    def apply_full(self, full: tuple[int, ...]) -> None:
         where = "recompute_config.recompute"
         for layer in full:
             if layer not in self.fates:
@@ -144,7 +146,7 @@ class Painter:
             self.requests[layer].full = True
             lost = self.fates[layer].recompute("")
             if lost:
-                self.override(where, ", ".join(lost), "swap", "recompute", RECOMPUTE_BEATS_SWAP, layer)
+                self.adjustment(where, ", ".join(lost), "swap", "recompute", RECOMPUTE_BEATS_SWAP, layer)
 
     def set_budgets(self, budgets: Mapping[int, float], full: tuple[int, ...]) -> None:
         """Note the activation memory budget of compiled layers."""
@@ -154,11 +156,11 @@ class Painter:
             self.requests[layer].compile_budget = budget
             if layer in full:
                 where = "recompute_config.compile_budget"
-                self.override(where, "", f"{budget:g}", "no effect", FULL_NEEDS_NO_BUDGET, layer)
+                self.adjustment(where, "", f"{budget:g}", "no effect", FULL_NEEDS_NO_BUDGET, layer)
             else:
                 self.fates[layer].compile_budget = budget
 
-    def paint_exclude(self, table: Selection, used: set[str]) -> None:
+    def apply_exclude(self, table: Selection, used: set[str]) -> None:
         where = "recompute_config.select_recompute_exclude"
         for pattern, (_, layers) in table.items():
             effective = pattern in used
@@ -169,9 +171,9 @@ class Painter:
                     for target in match.targets:
                         if self.fates[layer].exclude(target):
                             effective = True
-                            self.override(where, pattern, "recompute", "keep", EXCLUDE_BEATS_ALL, layer)
+                            self.adjustment(where, pattern, "recompute", "keep", EXCLUDE_BEATS_ALL, layer)
             if not effective:
-                self.override(
+                self.adjustment(
                     where, pattern, "exclude", "no effect", "nothing that it names is recomputed", None
                 )
 
@@ -180,34 +182,34 @@ class Painter:
         where, asked = "swap_config.recompute_input", "input swapped"
         checkpointed = [layer for layer, fates in self.fates.items() if fates.layer.checkpointed]
         named = self._layers(wanted, where)
-        if named and self._outline.compiled:
-            self.override(where, "", asked, "no effect", ONE_REGION, None)
+        if named and self._structure.compiled:
+            self.adjustment(where, "", asked, "no effect", ONE_REGION, None)
             return frozenset()
         found = frozenset(named).intersection((*full, *checkpointed))
         if wanted is True and not found:
-            self.override(where, "", asked, "no effect", "no layer is recomputed whole", None)
+            self.adjustment(where, "", asked, "no effect", "no layer is recomputed whole", None)
         for layer in named if wanted is not True else ():
             if layer not in found and layer in self.fates:
-                self.override(where, "", asked, "no effect", NOT_RECOMPUTED_WHOLE, layer)
+                self.adjustment(where, "", asked, "no effect", NOT_RECOMPUTED_WHOLE, layer)
         return found
 
     def swap_inputs(self, layers: Iterable[int], prefetch: Prefetch) -> None:
         """Swap the input of ``layers``, and of those where gradient checkpointing leaves nothing to swap."""
         windows = {layer: _windows(prefetch) for layer in layers if layer in self.fates}
         for layer, fates in self.fates.items():
-            if not fates.layer.checkpointed or self._outline.compiled:
+            if not fates.layer.checkpointed or self._structure.compiled:
                 continue
             lost, own = fates.give_up_swap()
             if lost:
                 windows[layer] = own
                 what = ", ".join(lost)
-                self.override("swap_config", what, "swap", "input swapped", CHECKPOINT_KEEPS_INPUT, layer)
+                self.adjustment("swap_config", what, "swap", "input swapped", CHECKPOINT_KEEPS_INPUT, layer)
         for layer, chosen in windows.items():
             before = self.fates.get(layer - 1)
             if before is not None:
                 before.swap_output(chosen)
             else:
-                self.around = (PlanRow("embedding", OUTPUT, "swap", windows=chosen),)
+                self.outside_rows = (PlanRow("embedding", OUTPUT, "swap", windows=chosen),)
 
     def ops_read_to_swap(self, wanted: Layers) -> frozenset[int]:
         """Return the layers in which ``select_recompute_input`` lets what recomputed ops read be swapped."""
@@ -215,10 +217,10 @@ class Painter:
         named = self._layers(wanted, where)
         found = {layer for layer in named if layer in self.fates and self.fates[layer].selects}
         if wanted is True and not found:
-            self.override(where, "", asked, "no effect", "no op is recomputed selectively", None)
+            self.adjustment(where, "", asked, "no effect", "no op is recomputed selectively", None)
         for layer in named if wanted is not True else ():
             if layer not in found and layer in self.fates:
-                self.override(where, "", asked, "no effect", NOT_RECOMPUTED_SELECTIVELY, layer)
+                self.adjustment(where, "", asked, "no effect", NOT_RECOMPUTED_SELECTIVELY, layer)
         return frozenset(found)
 
     def keep_inputs(self, lifted: frozenset[int], read: frozenset[int]) -> None:
@@ -234,10 +236,10 @@ class Painter:
                 continue
             kept, reads_input = fates.keep_inputs_of_recompute()
             for path, _ in kept:
-                self.override(where, path, "swap", "keep", OUTPUT_FEEDS_RECOMPUTE, layer)
+                self.adjustment(where, path, "swap", "keep", OUTPUT_FEEDS_RECOMPUTE, layer)
             before = self.fates.get(layer - 1)
             if reads_input and layer not in lifted and before is not None and before.keep_output():
-                self.override(where, "output", "swap", "keep", OUTPUT_FEEDS_RECOMPUTE, layer - 1)
+                self.adjustment(where, "output", "swap", "keep", OUTPUT_FEEDS_RECOMPUTE, layer - 1)
 
     def matches(self, op_path: str, layers: Iterable[int], where: str) -> list[tuple[int, list[Match]]]:
         """Return the ops that a path names, by layer that this model holds; naming none is a problem."""
@@ -248,9 +250,9 @@ class Painter:
             if matches:
                 found.append((layer, matches))
                 if not any(match.targets for match in matches):
-                    known, why_not = self._outline.functions_known, self._outline.why_not
+                    known, why_not = self._structure.functions_known, self._structure.why_not
                     reason = NO_COUNTERPART if known else f"{ONLY_MODULES} ({why_not})"
-                    self.override(where, op_path, "a fate", "no effect", reason, layer)
+                    self.adjustment(where, op_path, "a fate", "no effect", reason, layer)
         # With no layer to look in, a typo shows only if the model holds every layer.
         looked_in = held or (list(self.fates) if len(self.fates) == self._num_layers else [])
         if looked_in and not found and (held or not self._exists(op_path)):
@@ -277,11 +279,11 @@ class Painter:
 
     def _unknown(self, op_path: str, own_layer: int, where: str) -> Problem:
         hint = self._names[own_layer].hint(op_path)
-        if not self._outline.functions_known:
-            hint += f" {ONLY_MODULES.capitalize()} ({self._outline.why_not})."
+        if not self._structure.functions_known:
+            hint += f" {ONLY_MODULES.capitalize()} ({self._structure.why_not})."
         return Problem(
             where,
-            f"a path that names an op of {self._outline.layers[own_layer].class_name}",
+            f"a path that names an op of {self._structure.layers[own_layer].class_name}",
             f"{op_path!r}",
             hint,
         )
@@ -298,33 +300,33 @@ class Painter:
     def _lose_to_first(self, where: str, op_path: str, layer: int, asked: Prefetch, got: Prefetch) -> None:
         reason = "the first entry that names a layer wins (MindFormers, LayerSetting)"
         if asked != got:
-            self.override(where, op_path, f"backward_prefetch {asked}", str(got), reason, layer)
+            self.adjustment(where, op_path, f"backward_prefetch {asked}", str(got), reason, layer)
 
-    def override(
+    def adjustment(
         self, where: str, op_path: str, asked: str, got: str, reason: str, layer: int | None
     ) -> None:
-        layers = self._overrides.setdefault((where, op_path, asked, got, reason), [])
+        layers = self._adjustments.setdefault((where, op_path, asked, got, reason), [])
         if layer is not None and layer not in layers:
             layers.append(layer)
 
-    def collected_overrides(self) -> list[Override]:
+    def collected_adjustments(self) -> list[Adjustment]:
         return [
-            Override(where, tuple(sorted(layers)), op_path, asked, got, reason)
-            for (where, op_path, asked, got, reason), layers in self._overrides.items()
+            Adjustment(where, tuple(sorted(layers)), op_path, asked, got, reason)
+            for (where, op_path, asked, got, reason), layers in self._adjustments.items()
         ]
 
 
-class CommunicationPainter:
-    """Wishes about communication, painted by a `Painter`.
+class CommunicationRuleApplier:
+    """Requested policies about communication, applied by a `RuleApplier`.
 
     Args:
         painter: of the same plan.
         swap: whether ``swap_config.swap`` is on.
     """
 
-    def __init__(self, painter: Painter, swap: bool) -> None:
-        self._painter, self._swap = painter, swap
-        self._communicates = any(fates.layer.communications for fates in painter.fates.values())
+    def __init__(self, applier: RuleApplier, swap: bool) -> None:
+        self._applier, self._swap = applier, swap
+        self._communicates = any(fates.layer.communications for fates in applier.fates.values())
 
     def again(self, table: Selection, full: tuple[int, ...]) -> None:
         """``select_comm_recompute``: communicate again in backward, beside the named ops.
@@ -336,10 +338,12 @@ class CommunicationPainter:
         for pattern, (_, layers) in table.items():
             wanted = [layer for layer in layers if layer not in full]
             for layer, targets in self._named(pattern, wanted, where, "select_comm"):
-                fates = self._painter.fates[layer]
+                fates = self._applier.fates[layer]
                 paths = [path for target in targets for path in fates.layer.communications_beside(target)]
                 if not paths:
-                    self._override(where, pattern, "recompute communication", "no effect", NONE_BESIDE, layer)
+                    self._adjustment(
+                        where, pattern, "recompute communication", "no effect", NONE_BESIDE, layer
+                    )
                 for path in paths:
                     self._again(fates, path, where, layer)
 
@@ -349,14 +353,14 @@ class CommunicationPainter:
         for pattern, (_, layers) in table.items():
             effective = pattern in used
             for layer, targets in self._named(pattern, layers, where, "comm_exclude"):
-                fates = self._painter.fates[layer]
+                fates = self._applier.fates[layer]
                 paths = [path for target in targets for path in fates.layer.communications_beside(target)]
                 for path in fates.keep_communications(paths):
                     effective = True
-                    self._override(where, path, "recompute communication", "keep", EXCLUDE_BEATS_ALL, layer)
+                    self._adjustment(where, path, "recompute communication", "keep", EXCLUDE_BEATS_ALL, layer)
             if not effective and self._communicates:
                 reason = "nothing that it names is communicated again"
-                self._override(where, pattern, "keep communication", "no effect", reason, None)
+                self._adjustment(where, pattern, "keep communication", "no effect", reason, None)
 
     def keep_all(self) -> None:
         """``mp_comm_recompute: false``: what is recomputed keeps the results of its communications.
@@ -365,55 +369,55 @@ class CommunicationPainter:
         """
         kept = [
             path
-            for fates in self._painter.fates.values()
+            for fates in self._applier.fates.values()
             for path in fates.keep_communications(fates.layer.communications, recomputed_only=True)
         ]
         if self._communicates and not kept:
             where = "recompute_config.mp_comm_recompute"
-            self._override(where, "", "false", "no effect", NOTHING_RECOMPUTED, None)
+            self._adjustment(where, "", "false", "no effect", NOTHING_RECOMPUTED, None)
 
     def slice_inputs(self, full: Iterable[int], sequence_parallel: bool) -> None:
         """``recompute_slice_activation``: each rank keeps 1/tp of the input of a layer recomputed whole."""
-        where, painter = "recompute_config.recompute_slice_activation", self._painter
-        held = [layer for layer in full if layer in painter.fates]
+        where, applier = "recompute_config.recompute_slice_activation", self._applier
+        held = [layer for layer in full if layer in applier.fates]
         if sequence_parallel or not held:
-            self._override(where, "", "slices", "no effect", INPUT_IS_SPLIT if held else NOT_WHOLE, None)
+            self._adjustment(where, "", "slices", "no effect", INPUT_IS_SPLIT if held else NOT_WHOLE, None)
             return
         for layer in held:
-            before = painter.fates.get(layer - 1)
+            before = applier.fates.get(layer - 1)
             if before is not None:
                 sliced = before.slice_output()
             else:
-                sliced = not painter.around
-                painter.around = painter.around or (PlanRow("embedding", OUTPUT, "slice"),)
+                sliced = not applier.outside_rows
+                applier.outside_rows = applier.outside_rows or (PlanRow("embedding", OUTPUT, "slice"),)
             if not sliced:
-                self._override(where, "", "slices", "swap", INPUT_IS_SWAPPED, layer)
+                self._adjustment(where, "", "slices", "swap", INPUT_IS_SWAPPED, layer)
 
     def _again(self, fates: LayerFates, path: str, where: str, layer: int) -> None:
         if not fates.communicating_again_pays(path):
-            self._override(where, path, "recompute communication", "keep", RESULT_IS_SMALLER, layer)
+            self._adjustment(where, path, "recompute communication", "keep", RESULT_IS_SMALLER, layer)
         elif fates.communicate_again(path):
-            self._override(where, path, "swap", "re-gather", RECOMPUTE_BEATS_SWAP, layer)
+            self._adjustment(where, path, "swap", "re-gather", RECOMPUTE_BEATS_SWAP, layer)
 
     def _named(
         self, pattern: str, layers: Iterable[int], where: str, request: str
     ) -> Iterable[tuple[int, list[str]]]:
         """Note what the reference would log, and yield (layer, targets) where the model communicates."""
-        for layer, matches in self._painter.matches(pattern, layers, where):
+        for layer, matches in self._applier.matches(pattern, layers, where):
             if request == "select_comm" or not self._swap:
                 names = [match.bare_name for match in matches if not match.is_module]
-                getattr(self._painter.requests[layer], request).extend(names)
+                getattr(self._applier.requests[layer], request).extend(names)
             if self._communicates:
                 yield layer, [target for match in matches for target in match.targets]
 
-    def _override(
+    def _adjustment(
         self, where: str, op_path: str, asked: str, got: str, reason: str, layer: int | None
     ) -> None:
-        self._painter.override(where, op_path, asked, got, reason, layer)
+        self._applier.adjustment(where, op_path, asked, got, reason, layer)
 
 
 def _windows(prefetch: Prefetch) -> Windows | None:
-    """``auto`` is left to the engine, which measures; what it chooses becomes an override then."""
+    """``auto`` is left to the engine, which measures; what it chooses becomes an adjustment then."""
     return None if prefetch == "auto" else Windows.of_prefetch(prefetch)
 
 

@@ -1,4 +1,4 @@
-"""A second try for a step that runs out of memory in the stable stage, where no guard watches its ops.
+"""A retry for a step that runs out of memory in the stable stage, where no guard watches its ops.
 
 Two things can be run again as a whole, with the same random numbers and the guard on, because nothing of the
 first attempt is left when it has failed:
@@ -7,7 +7,7 @@ first attempt is left when it has failed:
   ranks it is this rank's alone where nothing communicates inside it (`Exchanges`): that of the model inside
   DistributedDataParallel. The other ranks wait at the next collective;
 * a **micro-batch**, forward and backward, as long as its gradients are the first: they are dropped. Whoever
-  drives the training must pass it (`SecondTry.micro_batch`); a hook cannot run a backward again.
+  drives the training must pass it (`Retry.micro_batch`); a hook cannot run a backward again.
 
 Where the error stays an error, it says why: gradients that earlier micro-batches have left cannot be told
 from those of a backward that stopped halfway, and a backward among several ranks has reduced some of its
@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..engine.agreement import world_size
-from ..engine.around import Undo, replace_call
+from ..engine.hook_wrappers import Undo, replace_call
 from ..plan.fsdp2 import FSDP2_METHOD
 from ..plan.op_facts import is_collective
 from .meter import runs_its_own_dispatch
@@ -46,14 +46,14 @@ SHARDED = "FSDP2 gathers weights inside it, and the other ranks have done their 
 COMMUNICATES = "it communicates, and the other ranks have done their part"
 
 
-class SecondTry:
+class Retry:
     """See the module's text.
 
     Args:
         model: in training.
         device: that it is on.
         ready: whether an error is to be caught now: the stage is stable, and the guard off.
-        ran_out: switches the guard on; told of each error before its second try.
+        ran_out: switches the guard on; told of each error before its retry.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class SecondTry:
         self._known: tuple[list[nn.Parameter], list[torch.Tensor]] | None = None
 
     def around(self, module: nn.Module) -> list[Undo]:
-        """Give the forwards of ``module`` a second try, hooks on it included."""
+        """Give the forwards of ``module`` a retry, hooks on it included."""
 
         def tried_twice(inner: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args, **kwargs: self.forward(inner, args, kwargs)
@@ -104,7 +104,7 @@ class SecondTry:
             step: both, and nothing that a second call of it would do twice.
 
         Raises:
-            torch.OutOfMemoryError: there is no second try, and the text says why; or it failed too.
+            torch.OutOfMemoryError: there is no retry, and the text says why; or it failed too.
         """
         if not self._ready():
             return step()
@@ -143,7 +143,7 @@ class SecondTry:
             return run()
         except RuntimeError as error:
             failure = failure_of(error)
-            if failure is None or not self._ready() or _is_explained(error):  # or a second try inside failed
+            if failure is None or not self._ready() or _is_explained(error):  # or a retry inside failed
                 raise
             why = why_not()
             if len(restore) < len(self._random):

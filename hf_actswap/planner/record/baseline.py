@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from ...plan.actions import Scope
-from ...plan.outline import is_below
+from ...plan.model_structure import is_below
 from ..profile import Profile
 
 
 @dataclass(frozen=True)
-class Resting:
+class Baseline:
     """What rests on the device of one rank.
 
     Args:
@@ -53,18 +53,18 @@ class Resting:
         return gathered + _shard(self.weight_bytes - gathered, self.ranks)
 
 
-def with_resting(profile: Profile, resting: Resting) -> Profile:
+def with_baseline(profile: Profile, baseline: Baseline) -> Profile:
     """Return the profile of the same step with what rests in the place of what rested.
 
     Args:
         profile: computed from shapes, so that it knows weights and gradients; without gradients of an earlier
             micro-batch.
-        resting: of one rank.
+        baseline: of one rank.
     """
-    ranks = resting.ranks
-    states = _shard(profile.optimizer_state_bytes, ranks if resting.stage else 1)
-    gradients = _gradients(profile, resting)
-    weights = resting.running_bytes - profile.weight_bytes
+    ranks = baseline.ranks
+    states = _shard(profile.optimizer_state_bytes, ranks if baseline.stage else 1)
+    gradients = _gradients(profile, baseline)
+    weights = baseline.running_bytes - profile.weight_bytes
     less = weights + states - profile.optimizer_state_bytes
     spans = tuple(
         replace(
@@ -78,27 +78,27 @@ def with_resting(profile: Profile, resting: Resting) -> Profile:
             profile.spans,
             profile.gradient_bytes,
             gradients,
-            (_passing(resting, *span.call[:2]) for span in profile.spans),
+            (_passing(baseline, *span.call[:2]) for span in profile.spans),
             strict=False,
         )
     )
-    at_rest = _shard(resting.weight_bytes, ranks if resting.stage == 3 else 1) - profile.weight_bytes
+    at_rest = _shard(baseline.weight_bytes, ranks if baseline.stage == 3 else 1) - profile.weight_bytes
     outside = at_rest + states - profile.optimizer_state_bytes + gradients[-1] - profile.gradient_bytes[-1]
     return replace(
         profile,
         spans=spans,
-        weight_bytes=resting.running_bytes,
+        weight_bytes=baseline.running_bytes,
         gradient_bytes=gradients,
         optimizer_state_bytes=states,
         outside_base_bytes=max(profile.outside_base_bytes + outside, 0),
-        outside_ms=profile.outside_ms / (ranks if resting.stage else 1),
+        outside_ms=profile.outside_ms / (ranks if baseline.stage else 1),
     )
 
 
-def _gradients(profile: Profile, resting: Resting) -> tuple[int, ...]:
+def _gradients(profile: Profile, baseline: Baseline) -> tuple[int, ...]:
     """`Profile.gradient_bytes` as they rest: shards of what is scattered, the rest whole."""
-    if resting.stage < 2:
-        return tuple(int(size * resting.gradient_scale) for size in profile.gradient_bytes)
+    if baseline.stage < 2:
+        return tuple(int(size * baseline.gradient_scale) for size in profile.gradient_bytes)
     found = [0] * len(profile.gradient_bytes)
     outside = own = flying = scattered = 0
     running: Scope | None = None
@@ -110,20 +110,20 @@ def _gradients(profile: Profile, resting: Resting) -> tuple[int, ...]:
         scope = profile.spans[number].call[0]
         if isinstance(scope, int) and scope != running:
             running, scattered, flying, own = scope, scattered + flying, own, 0
-        rests = int(scattered * resting.gradient_scale)
-        found[number] = outside + own + flying + _shard(rests, resting.ranks)
+        rests = int(scattered * baseline.gradient_scale)
+        found[number] = outside + own + flying + _shard(rests, baseline.ranks)
         made = max(profile.gradient_bytes[following] - profile.gradient_bytes[number], 0)
         if isinstance(scope, int):
             own += made
         else:
             outside += made
-    found[-1] = _shard(int(profile.gradient_bytes[-1] * resting.gradient_scale), resting.ranks)
+    found[-1] = _shard(int(profile.gradient_bytes[-1] * baseline.gradient_scale), baseline.ranks)
     return tuple(found)
 
 
-def _passing(resting: Resting, scope: Scope | None, path: str) -> int:
+def _passing(baseline: Baseline, scope: Scope | None, path: str) -> int:
     return max(
-        (size for (at, module), size in resting.passing.items() if at == scope and is_below(path, module)),
+        (size for (at, module), size in baseline.passing.items() if at == scope and is_below(path, module)),
         default=0,
     )
 

@@ -17,7 +17,7 @@ from .layer_graph import RECOMPUTE, SWAP, GraphStorage, LayerGraph
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class LinkRate:
     """How fast copies are taken to be, in bytes per ms; both 0: there is no link, and its time is not known.
 
     Args:
@@ -30,11 +30,13 @@ class Pace:
     latency_ms: float
 
     @staticmethod
-    def of(link: Link | None, safety: float) -> Pace:
-        """Return the pace of a link whose copies last ``safety`` times as long as it says."""
+    def of(link: Link | None, safety: float) -> LinkRate:
+        """Return the rate of a link whose copies last ``safety`` times as long as it says."""
         if link is None:
-            return Pace(0.0, 0.0, 0.0)
-        return Pace(link.out_bytes_per_ms / safety, link.in_bytes_per_ms / safety, link.latency_ms * safety)
+            return LinkRate(0.0, 0.0, 0.0)
+        return LinkRate(
+            link.out_bytes_per_ms / safety, link.in_bytes_per_ms / safety, link.latency_ms * safety
+        )
 
     def out_ms(self, size_bytes: int) -> float:
         """Duration of a copy out."""
@@ -47,7 +49,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way for a layer.
+    """One variant of a layer.
 
     Args:
         fates: of the calls of its graph; of a layer recomputed whole, those of calls before it count.
@@ -84,7 +86,7 @@ class Option:
         return self.recompute_ms + self.again_ms
 
 
-def evaluate(graph: LayerGraph, fates: Sequence[str], pace: Pace, whole: bool = False) -> Option:
+def evaluate(graph: LayerGraph, fates: Sequence[str], link_rate: LinkRate, whole: bool = False) -> Option:
     """Return what one combination of fates costs.
 
     Args:
@@ -93,32 +95,32 @@ def evaluate(graph: LayerGraph, fates: Sequence[str], pace: Pace, whole: bool = 
         pace: of copies.
         whole: whether the layer is recomputed whole: then only calls before it have a say.
     """
-    sweep = Sweep(graph, fates, whole)
-    sweep.backward()
+    costs = LayerCosts(graph, fates, whole)
+    costs.backward()
     kept_bytes = swapped_bytes = input_bytes = 0
     outs: list[tuple[float, int]] = []
     ins: list[tuple[float, int]] = []
     ready_ms = list(itertools.accumulate(graph.forward_ms, initial=0.0))
-    for number, (maker, first_read_ms) in sorted(sweep.held.items()):
+    for number, (maker, first_read_ms) in sorted(costs.held.items()):
         storage = graph.storages[number]
-        if sweep.moves(number, maker):
+        if costs.moves(number, maker):
             swapped_bytes += storage.size_bytes
             input_bytes += storage.size_bytes if graph.calls[maker].from_before else 0
-            outs.append((ready_ms[sweep.ready_after(number, maker)], storage.size_bytes))
+            outs.append((ready_ms[costs.ready_after(number, maker)], storage.size_bytes))
             ins.append((first_read_ms, storage.size_bytes))
         else:
             kept_bytes += storage.size_bytes
     end_ms, backlog_ms, lead_ms, out_ms, in_ms = ready_ms[-1], 0.0, 0.0, 0.0, 0.0
     for at_ms, size_bytes in sorted(outs, reverse=True):
-        out_ms += pace.out_ms(size_bytes)
+        out_ms += link_rate.out_ms(size_bytes)
         backlog_ms = max(backlog_ms, out_ms - (end_ms - at_ms))
     for at_ms, size_bytes in sorted(ins):
-        in_ms += pace.in_ms(size_bytes)
+        in_ms += link_rate.in_ms(size_bytes)
         lead_ms = max(lead_ms, in_ms - at_ms)
     return Option(
         fates=tuple(fates),
         whole=whole,
-        recompute_ms=sweep.recompute_ms,
+        recompute_ms=costs.recompute_ms,
         kept_bytes=kept_bytes,
         swapped_bytes=swapped_bytes,
         swapped_input_bytes=input_bytes,
@@ -126,12 +128,12 @@ def evaluate(graph: LayerGraph, fates: Sequence[str], pace: Pace, whole: bool = 
         in_ms=in_ms,
         backlog_ms=backlog_ms,
         lead_ms=lead_ms,
-        forward_peak_bytes=sweep.forward_peak(),
-        backward_peak_bytes=sweep.backward_peak_bytes,
+        forward_peak_bytes=costs.forward_peak(),
+        backward_peak_bytes=costs.backward_peak_bytes,
     )
 
 
-class Sweep:
+class LayerCosts:
     """Walks through a layer's backward, and rebuilds what is needed when it is needed first.
 
     Attributes:

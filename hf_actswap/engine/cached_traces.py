@@ -1,4 +1,4 @@
-"""What a stretch of the model packs at every call: watched until two calls are alike, then gone by.
+"""What a segment of the model packs at every call: watched until two calls are alike, then gone by.
 
 Following a layer's ops costs more than many a small op: a function mode names them, hooks on its modules
 follow the path, every storage gets an owner. But a layer does the same work at every step. So each call is
@@ -6,13 +6,16 @@ written down, one `Step` for each tensor that autograd saves: how many operators
 dtype, and what the plan does with it. After two equal calls the steps are read off in order, and nothing
 else runs but the comparison.
 
-A call that departs from its routine (other inputs took another branch) is never wrong, since swapping and
+A call that does not match its cached trace (other inputs took another branch) is never wrong, since swapping
+and
 keeping give the same numbers: the rest of that one layer is kept or swapped by the layer's rule, all later
 layers of the forward are followed again, and so is everything until two calls are alike once more. After
-``MOST_DEPARTURES`` the model is taken at its word: nothing is a routine any more.
+``MOST_MISMATCHES`` the model is taken at its word: nothing is a cached trace any more.
 
-Only layers that swap or keep have routines: recomputation needs the op itself, not only its outcome. What
-runs between the layers (rotary embedding, loss) is a stretch of its own; where it departs, the layers go on.
+Only layers that swap or keep have cached traces: recomputation needs the op itself, not only its outcome.
+    What
+runs between the layers (rotary embedding, loss) is a segment of its own; where it does not match, the layers
+go on.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ from .views import View
 
 logger = logging.getLogger(__name__)
 
-MOST_DEPARTURES = 3
+MOST_MISMATCHES = 3
 BETWEEN: Literal["between"] = "between"
 
-Stretch = Scope | Literal["between"]
+Segment = Scope | Literal["between"]
 """A scope, or all that runs outside of any, in order."""
 
 
@@ -44,7 +47,7 @@ class SavedStep:
     """One saved tensor that is swapped, or that its own node made.
 
     Args:
-        offset_ops: operators since the stretch began, or began anew.
+        offset_ops: operators since the segment began, or began anew.
         dtype: of the tensor.
         windows: of its swap; ``None``: its own node made it, and it is kept, detached.
         whole: how it looks, if it is contiguous and all of its storage, and was swapped.
@@ -78,7 +81,7 @@ class SmallStep:
 Step = int | SmallStep | SavedStep
 """An int is a tensor that is kept as it is, by its ``offset_ops``: most are such."""
 
-Routine = Sequence[Step]
+CachedTrace = Sequence[Step]
 
 
 def step_of(
@@ -99,7 +102,7 @@ def step_of(
     return SmallStep(offset_ops, saved.nbytes, own_output, step) if too_small else step
 
 
-class Routines:
+class CachedTraces:
     """Of one applied plan.
 
     Args:
@@ -108,38 +111,38 @@ class Routines:
     """
 
     def __init__(self, scopes: frozenset[Scope], between: bool) -> None:
-        self.stretches: frozenset[Stretch] = scopes | {BETWEEN} if between else scopes
-        self._last: dict[Stretch, list[Step]] = {}
-        self._known: dict[Stretch, Routine] = {}
-        self._departures = self._departures_between = 0
+        self.segments: frozenset[Segment] = scopes | {BETWEEN} if between else scopes
+        self._last: dict[Segment, list[Step]] = {}
+        self._known: dict[Segment, CachedTrace] = {}
+        self._mismatches = self._mismatches_between = 0
 
-    def __getitem__(self, stretch: Stretch) -> Routine | None:
-        """The routine of a stretch; ``None``: follow it."""
-        return self._known.get(stretch)
+    def __getitem__(self, segment: Segment) -> CachedTrace | None:
+        """The cached trace of a segment; ``None``: follow it."""
+        return self._known.get(segment)
 
-    def knows(self, stretches: frozenset[Scope]) -> bool:
-        """Whether all of ``stretches`` have one."""
-        return self._known.keys() >= stretches
+    def knows(self, segments: frozenset[Scope]) -> bool:
+        """Whether all of ``segments`` have one."""
+        return self._known.keys() >= segments
 
-    def watched(self, stretch: Stretch, steps: list[Step]) -> None:
-        """A call of ``stretch`` ended that was followed from beginning to end."""
-        departures = self._departures_between if stretch == BETWEEN else self._departures
-        if departures >= MOST_DEPARTURES or stretch not in self.stretches:
+    def watched(self, segment: Segment, steps: list[Step]) -> None:
+        """A call of ``segment`` ended that was followed from beginning to end."""
+        mismatches = self._mismatches_between if segment == BETWEEN else self._mismatches
+        if mismatches >= MOST_MISMATCHES or segment not in self.segments:
             return
-        if self._last.get(stretch) == steps:
-            self._known[stretch] = steps
+        if self._last.get(segment) == steps:
+            self._known[segment] = steps
         else:
-            self._last[stretch] = steps
+            self._last[segment] = steps
 
-    def departed(self, stretch: Stretch) -> None:
-        """A call did not keep to its routine: forget it, and if it was a layer's, all of them."""
-        if stretch == BETWEEN:
-            self._departures_between += 1
+    def mismatched(self, segment: Segment) -> None:
+        """A call did not match its cached trace: forget it, and if it was a layer's, all of them."""
+        if segment == BETWEEN:
+            self._mismatches_between += 1
             self._known.pop(BETWEEN, None)
             self._last.pop(BETWEEN, None)
             return
-        self._departures += 1
-        then = "from now on each op is followed" if self._departures >= MOST_DEPARTURES else "learning anew"
-        logger.info("%s ran other operators than before; %s", stretch, then)
+        self._mismatches += 1
+        then = "from now on each op is followed" if self._mismatches >= MOST_MISMATCHES else "learning anew"
+        logger.info("%s ran other operators than before; %s", segment, then)
         self._known.clear()
         self._last.clear()

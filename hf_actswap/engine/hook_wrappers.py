@@ -17,17 +17,17 @@ from typing import Any
 from torch import nn
 
 from ..plan.compiled import is_compiled
-from ..plan.outline import Outline, unwrapped
+from ..plan.model_structure import ModelStructure, unwrapped
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 After = Callable[[nn.Module, tuple[Any, ...], Any], None]
 Undo = Callable[[], None]
 
 
-def around(module: nn.Module, before: Before, after: After) -> list[Undo]:
+def wrap_call(module: nn.Module, before: Before, after: After) -> list[Undo]:
     """Call ``before`` ahead of each call of ``module`` and ``after`` behind it, also after an exception."""
     if getattr(module, "_compiled_call_impl", None) is not None:
-        return [_around_compiled(module, before, after)]
+        return [_wrap_compiled(module, before, after)]
     handles = [
         module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True),
         module.register_forward_hook(Hook(after), always_call=True),
@@ -59,7 +59,7 @@ def _nothing(*_: Any) -> None:
     """What the hooks of copies do."""
 
 
-def _around_compiled(module: nn.Module, before: Before, after: After) -> Undo:
+def _wrap_compiled(module: nn.Module, before: Before, after: After) -> Undo:
     def surrounded(inner: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(inner)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def _around_compiled(module: nn.Module, before: Before, after: After) -> Undo:
     return replace_call(module, surrounded)
 
 
-def replace_call(module: nn.Module, around_call: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
+def replace_call(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
     """Put a function around the calls of this module alone, outside of its hooks; return what takes it away.
 
     Several may be around one module, and go in any order.
@@ -88,7 +88,7 @@ def replace_call(module: nn.Module, around_call: Callable[[Callable[..., Any]], 
     compiled = getattr(module, "_compiled_call_impl", None)
     name = "_call_impl" if compiled is None else "_compiled_call_impl"
     link = _Call(module, name, getattr(module, name))
-    link.call = around_call(link.call_inner)
+    link.call = wrapper(link.call_inner)
     vars(module)[name] = link
 
     def undo() -> None:
@@ -162,11 +162,11 @@ def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def compiled_around(model: nn.Module, outline: Outline) -> nn.Module | None:
+def compiled_wrapper(model: nn.Module, structure: ModelStructure) -> nn.Module | None:
     """Return the outermost module around the decoder layers whose call is compiled, if there is one."""
-    if not outline.compiled or not outline.layers:
+    if not structure.compiled or not structure.layers:
         return None
-    first = unwrapped(model).get_submodule(outline.layers[0].module_path)
+    first = unwrapped(model).get_submodule(structure.layers[0].module_path)
     return next(
         (module for module in model.modules() if is_compiled(module) and first in module.modules()), None
     )

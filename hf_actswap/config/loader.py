@@ -327,7 +327,7 @@ def _read_num_layers(findings: Findings) -> int | None:
 
 
 def _note_foreign_sections(findings: Findings) -> None:
-    """One line for each section that is not ours; a problem for each that is unowned."""
+    """One line for each section that is not ours; a problem for each that nobody knows."""
     for key in findings.document:
         if key == "model":
             findings.note((key,), _model_note(findings))

@@ -1,8 +1,7 @@
 """Communications that have a name: the seam between parallel layers and whatever decides about memory.
 
 A parallel layer communicates in forward only through these functions. Each is a function as PyTorch's own
-are: a ``TorchFunctionMode`` sees it, under the name that it has here. So the model structure of a model lists
-    it
+are: a ``TorchFunctionMode`` sees it, under the name that it has here. So the structure of a model lists it
 beside the op that it stands at (``input_layernorm.all_gather``), a plan can give its result a fate (keep it,
 or communicate again, ``re-gather``), and the engine can carry that out without knowing any parallel layer.
 

@@ -1,7 +1,7 @@
-"""Applies what the user wrote onto the layers of a model, and records what gives way to what.
+"""Applies what the user wrote to the layers of a model, and records what gives way to what.
 
-This class meets the requested policies in the reference's order; each method takes one key of the
-configuration in its normal form, applies the fates, and notes what the reference would log.
+`RuleApplier` takes the rules in the reference's order; each method takes one key of the configuration in its
+normal form, applies the fates, and notes what the reference would log.
 
 `CommunicationRuleApplier` applies what was written about communication inside layers: keep its results, or
 communicate again. A communication is a function of a layer like any other (``input_layernorm.all_gather``);

@@ -1,4 +1,4 @@
-"""The model structure of a model: its stacks of layers and the ops in them, by name."""
+"""The structure of a model: its stacks of layers and the ops in them, by name."""
 
 from __future__ import annotations
 

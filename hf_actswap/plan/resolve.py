@@ -54,7 +54,7 @@ def resolve_plan(config: ActSwapConfig, structure: ModelStructure, stage: int | 
 
     Args:
         config: from `load_config`.
-        structure: from `structure`, of the model that will train.
+        structure: from `model_structure`, of the model that will train.
         stage: pipeline stage whose layers the model holds; ``None``: the model holds all of them, whatever
             the configured pipeline, and the tables apply by global layer index. Layers in the plan's rows
             are the model's own, in its log lines global.

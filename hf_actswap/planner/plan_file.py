@@ -36,7 +36,7 @@ class MadeFor:
         dtype: of the parameters.
         device: name of the device.
         world_size: ranks.
-        requested policy: the ``memory`` section without the file's name, and the fates written by hand.
+        requested: the ``memory`` section without the file's name, and the fates written by hand.
         versions: of PyTorch and of this package.
     """
 

@@ -12,9 +12,9 @@ keeping give the same numbers: the rest of that one layer is kept or swapped by 
 layers of the forward are followed again, and so is everything until two calls are alike once more. After
 ``MOST_MISMATCHES`` the model is taken at its word: nothing is a cached trace any more.
 
-Only layers that swap or keep have cached traces: recomputation needs the op itself, not only its outcome. What
-runs between the layers (rotary embedding, loss) is a segment of its own; where it does not match, the layers
-go on.
+Only layers that swap or keep have cached traces: recomputation needs the op itself, not only its outcome.
+What runs between the layers (rotary embedding, loss) is a segment of its own; where it does not match, the
+layers go on.
 """
 
 from __future__ import annotations

@@ -126,12 +126,12 @@ class Blocks:
             rest -= held
         return HostBuffer(size_bytes, tuple(pieces), tuple(ranges))
 
-    def free_slabs(self, keep_bytes: int, free: Callable[[torch.Tensor], None]) -> None:
-        """Free slabs in which no block is out, newest first, as long as ``keep_bytes`` remain held."""
+    def free_slabs(self, free: Callable[[torch.Tensor], None]) -> None:
+        """Free slabs in which no block is out, newest first."""
         self._join_kept()
         for number in sorted(self._slabs, reverse=True):
             size_bytes = self._slabs[number].numel()
-            if self.held_bytes - size_bytes >= keep_bytes and self._free.take_whole(number, size_bytes):
+            if self._free.take_whole(number, size_bytes):
                 self.held_bytes -= size_bytes
                 free(self._slabs.pop(number))
 

@@ -156,15 +156,6 @@ class HostPool:
         if failure is not None:
             raise failure
 
-    def trim(self, keep_bytes: int = 0) -> None:
-        """Free slabs in which nothing is in use, newest first, as long as ``keep_bytes`` remain held."""
-        with self._lock:
-            self._collect()
-            self._target_bytes = min(self._target_bytes, keep_bytes)
-            self._free_slabs(keep_bytes)
-        if self._closed:
-            self._settle()
-
     def close(self) -> None:
         """Stop reserving and free what is not in use; a slab with blocks in use is freed with the last one.
 
@@ -177,7 +168,7 @@ class HostPool:
             self._thread.join()
         with self._lock:
             self._collect()
-            self._free_slabs(0)
+            self._blocks.free_slabs(self._source.free)
         self._settle()
 
     def __del__(self) -> None:
@@ -191,7 +182,7 @@ class HostPool:
             try:
                 self._collect()
                 if self._closed:
-                    self._free_slabs(0)
+                    self._blocks.free_slabs(self._source.free)
             finally:
                 self._lock.release()
 
@@ -262,9 +253,6 @@ class HostPool:
     def _add_slab(self, slab: torch.Tensor) -> None:
         self._blocks.add_slab(slab)
         self._changed.notify_all()
-
-    def _free_slabs(self, keep_bytes: int) -> None:
-        self._blocks.free_slabs(keep_bytes, self._source.free)
 
     def _reserve(self) -> None:
         """The reserving thread: allocates without the lock, so that blocks can be taken meanwhile."""

@@ -97,9 +97,7 @@ class Read:
         self.waited = True
 
 
-STEPS = st.lists(
-    st.tuples(st.sampled_from(["take", "take", "give", "trim"]), st.integers(1, 100)), max_size=60
-)
+STEPS = st.lists(st.tuples(st.sampled_from(["take", "take", "give"]), st.integers(1, 100)), max_size=60)
 
 
 @settings(max_examples=80)
@@ -114,9 +112,7 @@ def test_blocks_never_overlap_and_free_memory_is_usable(
     peak = 0
     for kind, number in steps:
         used = sum(buffer.size_bytes for buffer in out)
-        if kind == "trim":
-            pool.trim(number * UNIT)
-        elif kind == "give":
+        if kind == "give":
             if out:
                 pool.give_back(out.pop(number % len(out)))
         else:
@@ -138,7 +134,7 @@ def test_blocks_never_overlap_and_free_memory_is_usable(
         assert all(any(low <= start and stop <= high for low, high in slabs) for start, stop in found)
     for buffer in out:
         pool.give_back(buffer)
-    pool.trim()
+    pool.close()
     assert (pool.used_bytes, pool.held_bytes, source.out) == (0, 0, {})
 
 
@@ -237,19 +233,6 @@ def test_memory_that_cannot_be_had_is_rejected_with_one_warning(caplog: pytest.L
     assert [record.getMessage() for record in caplog.records] == [
         "No more host memory (no more memory): what does not fit stays on the device."
     ]
-
-
-def test_trim_keeps_what_is_in_use_and_what_it_is_told_to() -> None:
-    source = WatchedSlabs()
-    pool = HostPool(source, slab_bytes=MIB)
-    out = [taken(pool, MIB) for _ in range(5)]
-    for buffer in out[1:]:
-        pool.give_back(buffer)
-    pool.trim(3 * MIB)
-    assert pool.held_bytes == 3 * MIB
-    pool.trim()
-    assert source.out == {out[0].pieces[0].data_ptr(): MIB}
-    assert taken(pool, MIB).size_bytes == MIB
 
 
 def test_after_close_slabs_go_with_their_last_block() -> None:

@@ -244,7 +244,6 @@ class MemoryWalk:
                 self._dropped[birth] += size_bytes
                 self._dropped[end + 1] -= size_bytes
         self._add_moved(assembled)
-        self._moved_state_bytes = moved_state_bytes
         self._base = [max(span.forward_base_bytes - moved_state_bytes, 0) for span in order.spans]
         first = order.spans[order.places.order[0]].backward_base_bytes if order.places.order else None
         last = order.spans[-1].forward_base_bytes if order.spans else 0

@@ -151,7 +151,6 @@ class LayerCosts:
         self.backward_peak_bytes = 0
         self.turn_ms: list[float] = []
         self._now_ms, self._turn = 0.0, 0
-        self._built: dict[int, int] = {}
         self._alive: dict[int, tuple[int, int]] = {}
         self._ran: set[int] = set()
 

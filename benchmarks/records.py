@@ -92,7 +92,7 @@ class Result(Record):
         first_step_pinning_ms: of ours, what page-locking host memory took in it; ``pinning_ms``: until the
             last step.
         held_bytes: alive at the end of forward, above the baseline state; the output included.
-        resting_bytes: allocated before the method was put on.
+        baseline_bytes: allocated before the method was put on.
         prefetched_bytes, stalls, stall_ms, recomputes, rejected_bytes: the engine's counters of one step.
         adjustments: what rules changed of the configuration, in words.
         must_be_exact: output and gradients must equal eager's bit for bit.

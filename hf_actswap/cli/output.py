@@ -13,14 +13,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from ..engine.link import Link
 from ..errors import ActSwapError, Problem
+
+if TYPE_CHECKING:  # commands look at their options before torch is imported
+    from ..engine.link import Link
 
 Document = Mapping[str, Any]
 

@@ -23,8 +23,9 @@ from ..plan.actions import COMPILE_BUDGET, SCOPES, Scope, folded
 from ..planner.cost.tensor_axis import Exchanged, exchanged, tensor_axis
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DEVICES, Fabric
+from .optimizers import state_bytes
 from .output import folded_by_layer, heading, listed, problems_document, size_text, step_ms_text
-from .plan_request import PREDICTED, AskedStep, PlanRequest, state_bytes
+from .plan_request import PREDICTED, AskedStep, PlanRequest
 from .planned import NOTHING, PLANNED, MemoryParts, Planned, memory_in_force, planned, poor_deal
 from .profile_file import ProfileFile, read_profile
 from .step import StepShape, device_name, prediction_document, saved_by_row

@@ -24,9 +24,10 @@ from ..planner.meter import device_name as name_of
 from ..planner.profile import Prediction, Profile
 from ..report import PlannerBar
 from . import options
+from .optimizers import state_bytes
 from .options import DtypeName
 from .output import answer, busy, heading, link_text, op_ms_text, size_text, step_ms_text
-from .plan_request import ModelRequest, state_bytes
+from .plan_request import ModelRequest
 from .profile_file import write_profile
 from .recorded_steps import TIMED_STEPS, RecordedSteps, for_all_layers
 from .step import DEFAULT_DEVICE, StepShape, device_name, kind_here, not_run, prediction_document, profile_of

@@ -19,8 +19,9 @@ from ..planner.profile import Prediction, Profile
 from ..planner.record.baseline import Baseline, with_baseline
 from ..planner.record.devices import device_rates
 from ..planner.record.shapes import profile_from_shapes
+from .optimizers import state_bytes
 from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName
-from .plan_request import Sharding, state_bytes
+from .plan_request import Sharding
 from .subject import DTYPES, ModelError, Subject
 
 DEFAULT_DEVICE = "H200"

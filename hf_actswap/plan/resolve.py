@@ -243,8 +243,8 @@ class _Resolution:
         applier.set_budgets(self._budgets(), full)
         applier.apply_exclude(selections["select_recompute_exclude"], excluded)
         communication.keep(selections["select_comm_recompute_exclude"], excluded)
-        recompute, parallel = self._config.recompute_config, self._config.parallel_config
-        if not recompute.mp_comm_recompute:
+        section, parallel = self._config.recompute_config, self._config.parallel_config
+        if not section.mp_comm_recompute:
             communication.keep_all()
         self._keep_overwritten()
         swap = self._config.swap_config
@@ -252,7 +252,7 @@ class _Resolution:
         read = applier.ops_read_to_swap(self._swap and swap.select_recompute_input)
         applier.keep_inputs(lifted, read)
         applier.swap_inputs(lifted, swap.default_prefetch)
-        if recompute.recompute_slice_activation and parallel.tensor_parallel_size > 1:
+        if section.recompute_slice_activation and parallel.tensor_parallel_size > 1:
             communication.slice_inputs(full, parallel.sequence_parallel_enabled)
         tiles, tile_adjustments = self._tiles()
         problems = self._problems + applier.problems
@@ -291,7 +291,7 @@ class _Resolution:
             warnings=tuple(warnings),
             unsupported=unsupported_policies(self._config, self._structure),
             fused_recompute=self._config.recompute_config.fused,
-            gather_weights_again=recompute.parallel_optimizer_comm_recompute and self._structure.sharded,
+            gather_weights_again=section.parallel_optimizer_comm_recompute and self._structure.sharded,
             keeps_gathered=self._keeps_gathered(selections["select_comm_recompute"]),
         )
 

@@ -105,7 +105,7 @@ class RecordedStep:
     Args:
         profile: recorded.
         weights: of its modules.
-        resting_bytes: on the device before the forward; 0: not known.
+        baseline_bytes: on the device before the forward; 0: not known.
     """
 
     profile: Profile

@@ -200,7 +200,7 @@ def test_eager_holds_what_its_layers_save(rows: Rows) -> None:
     assert saved <= rows["eager"]["held_bytes"] <= saved + position_ids
 
 
-def test_peak_is_resting_and_activation_bytes(rows: Rows) -> None:
+def test_peak_is_baseline_and_activation_bytes(rows: Rows) -> None:
     weights = LAYERS * (4 * SHAPE.hidden**2 + 3 * SHAPE.hidden * SHAPE.intermediate + 2 * SHAPE.hidden)
     baseline = 2 * 4 * (weights + TOKENS * SHAPE.hidden)  # each with its gradient
     eager = rows["eager"]

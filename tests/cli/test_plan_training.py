@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actswap.cli.plan_request import state_bytes
+from hf_actswap.cli.optimizers import state_bytes
 from hf_actswap.plan import model_structure
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.baseline import Baseline, with_baseline

@@ -8,16 +8,13 @@ import pytest
 import torch
 
 from tests.engine.tiled_loss_worker import KINDS, WORLD_SIZE, train_on_rank
-from tests.processes import finish
+from tests.processes import launch
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what each rank wrote; all in one launch."""
-    folder = tmp_path_factory.mktemp("tiled")
-    context = torch.multiprocessing.spawn(train_on_rank, (str(folder),), nprocs=WORLD_SIZE, join=False)
-    finish(context, 250)
-    return folder
+    return launch(train_on_rank, tmp_path_factory.mktemp("tiled"), WORLD_SIZE, 250)
 
 
 @pytest.mark.dist

@@ -37,7 +37,7 @@ def test_the_record_of_a_training(make_trainer: Make, tmp_path: Path) -> None:
     assert [layer for layer in forwards if layer is not None] == [*range(4), *range(4)]  # two micro-batches
     assert run.timeline.compute[-1].phase == "outside"
     of_a_step = run.steps[-1]["stats"]["offloaded_bytes"] / 2
-    assert sum(copy.size_bytes for copy in run.timeline.copies if copy.way == "out") == of_a_step
+    assert sum(copy.size_bytes for copy in run.timeline.copies if copy.direction == "out") == of_a_step
     assert write_report(tmp_path / "out").page.is_file()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hf_actswap.engine import AppliedPlan
-from hf_actswap.engine.cached_traces import CachedTrace, CachedTraces, Stretch
+from hf_actswap.engine.cached_traces import CachedTrace, CachedTraces, Segment
 from tests.engine.tiny_models import (
     NUM_LAYERS,
     batch,
@@ -137,8 +137,8 @@ def test_routines_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[bool] = []
     look = CachedTraces.__getitem__
 
-    def spy(traces: CachedTraces, stretch: Stretch) -> CachedTrace | None:
-        trace = look(traces, stretch)
+    def spy(traces: CachedTraces, segment: Segment) -> CachedTrace | None:
+        trace = look(traces, segment)
         found.append(trace is not None)
         return trace
 

@@ -27,7 +27,7 @@ def plan_rows(draw: st.DrawFn) -> list[PlanRow]:
     )
     rows = []
     for scope, path, ordinal in draw(st.lists(keys, unique=True, max_size=12)):
-        fate = draw(st.sampled_from(FATES))
+        fate = draw(st.sampled_from(tuple(FATES)))
         leads = st.integers(min_value=0, max_value=50)
         windows = Windows(draw(leads), draw(leads)) if fate == "swap" and draw(st.booleans()) else None
         parameters = draw(

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from ..config import ActSwapConfig, load_config
 from ..errors import ActSwapError, PlanError, Problem, nearest
 from ..plan import Adjustment, MemoryPlan, ModelStructure, PlanRow, resolve_plan
-from ..plan.actions import SCOPES, Scope
+from ..plan.actions import FATES, SCOPES, Fate, Scope
 from ..plan.match import LayerNames
 from ..plan.mindformers_names import DEFAULT_SELECT_PATTERNS, DEFAULT_SWAP_PATTERN
 from ..plan.model_structure import OUTPUT, is_below
@@ -23,15 +23,6 @@ from .plan_answer import windows_text
 from .plan_request import ModelRequest
 from .step import StepShape, profile_of, saved_by_op
 from .subject import Subject, subject, with_tp
-
-_MEANING = {
-    "keep": "What it produces stays on the device until backward has read it.",
-    "swap": "What it produces is copied to host memory, its device memory is released, and it is copied back "
-    "ahead of backward.",
-    "recompute": "What it produces is dropped and computed again in backward.",
-    "re-gather": "Each rank keeps its shard; backward gathers again.",
-    "slice": "Each rank keeps a slice of what all hold alike; backward gathers it.",
-}
 
 
 class ExplainError(PlanError):
@@ -55,7 +46,7 @@ class Explained:
     """
 
     op_path: str
-    fate: str
+    fate: Fate
     row: PlanRow | None
     policies: Sequence[RequestedPolicy]
     adjustments: Sequence[Adjustment]
@@ -96,7 +87,7 @@ class Explanation:
             place = f"layer {self.layer}" if isinstance(self.layer, int) else str(self.layer)
             name = op.op_path or "everything"
             yield heading(f"{place}, {name}: {op.fate}")
-            yield _MEANING[op.fate]
+            yield FATES[op.fate]
             if op.saved_bytes is not None:
                 yield f"Autograd saves {size_text(op.saved_bytes)} of it where nothing is done."
             yield from listed([_deciding(op.row, op.op_path)])

@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .keys import (
     MEMORY_KEYS,
@@ -39,8 +39,7 @@ from .schema import MemoryConfig, RecomputeConfig, SwapConfig
 
 _LEAST = {"warmup_steps": 1, "search_steps": 0, "num_attn_layers_per_stage": 1, "swap_bucket_size": None}
 _SIZES = ("budget_gib", "reduce_by_gib", "min_tensor_mib", "host_memory_gib")
-_MAY_BE_NULL = (*_SIZES, "margin_gib", "plan_file")
-_CHOICES = {"mode": ("off", "smart_swap", "adaptive"), "preference": ("performance", "memory_saving")}
+_TYPES = get_type_hints(MemoryConfig)
 
 MIB, GIB = 2**20, 2**30
 
@@ -56,7 +55,7 @@ def read_memory(findings: Findings) -> MemoryConfig:
     settings = [
         MindSpeedSetting(key, ("memory", key), _read_value(findings, ("memory", key), key, value))
         for key, value in section.items()
-        if key in MEMORY_KEYS and not (value is None and key in _MAY_BE_NULL)
+        if key in MEMORY_KEYS and not (value is None and type(None) in get_args(_TYPES[key]))
     ]
     settings += read_flags(findings, section)
     settings += read_settings(findings, section)
@@ -137,17 +136,17 @@ def _names_layers(value: object) -> bool:
 
 
 def _read_value(findings: Findings, path: Path, key: str, value: object) -> Any:
-    if key in _CHOICES:
+    if get_origin(_TYPES[key]) is Literal:
         # YAML 1.1 reads a bare `off` as false.
         word = "off" if key == "mode" and value is False else value
-        return read_choice(findings, path, word, _CHOICES[key])
+        return read_choice(findings, path, word, get_args(_TYPES[key]))
     if key in _LEAST:
         return read_int(findings, path, value, minimum=_LEAST[key])
     if key in _SIZES:
         return read_positive(findings, path, value)
     if key == "margin_gib":
         return read_not_negative(findings, path, value)
-    if key == "bind_numa":
+    if _TYPES[key] is bool:
         return read_bool(findings, path, value)
     return read_text(findings, path, value)
 

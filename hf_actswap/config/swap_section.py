@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_type_hints
 
 from .keys import SWAP_KEYS
 from .op_path import op_path_fault
@@ -47,24 +47,16 @@ class _Entry(Generic[RuleT]):
 
 
 def read_swap(findings: Findings) -> SwapConfig:
-    """Read ``swap_config``. With ``swap`` false everything is read and checked all the same."""
+    """Read ``swap_config``, each key by the type that `SwapConfig` declares for it.
+
+    With ``swap`` false everything is read and checked all the same. ``null`` is as if the key were not
+    written, except where true or false is expected.
+    """
     section = read_section(findings, "swap_config", SWAP_KEYS)
     values: dict[str, Any] = {}
-    if "swap" in section:
-        values["swap"] = read_bool(findings, ("swap_config", "swap"), section["swap"])
-    if section.get("default_prefetch") is not None:
-        path = ("swap_config", "default_prefetch")
-        values["default_prefetch"] = read_prefetch(findings, path, section["default_prefetch"])
-    for key in ("recompute_input", "select_recompute_input"):
-        if section.get(key) is not None:
-            values[key] = read_layers(findings, ("swap_config", key), section[key])
-    for key, read_entry, group_of in (
-        ("layer_swap", _read_layer_entry, _layer_group),
-        ("op_swap", _read_op_entry, _op_group),
-    ):
-        if section.get(key) is not None:
-            entries = _read_entries(findings, ("swap_config", key), section[key], read_entry)
-            values[key] = _collapse(findings, entries, group_of)
+    for key, kind in get_type_hints(SwapConfig).items():
+        if section.get(key) is not None or (kind is bool and key in section):
+            values[key] = _READERS[kind](findings, ("swap_config", key), section[key])
     return SwapConfig(**{key: value for key, value in values.items() if value is not None})
 
 
@@ -127,6 +119,14 @@ def read_op_path(findings: Findings, path: Path, value: object) -> str | None:
         findings.problem(path, "an op path (a regular expression per level)", fault, hint)
         return None
     return value
+
+
+def _read_layer_rules(findings: Findings, path: Path, value: object) -> tuple[Any, ...]:
+    return _collapse(findings, _read_entries(findings, path, value, _read_layer_entry), _layer_group)
+
+
+def _read_op_rules(findings: Findings, path: Path, value: object) -> tuple[Any, ...]:
+    return _collapse(findings, _read_entries(findings, path, value, _read_op_entry), _op_group)
 
 
 def _read_entries(
@@ -243,3 +243,13 @@ def _check_group(findings: Findings, group: str, members: list[_Entry[Any]], eve
         values,
         f"They must agree because {where(everywhere.path)} is for all layers.",
     )
+
+
+_READERS: Mapping[Any, Callable[[Findings, Path, object], Any]] = {
+    bool: read_bool,
+    Prefetch: read_prefetch,
+    Layers: read_layers,
+    tuple[LayerSwapRule, ...] | None: _read_layer_rules,
+    tuple[OpSwapRule, ...] | None: _read_op_rules,
+}
+"""Declared type of a key -> what reads it."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
 
 from ..plan.actions import SCOPES, MemoryPlan, Scope, Windows
 from ..plan.model_structure import ModelStructure
 from ..plan.recomputed_modules import RUN_AGAIN, RecomputedModules
+from .slices import Slices
+from .tickets import Moved
 
 Kind = Literal["keep", "swap", "recompute_inside", "recompute_function", "slice"]
 
@@ -23,12 +28,15 @@ class Action:
         windows: of a swap; ``None``: to be chosen by measurement (`auto_windows`).
         op_path: of the plan row that says so.
         scope: of the producer.
+        ticket: makes the ticket of a detached tensor, where that needs the tensor alone; it returns ``None``
+            for one that must stay. ``None``: what ``kind`` says is done elsewhere.
     """
 
     kind: Kind = "keep"
     windows: Windows | None = None
     op_path: str = ""
     scope: Scope | None = None
+    ticket: Callable[[torch.Tensor], Moved | None] | None = None
 
 
 KEEP = Action()
@@ -40,12 +48,14 @@ class FateTable:
     Args:
         plan: rows.
         structure: tells modules from functions.
+        slices: of the tensor-parallel ranks; ``None``: there are none, and no row says ``slice``.
 
     Attributes:
         recomputed: index of the plan.
     """
 
-    def __init__(self, plan: MemoryPlan, structure: ModelStructure) -> None:
+    def __init__(self, plan: MemoryPlan, structure: ModelStructure, slices: Slices | None) -> None:
+        self._slices = slices
         self.recomputed = RecomputedModules(plan, structure.modules)
         self._known: dict[tuple[Scope, str, int | None], Action] = {}
         compiled = {layer.index for layer in structure.all_layers if layer.compiled}
@@ -77,8 +87,8 @@ class FateTable:
             return KEEP
         if row.fate == "swap":
             return Action("swap", row.windows, row.op_path, scope)
-        if row.fate == "slice":
-            return Action("slice")
+        if row.fate == "slice" and self._slices is not None:
+            return Action("slice", ticket=self._slices.ticket)
         is_module = self.recomputed.is_root(scope, row.op_path)
         return Action("recompute_inside" if is_module else "recompute_function")
 

@@ -282,8 +282,8 @@ class ForwardPass:
     def _ticket(self, tensor: torch.Tensor, owner: Owner, op: int) -> Ticket:
         if owner.region is not None:
             return owner.region.output(owner.position, tensor) or self._keep(tensor)
-        if owner.action.kind == "slice" and self._setting.slices is not None:
-            return self._setting.slices.ticket(tensor) or self._keep(tensor)
+        if owner.action.ticket is not None:
+            return owner.action.ticket(tensor) or self._keep(tensor)
         if owner.action.kind == "swap":
             return self._swap(tensor, owner, op) or self._keep(tensor)
         return self._keep(tensor)

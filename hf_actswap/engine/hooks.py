@@ -87,9 +87,8 @@ class Engine:
         self._called = self._root if called is None else called  # a compiled wrapper has no truth value
         self._watch = CheckpointWatch(self._root, plan, structure)
         self._counters = Counters()
-        self._fates = FateTable(plan, structure)
+        self._fates = FateTable(plan, structure, None if replicas is None else Slices(replicas))
         self._regions = CompiledRegions(self._fates.recomputed, structure)
-        slices = None if replicas is None else Slices(replicas)
         self._place = Workplace(
             self._root,
             plan,
@@ -97,7 +96,6 @@ class Engine:
             self._counters,
             transfer,
             progress,
-            slices,
             pack_handler,
             host,
             self.adjust,

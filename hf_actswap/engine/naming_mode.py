@@ -54,7 +54,7 @@ class NamingMode(TorchFunctionMode):
         outer = forward.region
         kept = None if outer is None else outer.kept
         if outer is not None and kept is not None:
-            foreign = region is None and action.kind in ("keep", "swap")
+            foreign = region is None and action.kind not in ("recompute_inside", "recompute_function")
             random = foreign and draws_random_numbers(func, name, args, kwargs)
             kept.calls(name, path, (args, kwargs), outer.packs, foreign, random)
         if region is not None:

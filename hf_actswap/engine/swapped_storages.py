@@ -18,7 +18,6 @@ from .fates import Action, FateTable
 from .host_pool import HostPool
 from .recompute import Region
 from .schedule import ReleaseQueue, Want
-from .slices import Slices
 from .stats import Counters
 from .tickets import SwapGroup, SwapTicket, Ticket
 from .transfer import Transfer
@@ -48,7 +47,6 @@ class Setting:
     counters: Counters
     min_tensor_bytes: int
     auto: AutoWindows | None = None
-    slices: Slices | None = None
     fuse: Callable[[Region], bool] | None = None
     pack_handler: PackHandler | None = None
 

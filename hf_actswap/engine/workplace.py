@@ -14,7 +14,6 @@ from .fates import FateTable
 from .fused import Fuser
 from .host_budget import HostMemory, Progress
 from .parameters import parameter_places
-from .slices import Slices
 from .stats import Counters, SwapStats
 from .swapped_storages import PackHandler, Setting
 from .transfer import Transfer
@@ -32,7 +31,6 @@ class Workplace:
         counters: of the plan.
         transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
         progress: called while host memory is made ready.
-        slices: of the tensor-parallel ranks.
         pack_handler: makes the tickets of tensors that stay; ``None``: `tickets.keep`.
         host: shared with other plans, which outlives this one; ``None``: one of its own.
         adjusted: called with what was decided by measurement.
@@ -50,18 +48,12 @@ class Workplace:
         counters: Counters,
         transfer: Transfer | None,
         progress: Progress | None,
-        slices: Slices | None,
         pack_handler: PackHandler | None,
         host: HostMemory | None,
         adjusted: Callable[[Sequence[Adjustment]], None],
     ) -> None:
         self._root, self._plan, self._fates, self._counters = root, plan, fates, counters
-        self._transfer, self._progress, self._slices, self._pack_handler = (
-            transfer,
-            progress,
-            slices,
-            pack_handler,
-        )
+        self._transfer, self._progress, self._pack_handler = transfer, progress, pack_handler
         self._adjusted = adjusted
         self._shares = host is not None
         self.host = HostMemory(plan) if host is None else host
@@ -112,7 +104,6 @@ class Workplace:
             self._counters,
             self._plan.min_tensor_bytes,
             auto,
-            self._slices,
             Fuser().run_again if self._plan.fused_recompute else None,
             self._pack_handler,
         )

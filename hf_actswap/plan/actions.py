@@ -17,7 +17,15 @@ from ..config.published import PLAN_FORMAT, PLAN_FORMAT_VERSION
 from ..errors import PlanError
 
 Fate = Literal["keep", "swap", "recompute", "re-gather", "slice"]
-FATES: tuple[Fate, ...] = ("keep", "swap", "recompute", "re-gather", "slice")
+FATES: Mapping[Fate, str] = {
+    "keep": "What it produces stays on the device until backward has read it.",
+    "swap": "What it produces is copied to host memory, its device memory is released, and it is copied back "
+    "ahead of backward.",
+    "recompute": "What it produces is dropped and computed again in backward.",
+    "re-gather": "Each rank keeps its shard; backward gathers again.",
+    "slice": "Each rank keeps a slice of what all hold alike; backward gathers it.",
+}
+"""Each fate, and what it means in a sentence for people."""
 Scope = int | str
 """A decoder layer by its index, a layer of another stack by its module path, or one of `SCOPES`."""
 SCOPES = ("embedding", "final_norm", "head")

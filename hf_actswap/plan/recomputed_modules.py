@@ -21,7 +21,6 @@ from .op_facts import is_communication
 
 RUN_AGAIN = ("recompute", "re-gather")
 """Fates of what is dropped and made again in backward."""
-_KEPT = ("keep", "swap")
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +133,7 @@ class RecomputedModules:
         if ordinal is None:
             return self.is_kept_module(scope, path)
         row = self.row(call)
-        return row is not None and row.fate in _KEPT
+        return row is not None and row.fate not in RUN_AGAIN
 
     @cached_property
     def _inside(self) -> Mapping[Scope, list[tuple[str, bool]]]:
@@ -142,14 +141,14 @@ class RecomputedModules:
         found: dict[Scope, list[tuple[str, bool]]] = {}
         for row in self.plan.rows:
             if row.scope in self.modules and row.op_path != OUTPUT:
-                found.setdefault(row.scope, []).append((row.op_path, row.fate in _KEPT))
+                found.setdefault(row.scope, []).append((row.op_path, row.fate not in RUN_AGAIN))
         return found
 
     def _find_kept_module(self, scope: Scope, path: str) -> bool:
         if path not in self.modules.get(scope, ()) or self.root(scope, path) is None:
             return False
         row = self.row((scope, path, None))
-        if row is None or row.fate not in _KEPT:
+        if row is None or row.fate in RUN_AGAIN:
             return False
         return all(kept for inside, kept in self._inside[scope] if is_below(inside, path))
 

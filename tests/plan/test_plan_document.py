@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_actswap import MemoryPlan, PlanError, load_config
 from hf_actswap.plan import Adjustment, PlanRow, Windows, load_config_or_plan
-from hf_actswap.plan.actions import FATES, Scope, folded
+from hf_actswap.plan.actions import FATES, Fate, Scope, folded
 
 NUM_LAYERS = 3
 PATHS = ["", "a", "a.b", "a.b.c", "a.bc", "d", "output"]
@@ -27,7 +27,7 @@ def plan_rows(draw: st.DrawFn) -> list[PlanRow]:
     )
     rows = []
     for scope, path, ordinal in draw(st.lists(keys, unique=True, max_size=12)):
-        fate = draw(st.sampled_from(FATES))
+        fate = draw(st.sampled_from(tuple(FATES)))
         leads = st.integers(min_value=0, max_value=50)
         windows = Windows(draw(leads), draw(leads)) if fate == "swap" and draw(st.booleans()) else None
         parameters = draw(
@@ -198,3 +198,8 @@ def test_every_problem_of_a_document_is_named() -> None:
         "plan.bind_numa: expected true or false, found 1.",
         "plan.lines[1]: expected a text, found 3.",
     ]
+
+
+def test_every_fate_has_a_meaning() -> None:
+    assert tuple(FATES) == get_args(Fate)
+    assert all(FATES.values())

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,7 +125,7 @@ def climbs(found: Import) -> bool:
     return layer[importer] <= layer[imported]
 
 
-def test_every_file_stands_on_a_floor() -> None:
+def test_every_file_is_in_a_layer() -> None:
     known = set().union(*LAYERS)
     assert sources()
     assert [str(path.relative_to(ROOT)) for path in sources() if unit_of_path(path) not in known] == []
@@ -134,7 +135,7 @@ def test_imports_go_down_only() -> None:
     assert [str(found) for found in all_imports() if found.is_under(PACKAGE) and climbs(found)] == []
 
 
-def test_floors_do_not_know_libraries_above_them() -> None:
+def test_layers_do_not_know_libraries_above_them() -> None:
     wrong = [
         str(found)
         for found in all_imports()
@@ -176,6 +177,16 @@ def test_no_import_of_our_own_inside_a_function() -> None:
 def test_modules_are_short() -> None:
     lengths = {str(path.relative_to(ROOT)): len(path.read_text("utf-8").splitlines()) for path in sources()}
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    names = Counter(
+        node.name
+        for path in sources()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_no_print_and_no_global_statement() -> None:

@@ -480,14 +480,14 @@ class Loads:
         return NO_HOST_MEMORY if copy.size_bytes > self._host_left else ""
 
 
-class CopyOut(Protocol):
+class QueuedCopy(Protocol):
     """A copy out in its queue: when it may start, and how long it takes."""
 
     ready_ms: float
     out_ms: float
 
 
-def out_ends_ms(queue: Iterable[CopyOut]) -> list[float]:
+def out_ends_ms(queue: Iterable[QueuedCopy]) -> list[float]:
     """When each copy out ends, one after another."""
     ends: list[float] = []
     for copy in queue:

@@ -1,4 +1,15 @@
-"""The configuration layer: what the user wrote, as frozen values, or every error of it at once."""
+"""Reads the configuration: what the user wrote, as frozen values, or every error of it at once.
+
+In: YAML text, a mapping, a file, a folder, a Hub id, or ``auto`` (`load_config`).
+Out: an `ActSwapConfig`, with one frozen dataclass for each section (`schema`).
+
+Each ``.._section`` module reads one section; `reader` collects the problems, `keys` knows which keys there
+are. `published` and `hub` read configurations that lie on a model's page, and `json_documents` reads what
+this library itself has written: plans, profiles, records of runs.
+
+It knows keys and their rules. It imports neither torch nor a model, so mistakes are told before anything is
+loaded.
+"""
 
 from __future__ import annotations
 

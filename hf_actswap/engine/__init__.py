@@ -1,4 +1,15 @@
-"""The engine: fates of saved tensors carried out on a running model. Knows tensors and streams, no YAML."""
+"""Carries out a plan on a running model: what autograd saves is kept, swapped or recomputed.
+
+In: a model, its `ModelStructure` and a `MemoryPlan` (`install`).
+Out: an `AppliedPlan`: statistics (`SwapStats`), and `remove`, after which the model is as it was.
+
+`hooks` and `forward_pass` follow the model and answer autograd's packs with tickets (`tickets`). Swap:
+`host_pool` and `slabs` hold host memory, `transfer` and `transfer_streams` move bytes, `windows` and
+`schedule` say when. Recompute: `recompute`, `kept_results`, `compiled_regions`. Head and loss in tiles:
+`chunked_logits`, `head_chunks`.
+
+It knows tensors, autograd and streams; no YAML, no model families.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,12 @@
-"""Into the Hugging Face Trainer, and into loops of Accelerate's."""
+"""Brings plans and divided models into the Hugging Face Trainer and into Accelerate's loops.
+
+In: training arguments with ``actswap`` (`ActSwapTrainingArguments`), a Trainer, or an accelerator
+    (`prepare`).
+Out: a training that has its plan on while it runs, with log lines, checkpoints and a record (`run_record`).
+
+`callback` applies and removes, `trainer_mixin` and `parallel_training` train models that are divided among
+ranks.
+"""
 
 from __future__ import annotations
 

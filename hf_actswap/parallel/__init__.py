@@ -1,4 +1,16 @@
-"""Tensor and sequence parallelism inside a layer: the group, the mappings, the layers, the communications."""
+"""Divides the layers of a model among the ranks of a tensor-parallel group, and the sequence between them.
+
+In: a Hugging Face model and a process group (`patch_model`), or NxD's layers used by hand (`layers`,
+    `embedding`).
+Out: the same model with column- and row-parallel layers; its state dict stays that of one process
+    (`full_state`).
+
+`tensor_plan` and `families` say what is divided how, `sequence_region` where the sequence is, `communication`
+names what ranks exchange in forward, `gradients` sums what each rank has a part of, `rank_agreement` lets
+ranks fail together.
+
+It knows process groups and modules; no YAML, no plans, no engine.
+"""
 
 from . import embedding, gqa, layer_norm, layers, mappings, rms_norm
 from .column_input import InputSettings, column_input

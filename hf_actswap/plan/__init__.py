@@ -1,4 +1,15 @@
-"""Plans: what happens to each op of a given model. Knows names, layers and ops; no streams, no hooks."""
+"""Says what happens to each op of a given model: keep, swap or recompute.
+
+In: an `ActSwapConfig` and a model.
+Out: a `MemoryPlan`: rows of layer, op path and fate, with an adjustment for each change to what was
+    requested.
+
+`model_structure` names the layers and ops of a model, by one run on fake tensors (`dry_run`,
+`forward_recorder`). `resolve` applies what was requested (`apply_rules`) and the coupling rules (`rules`).
+`settle` changes a plan once the real shapes are known, and `saved_bytes` counts what it keeps and moves.
+
+It knows names, layers, ops and bytes; no streams, no hooks of a training.
+"""
 
 from __future__ import annotations
 

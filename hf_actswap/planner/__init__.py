@@ -1,4 +1,14 @@
-"""The planner: finds, while a model trains, what to keep, swap and recompute within a budget."""
+"""Finds, while a model trains, what to keep, swap and recompute within a budget of memory.
+
+In: a model, its optimizer and the ``memory`` section (`start_planner`).
+Out: a `Planner`, which puts a `MemoryPlan` on the model and improves it; a `Prediction` of peak and time.
+
+`record` observes a step, or computes one from shapes, as a `Profile`; `cost` predicts a step under a plan;
+`search` solves for the fastest plan; `rescue` survives a device that runs out of memory; `states` keeps
+optimizer states on the host. `phases` leads from warm-up to search to the stable stage.
+
+It knows profiles, costs and plans; no YAML, no transformers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What people read: plans as tables, bars while something takes its time, the report of a run."""
+"""Writes what people read: plans as tables, progress bars, and the report of a run as a page.
+
+In: plans, predictions, and the files that a training leaves in its folder (`run_files`).
+Out: text, bars, one HTML page and pictures (`write_report`).
+"""
 
 from __future__ import annotations
 

@@ -152,6 +152,7 @@ _PEERS = (
 )
 _LONGEST = (
     "hf-checkpointing",
+    "actswap-tiled-loss-recompute",
     "hf-checkpointing-offload",
     "actswap-mix-eager",
     "actswap-everything-auto",

@@ -374,6 +374,11 @@ def no_room_on_host(step: TrainingStep) -> str:
     return f"about {needed / 2**30:.0f} GiB of pinned memory, of {available / 2**30:.0f} GiB that are free"
 
 
+def no_head(step: TrainingStep) -> str:
+    """A stack of layers has neither head nor loss."""
+    return "" if step.workload.head else "it has no head and no loss: a preset of a whole model has"
+
+
 def no_trl(step: TrainingStep) -> str:
     """TRL is an extra."""
     if no_device(step):

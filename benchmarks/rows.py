@@ -22,6 +22,7 @@ from benchmarks.methods import (
     hf_checkpointing,
     no_compiler,
     no_device,
+    no_head,
     no_obstacle,
     no_offload_option,
     no_room_on_host,
@@ -80,6 +81,10 @@ ELEMENTWISE = {"recompute_config": {"select_recompute": _ELEMENTWISE}}
 hold as much as it drops."""
 
 FUSED = {"recompute_config": {"select_recompute": _ELEMENTWISE, "fused": True}}
+
+
+TILED_LOSS = {"tile_config": {"loss": "auto"}}
+"""Head and loss in tiles of tokens: no step holds all logits."""
 
 
 def eager_mix(layers: int) -> dict[str, Any]:
@@ -285,6 +290,15 @@ _OURS = (
         must_be_exact=True,
         relative_time=1.2,
         pinned_share=0.3,
+    ),
+    # Gradients of weights are sums over tiles: another class of exactness than bitwise.
+    Row("actswap-tiled-loss", actswap, TILED_LOSS, obstacles=(no_head,), relative_time=1.05),
+    Row(
+        "actswap-tiled-loss-recompute",
+        actswap,
+        {**TILED_LOSS, "recompute_config": {"recompute": True}},
+        obstacles=(no_head,),
+        relative_time=1.35,
     ),
 )
 

@@ -1,6 +1,6 @@
 """What a command writes: text for people, or one JSON document; and the exit code.
 
-Numbers as tables show them.
+Numbers are written as tables show them.
 """
 
 from __future__ import annotations

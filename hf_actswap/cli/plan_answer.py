@@ -1,6 +1,6 @@
 """What ``hf-actswap plan`` answers: what the planner would do, without a GPU and without weights.
 
-Tables that fit into 80 columns: fates with bytes, and predicted steps side by side.
+Its tables fit into 80 columns: fates with bytes, and predicted steps side by side.
 """
 
 from __future__ import annotations

@@ -320,9 +320,7 @@ def op_costs(profile: Profile) -> list[OpCost]:
         layers = tuple(scope for scope in scopes if isinstance(scope, int))
         name = "" if layers else str(scopes[0] or _AROUND)
         for op in times[scopes[0]]:
-            forward_ms, backward_ms = (
-                sum(times[scope][op][variant] for scope in scopes) for variant in (0, 1)
-            )
+            forward_ms, backward_ms = (sum(times[scope][op][phase] for scope in scopes) for phase in (0, 1))
             size_bytes = sum(sizes[scope][op] for scope in scopes)
             found.append(OpCost(name, layers, op, forward_ms, backward_ms, size_bytes))
     return _with_rebuilding(profile, found)

@@ -4,10 +4,9 @@ Weights are random, and so are the tokens: times and bytes depend on neither, bu
 routed to. As in training, memory is taken from one step and times from others, because asking the allocator
 after each op takes longer than a small op runs; of each span the median of the timed steps counts.
 
-Times that a few layers have shown, for all layers of a model.
-
-The bytes are those of the whole model's step on fake tensors; the times are the measured ones. A layer that
-was not measured gets the mean of those measured layers that do the same: the same ops, which save as much.
+`for_all_layers` gives all layers of a model the times that a few have shown. The bytes are those of the whole
+model's step on fake tensors. A layer that was not measured gets the mean of those measured layers that do the
+same: the same ops, which save as much.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a command looks at: a model of shapes, divided as the configuration says, and the plan for it.
 
-A model of which only the shapes exist, from a Hub id, a folder or a ``config.json``.
+Of the model only the shapes exist; it comes from a Hub id, a folder or a ``config.json``.
 """
 
 from __future__ import annotations

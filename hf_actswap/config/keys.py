@@ -1,10 +1,9 @@
 """Which keys a document may hold: ours, and those of MindFormers that mean nothing here (data only).
 
-The settings of MindSpeed's SmartSwap by name, and what becomes of each here (data only).
-
-Source: MindSpeed's ``core/memory/smart_swap/swap_policy_config.py``, where users edit attributes of a class.
-Its two command line flags are ``--smart-swap`` and ``--adaptive-memory-optimization``. A size there is a
-number of bytes, and steps are counted from 0.
+And the settings of MindSpeed's SmartSwap, with what becomes of each here. Source: MindSpeed's
+``core/memory/smart_swap/swap_policy_config.py``, where users edit attributes of a class. Its two command line
+flags are ``--smart-swap`` and ``--adaptive-memory-optimization``. A size there is a number of bytes, and
+steps are counted from 0.
 """
 
 from __future__ import annotations

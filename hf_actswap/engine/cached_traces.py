@@ -7,10 +7,9 @@ dtype, and what the plan does with it. After two equal calls the steps are read 
 else runs but the comparison.
 
 A call that does not match its cached trace (other inputs took another branch) is never wrong, since swapping
-and
-keeping give the same numbers: the rest of that one layer is kept or swapped by the layer's rule, all later
-layers of the forward are followed again, and so is everything until two calls are alike once more. After
-``MOST_MISMATCHES`` the model is taken at its word: nothing is a cached trace any more.
+and keeping give the same numbers: the rest of that one layer is kept or swapped by the layer's rule, all
+later layers of the forward are followed again, and so is everything until two calls are alike once more.
+After ``MOST_MISMATCHES`` the model is taken at its word: nothing is a cached trace any more.
 
 Only layers that swap or keep have cached traces: recomputation needs the op itself, not only its outcome.
 What runs between the layers (rotary embedding, loss) is a segment of its own; where it does not match, the

@@ -87,7 +87,7 @@ class ForwardPass:
 
     @property
     def fuse(self) -> Callable[[Region], bool] | None:
-        """See `Setting`."""
+        """What runs a region again in one kernel; ``None``: regions run as they are."""
         return self._setting.fuse
 
     def meet(self, tensor: torch.Tensor) -> int | None:

@@ -83,7 +83,7 @@ def replace_call(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Call
 
     Args:
         module: compiled in place, or not.
-        around_call: given what a call runs inside; returns what it is to run.
+        wrapper: given what a call runs inside; returns what it is to run.
     """
     compiled = getattr(module, "_compiled_call_impl", None)
     name = "_call_impl" if compiled is None else "_compiled_call_impl"

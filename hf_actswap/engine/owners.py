@@ -57,7 +57,7 @@ class Owners:
 
     Args:
         modules: whose parameters and buffers are unowned, until `enter` names others.
-        values: those tensors among these are unowned too.
+        values: tensors among these are unowned too.
 
     Nothing is read before somebody asks: where every layer matches its cached trace, nobody does.
     """

@@ -53,7 +53,7 @@ class MeasuredCopy:
     """One copy.
 
     Args:
-        way: to the host, or back.
+        direction: to the host, or back.
         scope, op_path: of the plan row that swaps it.
         size_bytes: that moved.
         asked_ms: where compute was when the copy was asked for.

@@ -200,7 +200,7 @@ class _RecordedCopy:
 
     Args:
         owner: in whose queue it stands.
-        way: ``out`` or ``in``.
+        direction: ``out`` or ``in``.
         number: among those of its direction.
         pairs: (host, device) of each piece.
         host: the block.

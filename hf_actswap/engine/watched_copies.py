@@ -31,7 +31,7 @@ class WatchedCopy:
     """One copy, as it was asked for.
 
     Args:
-        way: out to the host, or in to the device.
+        direction: out to the host, or in to the device.
         name: of what moves.
         size_bytes: that move.
         asked: where compute was then.

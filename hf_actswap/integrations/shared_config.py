@@ -1,6 +1,6 @@
 """One configuration for many processes: the same on all of them, and of the Hub the same commit.
 
-Where log lines go: the console of rank 0, and a file per process in the reference's format.
+And one place for log lines: the console of rank 0, and a file per process in the reference's format.
 """
 
 from __future__ import annotations

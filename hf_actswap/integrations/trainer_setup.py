@@ -1,6 +1,6 @@
 """A Trainer is made ready for a model in parts, at the end of its construction.
 
-Launches that start without an error, and train something else than was asked.
+Launches that would start without an error, and train something else than was asked, are rejected here.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@ given so far, and `Pending.wait` makes the current stream wait for it; the host 
 
 Fake tensors (a forward that only records what a model does) get fake results, and nobody is waited for.
 
-A rank that dies in the middle of a training: said by every other rank, in words, as soon as it shows.
-
-The backend says only that a connection was closed, by an address, or that its time is up. So the ranks that
-notice write that they are there into the key-value store of the process group, and look who does not.
+When a rank dies in the middle of a training, every other rank says so, by its number. The backend says only
+that a connection was closed, by an address, or that its time is up. So the ranks that notice write that they
+are there into the key-value store of the process group, and look who does not.
 """
 
 from __future__ import annotations

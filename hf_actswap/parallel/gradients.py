@@ -13,9 +13,8 @@ micro-batch over the *accumulated* gradient counts the first ones again (as tran
 ``q_norm``). `allreduce_sequence_parallel_gradients` may therefore be called by our integration and, as in
 NxD's recipe, by the user too: what is summed already is left alone (see `GradientWatch`).
 
-Whether a parameter's gradient is this rank's own part still, or the sum over the ranks already.
-
-A gradient must be summed exactly once, whoever asks for it: our integration, the user, both. Nothing about a
+**Summed exactly once.** `GradientWatch` knows whether a parameter's gradient is still this rank's own part,
+or already the sum over the ranks, whoever asks for it: our integration, the user, both. Nothing about a
 gradient tensor says whether that was done: its version changes when it is clipped and when more is
 accumulated, its address is used again, and a user may put another tensor in its place. What is certain is
 that autograd calls a parameter's hooks when it accumulates. So the state is kept by a pair of hooks on the

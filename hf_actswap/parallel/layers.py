@@ -8,9 +8,8 @@ over the ranks by a named communication.
 Unlike NxD's, both are right for any sequence dimension and dtype, and a row layer's bias is initialised alike
 for any number of ranks.
 
-What column- and row-parallel linear layers have in common: sizes, settings, making of parameters.
-
-One input for several column-parallel layers.
+`ParallelLinear` is what both have in common: sizes, settings, making of parameters. `SharedInput` gathers one
+input for several column-parallel layers.
 """
 
 from __future__ import annotations

@@ -13,9 +13,8 @@ In backward the gradients of routing weights are summed too, since each rank kno
 So a router's gradient is complete for the tokens that it has seen: its parameters carry the tag
 ``sequence_parallel_enabled`` where it saw a rank's tokens, and none where it saw all.
 
-Routed experts of a layer: which of them are understood, and how they are divided.
-
-How they compute and communicate then stands in `routed_experts`, what they save in `expert_products`.
+Which routed experts of a layer are understood, and how they are divided, stands here too; what they save
+stands in `expert_products`.
 """
 
 from __future__ import annotations

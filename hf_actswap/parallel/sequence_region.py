@@ -14,8 +14,7 @@ A layer that is recomputed in backward must do what it did in forward. A divided
 the region switched on, and one without gradients, such as an evaluation between forward and backward,
 restores what it found.
 
-A sequence that the ranks do not divide: filled up at the model's boundary, cut in what comes out.
-
+A sequence that the ranks do not divide is filled up at the model's boundary, and cut in what comes out.
 Filling goes to the right: with causal attention no token sees it, so that no mask has to be invented where
 none was given. Its labels are ignored.
 """

@@ -320,7 +320,7 @@ class CommunicationRuleApplier:
     """Requested policies about communication, applied by a `RuleApplier`.
 
     Args:
-        painter: of the same plan.
+        applier: of the same plan.
         swap: whether ``swap_config.swap`` is on.
     """
 

@@ -1,7 +1,8 @@
 """What is recorded of a forward: the calls of each layer, and every use of a storage.
 
-`forward_recorder` records it. The structure of a model (`structure`), what it saves (`saved_bytes`, before
-the first step and in the planner's profile) and what it writes in place (`overwritten`) are read from it.
+`forward_recorder` records it. The structure of a model (`model_structure`), what it saves (`saved_bytes`,
+before the first step and in the planner's profile) and what it writes in place (`overwritten`) are read from
+it.
 
 Data flow is by storage, so views and reshapes are looked through: a storage belongs to the op that produced
 it. Weights, buffers and what the model or a layer was called with are unowned; a layer owns what it outputs.

@@ -163,7 +163,7 @@ class Run:
 
         Args:
             before: called ahead of it, before PyTorch looks for hooks, so that it may change them.
-            around_call: puts something around the calls of a module; returns what undoes it.
+            wrapper: puts something around the calls of a module; returns what undoes it.
         """
         self.unwrap()
         self._watching = [

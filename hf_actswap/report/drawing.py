@@ -2,9 +2,8 @@
 
 A shape says what it means, not how it looks: colours belong to `COLOURS`, in a light and a dark version.
 
-What charts over the time of a step share: the time axis, the legend, the band of layers.
-
-Numbers on axes and in words: round steps, one unit for a whole axis.
+Below the shapes stands what charts over the time of a step share (the time axis, the legend, the band of
+layers), and how numbers are written: in round steps, with one unit for a whole axis.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class DisorderlyCopy:
 
     Args:
         machine: whose clock it follows.
-        way: direction.
+        direction: out to the host, or in.
         device: uint8, shape (bytes,); its storage is not held.
         host: the block; held, as the pool does.
         finish_ms: when it ends.

@@ -333,7 +333,7 @@ def memory_runs_out_on_one_rank(steps: int = 8) -> Results:
     }
 
 
-def no_second_try() -> Results:
+def no_retry() -> Results:
     """Where ranks communicate inside what runs out, it stays an error. On both: else the other one waits."""
     plain = train(ddp, None, 2)
     memory = {**SHORT, "budget_gib": 0.9 * max(peaks_of_all(plain)) / GIB}
@@ -386,7 +386,7 @@ def run_two_more(rank: int, folder: str) -> None:
         "fsdp2": lambda _: sharded_weights(),
         "sequence_parallel": lambda group: divided_model(group, True),
         "grows": lambda _: a_batch_that_grows_on_one_rank(),
-        "no_second_try": lambda _: no_second_try(),
+        "no_retry": lambda _: no_retry(),
     }
     groups = {name: [[0, 1]] if name == "sequence_parallel" else [] for name in cases}
     run_cases(rank, folder, 2, cases, groups)

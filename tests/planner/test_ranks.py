@@ -214,7 +214,7 @@ def test_a_forward_that_runs_out_on_one_rank_is_run_again_there(two: Path) -> No
     ],
 )
 def test_what_communicates_is_not_run_again(two_more: Path, case: str, why: str) -> None:
-    for runs in of_ranks(two_more, "no_second_try"):
+    for runs in of_ranks(two_more, "no_retry"):
         problem = runs[case].problem
         assert problem is not None
         assert FULL in problem

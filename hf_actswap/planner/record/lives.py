@@ -25,15 +25,15 @@ class PlacedSpan(Protocol):
 
     @property
     def call(self) -> OpCall:
-        """See `Span`."""
+        """Scope, op path and ordinal, as plan rows name them."""
 
     @property
     def last_order(self) -> int:
-        """See `Span`."""
+        """The number of the last use that belongs to it."""
 
     @property
     def backward_place(self) -> int:
-        """See `Span`."""
+        """Its turn in backward; -1 where backward does not come by."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -346,7 +346,7 @@ def guard_compiled(guard: OomGuard, modules: Iterable[nn.Module]) -> list[Undo]:
     backward runs inside autograd and gets one attempt: room is made before it, as much as its forward took
     and the gradients that it will allocate.
 
-    Put it on after whatever else is `around` the calls, and take it off before.
+    Put it on after whatever else wraps the calls (`wrap_call`), and take it off before.
     """
     return [_guarded(guard, module) for module in modules if is_compiled(module)]
 

@@ -92,7 +92,7 @@ def evaluate(graph: LayerGraph, fates: Sequence[str], link_rate: LinkRate, whole
     Args:
         graph: of the layer.
         fates: one for each call.
-        pace: of copies.
+        link_rate: of copies.
         whole: whether the layer is recomputed whole: then only calls before it have a say.
     """
     costs = LayerCosts(graph, fates, whole)

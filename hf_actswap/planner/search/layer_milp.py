@@ -101,7 +101,7 @@ def solve(
     Args:
         segments: in the order of forward.
         options: of each segment.
-        pace: of copies.
+        link_rate: of copies.
         caps: what to keep within.
 
     Raises:

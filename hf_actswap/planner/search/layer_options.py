@@ -36,7 +36,7 @@ def options_of(
 
     Args:
         graph: of the layer.
-        pace: of copies.
+        link_rate: of copies.
         shares: how many parts of what is held may move; more than `_MOST_SHARES` are not tried.
         points: what a compiled layer can do beside what it does by itself.
     """

@@ -216,7 +216,7 @@ def windows_of(choice: Choice, profile: Profile, link_rate: LinkRate) -> Mapping
     Args:
         choice: what was found.
         profile: of the step.
-        pace: of copies.
+        link_rate: of copies.
     """
     moves = _Moves(choice, profile, link_rate)
     if not moves.copies:

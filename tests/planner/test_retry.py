@@ -132,7 +132,7 @@ def test_the_same_numbers_come_out(where: str, with_dropout: Trained) -> None:
 
 
 @pytest.mark.slow
-def test_a_forward_has_a_second_try_in_any_loop(with_dropout: Trained) -> None:
+def test_a_forward_has_a_retry_in_any_loop(with_dropout: Trained) -> None:
     assert_survived(run(tiny_neox, "forward", within=False), with_dropout)
     assert run(tiny_neox, "backward", within=False).problem == FULL
 

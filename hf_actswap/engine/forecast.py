@@ -13,6 +13,7 @@ from ..plan.actions import MemoryPlan
 from ..plan.dry_run import check_device, dry_call, fake_batch, fake_weights
 from ..plan.forward_recorder import ForwardRecorder
 from ..plan.model_structure import ModelStructure
+from ..plan.recomputed_modules import RUN_AGAIN
 from ..plan.saved_bytes import SavedBytes, dropped_bytes
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ _CPU = torch.device("cpu")
 
 def dropped_by(plan: MemoryPlan, forecast: DryRunForecast) -> int | None:
     """Return the bytes that a plan drops and rebuilds in a forward; ``None``: they are not known."""
-    if all(row.fate not in ("recompute", "re-gather") for row in plan.rows):
+    if all(row.fate not in RUN_AGAIN for row in plan.rows):
         return 0
     saved = forecast.saved()
     return None if saved is None else dropped_bytes(saved, plan)
@@ -37,7 +38,6 @@ class DryRunForecast:
         args, kwargs: of its call.
 
     Attributes:
-        structure: of the model.
         compiled: whether the compiler decides what is saved, which is not known before.
         why_not: why nothing is known, after `saved` has returned ``None``.
     """
@@ -46,7 +46,6 @@ class DryRunForecast:
         self, model: nn.Module, structure: ModelStructure, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         self._call = model, structure, args, kwargs
-        self.structure = structure
         self._ran = False
         self._saved: SavedBytes | None = None
         self.compiled = structure.compiled or any(layer.compiled for layer in structure.all_layers)

@@ -40,6 +40,7 @@ from ..plan.dry_run import holds_several_sequences
 from ..plan.gradient_checkpointing import is_checkpointed
 from ..plan.model_structure import LayerStructure, ModelStructure, unwrapped
 from ..plan.opnames import OpStack
+from ..plan.recomputed_modules import RUN_AGAIN
 from ..plan.settle import settled
 from .autograd_state import function_mode_is_innermost, pop_leaked_hooks
 from .cached_traces import CachedTraces
@@ -158,7 +159,7 @@ class Engine:
         return undo
 
     def close(self) -> None:
-        """The hooks are off for good: free the thread and of the host memory. Safe to call again."""
+        """The hooks are off for good: end the thread and free the host memory. Safe to call again."""
         self._first_step.removed(self.plan, self._measures)
         self._place.unbind()
         self._place.close()
@@ -209,6 +210,8 @@ class Engine:
 
     def _change(self, plan: MemoryPlan, level: int = logging.INFO) -> None:
         """Change the plan on the model, here alone, and say in one line each what has changed it."""
+        if plan is self.plan:
+            return
         for adjustment in plan.adjustments[len(self.plan.adjustments) :]:
             logger.log(level, "%s", adjustment)
         self.plan = plan
@@ -417,7 +420,6 @@ class CheckpointWatch:
         self._known = [on or known for on, known in zip(now, self._known, strict=True)]
 
 
-_AGAIN = ("recompute", "re-gather")
 _PAYS_NOT = "each op that it names would hold more than it drops (see the adjustments of the applied plan)"
 
 
@@ -511,4 +513,4 @@ class FirstStep:
 
 
 def _again(rows: Iterable[PlanRow]) -> list[PlanRow]:
-    return [row for row in rows if row.fate in _AGAIN]
+    return [row for row in rows if row.fate in RUN_AGAIN]

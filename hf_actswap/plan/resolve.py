@@ -254,7 +254,7 @@ class _Resolution:
         applier.swap_inputs(lifted, swap.default_prefetch)
         if section.recompute_slice_activation and parallel.tensor_parallel_size > 1:
             communication.slice_inputs(full, parallel.sequence_parallel_enabled)
-        tiles, tile_adjustments = self._tiles()
+        tiles = self._tiles()
         problems = self._problems + applier.problems
         if problems:
             raise PlanError(problems, self._config.source)
@@ -281,7 +281,6 @@ class _Resolution:
             adjustments=(
                 *applier.collected_adjustments(),
                 *policies_without_effect(self._config, self._structure),
-                *tile_adjustments,
             ),
             min_tensor_bytes=_DEFAULT_MIN_TENSOR_BYTES if min_tensor is None else round(min_tensor * 2**20),
             host_memory_bytes=None if host_memory is None else round(host_memory * 2**30),
@@ -324,11 +323,11 @@ class _Resolution:
             targets = self._applier.targets(op_name, layers)
             yield RequestedPolicy(f"recompute_config.{key}", asked, op_name, layers, targets=targets)
 
-    def _tiles(self) -> tuple[tuple[Tile, ...], list[Adjustment]]:
+    def _tiles(self) -> tuple[Tile, ...]:
         """Return what runs in tiles. What cannot is an error; an adjustment where ``auto`` was asked."""
         loss = self._config.tile_config.loss
         if loss == "off":
-            return (), []
+            return ()
         reason = ""
         if self._structure.head is None:
             reason = "a model with a head (get_output_embeddings)"
@@ -339,9 +338,10 @@ class _Resolution:
         if reason and loss != "auto":
             self._problems.append(Problem("tile_config.loss", reason, _written_tile(loss)))
         if reason:
-            return (), [Adjustment("tile_config.loss", (), "head", "auto", "off", f"it needs {reason}")]
+            self._applier.adjustment("tile_config.loss", "head", "auto", "off", f"it needs {reason}", None)
+            return ()
         tokens = loss.tokens if isinstance(loss, TileTokens) else None
-        return (Tile("head", "", tokens, loss if isinstance(loss, int) else None),), []
+        return (Tile("head", "", tokens, loss if isinstance(loss, int) else None),)
 
     def _keeps_gathered(self, selected: dict[str, tuple[object, tuple[int, ...]]]) -> tuple[int, ...]:
         """Return the layers of the model that save what they gather: those that a written key leaves out.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from .actions import COMPILE_BUDGET, OUTPUT, Fate, PlanRow, Scope, Windows, path_around
 from .model_structure import LayerStructure, is_below
 from .op_facts import GATHER, is_repeatable
+from .recomputed_modules import RUN_AGAIN
 from .record import LAYER_INPUT, OpKey
 
 RECOMPUTE_BEATS_SWAP = (
@@ -198,7 +199,7 @@ class LayerFates:
 
     def keep_communications(self, paths: Iterable[str], recomputed_only: bool = False) -> list[str]:
         """Keep the results of these; return those that would have been communicated again."""
-        fates = ("recompute",) if recomputed_only else ("recompute", "re-gather")
+        fates = ("recompute",) if recomputed_only else RUN_AGAIN
         kept = [path for path in paths if self._nodes[path].fate in fates]
         self._nodes.update(dict.fromkeys(kept, KEEP))
         return kept

@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from hf_actswap import ActSwapCallback, ActSwapTrainer, ActSwapTrainingArguments
+from tests.integrations.conftest import SHORT_ON_CPU
 
 LENGTH, VOCABULARY, STEPS = 15, 67, 5
 
@@ -126,13 +127,8 @@ def make(
         "per_device_eval_batch_size": 3,
         "learning_rate": 0.01,
         "adam_epsilon": 1e-4,  # by default Adam makes a step of full size of a gradient that is mere rounding
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
-        "disable_tqdm": True,
         "seed": 3,
+        **SHORT_ON_CPU,
     }
     args = ActSwapTrainingArguments(actswap=actswap, **{**settings, **more})
     return kind(

@@ -17,7 +17,7 @@ from torch import nn
 from .config.schema import MemoryConfig
 from .engine import AppliedPlan, Transfer, install
 from .engine.host_budget import HostMemory, Progress
-from .engine.install import tile_head
+from .engine.install import put_tiles, tile_parts
 from .engine.swapped_storages import PackHandler
 from .errors import ConfigError, PlanError, Problem, short_traceback
 from .parallel import Replicas, enclosing_group, tensor_parallel_group
@@ -138,6 +138,8 @@ def plan_while_training(
         PlanError: something does not go with the planner, or the plan file is malformed.
     """
     shape, host, group = shape.decoder, HostMemory(fixed), enclosing_group()
+    replicas = None if group is None else Replicas(group)
+    parts = tile_parts(unwrapped(model), fixed.tiles, shape, replicas)
 
     def put(plan: MemoryPlan, pack_handler: PackHandler | None) -> AppliedPlan:
         with nullcontext() if group is None else tensor_parallel_group(group):
@@ -157,7 +159,7 @@ def plan_while_training(
         meter=meter,
     )
     planner.on_remove(host.close)
-    for step in tile_head(unwrapped(model), fixed.tiles, shape):
+    for step in put_tiles(unwrapped(model), parts, shape):
         planner.on_remove(step)
     if _is_rank_0():
         bar = PlannerBar()

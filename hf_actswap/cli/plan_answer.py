@@ -19,7 +19,7 @@ from rich.table import Table
 from ..config import load_config
 from ..errors import ActSwapError
 from ..plan import MemoryPlan, PlanRow
-from ..plan.actions import COMPILE_BUDGET, SCOPES, Scope, folded
+from ..plan.actions import COMPILE_BUDGET, SCOPES, Scope, folded, folded_tiles
 from ..planner.cost.tensor_axis import Exchanged, exchanged, tensor_axis
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DEVICES, Fabric
@@ -308,8 +308,8 @@ def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
             saved = [size_text(size * len(scopes)) if size else ""] if profile is not None else []
             table.add_row(label, op, fate, windows, *saved)
             label = ""
-    for tile in plan.tiles:
-        table.add_row(str(tile.scope), tile.op_path or "everything", str(tile))
+    for line in folded_tiles(plan.tiles):
+        table.add_row(*line)
     return table
 
 

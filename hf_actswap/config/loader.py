@@ -14,7 +14,7 @@ from ..errors import ConfigError, Problem, short_traceback
 from . import published
 from .hub import CONFIG_FILE_NAME, HubFile, HubOptions, PushOptions, fetch, split_hub_id
 from .json_documents import read_text
-from .keys import FOREIGN_SECTIONS, MODE_FLAGS, OUR_SECTIONS, STACK_SECTIONS, TILE_KEYS, meaningless
+from .keys import FOREIGN_SECTIONS, MODE_FLAGS, OUR_SECTIONS, STACK_SECTIONS, meaningless
 from .memory_section import check_fates, read_memory
 from .parallel_section import (
     MODEL_CONFIG,
@@ -28,16 +28,15 @@ from .reader import (
     Findings,
     Path,
     check_keys,
-    is_int,
     read_choice,
     read_int,
     read_mapping,
-    read_section,
     show,
 )
 from .recompute_section import read_recompute
-from .schema import MemoryConfig, ParallelConfig, RecomputeConfig, SwapConfig, TileConfig, TileTokens
+from .schema import MemoryConfig, ParallelConfig, RecomputeConfig, SwapConfig, TileConfig
 from .swap_section import read_swap, swap_is_unreadable
+from .tile_section import read_tiles
 from .yaml_text import DOCUMENT_PATH, MAX_TEXT_BYTES, parse_yaml, to_dict, to_yaml
 
 AUTO = "auto"
@@ -249,7 +248,7 @@ def _read_document(
         swap_config=swap,
         recompute_config=recompute,
         parallel_config=parallel,
-        tile_config=_read_tiles(findings),
+        tile_config=read_tiles(findings),
         memory=memory,
         stacks=_read_stacks(findings, memory) or None,
         num_layers=_read_num_layers(findings),
@@ -271,26 +270,6 @@ def _read_log(findings: Findings) -> Any:
     value = findings.document.get("log")
     found = None if value is None else read_choice(findings, ("log",), value, ("summary", "reference"))
     return found or "summary"
-
-
-EXPECTED_LOSS = "auto, off, a whole number of tiles, at least 1, or {tokens: a whole number, at least 1}"
-
-
-def _read_tiles(findings: Findings) -> TileConfig:
-    section = read_section(findings, "tile_config", TILE_KEYS)
-    path, value = ("tile_config", "loss"), section.get("loss")
-    if value is None or value is False or value == "off":  # YAML 1.1 reads a bare `off` as false
-        return TileConfig()
-    if isinstance(value, Mapping) and "tokens" in value:
-        check_keys(findings, path, value, ("tokens",))
-        tokens = read_int(findings, (*path, "tokens"), value["tokens"], minimum=1)
-        return TileConfig() if tokens is None else TileConfig(TileTokens(tokens))
-    if value == "auto":
-        return TileConfig("auto")
-    if isinstance(value, int) and is_int(value) and value >= 1:
-        return TileConfig(value)
-    findings.problem(path, EXPECTED_LOSS, show(value))
-    return TileConfig()
 
 
 _OF_THE_WHOLE_MODEL = ("fused", "parallel_optimizer_comm_recompute")

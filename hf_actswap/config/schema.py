@@ -169,6 +169,22 @@ class TileTokens:
 
 
 @dataclass(frozen=True)
+class OpTileRule:
+    """An entry of ``tile_config.tile``.
+
+    Args:
+        op_name: op path of modules that treat tokens one by one.
+        tokens: of one tile, at least 1. ``auto``, the default: a sixteenth of those of the call, at least
+            1,024.
+        layers: global indices, or all (the default) or none.
+    """
+
+    op_name: str
+    tokens: int | Literal["auto"] = "auto"
+    layers: Layers = True
+
+
+@dataclass(frozen=True)
 class TileConfig:
     """``tile_config``: what runs over pieces of the tokens, one after the other (ours).
 
@@ -176,9 +192,12 @@ class TileConfig:
         loss: whether head and loss of a causal language model run in tiles, so that all logits are never
             there at once. ``auto``: in tiles whose logits are half as large as the hidden states, of 1,024
             tokens or more, and whole for batches of no more tokens; a number: so many tiles.
+        tile: modules of layers that run in tiles and save their input alone; each tile runs again in
+            backward. The first entry that names a module of a layer wins.
     """
 
     loss: Literal["off", "auto"] | int | TileTokens = "off"
+    tile: tuple[OpTileRule, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,7 @@ def _read_layer_entry(
 
 def _read_op_entry(findings: Findings, path: Path, entry: Mapping[Any, Any]) -> list[_Entry[OpSwapRule]]:
     check_keys(findings, path, entry, _OP_ENTRY_KEYS)
-    names = _read_key(findings, path, entry, "op_name", _read_op_names, EXPECTED_OP_NAME)
+    names = _read_key(findings, path, entry, "op_name", read_op_names, EXPECTED_OP_NAME)
     prefetch = _read_key(findings, path, entry, "backward_prefetch", read_prefetch, EXPECTED_PREFETCH)
     layers = _read_key(findings, path, entry, "layers", read_layers, EXPECTED_LAYERS)
     whole = names is not None and prefetch is not None and layers is not None
@@ -186,7 +186,8 @@ def _read_key(
     return None
 
 
-def _read_op_names(findings: Findings, path: Path, value: object) -> tuple[str, ...] | None:
+def read_op_names(findings: Findings, path: Path, value: object) -> tuple[str, ...] | None:
+    """Read one op path, or a list of them."""
     if isinstance(value, str):
         name = read_op_path(findings, path, value)
         return None if name is None else (name,)

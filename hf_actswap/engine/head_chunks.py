@@ -223,9 +223,9 @@ class RowsForm:
             hidden, parameters: of the call.
             wants_hidden: whether the gradient of the hidden states is asked for.
         """
-        of_hidden = _zeros(hidden) if wants_hidden else None
+        of_hidden = zero_sum(hidden) if wants_hidden else None
         flat = None if of_hidden is None else of_hidden.view(-1, hidden.shape[-1])
-        totals = [_zeros(item) for item in parameters]
+        totals = [zero_sum(item) for item in parameters]
         values = []
         with self.call.restored():
             chunk = (self._linear_chunk if self.call.head.is_linear else self._any_chunk)(parameters, totals)
@@ -276,7 +276,7 @@ class RowsForm:
                 (of_logits,) = _gradients(values, [logits], upstream)
                 for name, total in zip(self.call.names, totals, strict=True):
                     if name == "weight":
-                        _add_product(total, of_logits, piece.to(of_logits.dtype))
+                        add_product(total, of_logits, piece.to(of_logits.dtype))
                     else:
                         total += of_logits.sum(0, dtype=total.dtype)
                 return values.detach(), _product(of_logits, weight) if wants_hidden else None
@@ -303,8 +303,8 @@ _Chunk = Callable[[torch.Tensor, Any, Any, bool], Any]
 """Runs a chunk and its backward, given hidden states, what finishes logits, upstream, if they want one."""
 
 
-def _zeros(like: torch.Tensor) -> torch.Tensor:
-    """A sum of gradients, at least in fp32."""
+def zero_sum(like: torch.Tensor) -> torch.Tensor:
+    """Return zeros for a sum of gradients, of the shape of ``like``, at least in fp32."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.zeros(like.shape, dtype=dtype, device=like.device)
 
@@ -323,8 +323,8 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return left.float() @ right.float()
 
 
-def _add_product(total: torch.Tensor, of_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add the gradient of a weight ``[V, H]``, of those of logits ``[C, V]`` and of ``[C, H]``."""
+def add_product(total: torch.Tensor, of_logits: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Add a weight's gradient ``[V, H]``: of those of its outputs ``[C, V]``, and its inputs ``[C, H]``."""
     for first in range(0, len(total), _PRODUCT_ROWS):
         some = slice(first, first + _PRODUCT_ROWS)
         total[some] += _product(of_logits[:, some].t(), hidden)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,9 +13,11 @@ from torch import nn
 from ..errors import PlanError, Problem
 from ..interrupts import uninterrupted
 from ..plan.actions import SCOPES, Adjustment, MemoryPlan, PlanRow, Scope, Tile
+from ..plan.compiled import named_op_modules
 from ..plan.compiled_rules import problems_of_compiled
 from ..plan.fsdp2 import FSDP2_METHOD, parameter_groups
 from ..plan.model_structure import OUTPUT, LayerStructure, ModelStructure, unwrapped
+from ..plan.token_mixing import checked_tiles
 from .chunked_logits import chunk_head, is_chunked
 from .hook_wrappers import Hook
 from .hooks import Engine
@@ -23,6 +25,7 @@ from .host_budget import HostMemory, Progress
 from .slices import ReplicaRanks
 from .stats import SwapStats
 from .swapped_storages import PackHandler
+from .tiled_calls import is_tiled, tile_module
 from .transfer import Transfer
 from .watched_copies import CopyListener
 
@@ -168,6 +171,7 @@ def install(
     root = unwrapped(model)
     tiles = plan.tiles if host is None else ()  # a planner has put them on, for all its plans
     _check(root, replace(plan, tiles=tiles), structure, replicas)
+    parts = tile_parts(root, tiles, structure, replicas)
     engine = Engine(model, plan, structure, transfer, progress, replicas, pack_handler, host)
 
     def attach() -> list[Callable[[], None]]:
@@ -175,7 +179,7 @@ def install(
             raise PlanError(problems)
         undo = [
             *engine.attach(),
-            *tile_head(root, tiles, structure, partial(engine.adjust, level=logging.WARNING)),
+            *put_tiles(root, parts, structure, partial(engine.adjust, level=logging.WARNING)),
         ]
         if plan.gather_weights_again:
             undo.append(gather_weights_again(model))
@@ -184,40 +188,59 @@ def install(
     return AppliedPlan(engine, attach)
 
 
-def tile_head(
+def put_tiles(
     root: nn.Module,
-    tiles: Iterable[Tile],
+    parts: Mapping[Tile, int],
     structure: ModelStructure,
     adjust: Callable[[list[Adjustment]], None] | None = None,
 ) -> list[Callable[[], None]]:
-    """Let the head run in tiles; return what restores it.
+    """Let the head, and modules of layers, run in tiles; return what restores them.
 
     Args:
         root: the model.
-        tiles: of a plan.
+        parts: of `tile_parts`, for the tiles of a plan.
         structure: of the model.
-        adjust: told why the logits are whole after all, once for each reason; ``None``: the log is.
+        adjust: told why something runs whole after all, once for each reason; ``None``: the log is.
     """
+    said: set[str] = set()
 
-    def say(tile: Tile, said: set[str], reason: str) -> None:
-        if reason not in said:
-            said.add(reason)
+    def say(tile: Tile, reason: str) -> None:
+        if tile.scope == "head":
             found = Adjustment("tile_config.loss", (), "head", str(tile), "whole logits", reason)
+        else:
+            found = Adjustment("tile_config.tile", (tile.scope,), tile.op_path, str(tile), "whole", reason)
+        if str(found) not in said:
+            said.add(str(found))
             if adjust is None:
                 logger.warning("%s", found)
             else:
                 adjust([found])
 
-    if structure.head is None:
-        return []
-    head = root.get_submodule(structure.head)
-    return [chunk_head(head, tile, partial(say, tile, set())) for tile in tiles]
+    return [
+        chunk_head(module, tile, partial(say, tile))
+        if tile.scope == "head"
+        else tile_module(module, tile, partial(say, tile), parts[tile])
+        for tile, module in _tiled(root, parts, structure)
+    ]
+
+
+def _tiled(
+    root: nn.Module, tiles: Iterable[Tile], structure: ModelStructure
+) -> Iterator[tuple[Tile, nn.Module]]:
+    """Yield each tile whose module there is, with that module."""
+    for tile in tiles:
+        if (path := structure.scopes.get(tile.scope)) is None:
+            continue
+        module = root.get_submodule(path)
+        found = dict(named_op_modules(module)).get(tile.op_path) if tile.op_path else module
+        if found is not None:
+            yield tile, found
 
 
 def _other_plan(root: nn.Module, structure: ModelStructure, tiles: Iterable[Tile]) -> list[Problem]:
     acts = (hook.act for hook in root._forward_pre_hooks.values() if isinstance(hook, Hook))
-    on_head = tiles and structure.head is not None and is_chunked(root.get_submodule(structure.head))
-    if on_head or any(isinstance(getattr(act, "__self__", None), Engine) for act in acts):
+    tiled = any(is_chunked(module) or is_tiled(module) for _, module in _tiled(root, tiles, structure))
+    if tiled or any(isinstance(getattr(act, "__self__", None), Engine) for act in acts):
         return [Problem("model", "no plan on it yet", "one that is applied", "Call remove() on it first.")]
     return []
 
@@ -232,10 +255,6 @@ def _check(
         )
     else:
         problems += problems_of_compiled(plan, structure)
-    for tile in plan.tiles:
-        if (tile.scope, tile.op_path) != ("head", "") or structure.head is None or structure.compiled:
-            where, hint = f"plan tile {tile.scope}.{tile.op_path}", "See tile_config in docs/reference.md."
-            problems.append(Problem(where, "the head of a model that is not compiled whole", str(tile), hint))
     layers = {layer.index: layer for layer in structure.all_layers}
     for row in plan.rows:
         where = f"plan row {row.scope}.{row.op_path}"
@@ -252,6 +271,27 @@ def _check(
             problems.append(Problem(f"plan row {row.scope}", "keep or swap outside the layers", row.fate))
     if problems:
         raise PlanError(problems)
+
+
+def tile_parts(
+    root: nn.Module, tiles: Iterable[Tile], structure: ModelStructure, replicas: ReplicaRanks | None
+) -> dict[Tile, int]:
+    """Return the tiles, each with the parts in which ranks divide the sequence that they gathered for it.
+
+    Raises:
+        PlanError: something cannot run over pieces of the tokens in this model.
+    """
+    problems, hint = [], "See tile_config in docs/reference.md."
+    modules = {layer.index: layer.module_paths for layer in structure.all_layers if not layer.compiled}
+    if structure.head is not None:
+        modules["head"] = frozenset({""})
+    for tile in tiles:
+        if structure.compiled or tile.op_path not in modules.get(tile.scope, ()):
+            where, expected = f"plan tile {tile.scope}.{tile.op_path}", "a module outside of compiled code"
+            problems.append(Problem(where, f"{expected}, of a layer or the head", str(tile), hint))
+    if problems:
+        raise PlanError(problems)
+    return checked_tiles(root, tiles, structure, 1 if replicas is None else replicas.size)
 
 
 def _communicates(row: PlanRow, layers: Mapping[Scope, LayerStructure]) -> bool:

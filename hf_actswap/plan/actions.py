@@ -304,6 +304,14 @@ def folded(scopes: Iterable[Scope]) -> str:
     return ", ".join((*texts, *names))
 
 
+def folded_tiles(tiles: Iterable[Tile]) -> list[tuple[str, str, str]]:
+    """Return layers, op and pieces of each line of a table, with equal tiles of several layers in one."""
+    by_op: dict[tuple[str, str], list[Scope]] = {}
+    for tile in tiles:
+        by_op.setdefault((tile.op_path or "everything", str(tile)), []).append(tile.scope)
+    return [(folded(scopes), *line) for line, scopes in by_op.items()]
+
+
 def layer_order(scope: Scope) -> tuple[str, int]:
     """Return a key that sorts layers: the stack that a layer's path names, and its index there."""
     if isinstance(scope, int):

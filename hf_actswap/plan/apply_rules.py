@@ -15,11 +15,11 @@ import re
 from collections.abc import Iterable, Mapping
 
 from ..config.op_path import split_op_path
-from ..config.schema import Layers, LayerSwapRule, OpSwapRule, Prefetch
+from ..config.schema import Layers, LayerSwapRule, OpSwapRule, OpTileRule, Prefetch
 from ..errors import Problem
-from .actions import Adjustment, PlanRow, Windows
+from .actions import Adjustment, PlanRow, Tile, Windows
 from .match import Match, names_by_layer
-from .model_structure import OUTPUT, ModelStructure
+from .model_structure import OUTPUT, ModelStructure, is_below
 from .reference_log import LayerRequests
 from .rules import (
     CHECKPOINT_KEEPS_INPUT,
@@ -34,6 +34,7 @@ from .rules import (
     ONLY_MODULES,
     OUTPUT_FEEDS_RECOMPUTE,
     RECOMPUTE_BEATS_SWAP,
+    TILE_SAVES_ITS_INPUT,
     LayerFates,
 )
 
@@ -176,6 +177,39 @@ class RuleApplier:
                 self.adjustment(
                     where, pattern, "exclude", "no effect", "nothing that it names is recomputed", None
                 )
+
+    def apply_tiles(self, rules: Iterable[OpTileRule]) -> tuple[Tile, ...]:
+        """Return what runs in tiles, by layer of the model; the first entry that names a module wins."""
+        found: dict[tuple[int, str], Tile] = {}
+        for index, rule in enumerate(rules):
+            where = f"tile_config.tile[{index}]"
+            tokens = None if rule.tokens == "auto" else rule.tokens
+            layers = self._layers(rule.layers, f"{where}.layers")
+            for layer, matches in self.matches(rule.op_name, layers, f"{where}.op_name"):
+                for path in dict.fromkeys(target for match in matches for target in match.targets):
+                    tile = Tile(self._local[layer], path, tokens)
+                    other = next((key for key in found if key[0] == layer and _overlap(key[1], path)), None)
+                    if other is not None and (other[1] != path or found[other] != tile):
+                        reason = (
+                            f"the first entry that names {other[1]} wins, and what is inside is a part of it"
+                        )
+                        self.adjustment(where, path, str(tile), str(found[other]), reason, layer)
+                    elif other is None and self._can_be_tiled(path, layer, where):
+                        found[layer, path] = tile
+                        for lost, fate in self.fates[layer].tile(path):
+                            self.adjustment(where, lost, fate, "tile", TILE_SAVES_ITS_INPUT, layer)
+        return tuple(found.values())
+
+    def _can_be_tiled(self, path: str, layer: int, where: str) -> bool:
+        structure, reason = self.fates[layer].layer, ""
+        if path not in structure.module_paths:
+            reason = "a module: a function has no weights of its own to sum gradients of"
+        elif structure.compiled or self._structure.compiled:
+            reason = "a module outside of compiled code (compile the module itself, not what is around it)"
+        problem = Problem(f"{where}.op_name", reason, path)
+        if reason and problem not in self.problems:  # once for all layers
+            self.problems.append(problem)
+        return not reason
 
     def inputs_to_swap(self, wanted: Layers, full: Iterable[int]) -> frozenset[int]:
         """Return the layers whose input ``recompute_input`` swaps: those that are recomputed whole."""
@@ -414,6 +448,10 @@ class CommunicationRuleApplier:
         self, where: str, op_path: str, asked: str, got: str, reason: str, layer: int | None
     ) -> None:
         self._applier.adjustment(where, op_path, asked, got, reason, layer)
+
+
+def _overlap(path: str, other: str) -> bool:
+    return is_below(path, other) or is_below(other, path)
 
 
 def _windows(prefetch: Prefetch) -> Windows | None:

@@ -262,15 +262,22 @@ def quietly() -> Iterator[None]:
         own.disabled = before
 
 
-def example_batch(model: nn.Module, weights: Iterable[torch.Tensor]) -> dict[str, Any]:
+def example_batch(
+    model: nn.Module, weights: Iterable[torch.Tensor], shape: tuple[int, int] = _EXAMPLE_SHAPE
+) -> dict[str, Any]:
     """Return what a model is called with: of the kind that it takes, all zeros.
 
     Images and sounds have the size of the configuration: some models reject another.
+
+    Args:
+        model: to be called.
+        weights: of it; the batch is on their device.
+        shape: batch and sequence.
     """
     config: Any = getattr(model, "config", None)
     weight = next((weight for weight in weights if weight.is_floating_point()), torch.empty(0))
-    ids = torch.zeros(_EXAMPLE_SHAPE, dtype=torch.long, device=weight.device)
-    name, batch_size = str(getattr(model, "main_input_name", "input_ids")), _EXAMPLE_SHAPE[0]
+    ids = torch.zeros(shape, dtype=torch.long, device=weight.device)
+    name, batch_size = str(getattr(model, "main_input_name", "input_ids")), shape[0]
     if name == "input_ids":
         batch: dict[str, Any] = {name: ids, "use_cache": False}
     elif name == "pixel_values":

@@ -246,6 +246,7 @@ class _Resolution:
         section, parallel = self._config.recompute_config, self._config.parallel_config
         if not section.mp_comm_recompute:
             communication.keep_all()
+        tiles = (*self._head_tile(), *applier.apply_tiles(self._config.tile_config.tile))
         self._keep_overwritten()
         swap = self._config.swap_config
         lifted = applier.inputs_to_swap(self._swap and swap.recompute_input, full)
@@ -254,7 +255,6 @@ class _Resolution:
         applier.swap_inputs(lifted, swap.default_prefetch)
         if section.recompute_slice_activation and parallel.tensor_parallel_size > 1:
             communication.slice_inputs(full, parallel.sequence_parallel_enabled)
-        tiles = self._tiles()
         problems = self._problems + applier.problems
         if problems:
             raise PlanError(problems, self._config.source)
@@ -323,8 +323,8 @@ class _Resolution:
             targets = self._applier.targets(op_name, layers)
             yield RequestedPolicy(f"recompute_config.{key}", asked, op_name, layers, targets=targets)
 
-    def _tiles(self) -> tuple[Tile, ...]:
-        """Return what runs in tiles. What cannot is an error; an adjustment where ``auto`` was asked."""
+    def _head_tile(self) -> tuple[Tile, ...]:
+        """Return head and loss in tiles. If they cannot: an error; an adjustment where ``auto`` was asked."""
         loss = self._config.tile_config.loss
         if loss == "off":
             return ()

@@ -32,6 +32,7 @@ ONE_REGION = "the model is compiled as a whole: what its region saves is not kno
 NOT_RECOMPUTED_WHOLE = "the layer is not recomputed whole; its input has the fate of what produces it"
 NOT_RECOMPUTED_SELECTIVELY = "none of its ops is recomputed selectively"
 FULL_NEEDS_NO_BUDGET = "the layer is recomputed whole, so that its region saves nothing but its input anyway"
+TILE_SAVES_ITS_INPUT = "a tile saves its input alone, and runs again piece by piece in backward"
 NOT_THE_SAME_TWICE = (
     "run twice this function does not give the same: it reads memory as it is found, or adds in the order "
     "in which threads come; a module around it can be recomputed"
@@ -124,6 +125,24 @@ class LayerFates:
             self.exclude(path)
         else:
             self._exact[path, ordinal] = KEEP
+
+    def tile(self, path: str) -> list[tuple[str, Fate]]:
+        """Run ``path`` over pieces of the tokens: nothing in it is saved, each piece runs again.
+
+        What it returns keeps its fate, and inside a larger module that is recomputed it is a part of that.
+
+        Returns:
+            The topmost op paths, at or below it, whose own fate gives way, with that fate.
+        """
+        own, around = self._nodes[path], self._nodes[path_around(path)]
+        returned = KEEP if own.fate in RUN_AGAIN and own != around else own
+        inside = [node for node in self._nodes if node not in (OUTPUT, path) and is_below(node, path)]
+        lost = [node for node in (path, *inside) if self._nodes[node] not in (KEEP, around, returned)]
+        found = [(node, self._nodes[node].fate) for node in lost]
+        self._nodes.update(dict.fromkeys((path, *inside), returned))
+        self.recompute_roots = [root for root in self.recompute_roots if not is_below(root, path)]
+        self._exact = {key: painted for key, painted in self._exact.items() if not is_below(key[0], path)}
+        return [item for item in found if not any(is_below(item[0], top) for top in lost if top != item[0])]
 
     def keep_inputs_of_recompute(self) -> tuple[list[OpKey], bool]:
         """Rule 2: keep what recomputed ops read.

@@ -7,7 +7,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from ..plan.actions import COMPILE_BUDGET, SCOPES, MemoryPlan, PlanRow, Scope, folded
+from ..plan.actions import COMPILE_BUDGET, SCOPES, MemoryPlan, PlanRow, Scope, folded, folded_tiles
 
 _MEASURED = "auto"
 """For windows that the engine chooses from measured times; what it chose is among the adjustments."""
@@ -46,8 +46,8 @@ def _rows_table(plan: MemoryPlan) -> Table:
             table.add_row(label, *_cells(row))
             label = ""
         table.add_section()
-    for tile in plan.tiles:
-        table.add_row(str(tile.scope), tile.op_path or "everything", str(tile))
+    for line in folded_tiles(plan.tiles):
+        table.add_row(*line)
     return table
 
 

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils import get_total_norm
 
+from hf_actswap.apply import apply
 from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.parallel.collectives import gathered
 from hf_actswap.parallel.full_state import partitions_of
 from hf_actswap.parallel.gradient_norm import get_grad_norm
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
+from hf_actswap.parallel.group import tensor_parallel_group
 from hf_actswap.parallel.patch_model import Patched, patch_model
 from tests.parallel.patched_models import VOCABULARY, tiny_model
 from tests.processes import run_cases
@@ -40,6 +42,7 @@ class Case:
         evaluates: a forward without gradients stands between forward and backward.
         call: further arguments of the forward.
         counted: tokens with a loss are counted for the model, as the Trainer does.
+        tiles: op paths of the modules that the divided model runs in tiles.
     """
 
     kind: str = "llama"
@@ -53,6 +56,7 @@ class Case:
     evaluates: bool = False
     call: dict[str, Any] = field(default_factory=dict)
     counted: bool = True
+    tiles: tuple[str, ...] = ()
 
 
 @dataclass
@@ -164,7 +168,10 @@ def compared(
     patched = patch_model(model, config(group, case.sequence_parallel), group)
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    losses = step(model, case)
+    document = {"tile_config": {"tile": [{"op_name": name, "tokens": 5} for name in case.tiles]}}
+    with tensor_parallel_group(group), apply(model, document) as applied:
+        losses = step(model, case)
+    assert bool(applied.plan.tiles) == bool(case.tiles)
     if case.reduced:
         allreduce_sequence_parallel_gradients(model, group)
     found = full_gradients(patched)
@@ -215,6 +222,20 @@ VARIANTS: dict[str, Case] = {
     "checkpointed_experts": Case("qwen3_moe", checkpointing=True, evaluates=True),
     "checkpointed_replicated": Case("gpt_neox", checkpointing=True, sequence_parallel=False),
     "hidden_states_asked_for": Case("llama", call={"output_hidden_states": True}),
+}
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+VARIANTS |= {
+    f"tiles_{kind}{suffix}": Case(kind, sp, tiles=("mlp", *_NORMS, *more), **settings)
+    for kind, suffix, sp, more, settings in (
+        ("llama", "", True, (), {}),
+        ("llama", "_replicated", False, (), {}),
+        ("llama", "_checkpointed", True, (), {"checkpointing": True, "accumulation": 2}),
+        ("llama", "_odd_length", True, (), {"length": 17}),
+        ("gemma2", "", True, ("pre_feedforward_layernorm", "post_feedforward_layernorm"), {}),
+        ("gpt_neox", "", True, (), {}),
+        ("mixtral", "", True, (), {}),
+        ("mixtral", "_replicated", False, (), {}),
+    )
 }
 CONTROLS: dict[str, Case] = {
     "not_reduced": Case("qwen3", reduced=False),

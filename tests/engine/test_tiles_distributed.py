@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.tiled_loss_worker import KINDS, WORLD_SIZE, train_on_rank
+from tests.engine.tiles_worker import CASES, WORLD_SIZE, train_on_rank
 from tests.processes import launch
 
 
@@ -18,15 +18,16 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("smooth", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_rank_has_the_numbers_without_tiles(kind: str, smooth: bool, results: Path) -> None:
+@pytest.mark.parametrize(("what", "kind", "smooth"), CASES)
+def test_each_rank_has_the_numbers_without_tiles(what: str, kind: str, smooth: bool, results: Path) -> None:
+    """DDP "marked ready twice", gradients corrupted by FSDP2's resharding between tiles: not here."""
     for rank in range(WORLD_SIZE):
-        whole, tiled = (torch.load(results / f"{kind}.{smooth}.{on}.{rank}.pt") for on in (False, True))
+        whole, tiled = (
+            torch.load(results / f"{what}.{kind}.{smooth}.{on}.{rank}.pt") for on in (False, True)
+        )
         assert tiled[0] == pytest.approx(whole[0], rel=1e-6)
         assert tiled[1].keys() == whole[1].keys()
         for name, one in whole[1].items():
             assert float((tiled[1][name] - one).norm()) < 2e-6 * float(one.norm()), name
-        assert tiled[2] == (kind == "fsdp2 head"), (
-            "a head that is sharded by itself stays whole, and this is said"
-        )
+        stays_whole = kind in ("fsdp2 lm_head", "fsdp2 gate_proj")
+        assert bool(tiled[2]) == stays_whole, "what FSDP2 frees between tiles stays whole, and this is said"

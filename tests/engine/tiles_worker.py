@@ -1,4 +1,4 @@
-"""What each process of the two-process test of tiled losses runs; it is started afresh from this module."""
+"""What each process of the two-process test of tiles runs; it is started afresh from this module."""
 
 from __future__ import annotations
 
@@ -18,23 +18,37 @@ from hf_actswap import apply
 from tests.engine.tiny_models import batch, tiny_llama
 
 WORLD_SIZE = 2
-TILES = {"tile_config": {"loss": {"tokens": 10}}}
-KINDS = ("ddp", "unused", "static", "fsdp2", "fsdp2 head")
+TILES: dict[str, dict[str, Any]] = {
+    "loss": {"loss": {"tokens": 10}},
+    "modules": {"tile": {"op_name": ["feed_forward", "attention_norm", "ffn_norm"], "tokens": 10}},
+}
+KINDS = {
+    "loss": ("ddp", "unused", "static", "fsdp2", "fsdp2 lm_head"),
+    "modules": ("ddp", "unused", "static", "fsdp2", "fsdp2 mlp", "fsdp2 gate_proj"),
+}
+"""What runs in tiles -> wrappers; FSDP2 also with a part of its own for the modules of that name."""
+CASES = [
+    (what, kind, smooth)
+    for what, kinds in KINDS.items()
+    for kind in kinds
+    for smooth in ((False, True) if what == "loss" else (False,))
+]
 
 
-def steps(kind: str, smooth: bool, tiled: bool) -> tuple[list[float], dict[str, torch.Tensor], int]:
+def steps(kind: str, smooth: bool, tiles: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], int]:
     """Train two steps of two micro-batches; return the losses, the last gradients, and the adjustments."""
     rank = dist.get_rank()
     model: Any = tiny_llama(tie_word_embeddings=kind == "ddp", vocab_size=96)
     wrapped: nn.Module = model
     if kind.startswith("fsdp2"):
-        parts = [*model.model.layers, *([model.lm_head] if kind == "fsdp2 head" else []), model]
-        for part in parts:
-            fully_shard(part)
+        _, _, own = kind.partition(" ")
+        for name, part in reversed(list(model.named_modules())):  # parts before what holds them
+            if part in (model, *model.model.layers) or (own and name.endswith(own)):
+                fully_shard(part)
     else:
         settings = {"unused": {"find_unused_parameters": True}, "static": {"static_graph": True}}
         wrapped = DistributedDataParallel(model, **settings.get(kind, {}))
-    applied = apply(wrapped, TILES if tiled else {})
+    applied = apply(wrapped, {"tile_config": tiles})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(2):
@@ -57,16 +71,15 @@ def steps(kind: str, smooth: bool, tiled: bool) -> tuple[list[float], dict[str, 
 
 
 def train_on_rank(rank: int, folder: str) -> None:
-    """Write ``<kind>.<smooth>.<tiled>.<rank>.pt``."""
+    """Write ``<what>.<kind>.<smooth>.<tiled>.<rank>.pt``."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder, "store")), WORLD_SIZE)
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=limit)
     try:
-        for kind in KINDS:
-            for smooth in (False, True):
-                for tiled in (False, True):
-                    found = steps(kind, smooth, tiled)
-                    torch.save(found, Path(folder, f"{kind}.{smooth}.{tiled}.{rank}.pt"))
+        for what, kind, smooth in CASES:
+            for tiled in (False, True):
+                found = steps(kind, smooth, TILES[what] if tiled else {})
+                torch.save(found, Path(folder, f"{what}.{kind}.{smooth}.{tiled}.{rank}.pt"))
     finally:
         dist.destroy_process_group()

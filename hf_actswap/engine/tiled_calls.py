@@ -1,0 +1,385 @@
+"""A module that treats tokens one by one, run over pieces of the tokens: what autograd saves is its input.
+
+Forward runs the module for one piece after the other under hooks that keep nothing, and puts the pieces of
+its output side by side. Backward runs each piece again and its backward at once, so that what the module
+saves is there for one piece at a time.
+
+* **Two forwards.** The input is saved by a node of its own (`_Input`) before the first piece runs. Where the
+  layer around is run again (``torch.utils.checkpoint``, `recompute`), that ends as soon as the last saved
+  tensor is there. With the input saved by the node that runs the pieces, the module would run three times:
+  in forward, in the recomputation to get to that node, and in its backward.
+* **The input has a fate** like any saved tensor: the hooks of a plan see it, and it belongs to whoever
+  produced it.
+* **One gradient per weight and backward**, from one node, whatever the number of pieces: data parallel
+  wrappers, tagged gradients of parallel layers and accumulation see what they saw before.
+* **Sums over pieces in fp32.** The product that gives the gradient of a linear layer's weight is added to
+  its sum in fp32 (`_WeightSums`) and rounded once at the end, as one product over all tokens would be. Of
+  other weights (norms, experts) each piece's gradient is rounded to their dtype before it is added.
+* **Losses and gradients of inputs** are bitwise those of the whole module where its kernels treat rows
+  alike for any number of rows. Gradients of weights are sums in another order: equal up to rounding.
+* **Random numbers** of a piece are the same both times: the pieces run again in their order, from the state
+  in which the first run began.
+
+Which modules treat tokens one by one is found out by `plan.token_mixing`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from ..plan.actions import Tile
+from ..plan.compiled import is_compiled
+from ..plan.dry_run import no_backward
+from ..plan.fsdp2 import FSDP2_METHOD
+from .head_chunks import add_product, no_saved_tensor_hooks, zero_sum
+from .hook_wrappers import Undo, replace_call, replace_forward
+from .replay import CallState
+
+AUTO_LEAST_TOKENS, AUTO_MOST_TILES = 1024, 16
+"""Fewer rows make slow products, more pieces free little: a Llama's MLP saves 14 hidden states, one piece of
+sixteen less than one."""
+
+_CAPTURING = "transformers.utils.output_capturing"
+
+Say = Callable[[str], None]
+"""Is told why a module runs whole after all."""
+
+
+def auto_tokens(tokens: int) -> int:
+    """Return how many of a call's tokens make a piece under ``auto``: a sixteenth, at least 1,024."""
+    return max(AUTO_LEAST_TOKENS, math.ceil(tokens / AUTO_MOST_TILES))
+
+
+def tile_module(module: nn.Module, tile: Tile, say: Say, parts: int = 1) -> Undo:
+    """Let a module run over pieces of the tokens; return what restores it.
+
+    Args:
+        module: its first tensor argument is ``[.., T, H]``, a row for each token.
+        tile: how many tokens make a piece.
+        say: see `Say`.
+        parts: of the sequence that is given, which the module sums over the ranks and divides among them:
+            it returns ``[.., T / parts, H]``.
+    """
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return replace_call(module, lambda call: TiledModule(module, call, tile, say, parts).forward)
+    return replace_forward(module, TiledModule(module, module.forward, tile, say, parts).forward)
+
+
+def is_tiled(module: nn.Module) -> bool:
+    """Whether `tile_module` acts on a module."""
+    call = vars(module).get("_compiled_call_impl")
+    runs = (getattr(vars(module).get("forward"), "run", None), getattr(call, "call", None))
+    return any(isinstance(getattr(run, "__self__", None), TiledModule) for run in runs)
+
+
+class TiledModule:
+    """A module whose calls run over pieces of the tokens.
+
+    Args:
+        module: whose parameters get gradients.
+        run: what a call of it runs.
+        tile, say, parts: see `tile_module`.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any], tile: Tile, say: Say, parts: int) -> None:
+        self.module, self.run = module, run
+        self._tile, self._say, self._parts = tile, say, parts
+        self._compiled = any(map(is_compiled, module.modules()))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in the place of the module's own forward."""
+        leaves, spec = tree_flatten((args, kwargs))
+        hidden = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
+        if hidden is None or hidden.dim() < 2 or not hidden.numel() or hidden.shape[-2] % self._parts:
+            return self.run(*args, **kwargs)
+        cut = _Cut(hidden.shape[:-1], self._parts, self._tokens(hidden.shape[:-1].numel()))
+        reason = self._why_whole() if cut.pieces > 1 else ""
+        if reason:
+            self._say(reason)
+        if reason or cut.pieces == 1:
+            return self.run(*args, **kwargs)
+        return _Call(self, leaves, spec, cut).result()
+
+    def adding_to(self, sums: dict[int, torch.Tensor]) -> AbstractContextManager[Any]:
+        """Let linear layers add to these sums; code that was compiled without is not traced again with it."""
+        return nullcontext() if self._compiled else _WeightSums(sums)
+
+    def _tokens(self, rows: int) -> int:
+        if self._tile.tokens is not None:
+            return self._tile.tokens
+        tokens = auto_tokens(rows) if self._tile.tiles is None else math.ceil(rows / self._tile.tiles)
+        return math.ceil(rows / math.ceil(rows / tokens))  # pieces of one size, the last a little shorter
+
+    def _why_whole(self) -> str:
+        inside = [module for module in self.module.modules() if module is not self.module]
+        if any(hasattr(type(module), FSDP2_METHOD) for module in inside):
+            return "fully_shard on a module inside it frees weights between the tiles"
+        if any(hasattr(item, "ds_id") for item in self.module.parameters()):
+            return "ZeRO-3 frees weights between the tiles"
+        capturing = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
+        if capturing is not None and capturing.get() and any(map(_is_captured, inside)):
+            return "transformers collects what a module inside it returns (output_router_logits)"
+        return ""
+
+
+def _is_captured(module: nn.Module) -> bool:
+    return any(getattr(hook, "__module__", "") == _CAPTURING for hook in module._forward_hooks.values())
+
+
+class _Cut:
+    """How tensors with a row for each token are cut into pieces: along the sequence, for all sequences alike.
+
+    A sequence that is gathered from several ranks is cut alike in the part of each, so that what the module
+    divides among them again is a piece of each rank's part.
+
+    Args:
+        lead: shape of the hidden states without their last dimension, ``[.., T]``.
+        parts: of the sequence, see `tile_module`.
+        tokens: of a piece, about.
+    """
+
+    def __init__(self, lead: torch.Size, parts: int, tokens: int) -> None:
+        self.lead, self._parts, self._length = lead, parts, lead[-1] // parts
+        self.returned = torch.Size((*lead[:-1], self._length))
+        # Of one row, [1, 1] could be either of two shapes.
+        self._size = max(2, tokens * lead[-1] // (lead.numel() * parts))
+        self.pieces = math.ceil(self._length / self._size)
+
+    def __iter__(self) -> Iterator[slice]:
+        for start in range(0, self._length, self._size):
+            yield slice(start, min(start + self._size, self._length))
+
+    def piece(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Return a piece, contiguous, of a tensor that is given, ``[*lead, ..]`` or the same flattened."""
+        piece = self.place(tensor, rows, self.lead).contiguous()
+        if tensor.shape[: len(self.lead)] == self.lead:
+            return piece.flatten(len(self.lead) - 1, len(self.lead)) if self._parts > 1 else piece
+        return piece.flatten(0, len(self.lead) - (self._parts == 1))
+
+    def place(self, tensor: torch.Tensor, rows: slice, lead: torch.Size) -> torch.Tensor:
+        """Return the view of a whole tensor in which a piece is; the parts of a sequence are apart in it."""
+        dim = len(lead) - 1
+        view = tensor if tensor.shape[: len(lead)] == lead else tensor.unflatten(0, lead)
+        if self._parts > 1 and lead == self.lead:
+            view, dim = view.unflatten(dim, (self._parts, self._length)), dim + 1
+        return view.narrow(dim, rows.start, rows.stop - rows.start)
+
+
+class _Call:
+    """One call of a tiled module.
+
+    Args:
+        tiled: that was called.
+        leaves, spec: its arguments, flattened. Each tensor has a row for each token.
+        cut: into pieces.
+    """
+
+    def __init__(self, tiled: TiledModule, leaves: list[Any], spec: TreeSpec, cut: _Cut) -> None:
+        self.tiled, self._leaves, self._spec, self._cut = tiled, leaves, spec, cut
+        self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._wanted = [leaves[at].requires_grad for at in self._at]
+        self.parameters = tuple(item for item in tiled.module.parameters() if item.requires_grad)
+        self._versions = [item._version for item in self.parameters]
+        self._state = CallState(leaves[self._at[0]].device, True, leaves)
+        self._made: TreeSpec | None = None
+
+    def result(self) -> Any:
+        """Run the call and return what the module returns."""
+        given = [self._leaves[at] for at in self._at]
+        for at in self._at:
+            self._leaves[at] = None  # what backward needs, autograd holds
+        if not (torch.is_grad_enabled() and (any(self._wanted) or self.parameters)):
+            outputs: Sequence[torch.Tensor] = self.forward(given)
+        else:
+            learned = () if any(self._wanted) else self.parameters[:1]  # without either there is no node
+            held = _Input.apply(len(given), *given, *learned)
+            node = next(item.grad_fn for item in held if item.grad_fn is not None)
+            outputs = _Tiles.apply(self, node, len(given), *held, *self.parameters)
+        assert self._made is not None
+        return tree_unflatten(list(outputs), self._made)
+
+    def forward(self, given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return the outputs for the tensors of the call."""
+        whole: list[torch.Tensor] = []
+        lead = self._cut.returned
+        with torch.autograd.graph.saved_tensors_hooks(_dropped, no_backward):
+            for rows in self._cut:
+                made, self._made = tree_flatten(self._run(self._pieces(given, rows)))
+                for at, item in enumerate(made):
+                    if not rows.start:
+                        by_lead = item.shape[: len(lead)] == (*lead[:-1], rows.stop)
+                        shape = (
+                            (*lead, *item.shape[len(lead) :]) if by_lead else (lead.numel(), *item.shape[1:])
+                        )
+                        whole.append(item.new_empty(shape))
+                    place = self._cut.place(whole[at], rows, lead)
+                    place.copy_(item.detach().view(place.shape))
+        return tuple(whole)
+
+    def backward(
+        self, given: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of the tensors given, where they have one, and of the parameters."""
+        if [item._version for item in self.parameters] != self._versions:
+            raise RuntimeError(
+                f"a weight of {type(self.tiled.module).__name__}, which runs in tiles, was written in place "
+                "between its forward and its backward"
+            )
+        of_given = [
+            torch.empty_like(item, memory_format=torch.contiguous_format) if wants else None
+            for item, wants in zip(given, self._wanted, strict=True)
+        ]
+        sums = [zero_sum(item) for item in self.parameters]
+        by_id = {id(item): total for item, total in zip(self.parameters, sums, strict=True)}
+        with (
+            self._state.restored(),
+            no_saved_tensor_hooks(),
+            _without_hooks(self.parameters),
+            self.tiled.adding_to(by_id),
+        ):
+            for rows in self._cut:
+                found = self._gradients(self._pieces(given, rows), upstream, rows)
+                for whole in of_given:
+                    if whole is not None:
+                        one, place = next(found), self._cut.place(whole, rows, self._cut.lead)
+                        place.copy_(torch.zeros(()) if one is None else one.reshape(place.shape))
+                for total, one in zip(sums, found, strict=True):
+                    if one is not None:
+                        total += one
+        return [*of_given, *(total.to(item.dtype) for total, item in zip(sums, self.parameters, strict=True))]
+
+    def _gradients(
+        self, pieces: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor | None], rows: slice
+    ) -> Iterator[torch.Tensor | None]:
+        """Yield the gradients of pieces, of those that have one, and of the parameters."""
+        ends = [
+            (output, self._cut.place(one, rows, self._cut.returned).reshape(output.shape))
+            for output, one in zip(tree_flatten(self._run(pieces))[0], upstream, strict=True)
+            if one is not None and output.requires_grad
+        ]
+        asked = [*(piece for piece in pieces if piece.requires_grad), *self.parameters]
+        if not ends:
+            yield from (None for _ in asked)
+            return
+        made, of_made = zip(*ends, strict=True)
+        yield from torch.autograd.grad(made, asked, of_made, allow_unused=True)
+
+    def _pieces(self, given: Sequence[torch.Tensor], rows: slice) -> list[torch.Tensor]:
+        """Return leaves of a graph with these rows of the tensors given."""
+        return [
+            self._cut.piece(item.detach(), rows).requires_grad_(wants)
+            for item, wants in zip(given, self._wanted, strict=True)
+        ]
+
+    def _run(self, pieces: Sequence[torch.Tensor]) -> Any:
+        """Run the module with pieces in the place of its tensors, with a graph."""
+        leaves = list(self._leaves)
+        for at, piece in zip(self._at, pieces, strict=True):
+            leaves[at] = piece
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        with torch.enable_grad():
+            return self.tiled.run(*args, **kwargs)
+
+
+@contextmanager
+def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Leave out the hooks on parameters: they are for the whole gradient, which autograd gives them later."""
+    hooks = [item._backward_hooks for item in parameters]
+    try:
+        for item in parameters:
+            item._backward_hooks = None
+        yield
+    finally:
+        for item, before in zip(parameters, hooks, strict=True):
+            item._backward_hooks = before
+
+
+class _Input(torch.autograd.Function):
+    """Saves what a call was given, by a node of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(*tensors[:count])
+        ctx.others = len(tensors) - count
+        return tuple(item.view_as(item) for item in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[Any, ...]:
+        return None, *upstream, *(None for _ in range(ctx.others))
+
+
+class _Tiles(torch.autograd.Function):
+    """Runs the pieces; what they read in backward is saved by the node of `_Input`."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, node: Any, count: int, *tensors: torch.Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.call, ctx.node = call, node
+        return call.forward(tensors[:count])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[Any, ...]:
+        return None, None, None, *ctx.call.backward(ctx.node.saved_tensors, upstream)
+
+
+class _WeightSums(TorchFunctionMode):
+    """Adds the gradients of linear layers' weights to sums in fp32, and does not give them to autograd.
+
+    Args:
+        sums: by identity of a parameter.
+    """
+
+    def __init__(self, sums: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self._sums, self._casts = sums, dict[int, torch.Tensor]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.linear and id(args[1] if len(args) > 1 else None) in self._sums and not kwargs:
+            return self._linear(*args)
+        return func(*args, **(kwargs or {}))
+
+    def _linear(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        kind, dtype = hidden.device.type, weight.dtype
+        if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(kind)
+        cast = self._casts.setdefault(id(weight), weight.detach().to(dtype))
+        own = None if bias is None else bias.to(dtype)
+        return _Linear.apply(hidden.to(dtype), weight, cast, own, self._sums[id(weight)])
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose weight's gradient is added to a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: Any, cast: Any, bias: Any, total: Any) -> Any:
+        ctx.save_for_backward(hidden, cast)
+        ctx.total = total
+        return F.linear(hidden, cast, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
+        hidden, cast = ctx.saved_tensors
+        rows = upstream.flatten(0, -2)
+        add_product(ctx.total, rows, hidden.flatten(0, -2))
+        of_hidden = upstream.matmul(cast) if ctx.needs_input_grad[0] else None
+        of_bias = rows.sum(0) if ctx.needs_input_grad[3] else None
+        return of_hidden, None, None, of_bias, None
+
+
+def _dropped(_tensor: torch.Tensor) -> None:
+    """Autograd keeps nothing: the piece runs again in backward."""

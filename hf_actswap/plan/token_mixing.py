@@ -1,0 +1,302 @@
+"""Which modules treat tokens one by one: found out from the aten ops that a call makes on fake tensors.
+
+The model is called with a batch whose two sizes are primes that divide no other size of a model. What has a
+row for each token then has a number of elements in which each prime occurs once, whatever its shape. A sum
+over tokens takes a prime away, a product of tokens with tokens adds one; both show. What remains are ops that
+keep the size and mix all the same (a softmax, a sum so far, a shift along the tokens): an op must be known to
+leave rows alone, in the dimension that it is given. An op that is not known mixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ..errors import PlanError, Problem
+from .actions import Scope, Tile, folded
+from .dry_run import dry_call, example_batch, expert_stand_ins, fake_weights
+from .forward_recorder import ForwardRecorder
+from .mindformers_names import EXPERTS_MODULE
+from .model_structure import ModelStructure
+from .op_facts import computes
+from .record import storage_key
+
+_BATCH, _LENGTHS = 101, (1009, 251, 61)
+"""Primes. A model with few positions (BERT: 512) does not run at the first length."""
+_CPU = torch.device("cpu")
+_EACH_TOKEN, _NO_TOKEN = (1, 1), (0, 0)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_CONSTANTS = _names(
+    """
+    empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros ones ones_like
+    new_ones full full_like new_full scalar_tensor rand rand_like randn randn_like expand repeat
+    """
+)
+"""Ops that make a tensor that is the same for each token, or drawn for each."""
+_ROW_BY_ROW = _CONSTANTS | _names(
+    """
+    mm addmm bmm baddbmm linear clone _to_copy copy _unsafe_view constant_pad_nd native_dropout bernoulli
+    uniform embedding
+    """
+)
+"""The number of primes shows a product over tokens, or rows that are cut off."""
+_JOINS = _names("cat stack")
+_ALONG_DIMENSIONS = _names(
+    """
+    sum mean amax amin var std var_mean logsumexp _softmax _log_softmax topk argmax argmin max min cumsum prod
+    any all norm linalg_vector_norm gather scatter scatter_add index_select sort
+    """
+)
+"""Ops that work along the dimensions that they are given, in each row of the others."""
+_OVER_LAST_DIMENSIONS = _names("native_layer_norm _fused_rms_norm rms_norm")
+
+
+def checked_tiles(
+    model: nn.Module, tiles: Iterable[Tile], structure: ModelStructure, parts: int = 1
+) -> dict[Tile, int]:
+    """Return, for each tile, in how many parts the ranks divide the sequence again that they gathered for it.
+
+    Args:
+        model: inside its wrappers.
+        tiles: of layers, and of the head, which is not asked about.
+        structure: of the model.
+        parts: ranks of the tensor-parallel group, which may divide the sequence.
+
+    Raises:
+        PlanError: a module does not treat tokens one by one; names the op that mixes them.
+    """
+    paths = {layer.index: layer.module_path for layer in structure.all_layers}
+    modules = {tile: f"{paths[tile.scope]}.{tile.op_path}" for tile in tiles if tile.scope in paths}
+    looks, why_not = _looks(model, modules.values(), structure, parts) if modules else ({}, "")
+    layers: dict[tuple[str, str], list[Scope]] = {}
+    for tile, path in modules.items():
+        found = f"not known: no run on fake tensors ({why_not})" if why_not else looks[path].mixing
+        if found:
+            layers.setdefault((tile.op_path, found), []).append(tile.scope)
+    if layers:
+        raise PlanError(
+            [
+                Problem(f"tile_config.tile {op_path} (layers {folded(scopes)})", _EXPECTED, found, _HINT)
+                for (op_path, found), scopes in layers.items()
+            ]
+        )
+    return {tile: looks[modules[tile]].parts if tile in modules else 1 for tile in tiles}
+
+
+_NOT_CALLED = "a module that the model does not call"
+_EXPECTED = "a module that treats tokens one by one"
+_HINT = "The MLP and the norms of a layer do; remove the entry, or name a module inside."
+
+
+@dataclass
+class _Look:
+    """What the calls of a module show.
+
+    Args:
+        mixing: what mixes tokens in it; empty: nothing does.
+        parts: see `checked_tiles`.
+    """
+
+    mixing: str = _NOT_CALLED
+    parts: int = 1
+
+
+def _looks(
+    model: nn.Module, paths: Iterable[str], structure: ModelStructure, parts: int
+) -> tuple[dict[str, _Look], str]:
+    """Return what each module shows, by path; and why the model does not run on fake tensors."""
+    paths, why_not = list(paths), ""
+    for length in _LENGTHS:
+        try:
+            return _looks_at(model, paths, structure, _Sizes(_BATCH, length, parts)), ""
+        except Exception as error:  # the model's own code runs: it may raise anything
+            why_not = why_not or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return {}, why_not
+
+
+def _looks_at(
+    model: nn.Module, paths: Iterable[str], structure: ModelStructure, sizes: _Sizes
+) -> dict[str, _Look]:
+    found = {path: _Look() for path in paths}
+    layers = [model.get_submodule(layer.module_path) for layer in structure.all_layers]
+    with dry_call(model, {}), expert_stand_ins(layers, lambda *_: None):
+        state = fake_weights(model, _CPU)
+        batch = example_batch(model, state.values(), (sizes.batch, sizes.length * sizes.parts))
+        undo = [
+            step
+            for path, look in found.items()
+            for step in _watch(model.get_submodule(path), path, look, sizes)
+        ]
+        try:
+            ForwardRecorder({}, {}, None).run_on_fakes(model, model, state, (), batch)
+        finally:
+            for step in reversed(undo):
+                step()
+    return found
+
+
+def _watch(module: nn.Module, path: str, look: _Look, sizes: _Sizes) -> list[Callable[[], None]]:
+    """Look at each run of a module's forward, without the hooks around it: that is what runs in tiles.
+
+    Routed experts in it are one op: they sort tokens by expert, and give each its own result.
+    """
+    running: list[_Ops] = []
+    own, before = module.forward, vars(module).get("forward")
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+        held = {storage_key(item) for item in (*given, *module.parameters(), *module.buffers())}
+        running.append(_Ops(sizes, held))
+        with running[-1]:
+            output = own(*args, **kwargs)
+        mixing = running.pop().mixing
+        first = look.mixing == _NOT_CALLED
+        of_call, look.parts = _of_arguments(given, tree_leaves(output), sizes)
+        look.mixing = ("" if first else look.mixing) or mixing or of_call
+        return output
+
+    def restore() -> None:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+    def looks_away(away: bool) -> Callable[..., None]:
+        def act(*_: Any) -> None:
+            for ops in running:
+                ops.looks_away = away
+
+        return act
+
+    module.forward = forward
+    undo: list[Callable[[], None]] = [restore]
+    for name, experts in module.named_modules():
+        if f"{path}.{name}".rstrip(".").rpartition(".")[2] == EXPERTS_MODULE:
+            undo.append(experts.register_forward_pre_hook(looks_away(True)).remove)
+            undo.append(experts.register_forward_hook(looks_away(False), prepend=True).remove)
+    return undo
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """The two primes of a batch, and where they are in other sizes.
+
+    Args:
+        batch, length: the primes.
+        parts: among how many ranks a sequence is divided, or may be.
+    """
+
+    batch: int
+    length: int
+    parts: int
+
+    def has_tokens(self, size: int) -> bool:
+        """Whether a dimension is one of tokens."""
+        return size > 0 and (size % self.batch == 0 or size % self.length == 0)
+
+    def of(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """How often each prime occurs in the number of elements."""
+        counts = []
+        for prime in (self.batch, self.length):
+            count, size = 0, tensor.numel()
+            while size and size % prime == 0:
+                count, size = count + 1, size // prime
+            counts.append(count)
+        return counts[0], counts[1]
+
+    def shape(self, tensor: torch.Tensor) -> str:
+        """The shape of a tensor in words."""
+        names = {self.batch: "batch"}
+        for tokens in (self.length, self.length * self.parts):
+            names |= {tokens: "tokens", self.batch * tokens: "batch * tokens"}
+        return f"[{', '.join(names.get(size, str(size)) for size in tensor.shape)}]"
+
+
+class _Ops(TorchDispatchMode):
+    """Follows the ops of a call; `mixing` says what the first that mixes tokens does.
+
+    Args:
+        sizes: of the batch.
+        held: storages that the call is given.
+    """
+
+    def __init__(self, sizes: _Sizes, held: set[int | None]) -> None:
+        super().__init__()
+        self._sizes, self._held = sizes, held
+        self.mixing, self.looks_away = "", False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not (self.mixing or self.looks_away):
+            given = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
+            if func._schema.is_mutable and storage_key(given[0]) in self._held:
+                self.mixing = f"{func} writes into what it is given"
+            elif why := self._why_mixed(func, args, kwargs or {}, given, out):
+                self.mixing = f"{func} {why}"
+        return out
+
+    def _why_mixed(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> str:
+        """Return what an op does that pieces of the tokens would show; empty: nothing."""
+        name = func._schema.name.partition("::")[2].removesuffix("_")  # the ones that write in place, too
+        read = [self._sizes.of(item) for item in given]
+        made = [self._sizes.of(item) for item in tree_leaves(out) if isinstance(item, torch.Tensor)]
+        if all(primes == _NO_TOKEN for primes in read):
+            alike = name in _CONSTANTS or all(primes == _NO_TOKEN for primes in made)
+            return "" if alike else "makes something that differs from token to token"
+        if _EACH_TOKEN not in read:
+            return ""  # an argument that has no row for each token: `_of_arguments` says so
+        if any(primes != _EACH_TOKEN for primes in made):
+            return "mixes tokens"
+        if name in _JOINS or name in _ALONG_DIMENSIONS:
+            works_in = out if name in _JOINS else args[0]
+            return "works along the tokens" if self._along_tokens(func, args, kwargs, works_in) else ""
+        if name in _OVER_LAST_DIMENSIONS:
+            return "works along the tokens" if any(map(self._sizes.has_tokens, args[1])) else ""
+        known = not computes(func) or torch.Tag.pointwise in func.tags or name in _ROW_BY_ROW
+        return "" if known else "is not known to treat tokens one by one"
+
+    def _along_tokens(self, func: Any, args: Any, kwargs: Any, tensor: torch.Tensor) -> bool:
+        """Whether the dimension that an op is given, or one of them, is one of tokens in ``tensor``."""
+        arguments = func._schema.arguments
+        defaults = {item.name: item.default_value for item in arguments if item.has_default_value()}
+        given = dict(zip((item.name for item in arguments), args, strict=False))
+        dims = {**defaults, **given, **kwargs}.get("dim")
+        if dims is None or dims == []:
+            return True
+        chosen = dims if isinstance(dims, list | tuple) else [dims]
+        return any(self._sizes.has_tokens(tensor.shape[dim]) for dim in chosen)
+
+
+def _of_arguments(given: Sequence[torch.Tensor], returned: Sequence[Any], sizes: _Sizes) -> tuple[str, int]:
+    """Return what of arguments and results has no row for each token, and the parts of the results."""
+    lead = given[0].shape[:-1] if given else torch.Size()
+    if lead.numel() not in (sizes.batch * sizes.length, sizes.batch * sizes.length * sizes.parts):
+        return "a module that is not called with hidden states first", 1
+    for item in given:
+        if not _has_rows(item, lead):
+            return f"an argument of shape {sizes.shape(item)}", 1
+    divided = torch.Size((*lead[:-1], lead[-1] // sizes.parts))
+    parts = sizes.parts if returned and _has_rows(returned[0], divided) else 1
+    for item in returned:
+        if not isinstance(item, torch.Tensor):
+            return f"a result that is no tensor: {item}", 1
+        if not _has_rows(item, divided if parts > 1 else lead):
+            return f"a result of shape {sizes.shape(item)}", 1
+    return "", parts
+
+
+def _has_rows(item: Any, lead: torch.Size) -> bool:
+    if not isinstance(item, torch.Tensor):
+        return False
+    return item.shape[: len(lead)] == lead or item.shape[:1] == (lead.numel(),)

@@ -76,14 +76,17 @@ def checked_tiles(
     Raises:
         PlanError: a module does not treat tokens one by one; names the op that mixes them.
     """
-    paths = {layer.index: layer.module_path for layer in structure.all_layers}
-    modules = {tile: f"{paths[tile.scope]}.{tile.op_path}" for tile in tiles if tile.scope in paths}
+    modules = {
+        tile: ".".join(filter(None, (structure.scopes[tile.scope], tile.op_path)))
+        for tile in tiles
+        if tile.scope != "head"
+    }
     looks, why_not = _looks(model, modules.values(), structure, parts) if modules else ({}, "")
     layers: dict[tuple[str, str], list[Scope]] = {}
     for tile, path in modules.items():
         found = f"not known: no run on fake tensors ({why_not})" if why_not else looks[path].mixing
         if found:
-            layers.setdefault((tile.op_path, found), []).append(tile.scope)
+            layers.setdefault((tile.op_path or str(tile.scope), found), []).append(tile.scope)
     if layers:
         raise PlanError(
             [

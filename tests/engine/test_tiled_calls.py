@@ -23,7 +23,7 @@ from hf_actswap.report import plan_table
 from tests.engine.tiny_models import batch, gradients, plan_of, swap_rows, tiny_llama
 
 HIDDEN, LAYERS, ROWS = 32, 4, 32
-EVERY_TOKEN = {"op_name": ["feed_forward", "attention_norm", "ffn_norm"], "tokens": 10}
+EVERY_TOKEN = {"op_name": ["feed_forward", "attention_norm", "ffn_norm", "final_norm"], "tokens": 10}
 """5 tokens of each of two sequences of 16: the last piece is shorter, and of one row each."""
 TILES: dict[str, Any] = {"tile_config": {"tile": EVERY_TOKEN}}
 ROUNDING = 2e-6

@@ -164,6 +164,7 @@ ONE_BY_ONE: dict[str, Callable[[torch.Tensor], Any]] = {
     "by heads": lambda x: x.view(*x.shape[:2], 4, 8).softmax(-2).flatten(2),
     "the best of each row": lambda x: x * x.topk(2, dim=-1).values.sum(-1, keepdim=True),
     "noise": lambda x: F.dropout(x, 0.5),
+    "padded features": (lambda x: F.pad(x, (1, 0))[..., 1:]),
     "in place of its own": lambda x: (x + 1).mul_(2),
 }
 TABLE = torch.zeros(4096, HIDDEN)
@@ -174,6 +175,8 @@ MIXING: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "a softmax over tokens": (lambda x: x.softmax(1), "aten._softmax.default works along the tokens"),
     "a sum so far": (lambda x: x.cumsum(1), "aten.cumsum.default works along the tokens"),
     "a shift": (lambda x: x.roll(1, 1), "aten.roll.default is not known"),
+    "a shift by padding": (lambda x: F.pad(x, (0, 0, 1, -1)), "aten.constant_pad_nd.default shifts"),
+    "strides": (lambda x: x.as_strided(x.shape, (HIDDEN, 1, 1)), "aten.as_strided.default is not known"),
     "the other way round": (lambda x: x.flip(1), "aten.flip.default is not known"),
     "positions": (lambda x: x + torch.arange(x.shape[1])[:, None], "aten.arange.default makes something"),
     "without the last token": (lambda x: F.pad(x[:, 1:], (0, 0, 0, 1)), "aten.slice.Tensor mixes"),

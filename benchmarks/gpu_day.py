@@ -136,6 +136,7 @@ CLAIMS_8K = (
 CLAIMS_32K = (
     *CLAIMS,
     "actswap-mix-eager",
+    "actswap-tiled-layers-recompute",
     "actswap-case3-auto",
     "actswap_plan_half",
     "actswap_plan_reduce",
@@ -152,6 +153,7 @@ _PEERS = (
 )
 _LONGEST = (
     "hf-checkpointing",
+    "actswap-tiled-step",
     "actswap-tiled-loss-recompute",
     "hf-checkpointing-offload",
     "actswap-mix-eager",

@@ -85,6 +85,20 @@ FUSED = {"recompute_config": {"select_recompute": _ELEMENTWISE, "fused": True}}
 
 TILED_LOSS = {"tile_config": {"loss": "auto"}}
 """Head and loss in tiles of tokens: no step holds all logits."""
+TILED_LAYERS = {
+    "tile_config": {"tile": {"op_name": ["feed_forward", "attention_norm", "ffn_norm"]}},
+    "recompute_config": {"recompute": True},
+}
+"""Layers run again in backward, their MLPs and norms in tiles: one forward more than without, not two."""
+TILED_STEP = {
+    "tile_config": {
+        "tile": {"op_name": ["feed_forward", "attention_norm", "ffn_norm", "final_norm"]},
+        "loss": "auto",
+    },
+    "recompute_config": {"recompute": True},
+    "swap_config": {"swap": True, "layer_swap": [], "recompute_input": True, "default_prefetch": "auto"},
+}
+"""All that makes a sequence long: nothing of a layer stays on the device, nor the logits."""
 
 
 def eager_mix(layers: int) -> dict[str, Any]:
@@ -299,6 +313,10 @@ _OURS = (
         {**TILED_LOSS, "recompute_config": {"recompute": True}},
         obstacles=(no_head,),
         relative_time=1.35,
+    ),
+    Row("actswap-tiled-layers-recompute", actswap, TILED_LAYERS, relative_time=1.4),
+    Row(
+        "actswap-tiled-step", actswap, TILED_STEP, obstacles=(no_head,), relative_time=1.45, pinned_share=0.1
     ),
 )
 

@@ -1,4 +1,4 @@
-"""All families of transformers: whatever is found to treat tokens one by one gives the same gradients in tiles."""
+"""All families of transformers: what is found to treat tokens one by one has the same gradients in tiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_RUN = {
     "inkling2_text": "it does not run on fake tensors",
 }
 TOLERANCE = 1e-4
-"""Relative, in fp32, as for divided families: some models compute with numbers large beside their gradients."""
+"""Relative, in fp32, as for divided families: some compute with numbers large beside their gradients."""
 
 
 def step(model: Any) -> tuple[float, dict[str, torch.Tensor]]:

@@ -310,6 +310,8 @@ def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
             label = ""
     for tile in plan.tiles:
         table.add_row(str(tile.scope), tile.op_path or "everything", str(tile))
+    if plan.streamed is not None:
+        table.add_row("the model", "the sequence", str(plan.streamed))
     return table
 
 

@@ -14,7 +14,15 @@ from ..errors import ConfigError, Problem, short_traceback
 from . import published
 from .hub import CONFIG_FILE_NAME, HubFile, HubOptions, PushOptions, fetch, split_hub_id
 from .json_documents import read_text
-from .keys import FOREIGN_SECTIONS, MODE_FLAGS, OUR_SECTIONS, STACK_SECTIONS, TILE_KEYS, meaningless
+from .keys import (
+    FOREIGN_SECTIONS,
+    MODE_FLAGS,
+    OUR_SECTIONS,
+    STACK_SECTIONS,
+    STREAM_KEYS,
+    TILE_KEYS,
+    meaningless,
+)
 from .memory_section import check_fates, read_memory
 from .parallel_section import (
     MODEL_CONFIG,
@@ -36,7 +44,15 @@ from .reader import (
     show,
 )
 from .recompute_section import read_recompute
-from .schema import MemoryConfig, ParallelConfig, RecomputeConfig, SwapConfig, TileConfig, TileTokens
+from .schema import (
+    MemoryConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    StreamConfig,
+    SwapConfig,
+    TileConfig,
+    TileTokens,
+)
 from .swap_section import read_swap, swap_is_unreadable
 from .yaml_text import DOCUMENT_PATH, MAX_TEXT_BYTES, parse_yaml, to_dict, to_yaml
 
@@ -67,6 +83,7 @@ class ActSwapConfig:
     recompute_config: RecomputeConfig = RecomputeConfig()  # noqa: RUF009 - it is frozen
     parallel_config: ParallelConfig = ParallelConfig()  # noqa: RUF009 - it is frozen
     tile_config: TileConfig = TileConfig()  # noqa: RUF009 - it is frozen
+    stream_config: StreamConfig = StreamConfig()  # noqa: RUF009 - it is frozen
     memory: MemoryConfig = MemoryConfig()  # noqa: RUF009 - it is frozen
     stacks: Mapping[str, ActSwapConfig] | None = None
     num_layers: int | None = field(
@@ -250,6 +267,7 @@ def _read_document(
         recompute_config=recompute,
         parallel_config=parallel,
         tile_config=_read_tiles(findings),
+        stream_config=_read_stream(findings),
         memory=memory,
         stacks=_read_stacks(findings, memory) or None,
         num_layers=_read_num_layers(findings),
@@ -291,6 +309,19 @@ def _read_tiles(findings: Findings) -> TileConfig:
         return TileConfig(value)
     findings.problem(path, EXPECTED_LOSS, show(value))
     return TileConfig()
+
+
+def _read_stream(findings: Findings) -> StreamConfig:
+    section = read_section(findings, "stream_config", STREAM_KEYS)
+    value = section.get("tokens")
+    if value is None or value is False or value == "off":  # YAML 1.1 reads a bare `off` as false
+        return StreamConfig()
+    if value == "auto":
+        return StreamConfig("auto")
+    if isinstance(value, int) and is_int(value) and value >= 1:
+        return StreamConfig(value)
+    findings.problem(("stream_config", "tokens"), "auto, off or a whole number, at least 1", show(value))
+    return StreamConfig()
 
 
 _OF_THE_WHOLE_MODEL = ("fused", "parallel_optimizer_comm_recompute")

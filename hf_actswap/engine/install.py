@@ -25,6 +25,7 @@ from .stats import SwapStats
 from .swapped_storages import PackHandler
 from .transfer import Transfer
 from .watched_copies import CopyListener
+from .workplace import Workplace
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,11 @@ class AppliedPlan:
     def transfer(self) -> Transfer:
         """What moves bytes."""
         return self._engine.place.transfer()
+
+    @property
+    def place(self) -> Workplace:
+        """Where it works: device, host memory, transfer and counters, for what acts on the step."""
+        return self._engine.place
 
     @property
     def evictable(self) -> bool:

@@ -36,6 +36,7 @@ class Workplace:
         adjusted: called with what was decided by measurement.
 
     Attributes:
+        counters: of the plan.
         host: the host memory.
         setting: what the passes share; ``None`` before the first forward.
     """
@@ -52,7 +53,7 @@ class Workplace:
         host: HostMemory | None,
         adjusted: Callable[[Sequence[Adjustment]], None],
     ) -> None:
-        self._root, self._plan, self._fates, self._counters = root, plan, fates, counters
+        self._root, self._plan, self._fates, self.counters = root, plan, fates, counters
         self._transfer, self._progress, self._pack_handler = transfer, progress, pack_handler
         self._adjusted = adjusted
         self._shares = host is not None
@@ -88,20 +89,19 @@ class Workplace:
         device = self.device()
         if self.setting is not None and self.setting.device == device:
             return self.setting, False
-        self.close()
         self.host.bind(device, self._plan)
         self.setting = None
         transfer = self.transfer()
         pool = self.host.pool(device, transfer.overlaps, self._progress)
         auto = None
         if any(row.fate == "swap" and row.windows is None for row in self._plan.rows):
-            auto = AutoWindows(transfer, pool, self._counters, self._pending_bytes, self._adjusted)
+            auto = AutoWindows(transfer, pool, self.counters, self._pending_bytes, self._adjusted)
         self.setting = Setting(
             self._fates,
             pool,
             transfer,
             device,
-            self._counters,
+            self.counters,
             self._plan.min_tensor_bytes,
             auto,
             Fuser().run_again if self._plan.fused_recompute else None,
@@ -124,7 +124,7 @@ class Workplace:
 
     def stats(self) -> SwapStats:
         """What was counted, and the host memory of now."""
-        return self._counters.snapshot(None if self.setting is None else self.setting.pool)
+        return self.counters.snapshot(None if self.setting is None else self.setting.pool)
 
     def close(self) -> None:
         """Give the host memory back, unless others share it. Safe to call again."""

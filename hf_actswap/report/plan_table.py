@@ -48,6 +48,8 @@ def _rows_table(plan: MemoryPlan) -> Table:
         table.add_section()
     for tile in plan.tiles:
         table.add_row(str(tile.scope), tile.op_path or "everything", str(tile))
+    if plan.streamed is not None:
+        table.add_row("the model", "the sequence", str(plan.streamed))
     return table
 
 

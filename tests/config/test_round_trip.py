@@ -123,6 +123,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                 | st.fixed_dictionaries({"tokens": POSITIVE})
             }
         ),
+        "stream_config": some_of({"tokens": st.sampled_from(["off", False, None, "auto"]) | POSITIVE}),
         "memory": some_of(
             {
                 "mode": st.sampled_from(["off", "smart_swap", False]),

@@ -105,8 +105,10 @@ class HostSequence:
 
     def bring(self, key: Key) -> list[torch.Tensor]:
         """Return the tensors of a key on the device; they are the caller's."""
-        self.expect(key)
         entry = self._entries[key]
+        if not entry.coming:
+            self.expect(key)
+            self._counters.late_prefetches += len(entry.coming)
         coming, entry.coming = entry.coming, []
         for _, copy in coming:
             self._counters.stalled(copy.wait())

@@ -26,6 +26,8 @@ import torch
 
 _SCORES = 2**25
 """Numbers of a block of scores that are there at once: 128 MiB in fp32."""
+_ROWS = 1024
+"""Queries of a block at most, so that few keys are computed with that they do not see."""
 
 _aten = torch.ops.aten
 
@@ -96,14 +98,15 @@ def attend(
     if kernel is not None:
         out, total = kernel.forward(query, key, value, keys == queries, scores.scale)
         return out.to(wide), total
-    out = query.new_empty((*query.shape[:3], value.shape[-1]), dtype=wide)
-    total = query.new_empty(query.shape[:3], dtype=wide)
-    for rows, some in _blocks(query, key, queries):
-        made, _ = _scores_of(some, key, scores, range(queries[rows.start], queries[rows.stop - 1] + 1), keys)
+    out = query.new_zeros((*query.shape[:3], value.shape[-1]), dtype=wide)
+    total = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
+    for block in _blocks(query, key, scores.visible, queries, keys):
+        rows, seen = block.rows, block.keys
+        made, _ = _scores_of(block, _grouped(query[:, :, rows], key), key[:, :, seen], scores)
         part = torch.logsumexp(made, -1)
         weights = torch.where(part.isneginf()[..., None], 0.0, (made - part[..., None]).exp())
         shape = (query.shape[0], query.shape[1], rows.stop - rows.start)
-        out[:, :, rows] = _product(weights.to(value.dtype), value).view(*shape, -1)
+        out[:, :, rows] = _product(weights.to(value.dtype), value[:, :, seen]).view(*shape, -1)
         total[:, :, rows] = part.view(shape)
     return out, total
 
@@ -146,31 +149,53 @@ def attend_backward(
     if kernel is not None:
         return kernel.backward(upstream, query, key, value, out, total, keys == queries, scores.scale)
     wide = total.dtype
-    of_query = torch.empty_like(query)
+    of_query = torch.zeros_like(query)
     of_key = torch.zeros_like(key, dtype=wide)
     of_value = torch.zeros_like(value, dtype=wide)
-    for rows, some in _blocks(query, key, queries):
-        positions = range(queries[rows.start], queries[rows.stop - 1] + 1)
-        made, slope = _scores_of(some, key, scores, positions, keys)
+    for block in _blocks(query, key, scores.visible, queries, keys):
+        rows, seen = block.rows, block.keys
+        some, seen_keys, seen_values = _grouped(query[:, :, rows], key), key[:, :, seen], value[:, :, seen]
+        made, slope = _scores_of(block, some, seen_keys, scores)
         given = _grouped(upstream[:, :, rows], key)
         weights = made.sub_(_grouped(total[:, :, rows, None], key)).exp_()
         shift = (given.to(wide) * _grouped(out[:, :, rows], key)).sum(-1, keepdim=True)
-        of_value += _product(weights.to(value.dtype).transpose(-1, -2), given)
-        of_scores = _product(given, value.transpose(-1, -2)).sub_(shift).mul_(weights)
+        of_value[:, :, seen] += _product(weights.to(value.dtype).transpose(-1, -2), given)
+        of_scores = _product(given, seen_values.transpose(-1, -2)).sub_(shift).mul_(weights)
         if slope is not None:
             of_scores *= slope
         of_scores = (of_scores * scores.scale).to(query.dtype)
-        of_query[:, :, rows] = (of_scores @ key).view_as(of_query[:, :, rows])
-        of_key += _product(of_scores.transpose(-1, -2), some)
+        of_query[:, :, rows] = (of_scores @ seen_keys).view_as(of_query[:, :, rows])
+        of_key[:, :, seen] += _product(of_scores.transpose(-1, -2), some)
     return of_query, of_key, of_value
 
 
-def _blocks(query: torch.Tensor, key: torch.Tensor, queries: range) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Yield some of the queries' places at a time, and these as ``[B, K, G * q, D]``: no score too many."""
-    step = max(1, _SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
+@dataclass(frozen=True)
+class _Block:
+    """Some queries of a chunk, and the keys of a piece of which they see something.
+
+    Args:
+        rows: places of the queries in their chunk.
+        keys: places of the keys in their piece; at least one.
+        mask: see `Visibility.mask`.
+    """
+
+    rows: slice
+    keys: slice
+    mask: torch.Tensor | None
+
+
+def _blocks(
+    query: torch.Tensor, key: torch.Tensor, visible: Visibility, queries: range, keys: range
+) -> Iterator[_Block]:
+    """Yield blocks that hold all that is seen, with few scores each, and few that are not seen."""
+    step = min(_ROWS, max(1, _SCORES // (query.shape[0] * query.shape[1] * key.shape[2])))
     for first in range(0, len(queries), step):
-        rows = slice(first, min(first + step, len(queries)))
-        yield rows, _grouped(query[:, :, rows], key)
+        some = queries[first : first + step]
+        seen = range(max(keys.start, visible.first(some.start)), min(keys.stop, some.stop))
+        if seen:
+            places = slice(seen.start - keys.start, seen.stop - keys.start)
+            mask = visible.mask(some, seen, query.device)
+            yield _Block(slice(first, first + len(some)), places, mask)
 
 
 def _grouped(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -179,18 +204,17 @@ def _grouped(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 
 def _scores_of(
-    query: torch.Tensor, key: torch.Tensor, scores: Scores, queries: range, keys: range
+    block: _Block, query: torch.Tensor, key: torch.Tensor, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the scores ``[B, K, G * q, N]`` of grouped queries, and their slope under softcapping."""
+    """Return the scores ``[B, K, G * q, n]`` of a block's grouped queries, and their slope if softcapped."""
     made = _product(query, key.transpose(-1, -2)).mul_(scores.scale)
     slope = None
     if scores.softcap is not None:
         bent = torch.tanh(made / scores.softcap)
         made, slope = bent * scores.softcap, 1 - bent * bent
-    mask = scores.visible.mask(queries, keys, query.device)
-    if mask is not None:
-        shape = (*made.shape[:2], -1, len(queries), len(keys))
-        made = made.view(shape).masked_fill_(~mask, -torch.inf).view(made.shape)
+    if block.mask is not None:
+        shape = (*made.shape[:2], -1, *block.mask.shape)
+        made = made.view(shape).masked_fill_(~block.mask, -torch.inf).view(made.shape)
     return made, slope
 
 

@@ -170,6 +170,8 @@ class ChunkAttention:
         self, layer: int, scores: Scores, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         own = self.positions
+        if ("output", layer, self.chunk) in self.host:
+            raise PlanError([Problem("model", "one attention per layer", f"two in layer {layer}")])
         earlier = self._seen(scores.visible)
         for chunk in earlier[:1]:
             self.host.expect(("keys", layer, chunk))

@@ -36,6 +36,7 @@ from ..engine.hook_wrappers import Undo, replace_call
 from ..engine.replay import CallState
 from ..engine.stats import gib_text
 from ..engine.transfer import Transfer
+from ..errors import PlanError, Problem
 from ..plan.actions import SequenceChunks
 from .host_sequence import HostSequence, no_host_memory
 from .refusals import named_arguments, reject_call
@@ -100,6 +101,7 @@ class _StreamedModel(nn.Module):
         heads = text.num_attention_heads
         key_heads = getattr(text, "num_key_value_heads", None) or heads
         self._tokens = chunks.tokens or auto_tokens(heads, key_heads)
+        self._layers = len(applied.structure.layers)
         self.module, self._place, self._transfer = root, applied.place, transfer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +118,8 @@ class _StreamedModel(nn.Module):
         sequence = _Sequence(self, given, self._tokens, self._host())
         loss = _TwoPasses.apply(sequence, tuple(parameters), *parameters.values())
         output = sequence.output_class(loss=loss)
-        return output if given.get("return_dict") in (None, True) else output.to_tuple()
+        as_output = given.get("return_dict", getattr(self.module.config, "return_dict", True))
+        return output if as_output else output.to_tuple()
 
     def forward(self, arguments: Mapping[str, Any]) -> Any:
         """Call the model itself, with the parameters that this module has at present."""
@@ -149,8 +152,13 @@ class _StreamedModel(nn.Module):
         pool = self._place.host.pool(self._place.device(), transfer.overlaps, None)
         return HostSequence(pool, transfer, self._place.counters)
 
-    def reserve(self, size_bytes: int) -> None:
-        """Raise `PlanError` if a sequence does not fit into host memory, else let it be made ready."""
+    def check_first_chunk(self, attention: ChunkAttention) -> None:
+        """Raise `PlanError` if a sequence does not fit into host memory, else let that be made ready."""
+        if len(attention.layers) != self._layers:
+            expected = f"{self._layers} layers that call transformers' attention interface"
+            called = f"calls by {len(attention.layers)} of them"
+            raise PlanError([Problem("model", expected, called, "Train it without stream_config.")])
+        size_bytes = attention.host_bytes()
         transfer = self._transfer or self._place.transfer()
         pool = self._place.host.pool(self._place.device(), transfer.overlaps, None)
         most_bytes = pool.most_bytes
@@ -206,7 +214,7 @@ class _Sequence:
                 loss = output.loss if loss is None else loss + output.loss
                 if not chunk:
                     self.output_class = type(output)
-                    self._model.reserve(self._attention.host_bytes())
+                    self._model.check_first_chunk(self._attention)
         assert loss is not None
         return loss
 
@@ -285,8 +293,9 @@ class _GradientSum:
     def __init__(self, parameter: torch.Tensor) -> None:
         self.leaf = parameter.detach().requires_grad_()
         self._sum: torch.Tensor | None = None
+        self._hook: Any = None
         if torch.promote_types(parameter.dtype, torch.float32) != parameter.dtype:
-            self.leaf.register_post_accumulate_grad_hook(self._add)
+            self._hook = self.leaf.register_post_accumulate_grad_hook(self._add)
 
     def _add(self, leaf: torch.Tensor) -> None:
         if self._sum is None:
@@ -298,6 +307,8 @@ class _GradientSum:
     def taken(self) -> torch.Tensor | None:
         """Return it in the parameter's dtype, and forget it."""
         found, self._sum = self._sum, None
+        if self._hook is not None:
+            self._hook.remove()
         if found is None:
             found, self.leaf.grad = self.leaf.grad, None
         return None if found is None else found.to(self.leaf.dtype)

@@ -110,6 +110,16 @@ def test_pieces_are_on_their_way_before_they_are_needed() -> None:
     assert len(ahead) > 0.9 * copies
 
 
+def test_few_copies_start_only_when_they_are_needed() -> None:
+    """The second pass begins with nothing on its way: the first layer's output, and the last one's again."""
+    model = made()
+    with apply(model, STREAMED) as applied:
+        step(model)
+        stats = applied.stats()
+    assert stats.late_prefetches == CHUNKS * (2 + 2)
+    assert stats.prefetches > 100
+
+
 def test_copied_bytes_and_host_memory_by_formula() -> None:
     model, layers, rows = made(), SIZES["num_hidden_layers"], 2
     of_keys = rows * 2 * (2 * 8) * 4  # of a token: keys and values, key heads times their size, fp32

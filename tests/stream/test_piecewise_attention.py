@@ -47,7 +47,8 @@ def whole(query: Any, key: Any, value: Any, scores: Scores) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_forward_and_backward(case: str, few_scores: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if few_scores:  # some queries at a time
-        monkeypatch.setattr(piecewise_attention, "_SCORES", 3 * 2 * 4 * 7)
+        monkeypatch.setattr(piecewise_attention, "_SCORES", 2 * 4 * 7 * 3)
+        monkeypatch.setattr(piecewise_attention, "_ROWS", 5)
     visible, softcap, heads, sizes = CASES[case]
     scores = Scores(0.3, softcap, visible)
     inputs = [item.requires_grad_() for item in tensors(heads, sizes)]

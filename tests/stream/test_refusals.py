@@ -141,6 +141,18 @@ def test_sinks_are_refused_in_the_first_chunk() -> None:
     assert model.config._attn_implementation != "hf_actswap_streamed"
 
 
+def test_a_layer_that_attends_by_itself_is_refused_after_the_first_chunk() -> None:
+    model = made()
+    attention = model.model.layers[1].self_attn
+    attention.forward = lambda hidden_states, **_: (hidden_states, None)
+    with apply(model, STREAMED), pytest.raises(PlanError, match=r"3 layers that call .* calls by 2"):
+        model(**data())
+    attention.layer_idx = 0
+    del attention.forward
+    with apply(model, STREAMED), pytest.raises(PlanError, match="two in layer 0"):
+        model(**data())
+
+
 _IDS = data()["input_ids"]
 _PLACES = torch.arange(LENGTH).expand(2, -1)
 CALLS: dict[str, tuple[dict[str, Any], str]] = {

@@ -83,7 +83,7 @@ def test_padding_on_the_right() -> None:
     assert furthest(found, expected) < 2e-6
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 25, 49])
+@pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 7, 25, 49])
 def test_any_chunk_length(tokens: int) -> None:
     model = made("gemma3, windows")
     _, expected = step(model)
@@ -195,6 +195,7 @@ def test_both_passes_draw_the_same_random_numbers() -> None:
     assert len(set(drawn.tolist())) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral, windows over chunks"])
 def test_half_precision_is_as_close_to_the_truth_as_a_whole_step(family: str) -> None:
     squares = {"whole": 0.0, "streamed": 0.0}

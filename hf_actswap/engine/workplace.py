@@ -13,6 +13,7 @@ from .auto_windows import AutoWindows
 from .fates import FateTable
 from .fused import Fuser
 from .host_budget import HostMemory, Progress
+from .host_pool import HostPool
 from .parameters import parameter_places
 from .stats import Counters, SwapStats
 from .swapped_storages import PackHandler, Setting
@@ -92,7 +93,7 @@ class Workplace:
         self.host.bind(device, self._plan)
         self.setting = None
         transfer = self.transfer()
-        pool = self.host.pool(device, transfer.overlaps, self._progress)
+        pool = self.pool(transfer)
         auto = None
         if any(row.fate == "swap" and row.windows is None for row in self._plan.rows):
             auto = AutoWindows(transfer, pool, self.counters, self._pending_bytes, self._adjusted)
@@ -121,6 +122,10 @@ class Workplace:
         if self.setting is not None:
             return self.setting.transfer
         return self._transfer or transfer_of(self.device())
+
+    def pool(self, transfer: Transfer) -> HostPool:
+        """Return the host memory that copies by ``transfer`` go to, on the device of now."""
+        return self.host.pool(self.device(), transfer.overlaps, self._progress)
 
     def stats(self) -> SwapStats:
         """What was counted, and the host memory of now."""

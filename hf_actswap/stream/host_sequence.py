@@ -23,7 +23,7 @@ import torch
 
 from ..engine.blocks import HostBuffer
 from ..engine.host_pool import HostPool
-from ..engine.stats import Counters
+from ..engine.stats import Counters, gib_text
 from ..engine.transfer import Copy, Transfer
 from ..errors import PlanError, Problem
 
@@ -65,6 +65,19 @@ class HostSequence:
 
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
+
+    def make_ready(self, size_bytes: int) -> None:
+        """Begin to lock as much memory as the sequence will take.
+
+        Raises:
+            PlanError: so much may not be taken.
+        """
+        most_bytes = self._pool.most_bytes
+        if most_bytes is not None and size_bytes > most_bytes:
+            allowed = gib_text(most_bytes)
+            raise _no_host_memory(f"{gib_text(size_bytes)} needed, and this rank may take {allowed}")
+        if self._transfer.overlaps:
+            self._pool.reserve(size_bytes)
 
     def put(self, key: Key, *tensors: torch.Tensor) -> None:
         """Copy tensors of the device to the host, over those of the same key and sizes if there are any.
@@ -144,11 +157,11 @@ class HostSequence:
     def _taken(self, size_bytes: int) -> HostBuffer:
         host = self._pool.take(size_bytes)
         if host is None:
-            raise no_host_memory(f"no {size_bytes:,} bytes more")
+            raise _no_host_memory(f"no {size_bytes:,} bytes more")
         return host
 
 
-def no_host_memory(found: str) -> PlanError:
+def _no_host_memory(found: str) -> PlanError:
     """Return the error where the sequence does not fit into host memory."""
     hint = "Shorten the sequence, raise memory.host_memory_gib if it is set, or start fewer ranks here."
     return PlanError([Problem("stream_config", "host memory for the whole sequence", found, hint)])

@@ -177,7 +177,7 @@ class ChunkAttention:
             self.host.expect(("keys", layer, chunk))
         left = len(self.left_by(self.chunk, scores.visible))
         if left:
-            ends = (item[:, :, -left:].clone(memory_format=torch.contiguous_format) for item in (key, value))
+            ends = (item[:, :, -left:].contiguous() for item in (key, value))
             self.host.put(("keys", layer, self.chunk), *ends)
         out, total = attend(query, key, value, scores, own, own)
         for place, chunk in enumerate(earlier):

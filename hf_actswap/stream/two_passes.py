@@ -34,11 +34,10 @@ from torch.func import functional_call
 from ..engine import AppliedPlan
 from ..engine.hook_wrappers import Undo, replace_call
 from ..engine.replay import CallState
-from ..engine.stats import gib_text
 from ..engine.transfer import Transfer
 from ..errors import PlanError, Problem
 from ..plan.actions import SequenceChunks
-from .host_sequence import HostSequence, no_host_memory
+from .host_sequence import HostSequence
 from .refusals import named_arguments, reject_call
 from .streamed_attention import ChunkAttention
 
@@ -115,7 +114,7 @@ class _StreamedModel(nn.Module):
             return self.inner(*args, **kwargs)
         reject_call(self.module, given)
         parameters = {name: item for name, item in self.module.named_parameters() if item.requires_grad}
-        sequence = _Sequence(self, given, self._tokens, self._host())
+        sequence = _Sequence(self, given, self._tokens, self.host())
         loss = _TwoPasses.apply(sequence, tuple(parameters), *parameters.values())
         output = sequence.output_class(loss=loss)
         as_output = given.get("return_dict", getattr(self.module.config, "return_dict", True))
@@ -147,26 +146,18 @@ class _StreamedModel(nn.Module):
             ATTENTION._global_mapping.pop(_NAME, None)
             MASKS._global_mapping.pop(_NAME, None)
 
-    def _host(self) -> HostSequence:
+    def host(self) -> HostSequence:
+        """Return host memory for one sequence."""
         transfer = self._transfer or self._place.transfer()
-        pool = self._place.host.pool(self._place.device(), transfer.overlaps, None)
-        return HostSequence(pool, transfer, self._place.counters)
+        return HostSequence(self._place.pool(transfer), transfer, self._place.counters)
 
     def check_first_chunk(self, attention: ChunkAttention) -> None:
-        """Raise `PlanError` if a sequence does not fit into host memory, else let that be made ready."""
+        """Raise `PlanError` if not all layers have called ``attention``, or what they leave has no room."""
         if len(attention.layers) != self._layers:
             expected = f"{self._layers} layers that call transformers' attention interface"
             called = f"calls by {len(attention.layers)} of them"
             raise PlanError([Problem("model", expected, called, "Train it without stream_config.")])
-        size_bytes = attention.host_bytes()
-        transfer = self._transfer or self._place.transfer()
-        pool = self._place.host.pool(self._place.device(), transfer.overlaps, None)
-        most_bytes = pool.most_bytes
-        if most_bytes is not None and size_bytes > most_bytes:
-            allowed = gib_text(most_bytes)
-            raise no_host_memory(f"{gib_text(size_bytes)} needed, and this rank may take {allowed}")
-        if transfer.overlaps:
-            pool.reserve(size_bytes)
+        attention.host.make_ready(attention.host_bytes())
 
 
 class _Sequence:
@@ -183,7 +174,7 @@ class _Sequence:
     """
 
     def __init__(self, model: _StreamedModel, given: dict[str, Any], tokens: int, host: HostSequence) -> None:
-        self._model, self._host = model, host
+        self._model = model
         ids = given["input_ids"]
         length = ids.shape[-1]
         bounds = [*range(0, length, tokens), length]
@@ -211,9 +202,10 @@ class _Sequence:
                 self._states.append(CallState(self._by_token["input_ids"].device, True, ()))
                 self._attention.begin(chunk, second=False)
                 output = self._model(self._arguments(chunk))
-                loss = output.loss if loss is None else loss + output.loss
+                self.output_class, of_chunk = type(output), output.loss
+                del output  # and with it the chunk's logits
+                loss = of_chunk if loss is None else loss + of_chunk
                 if not chunk:
-                    self.output_class = type(output)
                     self._model.check_first_chunk(self._attention)
         assert loss is not None
         return loss

@@ -47,7 +47,11 @@ def problems_of_model(root: nn.Module, structure: ModelStructure) -> list[Proble
         item.kind is item.VAR_KEYWORD for item in inspect.signature(model.forward).parameters.values()
     )
     found = [
-        ("one stack of layers (a decoder)", "an encoder and a decoder", config.is_encoder_decoder),
+        (
+            "one stack of layers (a decoder)",
+            "an encoder and a decoder",
+            getattr(config, "is_encoder_decoder", False),
+        ),
         ("a causal model", "one whose tokens see later ones", not _is_causal(root, structure, text)),
         (
             "the same rotary embedding for each chunk",

@@ -157,7 +157,7 @@ class ChunkAttention:
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
             )
             return out.transpose(1, 2).contiguous(), None
-        _check(attention_mask, dropout, kwargs)
+        _check(module, attention_mask, dropout, kwargs)
         scores, layer = Scores(scaling, softcap, attention_mask), int(module.layer_idx)
         with torch.autocast(kind, enabled=False):
             if self.second:
@@ -173,29 +173,27 @@ class ChunkAttention:
         if ("output", layer, self.chunk) in self.host:
             raise PlanError([Problem("model", "one attention per layer", f"two in layer {layer}")])
         earlier = self._seen(scores.visible)
-        for chunk in earlier[:1]:
-            self.host.expect(("keys", layer, chunk))
+        coming = [("keys", layer, chunk) for chunk in earlier]
+        if earlier and layer + 1 in self.layers:  # the next layer's first piece comes with this one's last
+            coming += [("keys", layer + 1, chunk) for chunk in self._seen(self.layers[layer + 1].visible)[:1]]
+        for piece in coming[:1]:
+            self.host.expect(piece)
         left = len(self.left_by(self.chunk, scores.visible))
         if left:
             ends = (item[:, :, -left:].contiguous() for item in (key, value))
             self.host.put(("keys", layer, self.chunk), *ends)
         out, total = attend(query, key, value, scores, own, own)
         for place, chunk in enumerate(earlier):
-            for after in earlier[place + 1 : place + 2] or self._next_layer(layer, scores.visible):
-                self.host.expect(("keys", layer + (place + 1 == len(earlier)), after))
+            for piece in coming[place + 1 : place + 2]:
+                self.host.expect(piece)
             keys, values = self.host.bring(("keys", layer, chunk))
-            piece = attend(query, keys, values, scores, own, self.left_by(chunk, scores.visible))
-            out, total = merge(out, total, *piece)
+            there = self.left_by(chunk, scores.visible)
+            out, total = merge(out, total, *attend(query, keys, values, scores, own, there))
         out = out.to(query.dtype)
         self.host.put(("output", layer, self.chunk), out, total)
         if layer not in self.layers:
             self.layers[layer] = _trace(scores.visible, key, value, out, total)
         return out
-
-    def _next_layer(self, layer: int, visible: Visibility) -> list[int]:
-        """The chunk that the layer after ``layer`` will ask for first, if it is known."""
-        trace = self.layers.get(layer + 1)
-        return [] if trace is None else self._seen(trace.visible)[:1]
 
     def _seen(self, visible: Visibility) -> list[int]:
         """Return the earlier chunks that the present one sees, the nearest first."""
@@ -307,8 +305,10 @@ def _trace(
     )
 
 
-def _check(mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
+def _check(module: Any, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
     problems = []
+    if getattr(module, "layer_idx", None) is None:
+        problems.append(Problem("model", "attention modules with a layer_idx", type(module).__name__))
     if not isinstance(mask, Visibility):
         expected = "a model whose masks are made by transformers' masking functions"
         problems.append(Problem("model", expected, "a mask of its own"))

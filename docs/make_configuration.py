@@ -28,6 +28,7 @@ from hf_actswap.config import (  # noqa: E402 - the package need not be installe
     OpTileRule,
     ParallelConfig,
     RecomputeConfig,
+    StreamConfig,
     SwapConfig,
     TileConfig,
     load_config,
@@ -50,6 +51,7 @@ SECTIONS: Mapping[str, type] = {
     "parallel_config": ParallelConfig,
     "tile_config": TileConfig,
     "tile": OpTileRule,
+    "stream_config": StreamConfig,
     "memory": MemoryConfig,
 }
 """Table to the dataclass of its keys. Entries of ``layer_swap``, ``op_swap``, ``tile`` are sections too."""
@@ -116,6 +118,7 @@ EXAMPLES: Mapping[tuple[str, str], str] = {
     ("tile", "op_name"): "op_name: [feed_forward, ffn_norm]",
     ("tile", "tokens"): "tokens: 8192",
     ("tile", "layers"): "layers: [0, 1, 2]",
+    ("stream_config", "tokens"): "tokens: auto",
     ("memory", "mode"): "mode: smart_swap",
     ("memory", "budget_gib"): "budget_gib: 40",
     ("memory", "reduce_by_gib"): "reduce_by_gib: 3",

@@ -35,6 +35,7 @@ from .plan.checkpointing_rules import problems_of_checkpointing
 from .plan.model_structure import unwrapped
 from .planner import Meter, Planner, start_planner
 from .report import PinningBar, PlannerBar
+from .stream import problems_of_model, stream_sequences
 
 logger = logging.getLogger(__name__)
 
@@ -192,6 +193,8 @@ def apply_plan(
     restores = _gathering_once(unwrapped(model), plan, shape)
     if plan.rows or pack_handler is not None:
         restores += _without_cache(unwrapped(model))
+    if plan.streamed is not None:
+        restores.append(stream_sequences(unwrapped(model), plan.streamed, applied, transfer))
     for restore in restores:
         applied.on_remove(restore)
     return applied
@@ -221,7 +224,10 @@ def _reject_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Mo
                 "Start with `accelerate launch` or torchrun (DistributedDataParallel).",
             )
         )
-    problems += problems_of_checkpointing(shape.layer_modules(root), plan, shape.compiled)
+    if plan.streamed is not None:
+        problems += problems_of_model(root, shape)
+    else:
+        problems += problems_of_checkpointing(shape.layer_modules(root), plan, shape.compiled)
     if problems:
         raise PlanError(problems)
 

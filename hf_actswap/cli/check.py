@@ -15,6 +15,7 @@ from ..plan import MemoryPlan, resolve_plan, with_problems_of_model
 from ..plan.actions import folded
 from ..plan.resolve import RequestedPolicy, requested_policies
 from ..planner.profile import Prediction, Profile
+from ..stream import problems_of_model
 from . import options
 from .output import answer, heading, listed, problems_document, shown_problems
 from .plan_answer import fate_table, step_table
@@ -163,7 +164,10 @@ def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigErro
         Problem("plan", "what this version can carry out", requested, "Remove it from the configuration.")
         for requested in plan.unsupported
     ]
-    if found.step is None:
+    if plan.streamed is not None:
+        found.problems += problems_of_model(looked_at.model, looked_at.shape)
+        found.not_known = "Bytes and times of a streamed sequence are not predicted."
+    if found.step is None or plan.streamed is not None:
         return
     try:
         found.profile = profile_of(looked_at, found.step)

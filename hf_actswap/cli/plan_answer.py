@@ -17,7 +17,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from ..config import load_config
-from ..errors import ActSwapError
+from ..errors import ActSwapError, PlanError, Problem
 from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import COMPILE_BUDGET, SCOPES, Scope, folded, folded_tiles
 from ..planner.cost.tensor_axis import Exchanged, exchanged, tensor_axis
@@ -189,6 +189,8 @@ def answer_plan(asked: PlanRequest) -> PlanAnswer | ComparedSizes:
 
     def of(size: int | None, recorded: ProfileFile | None = None) -> Planned:
         wanted = with_tp(load_config(asked.config), size)
+        if wanted.stream_config.tokens != "off":
+            raise PlanError([_STREAMED], wanted.source)
         memory = memory_in_force(wanted, asked.budget_bytes)
         step = _step_on_paper(asked.step) if recorded is None else recorded.step(asked.step)
         with subject(asked.model, wanted) as found:
@@ -204,6 +206,14 @@ def answer_plan(asked: PlanRequest) -> PlanAnswer | ComparedSizes:
     if asked.save is not None:
         _write(asked.save, found)
     return PlanAnswer(found, asked.save, asked.full, asked.windows, recorded)
+
+
+_STREAMED = Problem(
+    "stream_config.tokens",
+    "off: the step of a streamed sequence is not predicted yet",
+    "a chunk length",
+    "Leave stream_config out to see the step of the whole sequence.",
+)
 
 
 def _step_on_paper(asked: AskedStep) -> StepShape:
@@ -310,6 +320,8 @@ def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
             label = ""
     for line in folded_tiles(plan.tiles):
         table.add_row(*line)
+    if plan.streamed is not None:
+        table.add_row("the model", "the sequence", str(plan.streamed))
     return table
 
 

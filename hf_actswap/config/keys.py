@@ -13,11 +13,12 @@ from dataclasses import fields
 from types import MappingProxyType
 
 from ..errors import nearest
-from .schema import MemoryConfig, RecomputeConfig, SwapConfig, TileConfig
+from .schema import MemoryConfig, RecomputeConfig, StreamConfig, SwapConfig, TileConfig
 
 SWAP_KEYS = tuple(field.name for field in fields(SwapConfig))
 RECOMPUTE_KEYS = tuple(field.name for field in fields(RecomputeConfig))
 TILE_KEYS = tuple(field.name for field in fields(TileConfig))
+STREAM_KEYS = tuple(field.name for field in fields(StreamConfig))
 MEMORY_KEYS = tuple(field.name for field in fields(MemoryConfig))
 
 PARALLEL_SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -38,6 +39,7 @@ OUR_SECTIONS = (
     "recompute_config",
     "parallel_config",
     "tile_config",
+    "stream_config",
     "memory",
     "stacks",
     "log",
@@ -173,6 +175,7 @@ def unknown_key_hint(key: object, ours: Sequence[str], also: Sequence[str] = ())
         ("recompute_config", RECOMPUTE_KEYS),
         ("parallel_config", PARALLEL_KEYS),
         ("tile_config", TILE_KEYS),
+        ("stream_config", STREAM_KEYS),
         ("memory", (*MEMORY_KEYS, *TRANSLATED)),
     ):
         if name in keys:

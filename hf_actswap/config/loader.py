@@ -34,9 +34,9 @@ from .reader import (
     show,
 )
 from .recompute_section import read_recompute
-from .schema import MemoryConfig, ParallelConfig, RecomputeConfig, SwapConfig, TileConfig
+from .schema import MemoryConfig, ParallelConfig, RecomputeConfig, StreamConfig, SwapConfig, TileConfig
 from .swap_section import read_swap, swap_is_unreadable
-from .tile_section import read_tiles
+from .tile_section import read_stream, read_tiles
 from .yaml_text import DOCUMENT_PATH, MAX_TEXT_BYTES, parse_yaml, to_dict, to_yaml
 
 AUTO = "auto"
@@ -66,6 +66,7 @@ class ActSwapConfig:
     recompute_config: RecomputeConfig = RecomputeConfig()  # noqa: RUF009 - it is frozen
     parallel_config: ParallelConfig = ParallelConfig()  # noqa: RUF009 - it is frozen
     tile_config: TileConfig = TileConfig()  # noqa: RUF009 - it is frozen
+    stream_config: StreamConfig = StreamConfig()  # noqa: RUF009 - it is frozen
     memory: MemoryConfig = MemoryConfig()  # noqa: RUF009 - it is frozen
     stacks: Mapping[str, ActSwapConfig] | None = None
     num_layers: int | None = field(
@@ -249,6 +250,7 @@ def _read_document(
         recompute_config=recompute,
         parallel_config=parallel,
         tile_config=read_tiles(findings),
+        stream_config=read_stream(findings),
         memory=memory,
         stacks=_read_stacks(findings, memory) or None,
         num_layers=_read_num_layers(findings),

@@ -201,6 +201,19 @@ class TileConfig:
 
 
 @dataclass(frozen=True)
+class StreamConfig:
+    """``stream_config``: the sequence in chunks, the keys and values of earlier ones on the host (ours).
+
+    Args:
+        tokens: of a chunk. Batches that are longer run chunk by chunk, forward and then backward, so that
+            device memory does not grow with the sequence. ``auto``: as many as hide the copies of keys and
+            values behind the attention of an H200; ``off`` (default): the sequence is whole.
+    """
+
+    tokens: Literal["off", "auto"] | int = "off"
+
+
+@dataclass(frozen=True)
 class MemoryConfig:
     """``memory``: the planner's section. MindSpeed's names for the same are in parentheses.
 

@@ -1,13 +1,13 @@
-"""Reading ``tile_config`` (ours): what runs over pieces of the tokens."""
+"""Reading ``tile_config`` and ``stream_config`` (ours): what runs over pieces of the tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Literal
 
-from .keys import TILE_KEYS
+from .keys import STREAM_KEYS, TILE_KEYS
 from .reader import Findings, Path, check_keys, is_int, read_int, read_section, show
-from .schema import OpTileRule, TileConfig, TileTokens
+from .schema import OpTileRule, StreamConfig, TileConfig, TileTokens
 from .swap_section import EXPECTED_OP_NAME, read_layers, read_op_names
 
 EXPECTED_LOSS = "auto, off, a whole number of tiles, at least 1, or {tokens: a whole number, at least 1}"
@@ -23,6 +23,20 @@ def read_tiles(findings: Findings) -> TileConfig:
     section = read_section(findings, "tile_config", TILE_KEYS)
     loss = _read_loss(findings, ("tile_config", "loss"), section.get("loss"))
     return TileConfig(loss, _read_entries(findings, ("tile_config", "tile"), section.get("tile")))
+
+
+def read_stream(findings: Findings) -> StreamConfig:
+    """Read ``stream_config``."""
+    section = read_section(findings, "stream_config", STREAM_KEYS)
+    value = section.get("tokens")
+    if value is None or value is False or value == "off":  # YAML 1.1 reads a bare `off` as false
+        return StreamConfig()
+    if value == "auto":
+        return StreamConfig("auto")
+    if isinstance(value, int) and is_int(value) and value >= 1:
+        return StreamConfig(value)
+    findings.problem(("stream_config", "tokens"), "auto, off or a whole number, at least 1", show(value))
+    return StreamConfig()
 
 
 def _read_loss(findings: Findings, path: Path, value: object) -> Loss:

@@ -82,11 +82,11 @@ class HostMemory:
         return HostPool(source, self._budget_bytes, progress=progress, room=room)
 
     def bind(self, device: torch.device, plan: MemoryPlan) -> None:
-        """Keep the calling thread on the processors next to ``device``, if the plan swaps and allows it."""
+        """Keep the calling thread on the processors next to ``device``, if the plan copies and allows it."""
         if device == self._bound_to or not self._bind_numa:
             return
         self.unbind()
-        if any(row.fate == "swap" for row in plan.rows):
+        if plan.streamed is not None or any(row.fate == "swap" for row in plan.rows):
             self._bound_to, self._unbind = device, bind_rank(device)
 
     def unbind(self) -> None:

@@ -28,6 +28,7 @@ from .swapped_storages import PackHandler
 from .tiled_calls import is_tiled, tile_module
 from .transfer import Transfer
 from .watched_copies import CopyListener
+from .workplace import Workplace
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,11 @@ class AppliedPlan:
     def transfer(self) -> Transfer:
         """What moves bytes."""
         return self._engine.place.transfer()
+
+    @property
+    def place(self) -> Workplace:
+        """Where it works: device, host memory, transfer and counters, for what acts on the step."""
+        return self._engine.place
 
     @property
     def evictable(self) -> bool:

@@ -13,6 +13,7 @@ from .auto_windows import AutoWindows
 from .fates import FateTable
 from .fused import Fuser
 from .host_budget import HostMemory, Progress
+from .host_pool import HostPool
 from .parameters import parameter_places
 from .stats import Counters, SwapStats
 from .swapped_storages import PackHandler, Setting
@@ -36,6 +37,7 @@ class Workplace:
         adjusted: called with what was decided by measurement.
 
     Attributes:
+        counters: of the plan.
         host: the host memory.
         setting: what the passes share; ``None`` before the first forward.
     """
@@ -52,7 +54,7 @@ class Workplace:
         host: HostMemory | None,
         adjusted: Callable[[Sequence[Adjustment]], None],
     ) -> None:
-        self._root, self._plan, self._fates, self._counters = root, plan, fates, counters
+        self._root, self._plan, self._fates, self.counters = root, plan, fates, counters
         self._transfer, self._progress, self._pack_handler = transfer, progress, pack_handler
         self._adjusted = adjusted
         self._shares = host is not None
@@ -88,20 +90,19 @@ class Workplace:
         device = self.device()
         if self.setting is not None and self.setting.device == device:
             return self.setting, False
-        self.close()
         self.host.bind(device, self._plan)
         self.setting = None
         transfer = self.transfer()
-        pool = self.host.pool(device, transfer.overlaps, self._progress)
+        pool = self.pool(transfer)
         auto = None
         if any(row.fate == "swap" and row.windows is None for row in self._plan.rows):
-            auto = AutoWindows(transfer, pool, self._counters, self._pending_bytes, self._adjusted)
+            auto = AutoWindows(transfer, pool, self.counters, self._pending_bytes, self._adjusted)
         self.setting = Setting(
             self._fates,
             pool,
             transfer,
             device,
-            self._counters,
+            self.counters,
             self._plan.min_tensor_bytes,
             auto,
             Fuser().run_again if self._plan.fused_recompute else None,
@@ -122,9 +123,13 @@ class Workplace:
             return self.setting.transfer
         return self._transfer or transfer_of(self.device())
 
+    def pool(self, transfer: Transfer) -> HostPool:
+        """Return the host memory that copies by ``transfer`` go to, on the device of now."""
+        return self.host.pool(self.device(), transfer.overlaps, self._progress)
+
     def stats(self) -> SwapStats:
         """What was counted, and the host memory of now."""
-        return self._counters.snapshot(None if self.setting is None else self.setting.pool)
+        return self.counters.snapshot(None if self.setting is None else self.setting.pool)
 
     def close(self) -> None:
         """Give the host memory back, unless others share it. Safe to call again."""

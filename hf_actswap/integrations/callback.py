@@ -379,7 +379,7 @@ _DOES_NOTHING = (
 
 
 def _does_anything(plan: MemoryPlan) -> bool:
-    other = plan.gather_weights_again or plan.keeps_gathered or plan.tiles
+    other = plan.gather_weights_again or plan.keeps_gathered or plan.tiles or plan.streamed
     return bool(other) or any(row.fate != "keep" or row.parameters for row in plan.rows)
 
 

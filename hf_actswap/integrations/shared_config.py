@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 def facts_of(config: ActSwapConfig | MemoryPlan) -> dict[str, str]:
     """Return what ranks compare of their configurations or plans, a short text for each key."""
     if isinstance(config, MemoryPlan):
-        return {"plan": digest(repr((config.rows, config.tiles) if config.tiles else config.rows))}
+        beside = [item for item in (config.tiles, config.streamed) if item]
+        return {"plan": digest(repr((config.rows, *beside) if beside else config.rows))}
     facts = {}
     for section, values in config.to_dict().items():
         keys = values.items() if isinstance(values, dict) else [(None, values)]

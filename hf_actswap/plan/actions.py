@@ -123,6 +123,20 @@ class Tile:
 
 
 @dataclass(frozen=True)
+class SequenceChunks:
+    """A sequence that runs chunk by chunk, with the keys and values of earlier chunks on the host.
+
+    Args:
+        tokens: of a chunk; ``None``: chosen by the model's heads (``auto``).
+    """
+
+    tokens: Positive | None = None
+
+    def __str__(self) -> str:
+        return "chunks (auto)" if self.tokens is None else f"chunks of {self.tokens} tokens"
+
+
+@dataclass(frozen=True)
 class Adjustment:
     """A rule that changed what the user wrote.
 
@@ -165,6 +179,7 @@ class MemoryPlan:
         keeps_gathered: layers whose parallel projections save what they gathered, and do not gather again.
         fused_recompute: whether chains of dropped ops are run again in one kernel (it may round otherwise).
         tiles: what runs over pieces of the tokens; in the document where there are any.
+        streamed: how the sequence is streamed; ``None``, and not in the document: it is whole.
         lines: the reference-style log lines; warnings apart.
         warnings: the reference's conflict warnings.
         unsupported: requested policies that this version resolves but cannot apply, by name;
@@ -182,6 +197,7 @@ class MemoryPlan:
     keeps_gathered: tuple[Layer, ...] = ()
     fused_recompute: bool = False
     tiles: tuple[Tile, ...] = ()
+    streamed: SequenceChunks | None = None
     lines: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     unsupported: tuple[str, ...] = ()
@@ -235,6 +251,8 @@ class MemoryPlan:
         document.update(asdict(self))
         if not self.tiles:
             del document["tiles"]
+        if self.streamed is None:
+            del document["streamed"]
         return json.dumps(document, indent=1)
 
     @classmethod

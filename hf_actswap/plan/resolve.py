@@ -15,7 +15,7 @@ from typing import Any
 from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch, TileTokens
 from ..errors import ConfigError, PlanError, Problem, short_traceback
-from .actions import Adjustment, MemoryPlan, PlanRow, Scope, Tile, folded
+from .actions import Adjustment, MemoryPlan, PlanRow, Scope, SequenceChunks, Tile, folded
 from .apply_rules import CommunicationRuleApplier, RuleApplier, same_ops
 from .compiled_rules import by_layer, problems_of_compiled
 from .layer_tables import (
@@ -246,6 +246,7 @@ class _Resolution:
         section, parallel = self._config.recompute_config, self._config.parallel_config
         if not section.mp_comm_recompute:
             communication.keep_all()
+        streamed = self._streamed()
         tiles = (*self._head_tile(), *applier.apply_tiles(self._config.tile_config.tile))
         self._keep_overwritten()
         swap = self._config.swap_config
@@ -267,6 +268,9 @@ class _Resolution:
         for layer in self._local:
             lines += applier.requests[layer].lines(layer, self._swap, everywhere)
         rows = (*applier.outside_rows, *self._rows())
+        if streamed is not None:  # what a chunk saves shall not grow with the layers
+            named = {row.scope for row in rows}
+            rows += tuple(PlanRow(own, "", "recompute") for own in self._local.values() if own not in named)
         swaps = any(row.fate == "swap" for row in rows)
         warnings = (
             conflict_warnings(self._config, self._layout.num_layers, full, swapped_layers, swapped_ops, swaps)
@@ -286,6 +290,7 @@ class _Resolution:
             host_memory_bytes=None if host_memory is None else round(host_memory * 2**30),
             bind_numa=self._config.memory.bind_numa,
             tiles=tiles,
+            streamed=streamed,
             lines=tuple(lines),
             warnings=tuple(warnings),
             unsupported=unsupported_policies(self._config, self._structure),
@@ -342,6 +347,25 @@ class _Resolution:
             return ()
         tokens = loss.tokens if isinstance(loss, TileTokens) else None
         return (Tile("head", "", tokens, loss if isinstance(loss, int) else None),)
+
+    def _streamed(self) -> SequenceChunks | None:
+        """Return how the sequence is streamed; a model whose layers this cannot reach is an error."""
+        tokens = self._config.stream_config.tokens
+        if tokens == "off":
+            return None
+        reasons = {
+            "a model with a head (get_output_embeddings)": self._structure.head is None,
+            "tensor_parallel_size 1": self._config.parallel_config.tensor_parallel_size > 1
+            or self._structure.communicates,
+            "a model that is not compiled": self._structure.compiled
+            or any(layer.compiled for layer in self._structure.layers),
+            "whole weights on each rank (no FSDP2)": self._structure.sharded,
+            "memory.mode: off (the planner does not plan chunks yet)": self._config.memory.mode != "off",
+        }
+        for expected, violated in reasons.items():
+            if violated:
+                self._problems.append(Problem("stream_config.tokens", expected, str(tokens)))
+        return SequenceChunks(tokens if isinstance(tokens, int) else None)
 
     def _keeps_gathered(self, selected: dict[str, tuple[object, tuple[int, ...]]]) -> tuple[int, ...]:
         """Return the layers of the model that save what they gather: those that a written key leaves out.

@@ -48,6 +48,8 @@ def _rows_table(plan: MemoryPlan) -> Table:
         table.add_section()
     for line in folded_tiles(plan.tiles):
         table.add_row(*line)
+    if plan.streamed is not None:
+        table.add_row("the model", "the sequence", str(plan.streamed))
     return table
 
 

@@ -49,6 +49,23 @@ def test_every_problem_of_the_plan(run: Run, write: Write, tiny: Path) -> None:
     assert "Did you\n    mean 'attention'?" in ended.out or "Did you mean 'attention'?" in ended.out
 
 
+def test_a_streamed_sequence(run: Run, write: Write, tiny: Path) -> None:
+    config = write("stream_config: {tokens: 512}\n")
+    ended = run("check", config, "-m", tiny, "--seq", "2048")
+    assert ended.code == 0
+    assert "chunks of 512 tokens" in ended.out
+    assert "of a streamed sequence are not predicted" in ended.out
+    ended = run("plan", tiny, config, "--device", "cpu", "--json")
+    assert ended.code == 1
+    assert [problem["where"] for problem in ended.document["problems"]] == ["stream_config.tokens"]
+    settings = json.loads((tiny / "config.json").read_text())
+    other = config.parent / "dropout"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**settings, "attention_dropout": 0.1}))
+    ended = run("check", config, "-m", other, "--json")
+    assert "config.attention_dropout 0" in ended.document["problems"][0]["expected"]
+
+
 def test_the_plan_is_that_of_resolve_plan(run: Run, write: Write, tiny: Path) -> None:
     config = write(GOOD)
     ended = run("check", config, "--model", tiny / "config.json", "--json")

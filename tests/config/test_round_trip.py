@@ -129,6 +129,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                 "tile": TILE_ENTRIES | TILE_ENTRY | st.none(),
             }
         ),
+        "stream_config": some_of({"tokens": st.sampled_from(["off", False, None, "auto"]) | POSITIVE}),
         "memory": some_of(
             {
                 "mode": st.sampled_from(["off", "smart_swap", False]),

@@ -41,6 +41,8 @@ Clock = dict[str, int]
 
 CPU = torch.device("cpu")
 _TOUCH_NO_MEMORY = frozenset({"aten::set_", "aten::detach", "aten::detach_", "aten::resize_"})
+_READ_NO_MEMORY = frozenset({"aten::empty_like"})
+"""Operators that ask their arguments for shape and type."""
 
 
 def _join(clock: Clock, other: Clock) -> None:
@@ -278,6 +280,7 @@ class _Operators(TorchDispatchMode):
         given |= kwargs
         changed = {item.name for item in schema.arguments if item.alias_info and item.alias_info.is_write}
         read = [leaf for name, value in given.items() if name not in changed for leaf in _tensors(value)]
+        read = [] if schema.name in _READ_NO_MEMORY else read
         written = [leaf for name in changed for leaf in _tensors(given.get(name))]
         keys = {leaf.untyped_storage()._cdata for leaf in (*read, *written)}
         written += [leaf for leaf in _tensors(result) if leaf.untyped_storage()._cdata not in keys]

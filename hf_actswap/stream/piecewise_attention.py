@@ -1,0 +1,311 @@
+"""Attention of a chunk of queries to keys and values that come in pieces and are never all there.
+
+**Forward.** For one query let the keys be divided into pieces. Attention to one piece alone gives
+``o = sum_j exp(s_j) v_j / z`` with ``z = sum_j exp(s_j)``, over the scores ``s_j`` of that piece, and
+``l = log z``. Attention to two pieces is ``(z_1 o_1 + z_2 o_2) / (z_1 + z_2)``. With
+``l = log(exp(l_1) + exp(l_2))`` that is ``exp(l_1 - l) o_1 + exp(l_2 - l) o_2``, and ``l`` is the log of the
+sum of both: `merge` can go on with the next piece. (Milakov and Gimelshein, "Online normalizer calculation
+for softmax"; Dao et al., FlashAttention.)
+
+**Backward.** With the final ``l`` and ``o`` the probability of each key is ``p_j = exp(s_j - l)``, so each
+piece's gradients need nothing of the others: for the upstream gradient ``g``, ``dv_j = p_j g``,
+``ds_j = p_j (g . v_j - g . o)``, and from it ``dq = sum_j ds_j k_j`` and ``dk_j = ds_j q``. This is what the
+kernels of FlashAttention compute if they are given the final ``l`` and ``o`` in the place of their own.
+
+A piece is computed by the flash kernel of the device where that can: no mask, no softcapping, its dtypes and
+head sizes. Elsewhere the scores are there, for some queries at a time. Neither repeats the keys and values of
+grouped heads. Sums over pieces are in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+_SCORES = 2**25
+"""Numbers of a block of scores that are there at once: 128 MiB in fp32."""
+_ROWS = 1024
+"""Queries of a block at most, so that few keys are computed with that they do not see."""
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which keys a query sees, beside the rule that none comes after it.
+
+    Args:
+        window: a sliding window: the last so many, itself included.
+        block: chunked attention: those of its own block of so many positions.
+    """
+
+    window: int | None = None
+    block: int | None = None
+
+    def first(self, position: int) -> int:
+        """Return the first key that the query at ``position`` sees. It never falls with the position."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return position // self.block * self.block if self.block is not None else 0
+
+    def mask(self, queries: range, keys: range, device: torch.device) -> torch.Tensor | None:
+        """Return which query sees which key, bool, shape (queries, keys); ``None``: each sees all of them."""
+        if keys.stop - 1 <= queries.start and self.first(queries.stop - 1) <= keys.start:
+            return None
+        query = torch.arange(queries.start, queries.stop, device=device)[:, None]
+        key = torch.arange(keys.start, keys.stop, device=device)
+        seen = key <= query
+        if self.window is not None:
+            seen &= key > query - self.window
+        if self.block is not None:
+            seen &= key >= query // self.block * self.block
+        return seen
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How the scores of a layer are made.
+
+    Args:
+        scale: of the products of queries and keys.
+        softcap: ``s`` becomes ``softcap * tanh(s / softcap)``; ``None``: it stays.
+        visible: which keys a query sees.
+    """
+
+    scale: float
+    softcap: float | None
+    visible: Visibility
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, queries: range, keys: range
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention to one piece, and the log of the sum of the exponentials of its scores.
+
+    Args:
+        query: ``[B, H, Q, D]``.
+        key, value: ``[B, K, N, D]`` and ``[B, K, N, E]``; ``K`` divides ``H``.
+        scores: how they are made.
+        queries, keys: positions of both in the sequence, ``Q`` and ``N`` of them.
+
+    Returns:
+        ``[B, H, Q, E]`` and ``[B, H, Q]``, at least fp32. Of a query that sees nothing: 0 and minus infinity.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    kernel = _flash_kernel(query, key, value, scores, queries, keys)
+    if kernel is not None:
+        out, total = kernel.forward(query, key, value, keys == queries, scores.scale)
+        return out.to(wide), total
+    out = query.new_zeros((*query.shape[:3], value.shape[-1]), dtype=wide)
+    total = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
+    for block in _blocks(query, key, scores.visible, queries, keys):
+        rows, seen = block.rows, block.keys
+        made, _ = _scores_of(block, _grouped(query[:, :, rows], key), key[:, :, seen], scores)
+        part = torch.logsumexp(made, -1)
+        weights = torch.where(part.isneginf()[..., None], 0.0, (made - part[..., None]).exp())
+        shape = (query.shape[0], query.shape[1], rows.stop - rows.start)
+        out[:, :, rows] = _product(weights.to(value.dtype), value[:, :, seen]).view(*shape, -1)
+        total[:, :, rows] = part.view(shape)
+    return out, total
+
+
+def merge(
+    out: torch.Tensor, total: torch.Tensor, other: torch.Tensor, other_total: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return attention to two pieces, of what `attend` returned for each; the first two are written to.
+
+    See the module's text for the derivation. At least one of the two pieces is seen by each query.
+    """
+    both = torch.logaddexp(total, other_total)
+    out.mul_((total - both).exp_()[..., None]).addcmul_(other, (other_total - both).exp_()[..., None])
+    return out, both
+
+
+def attend_backward(
+    upstream: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    total: torch.Tensor,
+    scores: Scores,
+    queries: range,
+    keys: range,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of queries, keys and values through one piece.
+
+    Args:
+        upstream: gradient of ``out``.
+        query, key, value, scores, queries, keys: as in `attend`.
+        out: attention to all pieces, in the queries' dtype.
+        total: of all pieces.
+
+    Returns:
+        Of the shapes of ``query``, ``key`` and ``value``; in any dtype.
+    """
+    kernel = _flash_kernel(query, key, value, scores, queries, keys)
+    if kernel is not None:
+        return kernel.backward(upstream, query, key, value, out, total, keys == queries, scores.scale)
+    wide = total.dtype
+    of_query = torch.zeros_like(query)
+    of_key = torch.zeros_like(key, dtype=wide)
+    of_value = torch.zeros_like(value, dtype=wide)
+    for block in _blocks(query, key, scores.visible, queries, keys):
+        rows, seen = block.rows, block.keys
+        some, seen_keys, seen_values = _grouped(query[:, :, rows], key), key[:, :, seen], value[:, :, seen]
+        made, slope = _scores_of(block, some, seen_keys, scores)
+        given = _grouped(upstream[:, :, rows], key)
+        weights = made.sub_(_grouped(total[:, :, rows, None], key)).exp_()
+        shift = (given.to(wide) * _grouped(out[:, :, rows], key)).sum(-1, keepdim=True)
+        of_value[:, :, seen] += _product(weights.to(value.dtype).transpose(-1, -2), given)
+        of_scores = _product(given, seen_values.transpose(-1, -2)).sub_(shift).mul_(weights)
+        if slope is not None:
+            of_scores *= slope
+        of_scores = (of_scores * scores.scale).to(query.dtype)
+        of_query[:, :, rows] = (of_scores @ seen_keys).view_as(of_query[:, :, rows])
+        of_key[:, :, seen] += _product(of_scores.transpose(-1, -2), some)
+    return of_query, of_key, of_value
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some queries of a chunk, and the keys of a piece of which they see something.
+
+    Args:
+        rows: places of the queries in their chunk.
+        keys: places of the keys in their piece; at least one.
+        mask: see `Visibility.mask`.
+    """
+
+    rows: slice
+    keys: slice
+    mask: torch.Tensor | None
+
+
+def _blocks(
+    query: torch.Tensor, key: torch.Tensor, visible: Visibility, queries: range, keys: range
+) -> Iterator[_Block]:
+    """Yield blocks that hold all that is seen, with few scores each, and few that are not seen."""
+    step = min(_ROWS, max(1, _SCORES // (query.shape[0] * query.shape[1] * key.shape[2])))
+    for first in range(0, len(queries), step):
+        some = queries[first : first + step]
+        seen = range(max(keys.start, visible.first(some.start)), min(keys.stop, some.stop))
+        if seen:
+            places = slice(seen.start - keys.start, seen.stop - keys.start)
+            mask = visible.mask(some, seen, query.device)
+            yield _Block(slice(first, first + len(some)), places, mask)
+
+
+def _grouped(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return ``[B, H, q, X]`` as ``[B, K, G * q, X]``: a group's heads are more rows for one key head."""
+    return rows.reshape(rows.shape[0], key.shape[1], -1, rows.shape[-1])
+
+
+def _scores_of(
+    block: _Block, query: torch.Tensor, key: torch.Tensor, scores: Scores
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the scores ``[B, K, G * q, n]`` of a block's grouped queries, and their slope if softcapped."""
+    made = _product(query, key.transpose(-1, -2)).mul_(scores.scale)
+    slope = None
+    if scores.softcap is not None:
+        bent = torch.tanh(made / scores.softcap)
+        made, slope = bent * scores.softcap, 1 - bent * bent
+    if block.mask is not None:
+        shape = (*made.shape[:2], -1, *block.mask.shape)
+        made = made.view(shape).masked_fill_(~block.mask, -torch.inf).view(made.shape)
+    return made, slope
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return products of matrices ``[B, K, m, n]`` and ``[B, K, n, p]`` in at least fp32."""
+    if left.dtype not in (torch.bfloat16, torch.float16):
+        return left @ right
+    if left.is_cuda and torch.version.hip is None:
+        made = torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out_dtype=torch.float32)
+        return made.unflatten(0, left.shape[:2])
+    return left.float() @ right.float()
+
+
+class _FlashOnCpu:
+    @staticmethod
+    def forward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, total = _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, causal, scale=scale
+        )
+        return out, total
+
+    @staticmethod
+    def backward(
+        upstream: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        total: torch.Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+            _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                upstream, query, key, value, out, total, 0.0, causal, scale=scale
+            )
+        )
+        return found
+
+
+class _FlashOnCuda:
+    """FlashAttention 2 as PyTorch has it. Without dropout its random state is not read."""
+
+    @staticmethod
+    def forward(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, total, *_ = _aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, causal, scale=scale
+        )
+        return out, total
+
+    @staticmethod
+    def backward(
+        upstream: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        total: torch.Tensor,
+        causal: bool,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        lengths = None, None, query.shape[2], key.shape[2]
+        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
+            _aten._scaled_dot_product_flash_attention_backward(
+                *(upstream, query, key, value, out, total, *lengths, 0.0, causal, state, state), scale=scale
+            )
+        )
+        return found
+
+
+def _flash_kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scores: Scores,
+    queries: range,
+    keys: range,
+) -> type[_FlashOnCpu] | type[_FlashOnCuda] | None:
+    """Return the kernel that can compute a piece, if there is one."""
+    own = keys == queries  # causal; other pieces are seen by all queries, or are masked
+    visible = scores.visible.first(queries.stop - 1) <= keys.start and (own or keys.stop <= queries.start)
+    if not visible or scores.softcap is not None or query.shape[-1] != value.shape[-1]:
+        return None
+    if query.device.type == "cpu":
+        return _FlashOnCpu if query.dtype != torch.float16 else None
+    if query.device.type != "cuda" or query.shape[-1] % 8:
+        return None
+    asked = torch.backends.cuda.SDPAParams(query, key, value, None, 0.0, own, key.shape[1] != query.shape[1])
+    return _FlashOnCuda if torch.backends.cuda.can_use_flash_attention(asked) else None

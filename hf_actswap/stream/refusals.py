@@ -1,0 +1,178 @@
+"""What cannot be streamed: of models before training begins, of calls before their first chunk runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import PlanError, Problem
+from ..plan.gradient_checkpointing import is_checkpointed
+from ..plan.model_structure import ModelStructure
+
+_KNOWN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+_ROTATIONS_BY_LENGTH = {"dynamic", "longrope"}
+"""Kinds of rotary embeddings whose frequencies depend on how long the sequence of a call is."""
+
+_PASSED_ON = frozenset(
+    (
+        *("input_ids", "labels", "shift_labels", "attention_mask", "position_ids", "use_cache"),
+        *("num_items_in_batch", "ignore_index", "return_dict"),
+    )
+)
+"""Arguments of a call that a streamed one understands."""
+
+
+def problems_of_model(root: nn.Module, structure: ModelStructure) -> list[Problem]:
+    """Return why a model cannot be streamed: all reasons that its configuration and classes show.
+
+    Args:
+        root: the model inside its wrappers.
+        structure: of it.
+    """
+    model: Any = root
+    config: Any = getattr(root, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return [Problem("model", "a transformers model", type(root).__name__)]
+    text = config.get_text_config()
+    kinds = {*(getattr(text, "layer_types", None) or ())} - _KNOWN_LAYERS
+    dropout = next((name for name in _DROPOUTS if getattr(text, name, 0)), None)
+    loss = getattr(getattr(model, "loss_function", None), "__name__", "none")
+    balances = getattr(text, "output_router_logits", False) or getattr(config, "output_router_logits", False)
+    takes_more = any(
+        item.kind is item.VAR_KEYWORD for item in inspect.signature(model.forward).parameters.values()
+    )
+    found = [
+        (
+            "one stack of layers (a decoder)",
+            "an encoder and a decoder",
+            getattr(config, "is_encoder_decoder", False),
+        ),
+        ("a causal model", "one whose tokens see later ones", not _is_causal(root, structure, text)),
+        (
+            "the same rotary embedding for each chunk",
+            "one that depends on the length of the sequence (dynamic, longrope)",
+            bool(_ROTATIONS_BY_LENGTH & set(_rotations(text))),
+        ),
+        (
+            "layers of attention only",
+            f"layers of another kind: {', '.join(sorted(kinds)) or 'a recurrent state'}",
+            bool(kinds) or bool(getattr(model, "_is_stateful", False)),
+        ),
+        (
+            "attention that transformers' interface can exchange",
+            f"{type(root).__name__}, whose class does not support it",
+            not getattr(model, "_supports_attention_backend", False),
+        ),
+        (
+            "the loss of a causal language model (transformers' ForCausalLMLoss)",
+            f"the loss function {loss}",
+            "CausalLM" not in loss or not takes_more,
+        ),
+        (
+            "a loss that is a sum over tokens (config.output_router_logits false)",
+            "a balancing loss over the whole batch",
+            bool(balances),
+        ),
+        (f"config.{dropout} 0", f"{getattr(text, dropout or '', 0)}", dropout is not None),
+        (
+            "gradient checkpointing off: each layer of a chunk is recomputed already",
+            "gradient checkpointing on",
+            any(map(is_checkpointed, structure.layer_modules(root).values())),
+        ),
+        (
+            "no prompts that are learned",
+            "PEFT's prompt learning",
+            bool(getattr(getattr(root, "active_peft_config", None), "is_prompt_learning", False)),
+        ),
+        (
+            "one device",
+            "layers on several devices",
+            len({item.device for item in root.parameters()}) > 1,
+        ),
+    ]
+    hint = "Train it without stream_config."
+    return [Problem("stream_config", expected, was, hint) for expected, was, violated in found if violated]
+
+
+def _is_causal(root: nn.Module, structure: ModelStructure, config: Any) -> bool:
+    attention = (
+        root.get_submodule(f"{layer.module_path}.{path}")
+        for layer in structure.layers
+        for path in layer.attention_paths
+    )
+    return all(getattr(item, "is_causal", True) for item in (config, *attention))
+
+
+def _rotations(config: Any) -> Iterator[Any]:
+    """The kinds of rotary embeddings of a model; there may be one for each kind of layer."""
+    asked: Any = getattr(config, "rope_parameters", None) or {}
+    for item in (asked, *asked.values()):
+        if isinstance(item, Mapping):
+            yield item.get("rope_type")
+
+
+def named_arguments(root: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a model's call by name, without those that are ``None``."""
+    named = dict(zip(inspect.signature(root.forward).parameters, args, strict=False)) | dict(kwargs)
+    return {name: item for name, item in named.items() if item is not None}
+
+
+def reject_call(root: nn.Module, given: Mapping[str, Any]) -> None:
+    """Check a training call whose sequence is longer than a chunk.
+
+    Args:
+        root: the model.
+        given: its arguments by name.
+
+    Raises:
+        PlanError: it cannot be streamed; names every reason.
+    """
+    problems = []
+    if "labels" not in given and "shift_labels" not in given:
+        hint = (
+            "A loss of your own needs all logits: label_smoothing_factor, compute_loss_func and losses of "
+            "other trainers do not go with stream_config."
+        )
+        problems.append(Problem("labels", "the labels, from which the model makes the loss", "none", hint))
+    for name in sorted(set(given) - _PASSED_ON):
+        if given[name] is False or (isinstance(given[name], int | float) and not given[name]):
+            continue
+        hint = f"Leave `{name}` out, or train without stream_config."
+        problems.append(Problem(name, "an argument that chunks of a sequence can share", "it is set", hint))
+    if "inputs_embeds" not in given:
+        problems += [*_problems_of_mask(given), *_problems_of_positions(given.get("position_ids"))]
+    if problems:
+        raise PlanError(problems, f"stream_config, a call of {type(root).__name__}")
+
+
+def _problems_of_mask(given: Mapping[str, Any]) -> list[Problem]:
+    mask, labels = given.get("attention_mask"), given.get("labels")
+    if mask is None:
+        return []
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        return [Problem("attention_mask", "one number per token", "a mask of queries and keys")]
+    padded = mask == 0
+    if bool((padded[:, :-1] & ~padded[:, 1:]).any()):
+        hint = "Pad on the right: tokenizer.padding_side = 'right'."
+        return [Problem("attention_mask", "padding on the right only", "padding before tokens", hint)]
+    ignored = given.get("ignore_index", -100)
+    targets = given["shift_labels"][:, :-1] if "shift_labels" in given else None
+    if targets is None and labels is not None:
+        targets = labels[:, 1:]
+    # What a padded token computes differs, because it sees other padding: so it must not count.
+    if targets is not None and bool((padded[:, :-1] & (targets != ignored)).any()):
+        hint = f"Set the labels of padding to {ignored}, as DataCollatorForLanguageModeling does."
+        return [Problem("labels", f"{ignored} where the attention mask is 0", "other labels there", hint)]
+    return []
+
+
+def _problems_of_positions(positions: Any) -> list[Problem]:
+    if positions is None or (positions.dim() == 2 and bool((positions.diff(dim=-1) == 1).all())):
+        return []
+    hint = "Packed sequences and positions of several dimensions are not streamed. Train one text per row."
+    return [Problem("position_ids", "positions that rise by 1", "others", hint)]

@@ -1,0 +1,325 @@
+"""A model's call with a long sequence: two passes over its chunks in the place of one over all tokens.
+
+Only attention looks from one token to another, and causal attention only back. So the chunks of a sequence
+run one after the other, each with the keys and values of those before it:
+
+* **First pass**, in the model's call: the chunks in order, without gradients. It gives the loss, and each
+  layer leaves keys, values and attention's output on the host (`streamed_attention`).
+* **Second pass**, in the backward of the loss: the chunks in reverse, each forward with gradients and
+  backward at once. A chunk's keys and values have their whole gradient when it is its turn, because all
+  chunks that see them have run backward by then.
+
+The model runs as it is: its own call, hooks and plan included, with a chunk's tokens, positions and shifted
+labels. The loss of a chunk is a part of the whole one, because each is divided by the number of tokens of
+all (``num_items_in_batch``). For autograd the two passes are one node: weights are its inputs, and get one
+gradient each. Inside, chunks run with other tensors on the weights' memory, whose gradients are summed in
+fp32; so what listens for the weights' gradients (DDP) hears of them once.
+
+The second pass draws the random numbers of the first: the state before each chunk is kept. Autocast is that
+of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+
+from ..engine import AppliedPlan
+from ..engine.hook_wrappers import Undo, replace_call
+from ..engine.replay import CallState
+from ..engine.transfer import Transfer
+from ..errors import PlanError, Problem
+from ..plan.actions import SequenceChunks
+from .host_sequence import HostSequence
+from .refusals import named_arguments, reject_call
+from .streamed_attention import ChunkAttention
+
+_NAME = "hf_actswap_streamed"
+"""Of the attention, among those of `transformers`."""
+
+_AUTO_TOKENS = 12_288
+_LEAST_AUTO_TOKENS = 2048
+
+
+def auto_tokens(heads: int, key_heads: int) -> int:
+    """Return how many tokens make a chunk under ``auto``.
+
+    Backward through a chunk of C queries and as many keys computes 10 C^2 products for each head and number
+    of a head (five products of matrices), and copies 12 C bytes in for each key head and number (keys and
+    values in bf16, their gradients in fp32) and 8 C out. On an H200 with PCIe 5 (450 TFLOP/s in attention,
+    50 GB/s) the copies in take as long as the products at C = 10,800 tokens times key heads per head.
+    """
+    return max(_LEAST_AUTO_TOKENS, -(-_AUTO_TOKENS * key_heads // heads))
+
+
+def stream_sequences(
+    root: nn.Module, chunks: SequenceChunks, applied: AppliedPlan, transfer: Transfer | None
+) -> Undo:
+    """Let a model's training calls run chunk by chunk; return what takes that off.
+
+    Args:
+        root: the model inside its wrappers, which `refusals.problems_of_model` does not reject.
+        chunks: how long a chunk is.
+        applied: the plan on the model: it acts inside each chunk, and its host memory is used.
+        transfer: how bytes move; ``None``: as the plan's.
+    """
+    streamed = _StreamedModel(root, chunks, applied, transfer)
+
+    def around(inner: Callable[..., Any]) -> Callable[..., Any]:
+        streamed.inner = inner
+        return streamed.call
+
+    return replace_call(root, around)
+
+
+class _StreamedModel(nn.Module):
+    """Calls a model chunk by chunk. It is a module so that the model's parameters can be exchanged.
+
+    Args:
+        root, chunks, applied, transfer: see `stream_sequences`.
+
+    Attributes:
+        inner: the model's own call.
+    """
+
+    inner: Callable[..., Any]
+
+    def __init__(
+        self, root: nn.Module, chunks: SequenceChunks, applied: AppliedPlan, transfer: Transfer | None
+    ) -> None:
+        super().__init__()
+        config: Any = root.config
+        text = config.get_text_config()
+        heads = text.num_attention_heads
+        key_heads = getattr(text, "num_key_value_heads", None) or heads
+        self._tokens = chunks.tokens or auto_tokens(heads, key_heads)
+        self._layers = len(applied.structure.layers)
+        self.module, self._place, self._transfer = root, applied.place, transfer
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in the place of the model's call. Short sequences, and calls without gradients, are whole."""
+        given = named_arguments(self.module, args, kwargs)
+        ids = given.get("input_ids")
+        length = 0 if ids is None else ids.shape[-1]
+        if given.get("inputs_embeds") is not None:
+            length = given["inputs_embeds"].shape[1]
+        if not torch.is_grad_enabled() or length <= self._tokens:
+            return self.inner(*args, **kwargs)
+        reject_call(self.module, given)
+        parameters = {name: item for name, item in self.module.named_parameters() if item.requires_grad}
+        sequence = _Sequence(self, given, self._tokens, self.host())
+        loss = _TwoPasses.apply(sequence, tuple(parameters), *parameters.values())
+        output = sequence.output_class(loss=loss)
+        as_output = given.get("return_dict", getattr(self.module.config, "return_dict", True))
+        return output if as_output else output.to_tuple()
+
+    def forward(self, arguments: Mapping[str, Any]) -> Any:
+        """Call the model itself, with the parameters that this module has at present."""
+        return self.inner(**arguments)
+
+    @contextmanager
+    def attending(self, attention: ChunkAttention) -> Iterator[None]:
+        """Let the model's layers call ``attention``, and its masks be made by its rule."""
+        # Where a model of transformers is, this is imported already; importing it costs seconds elsewhere.
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
+
+        found = {id(item.config): item.config for item in self.module.modules() if hasattr(item, "config")}
+        configs = [item for item in found.values() if hasattr(item, "_attn_implementation")]
+        before = [config._attn_implementation for config in configs]
+        ATTENTION.register(_NAME, attention)
+        MASKS.register(_NAME, attention.mask_rule)
+        try:
+            for config in configs:
+                config._attn_implementation = _NAME
+            yield
+        finally:
+            for config, own in zip(configs, before, strict=True):
+                config._attn_implementation = own
+            ATTENTION._global_mapping.pop(_NAME, None)
+            MASKS._global_mapping.pop(_NAME, None)
+
+    def host(self) -> HostSequence:
+        """Return host memory for one sequence."""
+        transfer = self._transfer or self._place.transfer()
+        return HostSequence(self._place.pool(transfer), transfer, self._place.counters)
+
+    def check_first_chunk(self, attention: ChunkAttention) -> None:
+        """Raise `PlanError` if not all layers have called ``attention``, or what they leave has no room."""
+        if len(attention.layers) != self._layers:
+            expected = f"{self._layers} layers that call transformers' attention interface"
+            called = f"calls by {len(attention.layers)} of them"
+            raise PlanError([Problem("model", expected, called, "Train it without stream_config.")])
+        attention.host.make_ready(attention.host_bytes())
+
+
+class _Sequence:
+    """One call.
+
+    Args:
+        model: that is called.
+        given: arguments of the call, by name, checked.
+        tokens: of a chunk.
+        host: what chunks leave for each other.
+
+    Attributes:
+        output_class: of what the model returns.
+    """
+
+    def __init__(self, model: _StreamedModel, given: dict[str, Any], tokens: int, host: HostSequence) -> None:
+        self._model = model
+        ids = given["input_ids"]
+        length = ids.shape[-1]
+        bounds = [*range(0, length, tokens), length]
+        self._attention = ChunkAttention(bounds, host)
+        ignored = given.get("ignore_index")
+        ignored = -100 if ignored is None else ignored
+        targets = given.get("shift_labels")
+        if targets is None:
+            targets = F.pad(given["labels"], (0, 1), value=ignored)[..., 1:]
+        positions = given.get("position_ids")
+        if positions is None:
+            positions = torch.arange(length, device=ids.device)[None]
+        self._by_token = {"input_ids": ids, "position_ids": positions, "shift_labels": targets}
+        self._beside = {name: item for name, item in given.items() if name not in _REPLACED}
+        if self._beside.get("num_items_in_batch") is None:
+            self._beside["num_items_in_batch"] = (targets != ignored).sum()
+        self._states: list[CallState] = []
+        self.output_class: Callable[..., Any] = dict
+
+    def first_pass(self) -> torch.Tensor:
+        """Return the loss."""
+        loss = None
+        with self._model.attending(self._attention):
+            for chunk in range(len(self._attention.bounds) - 1):
+                self._states.append(CallState(self._by_token["input_ids"].device, True, ()))
+                self._attention.begin(chunk, second=False)
+                output = self._model(self._arguments(chunk))
+                self.output_class, of_chunk = type(output), output.loss
+                del output  # and with it the chunk's logits
+                loss = of_chunk if loss is None else loss + of_chunk
+                if not chunk:
+                    self._model.check_first_chunk(self._attention)
+        assert loss is not None
+        return loss
+
+    def second_pass(
+        self, upstream: torch.Tensor, parameters: dict[str, torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Return the gradients of parameters, by name, for that of the loss.
+
+        Raises:
+            RuntimeError: it has run before.
+        """
+        if not self._states:
+            raise RuntimeError("backward ran twice through a streamed sequence: call the model again.")
+        sums = {name: _GradientSum(item) for name, item in parameters.items()}
+        leaves = {f"module.{name}": item.leaf for name, item in sums.items()}
+        with self._model.attending(self._attention), torch.enable_grad():
+            for chunk in reversed(range(len(self._states))):
+                state = self._states.pop()
+                self._attention.begin(chunk, second=True)
+                with state.restored():
+                    loss = functional_call(self._model, leaves, (self._arguments(chunk),)).loss
+                with state.autocast_restored():
+                    torch.autograd.backward(loss, upstream.to(loss.dtype))
+                del loss
+                self._attention.forget(chunk)
+        return [item.taken() for item in sums.values()]
+
+    def _arguments(self, chunk: int) -> dict[str, Any]:
+        """What the model is called with for a chunk."""
+        at = self._attention.positions_of(chunk)
+        own = {name: item[..., at.start : at.stop] for name, item in self._by_token.items()}
+        targets = own["shift_labels"].contiguous()
+        replaced = {"labels": targets, "shift_labels": targets, "use_cache": False, "return_dict": True}
+        return {**self._beside, **own, **replaced, "past_key_values": _past(at)}
+
+
+_REPLACED = (
+    "attention_mask",
+    "labels",
+    "shift_labels",
+    "use_cache",
+    "return_dict",
+    "input_ids",
+    "position_ids",
+)
+"""Arguments of the call that a chunk gets others for."""
+
+
+def _past(chunk: range) -> Any:
+    """Return what tells a model where in its sequence a chunk of positions is: a cache that keeps nothing."""
+    from transformers.cache_utils import DynamicCache
+
+    class Past(DynamicCache):
+        def update(self, key_states: Any, value_states: Any, *_: Any, **__: Any) -> Any:
+            return key_states, value_states
+
+        def get_seq_length(self, *_: Any) -> int:
+            return chunk.start
+
+        def get_query_offset(self, *_: Any) -> int:
+            return chunk.start
+
+        def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+            return chunk.stop, 0
+
+    return Past()
+
+
+class _GradientSum:
+    """The gradient of a parameter, summed over chunks in at least fp32.
+
+    Args:
+        parameter: whose memory the chunks compute with.
+    """
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.leaf = parameter.detach().requires_grad_()
+        self._sum: torch.Tensor | None = None
+        self._hook: Any = None
+        if torch.promote_types(parameter.dtype, torch.float32) != parameter.dtype:
+            self._hook = self.leaf.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, leaf: torch.Tensor) -> None:
+        if self._sum is None:
+            self._sum = torch.zeros_like(leaf, dtype=torch.float32)
+        assert leaf.grad is not None
+        self._sum += leaf.grad
+        leaf.grad = None
+
+    def taken(self) -> torch.Tensor | None:
+        """Return it in the parameter's dtype, and forget it."""
+        found, self._sum = self._sum, None
+        if self._hook is not None:
+            self._hook.remove()
+        if found is None:
+            found, self.leaf.grad = self.leaf.grad, None
+        return None if found is None else found.to(self.leaf.dtype)
+
+
+class _TwoPasses(torch.autograd.Function):
+    """The loss of a sequence, of the model's weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sequence: _Sequence, names: tuple[str, ...], *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.sequence, ctx.names = sequence, names
+        ctx.save_for_backward(*parameters)
+        return sequence.first_pass()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
+        parameters = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        sequence: _Sequence = ctx.sequence
+        return None, None, *sequence.second_pass(upstream, parameters)

@@ -1,0 +1,220 @@
+"""What is on the host and when: copies ahead of use, in bytes by formula, device memory of one chunk."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_actswap import PlanError, apply
+from hf_actswap.engine import RecordingTransfer
+from hf_actswap.engine.host_pool import HostPool
+from hf_actswap.engine.slabs import PageableSlabs
+from hf_actswap.engine.stats import Counters
+from hf_actswap.stream.host_sequence import HostSequence
+from tests.engine.test_tiled_loss import Meter
+from tests.stream.streamed_models import LENGTH, SIZES, STREAMED, TOKENS, data, made, step
+
+CHUNKS = 4
+
+
+def sequence(transfer: RecordingTransfer, room_bytes: int | None = None) -> tuple[HostSequence, HostPool]:
+    pool = HostPool(PageableSlabs(), room_bytes, slab_bytes=1)
+    return HostSequence(pool, transfer, Counters()), pool
+
+
+def test_put_bring_and_put_again_in_the_order_of_the_transfers_contract() -> None:
+    transfer = RecordingTransfer()
+    host, pool = sequence(transfer)
+    host.put("a", torch.arange(6.0).view(2, 3), torch.ones(4))
+    assert "a" in host
+    assert transfer.in_flight == 2, "nobody waits for a copy that has just been asked for"
+    host.expect("a")
+    host.expect("a")
+    host.expect("of this there is nothing")
+    assert transfer.in_flight == 4
+    numbers, ones = host.bring("a")
+    assert torch.equal(numbers, torch.arange(6.0).view(2, 3))
+    host.put("a", numbers + 1, ones + 1)
+    numbers, ones = host.bring("a")
+    assert torch.equal(numbers, torch.arange(1.0, 7.0).view(2, 3))
+    assert torch.equal(ones, torch.full((4,), 2.0))
+    assert pool.used_bytes == 40
+    host.drop("a")
+    host.drop("a")
+    assert pool.used_bytes == 0
+
+
+def test_sources_are_held_until_their_copies_are_done_and_few_are() -> None:
+    transfer = RecordingTransfer()
+    host, _ = sequence(transfer)
+    for number in range(7):
+        host.put(number, torch.full((3,), float(number)))
+    assert transfer.in_flight == 4, "compute has waited for the oldest"
+    assert [float(host.bring(number)[0][0]) for number in range(7)] == list(range(7))
+
+
+def test_what_nobody_asks_for_any_more_is_waited_for_and_given_back() -> None:
+    transfer = RecordingTransfer()
+    host, pool = sequence(transfer)
+    host.put("a", torch.ones(3))
+    host.expect("a")
+    host.put("b", torch.ones(3))
+    del host
+    gc.collect()
+    assert transfer.in_flight == 0
+    assert pool.used_bytes == 0
+
+
+def test_no_room_is_an_error_that_says_what_to_do() -> None:
+    host, pool = sequence(RecordingTransfer(), room_bytes=100)
+    with pytest.raises(PlanError, match=r"Shorten the sequence, raise memory\.host_memory_gib"):
+        host.put("a", torch.ones(20), torch.ones(20))
+    host.close()
+    assert pool.used_bytes == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3, windows", "llama4, blocks"])
+def test_copies_that_finish_at_the_last_moment_give_the_same_bits(family: str) -> None:
+    model, transfer = made(family), RecordingTransfer()
+    with apply(model, STREAMED):
+        loss, expected = step(model)
+    with apply(model, STREAMED, transfer=transfer) as applied:
+        late_loss, found = step(model)
+        assert applied.stats().host_bytes == 0
+    assert torch.equal(late_loss, loss)
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    assert transfer.in_flight == 0
+
+
+def test_pieces_are_on_their_way_before_they_are_needed() -> None:
+    model, transfer = made(), RecordingTransfer()
+    with apply(model, STREAMED, transfer=transfer):
+        step(model)
+    place = {event: number for number, event in enumerate(transfer.events)}
+    copies = sum(event.startswith("in") and event.endswith("start") for event in transfer.events)
+    ahead = [
+        number
+        for number in range(copies)
+        if any(
+            event.endswith("start") and event.startswith("in")
+            for event in transfer.events[place[f"in {number} start"] + 1 : place[f"in {number} wait"]]
+        )
+        or place[f"in {number} wait"] - place[f"in {number} start"] > 1
+    ]
+    assert len(ahead) > 0.9 * copies
+
+
+def test_few_copies_start_only_when_they_are_needed() -> None:
+    """The second pass begins with nothing on its way: the first layer's output, and the last one's again."""
+    model = made()
+    with apply(model, STREAMED) as applied:
+        step(model)
+        stats = applied.stats()
+    assert stats.late_prefetches == CHUNKS * (2 + 2)
+    assert stats.prefetches > 100
+
+
+def test_copied_bytes_and_host_memory_by_formula() -> None:
+    model, layers, rows = made(), SIZES["num_hidden_layers"], 2
+    of_keys = rows * 2 * (2 * 8) * 4  # of a token: keys and values, key heads times their size, fp32
+    of_output = rows * (32 * 4 + 4 * 4)  # hidden size, and a log-sum-exp for each head
+    chunks = [TOKENS, TOKENS, TOKENS, LENGTH - 3 * TOKENS]
+    earlier = sum(sum(chunks[:number]) for number in range(CHUNKS))  # tokens of all pieces
+    with apply(model, STREAMED) as applied:
+        step(model)
+        stats = applied.stats()
+    kept = sum(chunks[:-1])
+    first_out = kept * of_keys + LENGTH * of_output
+    first_in = earlier * of_keys
+    second_out = earlier * of_keys  # gradients in fp32, as large as the keys here
+    second_in = 2 * LENGTH * of_output + earlier * of_keys  # of each layer once more for its recomputation
+    second_in += (earlier - kept) * of_keys + kept * of_keys  # to be added to, and at last their own
+    assert stats.offloaded_bytes == layers * (first_out + second_out)
+    assert stats.prefetched_bytes == layers * (first_in + second_in)
+    assert stats.host_peak_bytes == layers * (kept * 2 * of_keys + LENGTH * of_output)
+
+
+def test_windows_keep_and_bring_only_what_is_seen() -> None:
+    model, rows = made("mistral, windows over chunks"), 2  # window 23
+    of_keys = rows * 2 * (2 * 8) * 4
+    with apply(model, {"stream_config": {"tokens": 4}}) as applied, torch.enable_grad():
+        loss = model(**data()).loss
+        stats = applied.stats()
+        del loss
+    seen = [min(number, -(-(23 - 1) // 4)) for number in range(13)]  # whole chunks within 22 tokens
+    assert stats.prefetched_bytes == 3 * sum(seen) * 4 * of_keys
+    model = made("gemma3, windows")  # window 11 in two of three layers, within a chunk of 16
+    with apply(model, STREAMED) as applied:
+        model(**data())
+        stats = applied.stats()
+    assert stats.prefetched_bytes == (2 * 3 * 10 + (3 + 2 + 1) * 16) * of_keys
+
+
+def test_a_sequence_that_does_not_fit_on_the_host_is_an_error_before_any_gradient() -> None:
+    model = made()
+    need = 0.000109  # GiB: 116,928 bytes
+    with apply(model, {**STREAMED, "memory": {"host_memory_gib": need - 1e-6}}) as applied:
+        with pytest.raises(PlanError, match=r"expected host memory .* needed, and this rank may take"):
+            model(**data())
+        assert applied.stats().host_bytes == 0
+    with apply(model, {**STREAMED, "memory": {"host_memory_gib": need}}):
+        step(model)
+
+
+def test_a_graph_without_backward_frees_the_host_and_a_second_backward_raises() -> None:
+    model = made()
+    with apply(model, STREAMED) as applied:
+        step(model)
+        loss = model(**data()).loss
+        assert applied.stats().host_bytes > 0
+        del loss
+        assert applied.stats().host_bytes == 0
+        loss = model(**data()).loss
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="backward ran twice"):
+            loss.backward()
+
+
+class DeviceMeter(Meter):
+    """Counts all but host memory, which is made as bytes (as random states are)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for item in tree_leaves(out):
+            if type(item) is torch.Tensor and not item.is_meta:
+                storage = item.untyped_storage()
+                if item.dtype is torch.uint8 and storage._cdata not in self._seen:
+                    self._seen.add(storage._cdata)
+                    weakref.finalize(storage, self._gone, storage._cdata, 0)
+                self._count(storage)
+        return out
+
+
+def device_peak(layers: int, length: int, **sizes: Any) -> int:
+    """Return the peak bytes of a streamed step in chunks of 64 tokens, with gradients allocated before."""
+    hidden = {"hidden_size": 64, "intermediate_size": 224, "vocab_size": 50, "num_hidden_layers": layers}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, **hidden, **sizes})).to(torch.bfloat16).train()
+    for item in model.parameters():
+        item.grad = torch.zeros_like(item)
+    ids = torch.randint(3, 50, (1, length))
+    with apply(model, {"stream_config": {"tokens": 64}}), DeviceMeter(model) as meter:
+        model(input_ids=ids[:, :65], labels=ids[:, :65]).loss.backward()
+        meter.peak_bytes = 0
+        model(input_ids=ids, labels=ids).loss.backward()
+    return meter.peak_bytes
+
+
+def test_device_memory_does_not_grow_with_the_sequence() -> None:
+    slopes = {}
+    for layers in (2, 8):
+        short, long = device_peak(layers, 192), device_peak(layers, 384)
+        slopes[layers] = (long - short) / 192
+    assert slopes[2] == slopes[8]
+    assert 2 * 8 <= slopes[2] <= 4 * 8, "ids, labels and positions; a hidden state has 128 bytes"

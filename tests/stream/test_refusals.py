@@ -1,0 +1,259 @@
+"""What cannot be streamed is named before anything runs; what is put on a model comes off."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import PromptTuningConfig, get_peft_model
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
+from hf_actswap.plan.actions import SequenceChunks
+from hf_actswap.report import plan_table
+from hf_actswap.stream.two_passes import auto_tokens
+from tests.stream.streamed_models import LENGTH, SIZES, STREAMED, data, furthest, made, step
+
+
+def checkpointed() -> Any:
+    model = made()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def with_loss_of_its_own() -> Any:
+    model = made()
+    model.loss_function = lambda *_, **__: torch.zeros(())
+    return model
+
+
+_EXPERTS = {**SIZES, "num_local_experts": 4}
+MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "linear attention": (
+        lambda: Qwen3NextForCausalLM(Qwen3NextConfig(**{**SIZES, "num_hidden_layers": 4}, head_dim=8)),
+        "layers of another kind: linear_attention",
+    ),
+    "state space": (
+        lambda: JambaForCausalLM(
+            JambaConfig(
+                **SIZES, num_experts=2, use_mamba_kernels=False, attn_layer_offset=1, attn_layer_period=2
+            )
+        ),
+        "layers of another kind",
+    ),
+    "balancing loss": (
+        lambda: MixtralForCausalLM(MixtralConfig(**_EXPERTS, output_router_logits=True)),
+        "a balancing loss over the whole batch",
+    ),
+    "bidirectional": (
+        lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, use_bidirectional_attention=True)),
+        "one whose tokens see later ones",
+    ),
+    "encoder and decoder": (
+        lambda: T5ForConditionalGeneration(
+            T5Config(vocab_size=100, d_model=32, d_ff=32, num_layers=2, d_kv=8)
+        ),
+        "an encoder and a decoder",
+    ),
+    "attention dropout": (
+        lambda: GPTNeoXForCausalLM(
+            GPTNeoXConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, attention_dropout=0.1)
+        ),
+        "config.attention_dropout 0, found 0.1",
+    ),
+    "gradient checkpointing": (checkpointed, "gradient checkpointing on"),
+    "another loss": (with_loss_of_its_own, "the loss function <lambda>"),
+    "an encoder": (
+        lambda: BertLMHeadModel(BertConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=2)),
+        "(?s)one whose tokens see later ones.*config.attention_probs_dropout_prob 0",
+    ),
+    "rotation by length": (
+        lambda: made(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+        "one that depends on the length of the sequence",
+    ),
+    "prompts": (
+        lambda: get_peft_model(made(), PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")),
+        "PEFT's prompt learning",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name: str) -> None:
+    make, found = MODELS[name]
+    torch.manual_seed(0)
+    model = make().train()
+    with pytest.raises(PlanError, match=found):
+        apply(model, STREAMED)
+    assert "_call_impl" not in vars(model)
+
+
+def test_all_reasons_at_once() -> None:
+    model = MixtralForCausalLM(MixtralConfig(**_EXPERTS, output_router_logits=True, attention_dropout=0.1))
+    model.gradient_checkpointing_enable()
+    with pytest.raises(PlanError) as error:
+        apply(model, STREAMED)
+    assert len(error.value.problems) == 3
+    config = {**STREAMED, "parallel_config": {"tensor_parallel_size": 2}, "memory": {"mode": "smart_swap"}}
+    with pytest.raises(PlanError, match=r"(?s)tensor_parallel_size 1.*memory\.mode: off"):
+        resolve_plan(load_config(config), model_structure(made()))
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "its layers"])
+def test_compiled_models(whole: bool) -> None:
+    model = made()
+    if whole:
+        model = torch.compile(model, backend="eager")
+    else:
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+    with pytest.raises(PlanError, match="a model that is not compiled"):
+        apply(model, STREAMED)
+
+
+def test_sinks_are_refused_in_the_first_chunk() -> None:
+    """No class or configuration says that an attention has them."""
+    model = GptOssForCausalLM(GptOssConfig(**_EXPERTS, head_dim=8)).train()
+    with apply(model, STREAMED), pytest.raises(PlanError, match="attention with `s_aux`"):
+        model(**data())
+    assert model.config._attn_implementation != "hf_actswap_streamed"
+
+
+def test_a_layer_that_attends_by_itself_is_refused_after_the_first_chunk() -> None:
+    model = made()
+    attention = model.model.layers[1].self_attn
+    attention.forward = lambda hidden_states, **_: (hidden_states, None)
+    with apply(model, STREAMED), pytest.raises(PlanError, match=r"3 layers that call .* calls by 2"):
+        model(**data())
+    attention.layer_idx = 0
+    del attention.forward
+    with apply(model, STREAMED), pytest.raises(PlanError, match="two in layer 0"):
+        model(**data())
+
+
+_IDS = data()["input_ids"]
+_PLACES = torch.arange(LENGTH).expand(2, -1)
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "no labels": ({"labels": None}, "label_smoothing_factor"),
+    "embeddings": ({"input_ids": None, "inputs_embeds": torch.zeros(2, LENGTH, 32)}, "inputs_embeds"),
+    "hidden states": ({"output_hidden_states": True}, "output_hidden_states"),
+    "some logits": ({"logits_to_keep": 5}, "logits_to_keep"),
+    "packed": ({"position_ids": torch.cat([torch.arange(20), torch.arange(30)])[None]}, "rise by 1"),
+    "left padding": ({"attention_mask": _PLACES > 3}, "padding on the right"),
+    "labels on padding": (
+        {"attention_mask": _PLACES < 30},
+        "the attention mask is 0",
+    ),
+    "a mask of pairs": ({"attention_mask": torch.ones(2, 1, LENGTH, LENGTH)}, "one number per token"),
+    "a cache": ({"past_key_values": object()}, "past_key_values"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls(name: str) -> None:
+    given, found = CALLS[name]
+    model = made()
+    with apply(model, STREAMED) as applied:
+        with pytest.raises(PlanError, match=found):
+            model(**{**data(), **given})
+        assert applied.stats().offloads == 0
+
+
+def test_all_reasons_of_a_call_at_once() -> None:
+    model = made()
+    with apply(model, STREAMED), pytest.raises(PlanError) as error:
+        model(input_ids=_IDS, position_ids=torch.zeros(2, LENGTH), output_attentions=True, return_dict=True)
+    assert len(error.value.problems) == 3
+
+
+def test_removed_it_is_the_model_that_it_was() -> None:
+    model = made()
+    before, settings = dict(vars(model)), copy.deepcopy(model.config.to_dict())
+    loss, expected = step(model)
+    applied = apply(model, STREAMED)
+    step(model)
+    applied.remove()
+    assert vars(model).keys() == before.keys()
+    assert model.config.to_dict() == settings
+    assert model.config._attn_implementation == "sdpa"
+    for names in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        assert "hf_actswap_streamed" not in names
+    again, found = step(model)
+    assert torch.equal(again, loss)
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+
+
+def test_an_interrupted_call_leaves_nothing_behind() -> None:
+    model = made()
+    fails = model.model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with apply(model, STREAMED) as applied:
+        with pytest.raises(ZeroDivisionError):
+            model(**data())
+        assert model.config._attn_implementation == "sdpa"
+        assert "hf_actswap_streamed" not in ALL_ATTENTION_FUNCTIONS
+        fails.remove()
+        loss, _ = step(model)
+        fails = model.model.layers[1].register_forward_pre_hook(
+            lambda *_: 1 / 0 if torch.is_grad_enabled() else None
+        )
+        with pytest.raises(ZeroDivisionError):
+            step(model)
+        assert model.config._attn_implementation == "sdpa"
+        fails.remove()
+        assert applied.stats().host_bytes == 0
+        assert torch.equal(step(model)[0], loss)
+
+
+def test_a_copy_of_the_model_is_not_streamed() -> None:
+    model = made()
+    _, expected = step(model)
+    with apply(model, STREAMED) as applied:
+        model.zero_grad()
+        other = copy.deepcopy(model)
+        _, found = step(other)
+        assert applied.stats().offloads == 0
+    assert furthest(found, expected) < 1e-6
+
+
+def test_the_plan_says_it() -> None:
+    model, config = made(), load_config({"stream_config": {"tokens": "auto"}})
+    plan = resolve_plan(config, model_structure(model))
+    assert plan.streamed == SequenceChunks()
+    assert plan.fate(1) == "recompute"
+    assert MemoryPlan.from_json(plan.to_json()) == plan
+    assert '"streamed"' not in MemoryPlan((), 3).to_json()
+    written = resolve_plan(load_config(STREAMED), model_structure(model))
+    assert "chunks of 16 tokens" in plan_table(written)
+    assert "chunks (auto)" in plan_table(plan)
+    some = resolve_plan(
+        load_config({**STREAMED, "recompute_config": {"select_recompute": ["mlp"]}}), model_structure(model)
+    )
+    assert [some.fate(1), some.fate(1, "mlp")] == ["keep", "recompute"]
+
+
+def test_auto_is_by_heads() -> None:
+    assert auto_tokens(32, 32) == 12_288
+    assert auto_tokens(32, 8) == 3072
+    assert auto_tokens(64, 2) == 2048

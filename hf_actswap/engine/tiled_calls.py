@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -189,7 +190,8 @@ class _Call:
         self.tiled, self._leaves, self._spec, self._cut = tiled, leaves, spec, cut
         self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._wanted = [leaves[at].requires_grad for at in self._at]
-        self.parameters = tuple(item for item in tiled.module.parameters() if item.requires_grad)
+        self._named = {name: item for name, item in tiled.module.named_parameters() if item.requires_grad}
+        self.parameters = tuple(self._named.values())
         self._versions = [item._version for item in self.parameters]
         self._state = CallState(leaves[self._at[0]].device, True, leaves)
         self._made: TreeSpec | None = None
@@ -288,8 +290,15 @@ class _Call:
         for at, piece in zip(self._at, pieces, strict=True):
             leaves[at] = piece
         args, kwargs = tree_unflatten(leaves, self._spec)
+        present = dict(self.tiled.module.named_parameters())
         with torch.enable_grad():
-            return self.tiled.run(*args, **kwargs)
+            if all(present.get(name) is item for name, item in self._named.items()):
+                return self.tiled.run(*args, **kwargs)
+            # Called with exchanged parameters (`torch.func.functional_call`), which backward must find again.
+            exchanged: dict[str, torch.Tensor] = {
+                f"module.{name}": item for name, item in self._named.items()
+            }
+            return functional_call(_Exchangeable(self.tiled), exchanged, args, kwargs)
 
 
 @contextmanager
@@ -303,6 +312,18 @@ def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for item, before in zip(parameters, hooks, strict=True):
             item._backward_hooks = before
+
+
+class _Exchangeable(nn.Module):
+    """A tiled module as a module whose parameters can be exchanged for one call."""
+
+    def __init__(self, tiled: TiledModule) -> None:
+        super().__init__()
+        self.module, self._run = tiled.module, tiled.run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run what a call of the module runs."""
+        return self._run(*args, **kwargs)
 
 
 class _Input(torch.autograd.Function):

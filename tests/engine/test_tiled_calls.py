@@ -492,6 +492,19 @@ def test_other_tensors_of_a_call_have_rows_too() -> None:
     undo()
 
 
+def test_parameters_that_are_exchanged_for_a_call_get_its_gradients() -> None:
+    model = tiny_llama()
+    _, expected = run(model)
+    model.zero_grad()
+    leaves = {name: item.detach().requires_grad_() for name, item in model.named_parameters()}
+    with apply(model, TILES):
+        out = torch.func.functional_call(model, leaves, (), {"input_ids": batch(0), "labels": batch(0)})
+        out.loss.backward()  # the model has its own parameters again
+    assert all(item.grad is None for item in model.parameters())
+    found = {name: item.grad for name, item in leaves.items() if item.grad is not None}
+    assert furthest(found, expected) < ROUNDING
+
+
 def test_rows_of_a_plan_for_other_ops_stay() -> None:
     plan = MemoryPlan(
         rows=(PlanRow(0, "self_attn", "recompute"),), num_layers=LAYERS, tiles=(Tile(0, "mlp", 10),)

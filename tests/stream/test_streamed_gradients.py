@@ -106,8 +106,14 @@ def test_any_chunk_length(tokens: int) -> None:
             "swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 5, "layers": [1]}]},
             "tile_config": {"loss": {"tokens": 5}},
         },
+        {"tile_config": {"loss": {"tokens": 5}, "tile": {"op_name": ["mlp", "final_norm"], "tokens": 4}}},
     ],
-    ids=["some ops recomputed", "MLPs swapped", "one layer swapped, others recomputed, loss in tiles"],
+    ids=[
+        "some ops recomputed",
+        "MLPs swapped",
+        "one layer swapped, others recomputed, loss in tiles",
+        "MLPs and loss in tiles",
+    ],
 )
 def test_a_plan_acts_inside_a_chunk(beside: dict[str, Any]) -> None:
     model = made()

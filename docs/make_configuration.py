@@ -108,6 +108,7 @@ EXAMPLES: Mapping[tuple[str, str], str] = {
     ("parallel_config", "pipeline_stage"): "pipeline_stage: 2",
     ("parallel_config", "pp_interleave_num"): "pp_interleave_num: 2",
     ("parallel_config", "offset"): "{pipeline_stage: 2, offset: [1, 0]}",
+    ("parallel_config", "schedule"): "{pipeline_stage: 2, schedule: 1f1b}",
     ("tile_config", "loss"): "loss: {tokens: 4096}",
     ("memory", "mode"): "mode: smart_swap",
     ("memory", "budget_gib"): "budget_gib: 40",

@@ -3,10 +3,13 @@
 ====================== ==================================================================================
 what                   how
 ====================== ==================================================================================
-who holds what         a rank per stage; the model is proven, and cut, before the optimizer is built
-batches                every rank reads the same; gradient accumulation steps are the micro-batches
+who holds what         a mesh (data axis, stages); the model is proven, and cut, before the optimizer is
+                       built
+batches                by data rank (`replicated_batches`); gradient accumulation steps are the micro-batches
 a step                 the whole schedule runs at the first micro-batch of an optimizer step; then the losses
                        are handed out one by one, as the Trainer adds them up
+gradients              of tied weights are summed over the stages that hold them, then all are averaged over
+                       the data axis, once per step
 norm and clip          of the whole model, the same on every rank
 random numbers         each stage draws its own in a step, by the seed, the step and the stage
 ====================== ==================================================================================
@@ -118,6 +121,8 @@ class PipelineTraining(ModelInParts):
             with self._own_random_numbers(trainer):
                 losses = self._runtime.step(batches, self._call(trainer, num_items_in_batch, len(batches)))
             self._gradients.sum_shared()
+            if self.mesh.data_parallel_size > 1:
+                self._gradients.average_over_data(self.mesh.data_parallel_group)
             self._losses = iter(losses)
         return next(self._losses)
 
@@ -151,8 +156,8 @@ class PipelineTraining(ModelInParts):
         devices = [] if device.type == "cpu" else [device]
         kind = {} if device.type == "cpu" else {"device_type": device.type}
         with torch.random.fork_rng(devices, **kind):
-            step = trainer.state.global_step * self.ranks_per_model + self.staged.stage
-            torch.manual_seed(trainer.args.seed + 1 + step)
+            number = trainer.state.global_step * trainer.args.world_size + trainer.args.process_index
+            torch.manual_seed(trainer.args.seed + 1 + number)
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -264,22 +269,22 @@ def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
     Looks at this process alone: all ranks come to the same result.
 
     Raises:
-        MeshError: other than one process per stage was started.
+        MeshError: the processes that were started cannot hold so many stages.
         PipelineError: the model, or something asked of the Trainer, does not go with a pipeline.
         PlanError: the model is none that a plan can be written for.
     """
     parallel = config.parallel_config
     stages, world_size = parallel.pipeline_stage, trainer.args.world_size
-    if world_size != stages:
+    if world_size % stages:
         found = f"{world_size} process{'' if world_size == 1 else 'es'}"
-        hint = f"Start with: {launch_command(stages)}. Data parallelism beside a pipeline is not built."
-        expected = f"{stages} processes, one per stage (with parallel_config.schedule the pipeline runs)"
+        hint = f"Start with: {launch_command(stages)}."
+        expected = f"{stages} processes, one per stage, or a multiple (with parallel_config.schedule)"
         raise MeshError([Problem("parallel_config.pipeline_stage", expected, found, hint)])
     if problems := list(_problems_of_settings(trainer, config)):
         raise PipelineError(problems)
     structure = model_structure(trainer.model)
     layout = _layout(structure, parallel)
-    staged = StagedModel(trainer.model, structure, layout, trainer.args.process_index)
+    staged = StagedModel(trainer.model, structure, layout, trainer.args.process_index % stages)
     prove_cut(staged, trainer.accelerator.autocast)
     for stage in range(stages):
         if not any(
@@ -319,7 +324,8 @@ def pipeline_of(trainer: Any, staged: StagedModel, parallel: ParallelConfig) -> 
             100 * idle,
         )
     kind = trainer.accelerator.device.type
-    mesh = init_device_mesh(kind, (1, stages), mesh_dim_names=(REPLICATED_DATA_AXIS, TENSOR_AXIS))
+    shape = (trainer.args.world_size // stages, stages)
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=(REPLICATED_DATA_AXIS, TENSOR_AXIS))
     staged.cut()
     return PipelineTraining(
         trainer.accelerator, ParallelMesh(mesh), staged, parallel, trainer.args.ddp_timeout

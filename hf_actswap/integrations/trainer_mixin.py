@@ -126,17 +126,21 @@ class ActSwapTrainerMixin:
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; over data ranks the loss is that of one process with their batches as one."""
-        if isinstance(self.parallel, PipelineTraining):
-            if not (args[0] if args else kwargs.get("prediction_loss_only")):
-                raise PipelineError([_NO_LOGITS])
-            with self._declared():
-                return self.parallel.loss_of_evaluation(self, inputs), None, None
+        losses_only = args[0] if args else kwargs.get("prediction_loss_only")
+        if isinstance(self.parallel, PipelineTraining) and not losses_only:
+            raise PipelineError([_NO_LOGITS])
         mesh = None if self.parallel is None else self.parallel.mesh
         if mesh is None or mesh.data_parallel_size == 1 or not divides_by_all_tokens(self):
-            return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            return self._predicted(model, inputs, *args, **kwargs)
         inputs = without_filling(inputs, self.accelerator, mesh)
-        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        loss, logits, labels = self._predicted(model, inputs, *args, **kwargs)
         return None if loss is None else loss_of_all(loss, mesh), logits, labels
+
+    def _predicted(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.parallel, PipelineTraining):
+            return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        with self._declared():
+            return self.parallel.loss_of_evaluation(self, inputs), None, None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save whole weights in Hugging Face's format. Every rank must call it, as with the Trainer's own."""

@@ -37,7 +37,9 @@ class StageGradients:
                 self._shared.setdefault(holders, []).append(name)
         ranks = dist.get_process_group_ranks(group)
         self._groups = {
-            holders: dist.new_group([ranks[stage] for stage in holders]) for holders in self._shared
+            holders: dist.new_group([ranks[stage] for stage in holders], use_local_synchronization=True)
+            for holders in self._shared
+            if staged.stage in holders
         }
 
     def _own(self) -> dict[str, torch.Tensor]:
@@ -47,17 +49,16 @@ class StageGradients:
     def sum_shared(self) -> None:
         """Give each stage that holds a shared parameter the sum of its gradients; once per step."""
         own = self._own()
-        for holders, names in self._shared.items():
-            if self._staged.stage not in holders:
-                continue
-            held = [own[name] for name in names if name in own]
-            has = torch.tensor([float(p.grad is not None) for p in held], device=self._device)
-            dist.all_reduce(has, dist.ReduceOp.MAX, group=self._groups[holders])
-            for parameter, is_there in zip(held, has.tolist(), strict=True):
-                if is_there:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    dist.all_reduce(parameter.grad, group=self._groups[holders])
+        for holders, group in self._groups.items():
+            _sum([own[name] for name in self._shared[holders] if name in own], group, self._device)
+
+    def average_over_data(self, group: dist.ProcessGroup) -> None:
+        """Give each rank of the data axis, which holds the same stage, the mean of their gradients."""
+        held = list(self._own().values())
+        _sum(held, group, self._device)
+        for parameter in held:
+            if parameter.grad is not None:
+                parameter.grad /= group.size()
 
     def norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """Return the norm of the whole model's gradients, an fp32 scalar, the same on every rank."""
@@ -75,6 +76,17 @@ class StageGradients:
             found[1, at] = 1.0
         dist.all_reduce(found, group=self._group)
         return torch.linalg.vector_norm(found[0][found[1] > 0], norm_type)
+
+
+def _sum(parameters: list[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Sum gradients over a group; one that no rank has stays ``None``."""
+    has = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=device)
+    dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
+    for parameter, is_there in zip(parameters, has.tolist(), strict=True):
+        if is_there:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
 
 
 def collected(own: Mapping[str, Value], group: dist.ProcessGroup) -> dict[str, Value]:

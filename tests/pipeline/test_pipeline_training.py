@@ -104,6 +104,28 @@ def test_random_states_are_found_by_a_single_process(runs: Path) -> None:
     assert layout == {"processes": 2, "tensor_parallel_size": 2}
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two pipelines of two stages, and one process with their batches as one."""
+    folder = tmp_path_factory.mktemp("wide")
+    for cases, world_size in (("ONE_WIDE", 1), ("FOUR", 4)):
+        launch_trainers(f"{WORKER}:{cases}", folder, world_size, LIMIT_S)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "one"), [("llama", "wide one"), ("tied", "wide tied one"), ("resumed", "wide one")]
+)
+def test_two_pipelines_train_as_one_process(name: str, one: str, wide: Path) -> None:
+    expected: Run = result(wide, one)
+    for rank in range(4):
+        found: Run = result(wide, f"wide {name}", rank)
+        assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+        assert found.evaluations == pytest.approx(expected.evaluations, rel=1e-6)
+
+
 @pytest.mark.slow
 def test_a_stage_that_has_ended_is_named(tmp_path: Path) -> None:
     said, took_s = torch.load(launch(lose_a_stage, tmp_path, 2, 120) / "lost.pt", weights_only=False)
@@ -121,7 +143,7 @@ REJECTED = {
     "rounds": "interleaved_1f1b runs 2 rounds of equally many micro-batches, and 5 are not divisible",
     "1f1b": "write interleaved_1f1b",
     "chunks": "parallel_config.pipeline_stage: expected at most 4, the layers of the model, found 8 chunks",
-    "three stages": "expected 3 processes, one per stage",
+    "three stages": "expected 3 processes, one per stage, or a multiple",
     "predict": "evaluation in a pipeline: expected one that returns losses only",
 }
 

@@ -37,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"family": "tied"},
     "bf16": {"bf16": True},
     "checkpointing": {"gradient_checkpointing": True},
+    "wide": {"per_device_eval_batch_size": 6},
 }
 
 
@@ -192,6 +193,37 @@ TWO: dict[str, Any] = {
     "rejections": rejections,
 }
 """Two stages."""
+
+FOUR: dict[str, Any] = {
+    **{
+        f"wide {family}": partial(
+            trained,
+            2,
+            f"wide {family}",
+            "1f1b",
+            family=family,
+            sections=MIXED,
+            per_device_train_batch_size=1,
+            per_device_eval_batch_size=3,
+            **SAVING,
+        )
+        for family in ("llama", "tied")
+    },
+    "wide resumed": partial(
+        trained,
+        2,
+        "wide resumed",
+        "1f1b",
+        resume="wide llama 1f1b 2/checkpoint-2",
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=3,
+    ),
+}
+"""Two pipelines of two stages: the global batches are those of ``wide``."""
+ONE_WIDE: dict[str, Any] = {
+    "wide one": partial(trained, 1, "wide", "one"),
+    "wide tied one": partial(trained, 1, "wide", "tied one", family="tied"),
+}
 
 ONE_AGAIN: dict[str, Any] = {
     "resumed in one": partial(trained, 1, "resumed in one", "one", resume="saving 1f1b 2/checkpoint-2"),

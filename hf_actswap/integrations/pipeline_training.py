@@ -136,9 +136,10 @@ class PipelineTraining(ModelInParts):
         """What a stage does with a micro-batch; the last one returns the Trainer's own loss, scaled alike."""
         model = trainer.model_wrapped if trains else trainer.model
         labels = {*trainer.label_names, "shift_labels"}
-        is_sum = trainer.compute_loss_func is not None or (
-            trainer.model_accepts_loss_kwargs and items is not None
-        )
+        is_sum = getattr(trainer, "loss_is_scaled_for_ga", None)  # what a trainer says of its own loss
+        if is_sum is None:
+            of_model = trainer.model_accepts_loss_kwargs and items is not None
+            is_sum = of_model or trainer.compute_loss_func is not None
 
         def call(batch: Mapping[str, Any], is_last: bool) -> Any:
             with trainer.compute_loss_context_manager():
@@ -358,6 +359,12 @@ def _problems_of_settings(trainer: Any, config: ActSwapConfig) -> Iterator[Probl
         yield Problem(
             "memory.mode", "off beside a pipeline", config.memory.mode, "Planning by stage is not built."
         )
+    swap = config.swap_config
+    windows = [swap.default_prefetch, *(rule.backward_prefetch for rule in swap.layer_swap or ())]
+    windows += [rule.backward_prefetch for rule in swap.op_swap or ()]
+    if swap.swap and "auto" in windows:
+        hint = "auto compares ranks at each forward, and stages are not at the same one: write a number."
+        yield Problem("swap_config", "windows in numbers beside a pipeline", "auto", hint)
     if config.stacks:
         yield Problem("stacks", "no other stack of layers", ", ".join(config.stacks), "Leave it out.")
     count = args.gradient_accumulation_steps
@@ -383,7 +390,8 @@ def _problems_of_settings(trainer: Any, config: ActSwapConfig) -> Iterator[Probl
             )
             yield Problem(name, expected, found, hint)
     for name in _OWN_STEPS:
-        owner = next(kind for kind in type(trainer).__mro__ if name in vars(kind))
-        if owner.__module__ != _TRAINER and not owner.__module__.startswith(f"{__package__}."):
+        for owner in type(trainer).__mro__:
+            if name not in vars(owner) or owner.__module__.startswith((_TRAINER, f"{__package__}.")):
+                continue
             hint = "It would run on one stage only. Give the Trainer a compute_loss_func."
             yield Problem(f"{owner.__name__}.{name}", f"the {name} of transformers.Trainer", "another", hint)

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..config.schema import PipelineSchedule
-from .stages import Chunk, StagedModel
+from ..errors import Problem
+from .stages import Chunk, PipelineError, StagedModel
 
 _ENGINE = "torch.distributed.pipelining"
 """Imported when a pipeline runs: that takes a second."""
@@ -211,5 +212,9 @@ def _only(losses: torch.Tensor, _number: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_of(batch: Batch) -> tuple[int, int]:
-    rows, length = batch["input_ids"].shape[:2]
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor):
+        found = ", ".join(batch)
+        raise PipelineError([Problem("batch", "input_ids, [batch, seq]", found, "Stages embed ids only.")])
+    rows, length = ids.shape[:2]
     return rows, length

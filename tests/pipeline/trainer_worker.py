@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer
 
+from hf_actswap import ActSwapTrainerMixin
 from hf_actswap.integrations.pipeline_training import PipelineTraining
 from tests.integrations.parallel_runs import LENGTH, OrderedTrainer, Rows, make, told
 from tests.pipeline.staged_worker import tiny_model
@@ -77,7 +78,7 @@ def pipeline(stages: int, schedule: str = "1f1b", interleaves: int = 1, **sectio
     """The configuration of a pipeline of so many stages; of one, of nothing but its tables."""
     parallel: dict[str, Any] = {"pp_interleave_num": interleaves}
     parallel |= {"pipeline_stage": stages, "schedule": schedule} if stages > 1 else {}
-    return {**sections, "parallel_config": parallel}
+    return {**sections, "parallel_config": parallel | sections.get("parallel_config", {})}
 
 
 def trainer_of(
@@ -135,8 +136,11 @@ def rejections(folder: Path) -> dict[str, str]:
         "Trainer": {"kind": Trainer},
         "compute_metrics": {"kind": _WithMetrics},
         "own loss": {"kind": _OwnLoss},
+        "own loss below": {"kind": _OwnLossBelow},
         "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
         "planner": {"sections": {"memory": {"mode": "adaptive"}}},
+        "auto": {"sections": {"swap_config": {"swap": True, "default_prefetch": "auto"}}},
+        "tensor parallel": {"sections": {"parallel_config": {"tensor_parallel_size": 2}}},
         "rounds": {"schedule": "interleaved_1f1b", "interleaves": 2, "gradient_accumulation_steps": 5},
         "1f1b": {"interleaves": 2},
         "chunks": {"schedule": "interleaved_1f1b", "interleaves": 4},
@@ -145,6 +149,9 @@ def rejections(folder: Path) -> dict[str, str]:
     found["three stages"] = told(lambda: trainer_of(place, 3))
     predicting = trainer_of(place, 2)
     found["predict"] = told(lambda: predicting.predict(Rows(4)))
+    embedded = {"inputs_embeds": torch.zeros(1, 4, 32), "labels": torch.ones(1, 4, dtype=torch.long)}
+    predicting.parallel.begin_step([embedded])
+    found["embeds"] = told(lambda: predicting.training_step(predicting.model, embedded, 3))
     return found
 
 
@@ -156,6 +163,15 @@ class _WithMetrics(OrderedTrainer):
 class _OwnLoss(OrderedTrainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return super().compute_loss(*args, **kwargs)
+
+
+class _StockOwnLoss(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+class _OwnLossBelow(ActSwapTrainerMixin, _StockOwnLoss):
+    """As with TRL's trainers."""
 
 
 SAVING = {

@@ -122,6 +122,8 @@ def tiny_model(family: str, layers: int) -> nn.Module:
         return GPT2LMHeadModel(
             GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=4, n_positions=64, **rates)
         )
+    if family == "sdpa":
+        sizes["attn_implementation"] = "sdpa"
     model = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.2 if family == "dropout" else 0.0))
     if family == "lora":
         return with_adapters(model)
@@ -258,6 +260,12 @@ def restores(staged: StagedModel, state: dict[str, torch.Tensor], reference: nn.
     )
 
 
+OPS = {
+    "swap_config": {
+        "swap": True,
+        "op_swap": [{"op_name": "attention", "backward_prefetch": 4, "layers": True}],
+    }
+}
 TABLE = {"recompute_config": {"recompute": [1, 2]}}
 PLANS: dict[str, dict[str, Any]] = {
     "keep": {},
@@ -296,6 +304,8 @@ TWO: dict[str, Case] = {
     "golden R15": Case(
         "interleaved_1f1b", {"recompute_config": {"recompute": [[5, 1], [0, 9]]}}, layers=8, interleaves=2
     ),
+    "ops 1f1b": Case("1f1b", OPS, "sdpa"),
+    "ops interleaved": Case("interleaved_1f1b", OPS, "sdpa", interleaves=2),
     "head alone": Case("1f1b", {}, layers=4, offset=[2, -2]),
 }
 """Two stages."""

@@ -122,6 +122,12 @@ def test_each_rank_holds_its_stage_alone(two: Path) -> None:
     assert tied[0] & tied[1] == {"model.embed_tokens.weight"}
 
 
+def test_ops_are_followed_in_every_chunk(two: Path) -> None:
+    """With and without a mask, attention saves other tensors: its ops are followed anew at each change."""
+    found = [result(two, name, rank).offloads for name in ("ops 1f1b", "ops interleaved") for rank in (0, 1)]
+    assert found == [100, 100, 100, 100]
+
+
 def test_swap_acts_on_both_stages(two: Path) -> None:
     for name in ("1f1b swap", "gpipe swap", "zero_bubble swap", "interleaved_1f1b swap"):
         assert all(result(two, name, rank).offloads > 300 for rank in range(2)), name

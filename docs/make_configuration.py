@@ -113,6 +113,7 @@ EXAMPLES: Mapping[tuple[str, str], str] = {
     ("parallel_config", "pipeline_stage"): "pipeline_stage: 2",
     ("parallel_config", "pp_interleave_num"): "pp_interleave_num: 2",
     ("parallel_config", "offset"): "{pipeline_stage: 2, offset: [1, 0]}",
+    ("parallel_config", "schedule"): "{pipeline_stage: 2, schedule: 1f1b}",
     ("tile_config", "loss"): "loss: {tokens: 4096}",
     ("tile_config", "tile"): "tile: {op_name: feed_forward}",
     ("tile", "op_name"): "op_name: [feed_forward, ffn_norm]",

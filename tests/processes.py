@@ -128,10 +128,11 @@ def launch_trainers(cases: str, folder: Path, world_size: int, limit_s: float) -
     Args:
         cases: ``module:name`` of a mapping of names to functions; each gets the folder.
     """
-    return launch(partial(_run_trainers, cases, world_size), folder, world_size, limit_s)
+    return launch(partial(run_trainers, cases, world_size), folder, world_size, limit_s)
 
 
-def _run_trainers(cases: str, world_size: int, rank: int, folder: str) -> None:
+def run_trainers(cases: str, world_size: int, rank: int, folder: str) -> None:
+    """Run functions of Trainers in this process; see `launch_trainers`."""
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(value) for name, value in numbers.items()})
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", ACCELERATE_USE_CPU="true")

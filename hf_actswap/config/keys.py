@@ -28,6 +28,7 @@ PARALLEL_SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "pipeline_stage": ("pipeline_stage",),
         "pp_interleave_num": ("pp_interleave_num",),
         "offset": ("offset",),
+        "schedule": ("schedule",),
     }
 )
 """Field of `ParallelConfig` to the keys that set it: NxD's name, Megatron's, MindFormers'."""

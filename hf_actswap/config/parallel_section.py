@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from .keys import FOREIGN_PARALLEL_KEYS, PARALLEL_KEYS, PARALLEL_SPELLINGS, meaningless
-from .reader import Findings, Path, is_int, read_bool, read_int, read_section, show, where
-from .schema import Offset, ParallelConfig
+from .reader import Findings, Path, is_int, read_bool, read_choice, read_int, read_section, show, where
+from .schema import Offset, ParallelConfig, PipelineSchedule
 from .tables import TableShape, read_table
 
 MODEL_CONFIG: Path = ("model", "model_config")
@@ -39,6 +39,7 @@ def read_parallel(findings: Findings) -> tuple[ParallelConfig, TableShape | None
             ("sequence_parallel_enabled", read_bool),
             ("pipeline_stage", _read_size),
             ("pp_interleave_num", _read_size),
+            ("schedule", _read_schedule),
         )
     }
     interleave = _read_interleave(findings)
@@ -101,6 +102,10 @@ def _read_spellings(findings: Findings, paths: list[Path], read: _Read) -> Any:
 
 def _read_size(findings: Findings, path: Path, value: object) -> int | None:
     return read_int(findings, path, value, minimum=1)
+
+
+def _read_schedule(findings: Findings, path: Path, value: object) -> str | None:
+    return read_choice(findings, path, value, get_args(PipelineSchedule))
 
 
 def _read_interleave(findings: Findings) -> bool | None:

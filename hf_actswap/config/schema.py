@@ -32,6 +32,9 @@ CompileBudget = float | tuple[float, ...] | None
 
 Offset = int | tuple[int, ...] | tuple[tuple[int, ...], ...]
 
+PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+"""As `torch.distributed.pipelining` names them."""
+
 
 @dataclass(frozen=True)
 class LayerSwapRule:
@@ -144,10 +147,12 @@ class ParallelConfig:
         tensor_parallel_size: processes that hold one model together.
         sequence_parallel_enabled: whether each of them keeps only its part of the sequence between the
             layers.
-        pipeline_stage: stages of the pipeline for which the tables of ``recompute_config`` are written; no
-            pipeline is run here.
+        pipeline_stage: stages of the pipeline for which the tables of ``recompute_config`` are written, and
+            which runs if ``schedule`` is written.
         pp_interleave_num: interleaves of that pipeline, the rows of a table.
         offset: layers that a stage has more, or fewer, than its equal share.
+        schedule: order of forwards and backwards of the pipeline that `ActSwapTrainer` runs, one process per
+            stage (ours). Default ``None``: no pipeline runs.
     """
 
     tensor_parallel_size: int = 1
@@ -155,6 +160,12 @@ class ParallelConfig:
     pipeline_stage: int = 1
     pp_interleave_num: int = 1
     offset: Offset = 0
+    schedule: PipelineSchedule | None = None
+
+    @property
+    def runs_pipeline(self) -> bool:
+        """Whether the layers are divided among processes, not only the tables among stages."""
+        return self.schedule is not None and self.pipeline_stage > 1
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,9 @@ class Engine:
     ) -> None:
         self.plan, self.structure = plan, structure
         self._root = unwrapped(model)
+        self._layers = {  # as they are between calls: a stage of a pipeline has others in place within one
+            layer.index: self._root.get_submodule(layer.module_path) for layer in structure.all_layers
+        }
         called = compiled_wrapper(model, structure)
         self._called = self._root if called is None else called  # a compiled wrapper has no truth value
         self._watch = CheckpointWatch(self._root, plan, structure)
@@ -165,7 +168,7 @@ class Engine:
         self._place.close()
 
     def _follow_layer(self, layer: LayerStructure) -> list[Callable[[], None]]:
-        module = self._root.get_submodule(layer.module_path)
+        module = self._layers[layer.index]
         undo = []
         if layer.index in self._fates.checkpointed_layers:
             undo.append(checkpointed(uncompiled(module)))
@@ -177,7 +180,7 @@ class Engine:
 
     def _follow_modules(self, layer: LayerStructure) -> list[Undo]:
         """Follow the module path inside a layer."""
-        module = self._root.get_submodule(layer.module_path)
+        module = self._layers[layer.index]
         return [
             undo
             for path, child in called_modules(module)

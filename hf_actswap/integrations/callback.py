@@ -30,9 +30,15 @@ from .fused_head import take_fused_head
 from .parallel_checkpoint import checkpoint_fact
 from .parallel_limits import rejection
 from .parallel_training import ParallelTraining
+from .pipeline_training import PipelineTraining, warn_of_recomputation
 from .run_record import RunRecord
 from .shared_config import console_logging, facts_of, worker_log
-from .trainer_setup import begin_for_trainer, reject_lonely_processes, started_together
+from .trainer_setup import (
+    begin_for_trainer,
+    begin_pipeline_for_trainer,
+    reject_lonely_processes,
+    started_together,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +101,7 @@ class ActSwapCallback(TrainerCallback):
         self._saving: Saving | None = None
         self._bound = False
         self.applied: AppliedPlan | Planner | None = None
-        self.parallel: ParallelTraining | None = None
+        self.parallel: ParallelTraining | PipelineTraining | None = None
 
     @property
     def _config(self) -> ActSwapConfig:
@@ -104,7 +110,8 @@ class ActSwapCallback(TrainerCallback):
 
     @property
     def _divides(self) -> bool:
-        return self._config.parallel_config.tensor_parallel_size > 1
+        parallel = self._config.parallel_config
+        return parallel.tensor_parallel_size > 1 or parallel.runs_pipeline
 
     @short_traceback
     def on_init_end(
@@ -128,7 +135,9 @@ class ActSwapCallback(TrainerCallback):
         self.bind(trainer)
         if self._divides:
             with console_logging(logging.getLogger("hf_actswap")):
-                self.parallel = begin_for_trainer(trainer, self._config)
+                pipeline = self._config.parallel_config.runs_pipeline
+                begin = begin_pipeline_for_trainer if pipeline else begin_for_trainer
+                self.parallel = begin(trainer, self._config)
                 self.parallel.shows_bars = not args.disable_tqdm
 
     def bind(self, trainer: Any) -> None:
@@ -141,7 +150,7 @@ class ActSwapCallback(TrainerCallback):
         @short_traceback
         @functools.wraps(train)
         def train_and_remove(*args: Any, **kwargs: Any) -> Any:
-            if self.parallel is not None:
+            if isinstance(self.parallel, ParallelTraining):
                 take_fused_head(self.parallel.patched)  # which TRL adds when the Trainer is constructed
             with failing_together("checkpoint", trainer.args.ddp_timeout) as facts:
                 asked = kwargs.get("resume_from_checkpoint", next(iter(args), None))
@@ -190,14 +199,21 @@ class ActSwapCallback(TrainerCallback):
         model = called_model(calling_trainer(self), model)
         requested, config, parallel = self._requested, self._config, self.parallel
         silent = PinningBar(shown=False) if args.disable_tqdm and state.is_world_process_zero else None
-        with nullcontext() if parallel is None else tensor_parallel_group(parallel.patched.group):
+        divided = parallel if isinstance(parallel, ParallelTraining) else None
+        with nullcontext() if divided is None else tensor_parallel_group(divided.patched.group):
             with failing_together("plan", args.ddp_timeout):
                 if args.n_gpu > 1:
                     raise PlanError([_SEVERAL_DEVICES])
                 if self._divides and parallel is None:
                     raise rejection("add_callback (parallel_config works for a callback of the constructor)")
-                shape = model_structure(model)
+                with nullcontext() if parallel is None else parallel.whole_model():
+                    shape = model_structure(model)
                 plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, shape)
+            own = plan
+            if isinstance(parallel, PipelineTraining):
+                with self._spoken(state):
+                    warn_of_recomputation(plan, config.parallel_config)
+                own = parallel.plan_of_rank(plan)
             if config.memory.mode != "off":
                 with self._spoken(state):
                     self.applied = plan_while_training(
@@ -212,13 +228,13 @@ class ActSwapCallback(TrainerCallback):
                 if args.disable_tqdm:
                     self.applied.progress = None
             else:
-                self.applied = apply_plan(model, plan, shape, progress=silent)
+                self.applied = apply_plan(model, own, shape, progress=silent)
         if parallel is not None:
             parallel.expect_batch()
         self._before = self._step = SwapStats()
         self._logged = self.applied.plan
         with worker_log(_worker_path(args)) as worker:
-            _log_plan(worker, plan, config.notes)
+            _log_plan(worker, own, config.notes)
         if state.is_world_process_zero:
             self._record = _begin_record(args, model, self.applied, requested, kwargs.get("optimizer"))
             with console_logging(logger):

@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypedDict
@@ -29,11 +29,7 @@ from transformers.trainer_callback import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..config.json_documents import JsonReader, Rule, read_text
-from ..parallel.full_state import Progress
-from ..parallel.patch_model import Patched
-from .optimizer_parameters import full_optimizer_state, own_optimizer_state
 from .parallel_limits import ParallelTrainingError
-from .replicated_batches import answering
 
 LAYOUT_FILE = "parallel_layout.json"
 OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE = "optimizer.pt", "scheduler.pt", "trainer_state.json"
@@ -48,24 +44,12 @@ class _Layout(TypedDict):
     tensor_parallel_size: _Size
 
 
-@contextmanager
-def whole_optimizer_state(
-    optimizer: Any, patched: Patched, keeps: bool, progress: Progress | None = None
-) -> Iterator[None]:
-    """Within the block ``optimizer`` writes and reads whole tensors. Entering it is a collective.
-
-    Args:
-        optimizer: Accelerate's.
-        patched: the model.
-        keeps: this rank is going to write.
-        progress: see `full_optimizer_state`.
-    """
-    full = full_optimizer_state(optimizer.optimizer, patched, keeps, progress)
-    with answering(optimizer, "state_dict", lambda: full):
-        yield
-
-
-def load_optimizer_and_scheduler(checkpoint: str, optimizer: Any, scheduler: Any, patched: Patched) -> None:
+def load_optimizer_and_scheduler(
+    checkpoint: str,
+    optimizer: Any,
+    scheduler: Any,
+    own_state: Callable[[torch.optim.Optimizer, Mapping[str, Any]], dict[str, Any]],
+) -> None:
     """Load this rank's part of an optimizer's whole state, and a scheduler's; nothing if there is none.
 
     In the place of the Trainer's method, which would put the whole model's state onto every device.
@@ -74,14 +58,14 @@ def load_optimizer_and_scheduler(checkpoint: str, optimizer: Any, scheduler: Any
         checkpoint: the checkpoint's folder.
         optimizer: Accelerate's.
         scheduler: PyTorch's.
-        patched: the model.
+        own_state: returns this rank's part of the whole state of an optimizer.
     """
     files = Path(checkpoint, OPTIMIZER_FILE), Path(checkpoint, SCHEDULER_FILE)
     if not all(file.is_file() for file in files):
         return
     # Mapped, not read: the ranks of a machine share what they have in memory of it.
     full = torch.load(files[0], map_location="cpu", mmap=True, weights_only=True)
-    optimizer.load_state_dict(own_optimizer_state(optimizer.optimizer, patched, full))
+    optimizer.load_state_dict(own_state(optimizer.optimizer, full))
     scheduler.load_state_dict(torch.load(files[1], map_location="cpu", weights_only=True))
 
 

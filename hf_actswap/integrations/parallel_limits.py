@@ -44,13 +44,18 @@ class ParallelTrainingError(ActSwapError):
 
 def reject_unsupported(trainer: Any, tensor_parallel_size: int) -> None:
     """Raise `ParallelTrainingError` with all settings of a trainer that are not supported."""
-    problems = [*_of_arguments(trainer.args), *_of_trainer(trainer)]
+    problems = problems_of_trainer(trainer)
     data_parallel_size = trainer.args.world_size // tensor_parallel_size
     if trainer.accelerator.dispatch_batches and data_parallel_size > 1:
         hint = "Each rank reads its own part of the data."
         problems.append(_problem("accelerator_config.dispatch_batches", "true", hint))
     if problems:
         raise ParallelTrainingError(problems)
+
+
+def problems_of_trainer(trainer: Any) -> list[Problem]:
+    """Return all settings of a trainer that do not go with a model that several ranks hold."""
+    return [*_of_arguments(trainer.args), *_of_trainer(trainer)]
 
 
 def reject_for_callback(trainer: Any, tensor_parallel_size: int) -> None:

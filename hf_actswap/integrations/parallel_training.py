@@ -17,7 +17,7 @@ Nothing here knows the Trainer; `trainer_mixin` and `callback` bring it there, `
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,41 +33,46 @@ from ..parallel.mesh import ParallelMesh, build_mesh, check_processes
 from ..parallel.patch_model import Patched, patch_model
 from ..parallel.rank_agreement import check_agreement, digest, failing_together, parameters_fact
 from ..report import BytesBar
-from .optimizer_parameters import names_of_parameters, rebind
-from .replicated_batches import gather_one_of_each, read_by_data_rank
+from .optimizer_parameters import (
+    full_optimizer_state,
+    names_of_parameters,
+    own_optimizer_state,
+    rebind,
+)
+from .replicated_batches import answering, gather_one_of_each, read_by_data_rank
 from .shared_config import facts_of
 
 
-class ParallelTraining:
-    """A patched model in a training that Accelerate drives.
+class ModelInParts:
+    """A model that several ranks hold together, in a training that Accelerate drives.
 
     Args:
         accelerator: of the training; from now on it prepares data loaders, gathers metrics and clips as such
             a model needs.
-        mesh: of all processes.
-        patched: the model.
+        mesh: of all processes; its second axis are the ranks that hold one model.
+        model: bare.
         timeout_s: how long ranks wait for each other where they compare batches.
 
     Attributes:
         mesh: of all processes.
-        patched: the model.
         shows_bars: whether rank 0 shows bars (the Trainer's ``disable_tqdm``).
     """
 
-    def __init__(
-        self, accelerator: Any, mesh: ParallelMesh, patched: Patched, timeout_s: float = 60.0
-    ) -> None:
-        self.mesh, self.patched, self._accelerator = mesh, patched, accelerator
+    def __init__(self, accelerator: Any, mesh: ParallelMesh, model: nn.Module, timeout_s: float) -> None:
+        self.mesh, self._accelerator = mesh, accelerator
         self._expects_batch, self._timeout_s = True, timeout_s
         self.shows_bars = True
-        self._gradients = TaggedGradients(patched.model, patched.group)
-        OwnNamesHook().attach(patched.bare)
+        OwnNamesHook().attach(model)
         read_by_data_rank(accelerator, mesh)
         gather_one_of_each(accelerator, mesh)
         accelerator.clip_grad_norm_ = self.clip_grad_norm_
 
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """In the place of ``accelerator.clip_grad_norm_``: clip by the norm of the whole model."""
+        raise NotImplementedError
+
     @property
-    def tensor_parallel_size(self) -> int:
+    def ranks_per_model(self) -> int:
         """Ranks that hold one model together, and train on the same batch."""
         return self.mesh.tensor_parallel_size
 
@@ -91,8 +96,39 @@ class ParallelTraining:
         found = dict(batch) if isinstance(batch, Mapping) else {}
         tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
         text = "".join(f"{name} {value.shape} {value.tolist()}" for name, value in tensors.items())
-        ranks = dist.get_process_group_ranks(self.patched.group)
+        ranks = dist.get_process_group_ranks(self.mesh.tensor_parallel_group)
         check_agreement({"batch": digest(text)}, self._timeout_s, "batch", ranks)
+
+    @contextmanager
+    def gathering(self, what: str) -> Iterator[BytesBar | None]:
+        """Yield what shows on rank 0 how far the gathering of ``what`` is; ``None`` on the others."""
+        if dist.get_rank() != 0:
+            yield None
+            return
+        bar = BytesBar(f"gathering {what}", shown=self.shows_bars)
+        try:
+            yield bar
+        finally:
+            bar.close()
+
+
+class ParallelTraining(ModelInParts):
+    """A patched model in a training that Accelerate drives.
+
+    Args:
+        accelerator, mesh, timeout_s: see `ModelInParts`.
+        patched: the model.
+
+    Attributes:
+        patched: the model.
+    """
+
+    def __init__(
+        self, accelerator: Any, mesh: ParallelMesh, patched: Patched, timeout_s: float = 60.0
+    ) -> None:
+        super().__init__(accelerator, mesh, patched.bare, timeout_s)
+        self.patched = patched
+        self._gradients = TaggedGradients(patched.model, patched.group)
 
     def sum_gradients(self) -> None:
         """Sum the tagged gradients over the ranks of the group, those that are not summed yet."""
@@ -124,16 +160,22 @@ class ParallelTraining:
             return self.patched.full_state_dict(only_rank=rank if keeps else -1, progress=progress)
 
     @contextmanager
-    def gathering(self, what: str) -> Iterator[BytesBar | None]:
-        """Yield what shows on rank 0 how far the gathering of ``what`` is; ``None`` on the others."""
-        if dist.get_rank() != 0:
-            yield None
-            return
-        bar = BytesBar(f"gathering {what}", shown=self.shows_bars)
-        try:
-            yield bar
-        finally:
-            bar.close()
+    def whole_optimizer_state(self, optimizer: Any, keeps: bool) -> Iterator[None]:
+        """Within the block Accelerate's ``optimizer`` writes whole tensors. Entering it is a collective."""
+        with self.gathering("optimizer states") as progress:
+            full = full_optimizer_state(optimizer.optimizer, self.patched, keeps, progress)
+            with answering(optimizer, "state_dict", lambda: full):
+                yield
+
+    def own_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return this rank's part of an optimizer's whole state."""
+        return own_optimizer_state(optimizer, self.patched, full)
+
+    def whole_model(self) -> AbstractContextManager[None]:
+        """Return the context in which the model has all of its modules: always."""
+        return nullcontext()
 
     def shard_over_data(self, optimizer: torch.optim.Optimizer | None = None, **settings: Any) -> None:
         """Shard the model over the data axis by FSDP2, in place of DDP.

@@ -19,18 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import short_traceback
+from ..errors import Problem, short_traceback
 from ..parallel.collectives import lost_rank_error
 from ..parallel.mesh import ParallelMesh
+from ..pipeline import PipelineError
 from .callback import ActSwapCallback
 from .fused_head import take_fused_head
 from .parallel_checkpoint import (
     load_optimizer_and_scheduler,
     random_states_by_data_rank,
-    whole_optimizer_state,
     write_layout,
 )
 from .parallel_training import ParallelTraining
+from .pipeline_training import PipelineTraining
 from .replicated_batches import declared
 from .trainer_setup import wrap_model
 
@@ -38,12 +39,21 @@ NO_LABEL = -100
 LABELS = ("labels", "shift_labels")
 
 
+_NO_LOGITS = Problem(
+    "evaluation in a pipeline",
+    "one that returns losses only (prediction_loss_only)",
+    "one that returns logits too (predict, compute_metrics)",
+    "Only the loss comes back from the last stage. Evaluate the saved model in one process.",
+)
+
+
 class ActSwapTrainerMixin:
     """Put in front of a Trainer's class: ``class T(ActSwapTrainerMixin, SFTTrainer): ...``.
 
     With ``parallel_config.tensor_parallel_size`` above 1 in the configuration the model is divided at the end
     of the Trainer's construction, and then trained, evaluated, saved and resumed as in one process:
-    checkpoints are Hugging Face's, whole, and go on at any number of ranks. Otherwise it changes nothing.
+    checkpoints are Hugging Face's, whole, and go on at any number of ranks. The same holds for a pipeline
+    (``parallel_config.schedule``). Otherwise it changes nothing.
 
     An `ActSwapCallback` is added unless one is among ``callbacks``.
 
@@ -55,7 +65,7 @@ class ActSwapTrainerMixin:
         ParallelTrainingError: a training argument does not go with a model in parts.
     """
 
-    parallel: ParallelTraining | None = None
+    parallel: ParallelTraining | PipelineTraining | None = None
     holds_parallel_models = True
     """What the callback looks at: saving, resuming and several models (dp > 1) are seen to."""
 
@@ -74,7 +84,7 @@ class ActSwapTrainerMixin:
             callback = ActSwapCallback(self.args)
             self.add_callback(callback)  # type: ignore[attr-defined]
             callback.on_init_end(self.args, self.state, self.control)  # type: ignore[attr-defined]
-        if self.parallel is not None:
+        if isinstance(self.parallel, ParallelTraining):
             take_fused_head(self.parallel.patched)  # for an evaluation before the training
 
     def get_tp_size(self) -> int:
@@ -82,15 +92,26 @@ class ActSwapTrainerMixin:
         if self.parallel is None:
             found: int = super().get_tp_size()  # type: ignore[misc]
             return found
-        return self.parallel.tensor_parallel_size
+        return self.parallel.ranks_per_model
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's: in a pipeline, what it reads for a step are the micro-batches."""
+        batches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(self.parallel, PipelineTraining):
+            self.parallel.begin_step(batches)
+        return batches, items
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; that a rank has ended is said in words, also where DDP notices.
+
+        In a pipeline all micro-batches of a step run when the first one is asked for.
 
         Raises:
             LostRankError: a rank has ended, or does not answer.
         """
         try:
+            if isinstance(self.parallel, PipelineTraining):
+                return self.parallel.training_step(self, *args, **kwargs)
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
         except RuntimeError as error:
             lost = None if self.parallel is None else lost_rank_error(error, None)
@@ -105,12 +126,21 @@ class ActSwapTrainerMixin:
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; over data ranks the loss is that of one process with their batches as one."""
+        losses_only = args[0] if args else kwargs.get("prediction_loss_only")
+        if isinstance(self.parallel, PipelineTraining) and not losses_only:
+            raise PipelineError([_NO_LOGITS])
         mesh = None if self.parallel is None else self.parallel.mesh
         if mesh is None or mesh.data_parallel_size == 1 or not divides_by_all_tokens(self):
-            return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            return self._predicted(model, inputs, *args, **kwargs)
         inputs = without_filling(inputs, self.accelerator, mesh)
-        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        loss, logits, labels = self._predicted(model, inputs, *args, **kwargs)
         return None if loss is None else loss_of_all(loss, mesh), logits, labels
+
+    def _predicted(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self.parallel, PipelineTraining):
+            return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        with self._declared():
+            return self.parallel.loss_of_evaluation(self, inputs), None, None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save whole weights in Hugging Face's format. Every rank must call it, as with the Trainer's own."""
@@ -128,7 +158,16 @@ class ActSwapTrainerMixin:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         if self.parallel is not None and state_dict is None and self.args.should_save:
             state_dict, self._whole_weights = self._whole_weights, None  # emptied by save_pretrained
-        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+        with self._whole_model():
+            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        with self._whole_model():
+            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        with self._whole_model():
+            super()._load_best_model()  # type: ignore[misc]
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if self.parallel is None or not training:
@@ -152,11 +191,7 @@ class ActSwapTrainerMixin:
         if self.parallel is None:
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
             return
-        patched, saves = self.parallel.patched, self.args.should_save
-        with (
-            self.parallel.gathering("optimizer states") as progress,
-            whole_optimizer_state(self.optimizer, patched, saves, progress),
-        ):
+        with self.parallel.whole_optimizer_state(self.optimizer, self.args.should_save):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -164,8 +199,8 @@ class ActSwapTrainerMixin:
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
         if checkpoint is not None:
-            patched = self.parallel.patched
-            load_optimizer_and_scheduler(checkpoint, self.optimizer, self.lr_scheduler, patched)
+            own_state = self.parallel.own_optimizer_state
+            load_optimizer_and_scheduler(checkpoint, self.optimizer, self.lr_scheduler, own_state)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
@@ -181,7 +216,10 @@ class ActSwapTrainerMixin:
 
     @property
     def _ranks_per_batch(self) -> int:
-        return 1 if self.parallel is None else self.parallel.tensor_parallel_size
+        return 1 if self.parallel is None else self.parallel.ranks_per_model
+
+    def _whole_model(self) -> Any:
+        return nullcontext() if self.parallel is None else self.parallel.whole_model()
 
     def _declared(self) -> Any:
         return nullcontext() if self.parallel is None else declared(self.accelerator, self._ranks_per_batch)

@@ -16,9 +16,11 @@ from torch import nn
 from ..config import ActSwapConfig
 from ..errors import Problem
 from ..parallel.mesh import MeshError, launch_command, started_processes
-from ..parallel.rank_agreement import failing_together
+from ..parallel.rank_agreement import failing_together, parameters_fact
 from .parallel_limits import reject_for_callback, reject_unsupported, rejection
 from .parallel_training import ParallelTraining, begin_parallel_training
+from .pipeline_training import PipelineTraining, pipeline_of, stage_model
+from .shared_config import facts_of
 
 AGREED_ARGUMENTS = (
     "adam_beta1",
@@ -42,6 +44,31 @@ AGREED_ARGUMENTS = (
 """Training arguments in which ranks must not differ."""
 
 
+def begin_pipeline_for_trainer(trainer: Any, config: ActSwapConfig) -> PipelineTraining:
+    """Cut a Trainer's model into stages, of which this rank keeps one. Every rank must call it.
+
+    Raises:
+        MeshError, PipelineError: it cannot be; see `stage_model`.
+        RankAgreementError: ranks differ in what they were given, or do not answer in time.
+    """
+    with failing_together("pipeline", trainer.args.ddp_timeout) as facts:
+        facts.update({name: str(getattr(trainer.args, name, None)) for name in AGREED_ARGUMENTS})
+        facts["parameters"] = parameters_fact(trainer.model)
+        facts.update(facts_of(config))
+        staged = stage_model(trainer, config)
+    parallel = pipeline_of(trainer, staged, config.parallel_config)
+    _gather_by_model(trainer)
+    trainer.parallel = parallel
+    return parallel
+
+
+def _gather_by_model(trainer: Any) -> None:
+    """Let a Trainer's first evaluation, too, gather as its accelerator does since the model is in parts."""
+    trainer.gather_function = functools.partial(
+        trainer.accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
+    )
+
+
 def begin_for_trainer(trainer: Any, config: ActSwapConfig) -> ParallelTraining:
     """Divide a Trainer's model and make the Trainer fit for it.
 
@@ -62,16 +89,14 @@ def begin_for_trainer(trainer: Any, config: ActSwapConfig) -> ParallelTraining:
     parallel = begin_parallel_training(
         trainer.accelerator, trainer.model, config, trainer.optimizer, trainer.args.ddp_timeout
     )
-    trainer.gather_function = functools.partial(
-        trainer.accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
-    )
+    _gather_by_model(trainer)
     trainer.parallel = parallel
     if not can_do_more:
         _serve_training_only(trainer, parallel)
     return parallel
 
 
-def wrap_model(trainer: Any, parallel: ParallelTraining, model: nn.Module) -> nn.Module:
+def wrap_model(trainer: Any, parallel: ParallelTraining | PipelineTraining, model: nn.Module) -> nn.Module:
     """Return what a Trainer trains: see `ParallelTraining.wrap`.
 
     The Trainer lets DDP look for unused parameters unless told; here it is not looked for them unless told.
@@ -97,7 +122,7 @@ def _serve_training_only(trainer: Any, parallel: ParallelTraining) -> None:
         raise rejection(f"Trainer.{name}")
 
     trainer._wrap_model, trainer._get_num_items_in_batch = wrapped, checked
-    trainer.get_tp_size = lambda: parallel.tensor_parallel_size
+    trainer.get_tp_size = lambda: parallel.ranks_per_model
     for name in ("save_model", "push_to_hub", "_load_from_checkpoint"):
         setattr(trainer, name, functools.partial(rejected, name))
 

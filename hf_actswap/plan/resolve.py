@@ -535,6 +535,8 @@ def policies_without_effect(config: ActSwapConfig, structure: ModelStructure) ->
             "weights are not gathered from an optimizer-sharding group here (FSDP2: reshard_after_forward)"
         )
         found.append(("recompute_config.parallel_optimizer_comm_recompute", "true", reason))
+    if parallel.schedule is not None and parallel.pipeline_stage == 1:
+        found.append(("parallel_config.schedule", parallel.schedule, "pipeline_stage is 1"))
     memory = config.memory
     if memory.mode == "off" and (memory.budget_gib or memory.reduce_by_gib or memory.plan_file):
         found.append(("memory", "a budget or a plan file", "memory.mode is off"))
@@ -547,4 +549,8 @@ def unsupported_policies(config: ActSwapConfig, structure: ModelStructure) -> tu
     size = config.parallel_config.tensor_parallel_size
     if size > 1 and not structure.communicates:
         policies.append(f"parallel_config.tensor_parallel_size: {size} (tensor parallelism)")
+    parallel = config.parallel_config
+    if parallel.runs_pipeline:
+        stages = f"{parallel.pipeline_stage} stages, which hf_actswap.ActSwapTrainer runs"
+        policies.append(f"parallel_config.schedule: {parallel.schedule} (a pipeline of {stages})")
     return tuple(policies)

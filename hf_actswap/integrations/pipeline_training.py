@@ -1,0 +1,397 @@
+"""A training of a model in a pipeline: what Accelerate and the Trainer have to do differently for it.
+
+====================== ==================================================================================
+what                   how
+====================== ==================================================================================
+who holds what         a mesh (data axis, stages); the model is proven, and cut, before the optimizer is
+                       built
+batches                by data rank (`replicated_batches`); gradient accumulation steps are the micro-batches
+a step                 the whole schedule runs at the first micro-batch of an optimizer step; then the losses
+                       are handed out one by one, as the Trainer adds them up
+gradients              of tied weights are summed over the stages that hold them, then all are averaged over
+                       the data axis, once per step
+norm and clip          of the whole model, the same on every rank
+random numbers         each stage draws its own in a step, by the seed, the step and the stage
+====================== ==================================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from ..config import ActSwapConfig
+from ..config.schema import ParallelConfig
+from ..errors import Problem
+from ..parallel.mesh import (
+    REPLICATED_DATA_AXIS,
+    TENSOR_AXIS,
+    MeshError,
+    ParallelMesh,
+    launch_command,
+)
+from ..pipeline import (
+    PipelineError,
+    PipelineRuntime,
+    StagedModel,
+    StageGradients,
+    collected,
+    prove_cut,
+    whole_state,
+)
+from ..pipeline.runtime import Call, problem_of_schedule
+from ..plan import MemoryPlan, ModelStructure, model_structure
+from ..plan.layout import PipelineLayout, build_layout
+from .optimizer_parameters import names_of_parameters
+from .parallel_limits import USE_OUR_TRAINER, problems_of_trainer
+from .parallel_training import ModelInParts
+from .replicated_batches import answering
+
+logger = logging.getLogger(__name__)
+
+_TRAINER = "transformers.trainer"
+_OWN_STEPS = ("compute_loss", "training_step", "prediction_step")
+"""Methods that a trainer may not have of its own: they run on one stage only, or not at all."""
+
+
+class PipelineTraining(ModelInParts):
+    """A staged model in a training that a Trainer drives.
+
+    Args:
+        accelerator, mesh, timeout_s: see `ModelInParts`; the mesh's second axis are the stages.
+        staged: proven, and cut.
+        parallel: the section of the configuration.
+
+    Attributes:
+        staged: the model.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        mesh: ParallelMesh,
+        staged: StagedModel,
+        parallel: ParallelConfig,
+        timeout_s: float = 60.0,
+    ) -> None:
+        super().__init__(accelerator, mesh, staged.model, timeout_s)
+        assert parallel.schedule is not None
+        self.staged, group = staged, mesh.tensor_parallel_group
+        self._runtime = PipelineRuntime(staged, group, parallel.schedule, accelerator.device)
+        self._gradients = StageGradients(staged, group, accelerator.device)
+        self._batches: Sequence[Mapping[str, Any]] = ()
+        self._losses: Iterator[torch.Tensor] = iter(())
+
+    def wrap(self, model: nn.Module, _ddp_settings: Mapping[str, Any] | None = None) -> nn.Module:
+        """Prepare a model for training: autocast, on the module that stages call too."""
+        prepared: nn.Module = self._accelerator.prepare_model(model, evaluation_mode=True)
+        return prepared
+
+    def begin_step(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """The Trainer has read the micro-batches of an optimizer step."""
+        self._batches = batches
+
+    def training_step(
+        self, trainer: Any, model: nn.Module, _inputs: Any, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """In the place of the Trainer's: return the loss of the next micro-batch.
+
+        At the first one of a step the whole schedule runs.
+
+        Args:
+            trainer: whose step it is.
+            model: that it trains.
+            num_items_in_batch: tokens of the step, by which each loss is divided; ``None``: they are means.
+        """
+        if self._batches:
+            model.train()
+            if callable(getattr(trainer.optimizer, "train", None)):
+                trainer.optimizer.train()
+            batches = [trainer._prepare_inputs(batch) for batch in self._batches]
+            self._batches = ()
+            with self._own_random_numbers(trainer):
+                losses = self._runtime.step(batches, self._call(trainer, num_items_in_batch, len(batches)))
+            self._gradients.sum_shared()
+            if self.mesh.data_parallel_size > 1:
+                self._gradients.average_over_data(self.mesh.data_parallel_group)
+            self._losses = iter(losses)
+        return next(self._losses)
+
+    def loss_of_evaluation(self, trainer: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+        """Return the loss of a batch, without gradients; the same on every rank."""
+        batch = trainer._prepare_inputs(inputs)
+        items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+        return self._runtime.evaluate(batch, self._call(trainer, items, 1, trains=False))
+
+    def _call(self, trainer: Any, items: Any, count: int, trains: bool = True) -> Call:
+        """What a stage does with a micro-batch; the last one returns the Trainer's own loss, scaled alike."""
+        model = trainer.model_wrapped if trains else trainer.model
+        labels = {*trainer.label_names, "shift_labels"}
+        is_sum = getattr(trainer, "loss_is_scaled_for_ga", None)  # what a trainer says of its own loss
+        if is_sum is None:
+            of_model = trainer.model_accepts_loss_kwargs and items is not None
+            is_sum = of_model or trainer.compute_loss_func is not None
+
+        def call(batch: Mapping[str, Any], is_last: bool) -> Any:
+            with trainer.compute_loss_context_manager():
+                if not is_last:
+                    return model(**{name: value for name, value in batch.items() if name not in labels})
+                loss = trainer.compute_loss(model, dict(batch), num_items_in_batch=items)
+            return loss / count if trains and not is_sum else loss
+
+        return call
+
+    @contextmanager
+    def _own_random_numbers(self, trainer: Any) -> Iterator[None]:
+        """Draw what this stage draws in a step (dropout) from a stream that no other stage and step has."""
+        device = self._accelerator.device
+        devices = [] if device.type == "cpu" else [device]
+        kind = {} if device.type == "cpu" else {"device_type": device.type}
+        with torch.random.fork_rng(devices, **kind):
+            number = trainer.state.global_step * trainer.args.world_size + trainer.args.process_index
+            torch.manual_seed(trainer.args.seed + 1 + number)
+            yield
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """In the place of ``accelerator.clip_grad_norm_``: clip by the norm over all stages.
+
+        Returns:
+            The norm of the whole model's gradients before clipping: fp32 scalar, the same on every rank.
+        """
+        norm = self._gradients.norm(norm_type)
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    def check_summed(self) -> None:
+        """Gradients of shared weights are summed at the end of each schedule."""
+
+    @contextmanager
+    def whole_model(self) -> Iterator[None]:
+        """Within the block the model has the modules of all stages, and loads what is this rank's."""
+        with self.staged.whole(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* to a meta parameter in the current model, which is a no-op")
+            yield
+
+    def plan_of_rank(self, plan: MemoryPlan) -> MemoryPlan:
+        """Return what of a plan of the whole model is this rank's."""
+        return replace(self.staged.plan_of_stage(plan), unsupported=())
+
+    def whole_weights(self, keeps: bool) -> dict[str, torch.Tensor]:
+        """Return the model's whole tensors on the CPU, on rank 0. Every rank must call it."""
+        found = whole_state(self.staged, self.mesh.tensor_parallel_group)
+        return found if keeps else {}
+
+    @contextmanager
+    def whole_optimizer_state(self, optimizer: Any, keeps: bool) -> Iterator[None]:
+        """Within the block Accelerate's ``optimizer`` writes, on rank 0, whole tensors.
+
+        They are numbered as in one process. Entering it is a collective.
+        """
+        inner: torch.optim.Optimizer = optimizer.optimizer
+        state, names = inner.state_dict(), self._names(inner)
+        own = {
+            name: _on_cpu(state["state"][index])
+            for of_group, settings in zip(names, state["param_groups"], strict=True)
+            for index, name in zip(settings["params"], of_group, strict=True)
+            if index in state["state"] and self.staged.holders(name)[0] == self.staged.stage
+        }
+        found = collected(own, self.mesh.tensor_parallel_group)
+        full: dict[str, Any] = {"state": {}, "param_groups": []}
+        count = 0
+        for whole, settings in zip(self._whole(names), state["param_groups"], strict=True):
+            numbers = list(range(count, count := count + len(whole)))
+            full["param_groups"].append({**settings, "params": numbers, "param_names": whole})
+            full["state"] |= {
+                number: found[name] for number, name in zip(numbers, whole, strict=True) if name in found
+            }
+        with answering(optimizer, "state_dict", lambda: full if keeps else {}):
+            yield
+
+    def own_optimizer_state(
+        self, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return this rank's part of an optimizer's whole state; every rank must call it.
+
+        Args:
+            optimizer: of the parameters of this rank.
+            full: what `whole_optimizer_state` wrote, or the state of an optimizer of the undivided model.
+
+        Raises:
+            ValueError: the state has none of a parameter in its group.
+        """
+        own: dict[str, Any] = {"state": {}, "param_groups": []}
+        names, count = self._names(optimizer), 0
+        for of_group, whole, saved in zip(names, self._whole(names), full["param_groups"], strict=True):
+            order = saved.get("param_names", whole)
+            number_of = dict(zip(order, saved["params"], strict=True)) if len(order) == len(whole) else {}
+            if unknown := [name for name in of_group if name not in number_of]:
+                expected = f"expected {len(whole)} with {unknown[0]}"
+                raise ValueError(f"optimizer.pt: a group of {len(order)} parameters, {expected}")
+            for index, name in enumerate(of_group, count):
+                if number_of[name] in full["state"]:
+                    own["state"][index] = full["state"][number_of[name]]
+            numbers = list(range(count, count := count + len(of_group)))
+            settings = {key: value for key, value in saved.items() if key != "param_names"}
+            own["param_groups"].append({**settings, "params": numbers})
+        return own
+
+    def _whole(self, names: list[list[str]]) -> list[list[str]]:
+        """The names of each group over all stages, in the whole model's order; every rank must call it."""
+        found: list[Any] = [None] * self.ranks_per_model
+        dist.all_gather_object(found, names, group=self.mesh.tensor_parallel_group)
+        order = dict.fromkeys(self.staged.entries.values())
+        together = [{name for of_rank in found for name in of_rank[group]} for group in range(len(names))]
+        return [[name for name in order if name in group] for group in together]
+
+    def _names(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """The names of an optimizer's parameters that the whole model has for them."""
+        entries = self.staged.entries
+        return [
+            [entries[name] for name in names] for names in names_of_parameters(self.staged.model, optimizer)
+        ]
+
+
+def _on_cpu(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in entries.items()}
+
+
+def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
+    """Prove that a Trainer's model can be cut into stages, and make this rank's; nothing is freed yet.
+
+    Looks at this process alone: all ranks come to the same result.
+
+    Raises:
+        MeshError: the processes that were started cannot hold so many stages.
+        PipelineError: the model, or something asked of the Trainer, does not go with a pipeline.
+        PlanError: the model is none that a plan can be written for.
+    """
+    parallel = config.parallel_config
+    stages, world_size = parallel.pipeline_stage, trainer.args.world_size
+    if world_size % stages:
+        found = f"{world_size} process{'' if world_size == 1 else 'es'}"
+        hint = f"Start with: {launch_command(stages)}."
+        expected = f"{stages} processes, one per stage, or a multiple (with parallel_config.schedule)"
+        raise MeshError([Problem("parallel_config.pipeline_stage", expected, found, hint)])
+    if problems := list(_problems_of_settings(trainer, config)):
+        raise PipelineError(problems)
+    structure = model_structure(trainer.model)
+    layout = _layout(structure, parallel)
+    staged = StagedModel(trainer.model, structure, layout, trainer.args.process_index % stages)
+    prove_cut(staged, trainer.accelerator.autocast)
+    for stage in range(stages):
+        if not any(
+            p.requires_grad and stage in staged.holders(staged.entries[n]) for n, p in _named(trainer)
+        ):
+            raise PipelineError([Problem(f"stage {stage}", "a parameter that is trained", "none")])
+    return staged
+
+
+def _named(trainer: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    named: Iterator[tuple[str, nn.Parameter]] = trainer.model.named_parameters()
+    return named
+
+
+def _layout(structure: ModelStructure, parallel: ParallelConfig) -> PipelineLayout:
+    layers, chunks = len(structure.layers), parallel.pipeline_stage * parallel.pp_interleave_num
+    if layers < chunks:
+        hint = "Write fewer stages or interleaves."
+        where, found = "parallel_config.pipeline_stage", f"{chunks} chunks"
+        raise PipelineError([Problem(where, f"at most {layers}, the layers of the model", found, hint)])
+    layout, problems = build_layout(layers, parallel)
+    if layout is None:
+        raise PipelineError(problems)
+    return layout
+
+
+def pipeline_of(trainer: Any, staged: StagedModel, parallel: ParallelConfig) -> PipelineTraining:
+    """Cut a Trainer's model and set its accelerator up for the stages. Every rank must call it."""
+    count, stages = trainer.args.gradient_accumulation_steps, parallel.pipeline_stage
+    if count < stages and trainer.args.process_index == 0:
+        idle = (stages - 1) / (parallel.pp_interleave_num * count + stages - 1)
+        logger.warning(
+            "gradient_accumulation_steps: %d micro-batches for %d stages; each stage waits for %.0f %% of a "
+            "step. Four times as many as stages are usual.",
+            count,
+            stages,
+            100 * idle,
+        )
+    kind = trainer.accelerator.device.type
+    shape = (trainer.args.world_size // stages, stages)
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=(REPLICATED_DATA_AXIS, TENSOR_AXIS))
+    staged.cut()
+    return PipelineTraining(
+        trainer.accelerator, ParallelMesh(mesh), staged, parallel, trainer.args.ddp_timeout
+    )
+
+
+def warn_of_recomputation(plan: MemoryPlan, parallel: ParallelConfig) -> None:
+    """Say what layers recomputed whole cost under the zero-bubble schedule."""
+    if parallel.schedule == "zero_bubble" and any(
+        row.fate == "recompute" and not row.op_path for row in plan.rows
+    ):
+        logger.warning(
+            "zero_bubble makes the gradients of inputs and of weights apart: on all stages but the first a "
+            "layer that is recomputed whole runs again for its inputs and for each of its groups of weights. "
+            "1f1b and interleaved_1f1b run it again once."
+        )
+
+
+def _problems_of_settings(trainer: Any, config: ActSwapConfig) -> Iterator[Problem]:
+    parallel = config.parallel_config
+    args, expected = trainer.args, "a setting that goes with a pipeline (parallel_config.schedule)"
+    for problem in problems_of_trainer(trainer):
+        yield replace(problem, expected=expected)
+    if not getattr(trainer, "holds_parallel_models", False):
+        yield Problem("Trainer", "hf_actswap.ActSwapTrainer", type(trainer).__name__, USE_OUR_TRAINER)
+    if parallel.tensor_parallel_size > 1:
+        found, hint = str(parallel.tensor_parallel_size), "Tensor parallelism inside stages is not built."
+        yield Problem("parallel_config.tensor_parallel_size", "1 beside a pipeline", found, hint)
+    if config.memory.mode != "off":
+        yield Problem(
+            "memory.mode", "off beside a pipeline", config.memory.mode, "Planning by stage is not built."
+        )
+    swap = config.swap_config
+    windows = [swap.default_prefetch, *(rule.backward_prefetch for rule in swap.layer_swap or ())]
+    windows += [rule.backward_prefetch for rule in swap.op_swap or ()]
+    if swap.swap and "auto" in windows:
+        hint = "auto compares ranks at each forward, and stages are not at the same one: write a number."
+        yield Problem("swap_config", "windows in numbers beside a pipeline", "auto", hint)
+    if config.stacks:
+        yield Problem("stacks", "no other stack of layers", ", ".join(config.stacks), "Leave it out.")
+    count = args.gradient_accumulation_steps
+    if parallel.schedule is not None and (
+        why := problem_of_schedule(
+            parallel.schedule, count, parallel.pipeline_stage, parallel.pp_interleave_num
+        )
+    ):
+        hint = "Change gradient_accumulation_steps, the number of micro-batches, or the schedule."
+        yield Problem("parallel_config.schedule", "one that fits the layout and the micro-batches", why, hint)
+    asked = (
+        ("average_tokens_across_devices", "false", not args.average_tokens_across_devices),
+        ("neftune_noise_alpha", "a number", args.neftune_noise_alpha is not None),
+        ("save_on_each_node", "true", args.save_on_each_node),
+        ("compute_metrics", "a function", trainer.compute_metrics is not None),
+        ("optimizers", "an optimizer of the whole model", trainer.optimizer is not None),
+        ("dispatch_batches", "true", bool(trainer.accelerator.dispatch_batches)),
+    )
+    for name, found, is_asked in asked:
+        if is_asked:
+            hint = (
+                "Only losses come back from the last stage." if name == "compute_metrics" else "Leave it out."
+            )
+            yield Problem(name, expected, found, hint)
+    for name in _OWN_STEPS:
+        for owner in type(trainer).__mro__:
+            if name not in vars(owner) or owner.__module__.startswith((_TRAINER, f"{__package__}.")):
+                continue
+            hint = "It would run on one stage only. Give the Trainer a compute_loss_func."
+            yield Problem(f"{owner.__name__}.{name}", f"the {name} of transformers.Trainer", "another", hint)

@@ -1,0 +1,20 @@
+"""Pipeline parallelism: stages of an unmodified model, and the schedules that run them.
+
+In: a model whose structure is known, the layout of its layers over stages, batches. Out: losses, and
+gradients on each stage's own parameters. The schedules are those of `torch.distributed.pipelining`.
+"""
+
+from .proof import prove_cut
+from .runtime import PipelineRuntime
+from .shared_state import StageGradients, collected, whole_state
+from .stages import PipelineError, StagedModel
+
+__all__ = [
+    "PipelineError",
+    "PipelineRuntime",
+    "StageGradients",
+    "StagedModel",
+    "collected",
+    "prove_cut",
+    "whole_state",
+]

@@ -1,0 +1,126 @@
+"""The proof, before the first step, that a model computes the same in stages.
+
+The whole model and the stages, one after the other, are called with the same few tokens, in this process,
+with the model's own code and weights. What they return must be equal bit for bit: loss and logits. So a
+family whose layers pass anything else to later ones (residuals of values, losses that balance experts, shared
+keys) is rejected by name, and never trained wrongly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import Problem
+from .stages import PipelineError, StagedModel
+
+_TOKENS = (2, 8)
+"""Rows and length."""
+
+
+def prove_cut(staged: StagedModel, autocast: Callable[[], Any]) -> None:
+    """Compare a staged model with the whole one, and learn the form of what its layers return.
+
+    Args:
+        staged: before `StagedModel.cut`.
+        autocast: makes the context in which the training calls the model.
+
+    Raises:
+        PipelineError: they differ, or a stage cannot be called; with the reason.
+    """
+    model, relay = staged.model, staged.relay
+    modes = {module: module.training for module in model.modules()}
+    batch = _few_tokens(staged)
+    model.eval()
+    try:
+        with torch.no_grad(), autocast():
+            hidden: list[Any] = []
+            first = model.get_submodule(staged.structure.layers[0].module_path)
+            watching = first.register_forward_hook(lambda _m, _a, output: hidden.append(output))
+            try:
+                expected = _tensors(model(**batch))
+            finally:
+                watching.remove()
+            _note_form(staged, hidden, batch["input_ids"].shape)
+            received = None
+            for chunk in staged.chunks:
+                given = batch if chunk.is_last else {k: v for k, v in batch.items() if k != "labels"}
+                found, received = _called(staged, chunk, received, given)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    staged_result = _tensors(found)
+    differing = [name for name in expected if not _equal(expected[name], staged_result.get(name))]
+    if differing:
+        raise PipelineError([_differs(staged, differing)])
+    assert relay.received is None
+
+
+def _few_tokens(staged: StagedModel) -> dict[str, torch.Tensor]:
+    embedding: Any = staged.model.get_submodule(staged.structure.embedding or "")
+    device = next(staged.model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = int(getattr(embedding, "num_embeddings", 2))
+    ids = torch.randint(0, max(vocabulary, 2), _TOKENS, generator=generator).to(device)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {**batch, "labels": ids} if staged.structure.head is not None else batch
+
+
+def _note_form(staged: StagedModel, hidden: list[Any], shape: torch.Size) -> None:
+    """Note what a layer returns: a tensor ``[batch, seq, hidden]``, or a tuple that begins with it."""
+    output = hidden[0] if hidden else None
+    if isinstance(output, tuple):
+        staged.layer_outputs, output = len(output), output[0]
+    if len(hidden) != 1 or not isinstance(output, torch.Tensor) or output.shape[:2] != shape:
+        found = f"{len(hidden)} calls of the first layer, returning {type(output).__name__}"
+        raise PipelineError(
+            [_unfit(staged, f"layers that return hidden states [{shape[0]}, {shape[1]}, ..] once", found)]
+        )
+    staged.relay.hidden_size, staged.relay.dtype = output.shape[-1], output.dtype
+
+
+def _called(
+    staged: StagedModel, chunk: Any, received: torch.Tensor | None, batch: dict[str, torch.Tensor]
+) -> tuple[Any, torch.Tensor | None]:
+    try:
+        output, sent = staged.run(chunk, received, lambda: staged.model(**batch))
+    except Exception as error:  # the model's own code runs: it may raise anything
+        first = next(iter(str(error).splitlines()), "")
+        found = f"{type(error).__name__}: {first}"
+        raise PipelineError(
+            [_unfit(staged, f"a model whose layers {chunk.layers} can be called alone", found)]
+        ) from error
+    if sent is None and not chunk.is_last:
+        raise PipelineError(
+            [_unfit(staged, "a call of every layer", f"layer {chunk.layers.stop} is skipped")]
+        )
+    return output, sent
+
+
+def _tensors(output: Any) -> dict[str, torch.Tensor]:
+    values = output.items() if isinstance(output, dict) else enumerate(output)
+    return {str(name): value for name, value in values if isinstance(value, torch.Tensor)}
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is not None and one.shape == other.shape and torch.equal(one, other)
+
+
+def _differs(staged: StagedModel, names: list[str]) -> Problem:
+    layers = [f"{chunk.layers.start} to {chunk.layers.stop - 1}" for chunk in staged.chunks]
+    hint = (
+        "Its layers hand on more than a hidden state to later ones (balancing losses of experts: "
+        "output_router_logits), so no stage can be trained alone."
+    )
+    expected = "stages that compute what the whole model computes"
+    found = f"another {' and '.join(names)} with layers {', '.join(layers)} one after the other"
+    return _unfit(staged, expected, found, hint)
+
+
+def _unfit(staged: StagedModel, expected: str, found: str, hint: str = "") -> Problem:
+    kind: type[nn.Module] = type(staged.model)
+    where = f"model ({staged.structure.family or kind.__name__}) in a pipeline"
+    return Problem(where, expected, found, hint or "Train it without parallel_config.schedule.")

@@ -1,0 +1,220 @@
+"""Runs a staged model by the schedules of `torch.distributed.pipelining`.
+
+A rank gives each of its chunks to torch as a `PipelineStage`. What a stage is called with is a hidden state
+and the number of a micro-batch; the batch itself every rank of a pipeline has. Micro-batches may differ in
+shape: hidden states travel padded to the largest shape seen so far, and the padding is cut off before they
+enter a layer, so that it changes no value.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..config.schema import PipelineSchedule
+from ..errors import Problem
+from .stages import Chunk, PipelineError, StagedModel
+
+_ENGINE = "torch.distributed.pipelining"
+"""Imported when a pipeline runs: that takes a second."""
+
+Batch = Mapping[str, Any]
+
+Call = Callable[[Batch, bool], Any]
+"""Calls the model with a micro-batch; told whether the chunk is the last one, and then returns the loss."""
+
+
+class PipelineRuntime:
+    """Forwards and backwards of a staged model. Every rank of the pipeline makes one, and calls it together.
+
+    Args:
+        staged: after `StagedModel.cut`.
+        group: the ranks of the pipeline, in the order of the stages.
+        schedule: which order.
+        device: of this rank.
+    """
+
+    def __init__(
+        self, staged: StagedModel, group: dist.ProcessGroup, schedule: PipelineSchedule, device: torch.device
+    ) -> None:
+        self.staged, self.group, self._name, self._device = staged, group, schedule, device
+        self._modules = [_ChunkModule(staged, chunk) for chunk in staged.own_chunks]
+        self._shape, self._made_for = (0, 0), ((0, 0), 0)
+        self._schedule: Any = None
+
+    def step(self, batches: Sequence[Batch], call: Call) -> torch.Tensor:
+        """Run forward and backward of all micro-batches; gradients are added to the parameters.
+
+        Args:
+            batches: the same on every rank; ``input_ids`` are ``[batch, seq]``.
+            call: see `Call`; the sum of the losses is what is differentiated.
+
+        Returns:
+            The losses, ``[micro-batches]``, fp32, the same on every rank.
+        """
+        schedule = self._schedule_for(batches)
+        for module in self._modules:
+            module.batches, module.call, module.shape = batches, call, self._shape
+        numbers = torch.arange(len(batches))
+        losses: list[torch.Tensor] = []
+        try:
+            if self.staged.is_last:
+                schedule.step(target=numbers, losses=losses, micro_batch=numbers)
+            else:
+                schedule.step(micro_batch=numbers)
+        except RuntimeError as error:
+            if error.__cause__ is not None:  # torch describes the arguments of a stage that has failed
+                raise error.__cause__ from None
+            raise
+        finally:
+            for module in self._modules:
+                module.batches = ()
+        found = torch.zeros(len(batches), device=self._device)
+        if self.staged.is_last:
+            found.copy_(torch.stack([loss.detach() for loss in losses]))
+        dist.broadcast(found, self._rank_of(self.staged.layout.pp - 1), group=self.group)
+        return found
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, call: Call) -> torch.Tensor:
+        """Run one forward; return its loss, an fp32 scalar, the same on every rank."""
+        stages, shape = self.staged.layout.pp, _shape_of(batch)
+        loss = torch.zeros((), device=self._device)
+        for chunk in self.staged.own_chunks:
+            received = None
+            if not chunk.is_first:
+                received = torch.empty(
+                    self._hidden(shape), dtype=self.staged.relay.dtype, device=self._device
+                )
+                dist.recv(received, self._rank_of((chunk.index - 1) % stages), group=self.group)
+            output, sent = self.staged.run(chunk, received, functools.partial(call, batch, chunk.is_last))
+            if sent is None:
+                loss.copy_(output)
+            else:
+                dist.send(sent.contiguous(), self._rank_of((chunk.index + 1) % stages), group=self.group)
+        dist.broadcast(loss, self._rank_of(stages - 1), group=self.group)
+        return loss
+
+    def _rank_of(self, stage: int) -> int:
+        return dist.get_global_rank(self.group, stage)
+
+    def _hidden(self, shape: tuple[int, int]) -> tuple[int, int, int]:
+        return (*shape, self.staged.relay.hidden_size)
+
+    def _schedule_for(self, batches: Sequence[Batch]) -> Any:
+        shapes = [self._shape, *map(_shape_of, batches)]
+        self._shape = max(rows for rows, _ in shapes), max(length for _, length in shapes)
+        wanted = self._shape, len(batches)
+        if wanted != self._made_for:
+            self._schedule = None  # its buffers go before new ones are made
+            self._schedule, self._made_for = self._new_schedule(len(batches)), wanted
+        return self._schedule
+
+    def _new_schedule(self, count: int) -> Any:
+        relay, chunks = self.staged.relay, self.staged.chunks
+        hidden = torch.empty(self._hidden(self._shape), dtype=relay.dtype, device="meta", requires_grad=True)
+        engine: Any = importlib.import_module(_ENGINE)
+        stages = [
+            engine.PipelineStage(
+                module,
+                module.chunk.index,
+                len(chunks),
+                self._device,
+                input_args=() if module.chunk.is_first else (hidden,),
+                output_args=(torch.empty(1, device="meta") if module.chunk.is_last else hidden,),
+                group=self.group,
+            )
+            for module in self._modules
+        ]
+        kind: Any = schedule_class(self._name, count, self.staged.layout.pp, self.staged.layout.vpp)
+        one = issubclass(kind, engine.schedules.PipelineScheduleSingle)
+        return kind(stages[0] if one else stages, count, loss_fn=_only, scale_grads=False)
+
+
+_CLASSES = {
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
+}
+
+
+def schedule_class(name: PipelineSchedule, count: int, stages: int, interleaves: int) -> type:
+    """Return torch's class for a schedule of ``count`` micro-batches.
+
+    The last step of an epoch may have fewer of them than a schedule takes: then it is GPipe's order, which
+    makes the same gradients.
+
+    Args:
+        name: as written.
+        count: micro-batches.
+        stages, interleaves: of the layout.
+    """
+    fits = not problem_of_schedule(name, count, stages, interleaves)
+    if name == "gpipe" or not fits or (name == "1f1b" and count < stages):
+        kind = "ScheduleGPipe" if interleaves == 1 else "ScheduleLoopedBFS"
+    else:
+        kind = _CLASSES[name]
+    found: type = getattr(importlib.import_module(_ENGINE), kind)
+    return found
+
+
+def problem_of_schedule(name: PipelineSchedule, count: int, stages: int, interleaves: int) -> str:
+    """Say why a schedule does not take so many micro-batches and interleaves; empty if it does."""
+    rounds = max(1, count // stages)
+    if name == "1f1b" and interleaves > 1:
+        return f"1f1b runs one interleave, pp_interleave_num is {interleaves}: write interleaved_1f1b"
+    if name in ("interleaved_1f1b", "zero_bubble") and count % rounds:
+        return f"{name} runs {rounds} rounds of equally many micro-batches, and {count} are not divisible"
+    return ""
+
+
+class _ChunkModule(nn.Module):
+    """What torch calls: one chunk with one micro-batch."""
+
+    def __init__(self, staged: StagedModel, chunk: Chunk) -> None:
+        super().__init__()
+        self.staged, self.chunk = staged, chunk
+        self.batches: Sequence[Batch] = ()
+        self.call: Call | None = None
+        self.shape = (0, 0)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Return the rank's parameters, of which the zero-bubble schedule makes gradients apart."""
+        return self.staged.model.parameters(recurse)
+
+    def forward(self, *received: torch.Tensor, micro_batch: torch.Tensor) -> torch.Tensor:
+        """Return the hidden state ``[rows, length, hidden]``, padded; of the last chunk ``[1]``, the loss."""
+        assert self.call is not None
+        batch, (rows, length) = self.batches[int(micro_batch)], self.shape
+        own = _shape_of(batch)
+        hidden = received[0] if received else None
+        if hidden is not None and own != self.shape:
+            hidden = hidden[: own[0], : own[1]]
+        call = functools.partial(self.call, batch, self.chunk.is_last)
+        output, sent = self.staged.run(self.chunk, hidden, call)
+        if sent is None:
+            return torch.stack([output])
+        if (
+            own == self.shape
+        ):  # the zero-bubble schedule detaches in place what it is given, which no view allows
+            return sent.clone() if sent._is_view() else sent
+        return nn.functional.pad(sent, (0, 0, 0, length - own[1], 0, rows - own[0]))
+
+
+def _only(losses: torch.Tensor, _number: torch.Tensor) -> torch.Tensor:
+    return losses.sum()
+
+
+def _shape_of(batch: Batch) -> tuple[int, int]:
+    ids = batch.get("input_ids")
+    if not isinstance(ids, torch.Tensor):
+        found = ", ".join(batch)
+        raise PipelineError([Problem("batch", "input_ids, [batch, seq]", found, "Stages embed ids only.")])
+    rows, length = ids.shape[:2]
+    return rows, length

@@ -1,0 +1,133 @@
+"""What the stages of a model know only together: sums of gradients, their norm, the whole state.
+
+A parameter that several stages hold (tied embeddings: the first and the last) has the sum of their
+gradients on each of them, so that their optimizers make the same step, and counts once in the norm. The norm
+is taken as `torch.nn.utils.clip_grad_norm_` takes it in one process, of the norms of all parameters in the
+model's order, so that it is equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from .stages import StagedModel
+
+Value = TypeVar("Value")
+
+
+class StageGradients:
+    """Gradients of a staged model. Every rank of the pipeline makes one, and calls it together.
+
+    Args:
+        staged: after `StagedModel.cut`.
+        group: the ranks of the pipeline, in the order of the stages.
+        device: of this rank.
+    """
+
+    def __init__(self, staged: StagedModel, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._staged, self._group, self._device = staged, group, device
+        self._names = list(dict.fromkeys(staged.entries.values()))
+        self._shared: dict[tuple[int, ...], list[str]] = {}
+        for name in self._names:
+            if len(holders := staged.holders(name)) > 1:
+                self._shared.setdefault(holders, []).append(name)
+        ranks = dist.get_process_group_ranks(group)
+        self._groups = {
+            holders: dist.new_group([ranks[stage] for stage in holders], use_local_synchronization=True)
+            for holders in self._shared
+            if staged.stage in holders
+        }
+
+    def _own(self) -> dict[str, torch.Tensor]:
+        """The trained parameters of this rank."""
+        return {name: tensor for name, tensor in self._staged.own_state().items() if tensor.requires_grad}
+
+    def sum_shared(self) -> None:
+        """Give each stage that holds a shared parameter the sum of its gradients; once per step."""
+        own = self._own()
+        for holders, group in self._groups.items():
+            _sum([own[name] for name in self._shared[holders] if name in own], group, self._device)
+
+    def average_over_data(self, group: dist.ProcessGroup) -> None:
+        """Give each rank of the data axis, which holds the same stage, the mean of their gradients."""
+        held = list(self._own().values())
+        _sum(held, group, self._device)
+        for parameter in held:
+            if parameter.grad is not None:
+                parameter.grad /= group.size()
+
+    def norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """Return the norm of the whole model's gradients, an fp32 scalar, the same on every rank."""
+        place = {name: index for index, name in enumerate(self._names)}
+        gradients = {
+            name: parameter.grad.detach()
+            for name, parameter in self._own().items()
+            if parameter.grad is not None and self._staged.holders(name)[0] == self._staged.stage
+        }
+        found = torch.zeros(2, len(place), device=self._device)
+        if gradients:
+            at = torch.tensor([place[name] for name in gradients], device=self._device)
+            norms: Any = torch._foreach_norm(list(gradients.values()), norm_type)
+            found[0, at] = torch.stack(list(norms)).to(found)
+            found[1, at] = 1.0
+        dist.all_reduce(found, group=self._group)
+        return torch.linalg.vector_norm(found[0][found[1] > 0], norm_type)
+
+
+def _sum(parameters: list[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Sum gradients over a group; one that no rank has stays ``None``."""
+    has = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=device)
+    dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
+    for parameter, is_there in zip(parameters, has.tolist(), strict=True):
+        if is_there:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=group)
+
+
+def collected(own: Mapping[str, Value], group: dist.ProcessGroup) -> dict[str, Value]:
+    """Return on the first rank of a group what all of its ranks have; on the others an empty dict.
+
+    Args:
+        own: of this rank, by name; moved one by one, tensors on the CPU.
+        group: every rank of it must call this.
+    """
+    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+    if rank > 0:
+        dist.send_object_list([len(own)], ranks[0], group=group)
+        for item in own.items():
+            dist.send_object_list([item], ranks[0], group=group)
+        return {}
+    found = dict(own)
+    for source in ranks[1:]:
+        (count,) = _received(source, group)
+        for _ in range(count):
+            ((name, value),) = _received(source, group)
+            found[name] = value
+    return found
+
+
+def _received(source: int, group: dist.ProcessGroup) -> list[Any]:
+    received: list[Any] = [None]
+    dist.recv_object_list(received, source, group=group)
+    return received
+
+
+def whole_state(staged: StagedModel, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Return the whole model's state dict on the CPU, on the first stage; on the others an empty dict.
+
+    Args:
+        staged: after `StagedModel.cut`.
+        group: the ranks of the pipeline; every one must call this.
+    """
+    own = {
+        name: tensor.detach().cpu()
+        for name, tensor in staged.own_state().items()
+        if staged.holders(name)[0] == staged.stage
+    }
+    found = collected(own, group)
+    return {name: found[first] for name, first in staged.entries.items()} if found else {}

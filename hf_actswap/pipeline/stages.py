@@ -1,0 +1,390 @@
+"""Stages of an unmodified model.
+
+A stage is the model itself, called with the whole batch, in which what belongs to other stages is replaced by
+modules that hand their first argument on: layers, the final norm and the head. The embedding of a later stage
+is replaced by one that returns the hidden state received, without a gradient, so that the model has something
+of the right shape to make masks and positions of. Where the stage's own layers begin, the module before them
+returns the hidden state received, in the place of whatever the model has made of it (Gemma scales what it
+takes for embeddings). Where they end, the module behind them notes the hidden state to be sent, whatever the
+model does with it afterwards (Gemma-2 caps what it takes for logits).
+
+Names of parameters stay, and layers keep their index. The chunks of a rank (interleaving) are the same model
+in several arrangements, of which one is in place while the model is called.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..errors import ActSwapError, Problem
+from ..plan.actions import MemoryPlan, Scope
+from ..plan.layout import PipelineLayout
+from ..plan.model_structure import ModelStructure, unwrapped
+
+
+class PipelineError(ActSwapError):
+    """The model, or what was asked of the training, cannot run in a pipeline."""
+
+    subject = "pipeline"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive layers that one call of a stage runs.
+
+    Args:
+        index: from 0, in the order of the layers; also the number of torch's stage.
+        layers: global indices.
+        is_first, is_last: whether the embedding, or the final norm and the head, belong to it.
+    """
+
+    index: int
+    layers: range
+    is_first: bool
+    is_last: bool
+
+
+class Relay:
+    """What the stand-ins share: the hidden states received and to be sent, ``[batch, seq, hidden]``.
+
+    Attributes:
+        hidden_size, dtype: of hidden states between layers; known once the cut is proven.
+    """
+
+    def __init__(self) -> None:
+        self.received: torch.Tensor | None = None
+        self.sent: torch.Tensor | None = None
+        self.hidden_size = 0
+        self.dtype = torch.float32
+
+
+class HandOn(nn.Module):
+    """Stands where a layer, a norm or a head of another stage was: returns its first argument.
+
+    Args:
+        replaced: whose plain attributes the model may read (``attention_type``).
+        outputs: how many values the replaced module returns in a tuple; 0: it returns a tensor.
+    """
+
+    def __init__(self, replaced: nn.Module, outputs: int = 0) -> None:
+        super().__init__()
+        self.outputs = outputs
+        for name, value in vars(replaced).items():
+            if isinstance(value, str | int | float) and not name.startswith("_") and name not in _OWN:
+                setattr(self, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand the first argument on."""
+        hidden = self.act(args[0] if args else next(iter(kwargs.values())))
+        return (hidden, *(None,) * (self.outputs - 1)) if self.outputs else hidden
+
+    def act(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what the next module reads."""
+        return hidden
+
+
+_LAYER = re.compile(r" at layer (\d+)")
+_OWN = ("training", "gradient_checkpointing")
+
+
+class Entrance(HandOn):
+    """Stands before the first layer of a stage: returns the hidden state received."""
+
+    def __init__(self, replaced: nn.Module, outputs: int, relay: Relay) -> None:
+        super().__init__(replaced, outputs)
+        self.relay = relay
+
+    def act(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what was received; in a run on fake tensors nothing was."""
+        received = self.relay.received
+        return hidden if received is None or isinstance(hidden, FakeTensor) else received
+
+
+class Exit(HandOn):
+    """Stands behind the last layer of a stage: notes the hidden state to be sent."""
+
+    def __init__(self, replaced: nn.Module, outputs: int, relay: Relay) -> None:
+        super().__init__(replaced, outputs)
+        self.relay = relay
+
+    def act(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Note what is sent."""
+        self.relay.sent = hidden
+        return hidden
+
+
+class NoEmbedding(nn.Module):
+    """Stands where the embedding was: returns the hidden state received, without a gradient."""
+
+    def __init__(self, relay: Relay) -> None:
+        super().__init__()
+        self.relay = relay
+
+    def forward(self, ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Return ``[batch, seq, hidden]`` for ids of ``[batch, seq]``."""
+        received = self.relay.received
+        if received is not None and not isinstance(ids, FakeTensor):
+            return received.detach()
+        shape, trains = (*ids.shape, self.relay.hidden_size), torch.is_grad_enabled()
+        return torch.zeros(shape, dtype=self.relay.dtype, device=ids.device, requires_grad=trains)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A place in the model where a part stands.
+
+    Args:
+        path: of the part.
+        stage: that holds it.
+        children: of the module around it.
+        original: the part.
+    """
+
+    path: str
+    stage: int
+    children: dict[str, nn.Module | None]
+    original: nn.Module
+
+    def put(self, module: nn.Module) -> None:
+        """Let ``module`` stand here."""
+        self.children[self.path.rpartition(".")[2]] = module
+
+
+class StagedModel:
+    """A model of which this rank holds one stage.
+
+    Args:
+        model: whole, bare or PEFT; the same on every rank.
+        structure: of it.
+        layout: layers of each chunk.
+        stage: of this rank.
+
+    Attributes:
+        model: inside its wrappers.
+        structure, layout, stage: as given.
+        chunks: of all stages, in the order of the layers.
+        relay: see `Relay`.
+        layer_outputs: how many values a layer returns in a tuple; 0: it returns a tensor.
+        entries: names of the whole state dict, each with the first name of the same tensor.
+
+    Raises:
+        PipelineError: the model has no parts to divide it by; all reasons at once.
+    """
+
+    def __init__(
+        self, model: nn.Module, structure: ModelStructure, layout: PipelineLayout, stage: int
+    ) -> None:
+        self.model, self.structure, self.layout, self.stage = unwrapped(model), structure, layout, stage
+        last = layout.pp * layout.vpp - 1
+        places = [(v, s, v * layout.pp + s) for v in range(layout.vpp) for s in range(layout.pp)]
+        self.chunks = tuple(Chunk(i, layout.chunk(v, s), i == 0, i == last) for v, s, i in places)
+        if problems := list(self._problems()):
+            raise PipelineError(problems)
+        self.relay = Relay()
+        self.layer_outputs = 0
+        self._layers = [
+            self._slot(layer.module_path, layout.stage_of(index))
+            for index, layer in enumerate(structure.layers)
+        ]
+        self._embedding = self._slot(structure.embedding or "", 0)
+        end = layout.pp - 1
+        self._norm = None if structure.final_norm is None else self._slot(structure.final_norm, end)
+        self._head = None if structure.head is None else self._slot(structure.head, end)
+        around = (self._embedding, self._norm, self._head)
+        self._slots = (*self._layers, *(slot for slot in around if slot is not None))
+        self._arrangements: dict[int, list[nn.Module]] = {}
+        self.entries: dict[str, str] = {}
+        self._holders: dict[str, set[int]] = {}
+        self._find_holders()
+
+    @property
+    def own_chunks(self) -> tuple[Chunk, ...]:
+        """Those of this rank."""
+        return self.chunks[self.stage :: self.layout.pp]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank holds the head, and computes losses."""
+        return self.stage == self.layout.pp - 1
+
+    def holders(self, name: str) -> tuple[int, ...]:
+        """Return the stages that hold a tensor of the state dict; the first of them speaks for it.
+
+        Tied weights are held by the first and the last stage; what is neither a layer nor around them (a
+        table of positions) by all.
+        """
+        return tuple(sorted(self._holders[name]))
+
+    def own_state(self) -> dict[str, torch.Tensor]:
+        """Return what this rank holds of the whole state dict, by its first name there."""
+        state = self.model.state_dict(keep_vars=True)
+        held = {name: self.entries[name] for name in state if name in self.entries}
+        return {first: state[name] for name, first in held.items() if self.stage in self._holders[first]}
+
+    def plan_of_stage(self, plan: MemoryPlan) -> MemoryPlan:
+        """Return a plan of the whole model with the rows and log lines of this rank's own layers."""
+        own: set[Scope] = set(self.layout.layers_of(self.stage))
+        if self.stage == 0:
+            own.add("embedding")
+        if self.is_last:
+            own |= {"final_norm", "head"}
+        lines = [line for line in plan.lines if (at := _LAYER.search(line)) is None or int(at[1]) in own]
+        return replace(
+            plan,
+            rows=tuple(row for row in plan.rows if row.scope in own),
+            lines=tuple(lines),
+            tiles=tuple(tile for tile in plan.tiles if tile.scope in own),
+            keeps_gathered=tuple(layer for layer in plan.keeps_gathered if layer in own),
+        )
+
+    def _problems(self) -> Iterator[Problem]:
+        chunks, structure = self.chunks, self.structure
+        config: Any = getattr(self.model, "config", None)
+        if structure.embedding is None:
+            yield Problem("model", "an embedding (get_input_embeddings)", "none")
+        if structure.stacks or getattr(config, "is_encoder_decoder", False):
+            paths = ", ".join((structure.path, *(stack.path for stack in structure.stacks)))
+            yield Problem("model", "one stack of layers", paths, "A pipeline of several is not built.")
+        if structure.compiled or any(layer.compiled for layer in structure.layers):
+            yield Problem("model", "an eager model", "a compiled one", "Leave torch.compile out.")
+        if not chunks[0].layers:
+            hint = "The embedding alone is no stage here: change parallel_config.offset."
+            yield Problem("parallel_config.offset", "at least one layer on stage 0", "none", hint)
+        elif not chunks[-1].layers and structure.final_norm is None:
+            hint = "This model has no norm behind its layers: change parallel_config.offset."
+            yield Problem("parallel_config.offset", "at least one layer on the last stage", "none", hint)
+
+    def _slot(self, path: str, stage: int) -> _Slot:
+        children = self.model.get_submodule(path.rpartition(".")[0])._modules
+        return _Slot(path, stage, children, self.model.get_submodule(path))
+
+    def _find_holders(self) -> None:
+        first_names: dict[int, str] = {}
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            first = self.entries[name] = first_names.setdefault(id(tensor), name)
+            stage = next((slot.stage for slot in self._slots if name.startswith(f"{slot.path}.")), None)
+            self._holders.setdefault(first, set()).update(range(self.layout.pp) if stage is None else [stage])
+
+    def _arrangement(self, chunk: Chunk) -> list[nn.Module]:
+        """What stands in each slot while the model is called as ``chunk``."""
+        made: list[nn.Module] = []
+        for index, slot in enumerate(self._layers):
+            outputs = self.layer_outputs
+            if index in chunk.layers:
+                made.append(slot.original)
+            elif index == chunk.layers.start - 1:
+                made.append(Entrance(slot.original, outputs, self.relay))
+            elif index == chunk.layers.stop:
+                made.append(Exit(slot.original, outputs, self.relay))
+            else:
+                made.append(HandOn(slot.original, outputs))
+        for slot in self._slots[len(self._layers) :]:
+            belongs = chunk.is_first if slot is self._embedding else chunk.is_last
+            if belongs:
+                made.append(slot.original)
+            elif slot is self._embedding:
+                made.append(NoEmbedding(self.relay))
+            elif slot is self._norm and chunk.layers.stop == len(self._layers):
+                made.append(Exit(slot.original, 0, self.relay))
+            else:
+                made.append(HandOn(slot.original))
+        return made
+
+    def _at_rest(self) -> list[nn.Module]:
+        """What stands in each slot between calls: the parts of all chunks of this rank."""
+        chunks = [self._arrangements.setdefault(c.index, self._arrangement(c)) for c in self.own_chunks]
+        return [
+            next((module for module in modules if module is slot.original), modules[0])
+            for slot, *modules in zip(self._slots, *chunks, strict=True)
+        ]
+
+    @contextmanager
+    def _arranged(self, modules: list[nn.Module]) -> Iterator[None]:
+        before = [slot.children[slot.path.rpartition(".")[2]] for slot in self._slots]
+        try:
+            for slot, module in zip(self._slots, modules, strict=True):
+                slot.put(module)
+            yield
+        finally:
+            for slot, earlier in zip(self._slots, before, strict=True):
+                assert earlier is not None
+                slot.put(earlier)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within the block every part stands in its place; those of other stages are on ``meta``."""
+        with self._arranged([slot.original for slot in self._slots]):
+            yield
+
+    def cut(self) -> None:
+        """Leave this rank its own parts, and put the others on ``meta``, until `restore`."""
+        for slot, module in zip(self._slots, self._at_rest(), strict=True):
+            slot.put(module)
+        own = {id(parameter) for parameter in self.model.parameters()}
+        made: dict[int, nn.Parameter] = {}
+        for slot in self._slots:
+            if slot.stage != self.stage:
+                for module in slot.original.modules():
+                    _free(module, own, made)
+
+    def restore(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Put every part back; nothing of the pipeline stays on the model.
+
+        Args:
+            state: of the whole model (`PipelineRuntime.whole_state`), in place of what `cut` put on ``meta``.
+        """
+        for slot in self._slots:
+            slot.put(slot.original)
+        self.model.load_state_dict(dict(state), assign=True)
+        first_of = {name: self.model.get_parameter(name) for name in _parameter_names(self.model)}
+        for name, first in self.entries.items():
+            if name != first and first in first_of:
+                parent, _, last = name.rpartition(".")
+                self.model.get_submodule(parent)._parameters[last] = first_of[first]
+
+    def run(
+        self, chunk: Chunk, received: torch.Tensor | None, call: Callable[[], Any]
+    ) -> tuple[Any, torch.Tensor | None]:
+        """Call the model as one chunk.
+
+        Args:
+            chunk: of this rank; before `cut`, of any.
+            received: what enters its first layer, ``[batch, seq, hidden]``; ``None`` at the first chunk.
+            call: calls the model.
+
+        Returns:
+            What ``call`` returned, and the hidden state to be sent: ``None`` at the last chunk.
+        """
+        relay = self.relay
+        relay.received, relay.sent = received, None
+        try:
+            with self._arranged(self._arrangements.get(chunk.index) or self._arrangement(chunk)):
+                output = call()
+            return output, relay.sent
+        finally:
+            relay.received = relay.sent = None
+
+
+def _parameter_names(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters(remove_duplicate=False)]
+
+
+def _free(module: nn.Module, own: set[int], made: dict[int, nn.Parameter]) -> None:
+    """Put a module's own parameters and buffers on ``meta``, except those that this rank needs elsewhere."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) not in own:
+            if id(parameter) not in made:
+                empty = torch.empty_like(parameter, device="meta")
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = buffer.to("meta")

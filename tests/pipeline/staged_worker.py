@@ -1,0 +1,348 @@
+"""What each process runs: steps of a staged model, and of the whole one on the same micro-batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from hf_actswap import load_config, model_structure, resolve_plan
+from hf_actswap.apply import apply_plan
+from hf_actswap.config.schema import PipelineSchedule
+from hf_actswap.pipeline import PipelineRuntime, StagedModel, prove_cut
+from hf_actswap.pipeline.shared_state import StageGradients, whole_state
+from hf_actswap.plan.layout import build_layout
+from tests.processes import run_cases
+
+VOCABULARY, STEPS = 67, 2
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attn_implementation": "eager",
+}
+SWAP = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 4, "layers": True}]}}
+MIXED = {
+    "swap_config": {
+        "swap": True,
+        "op_swap": [{"op_name": "attention", "backward_prefetch": 4, "layers": [0, 3]}],
+    },
+    "recompute_config": {"recompute": [1], "select_recompute": {"feed_forward": [2]}},
+}
+SELECT = {"recompute_config": {"select_recompute": True}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps of one model.
+
+    Args:
+        schedule: as written.
+        sections: of the configuration, without ``parallel_config``.
+        family: of the model.
+        layers: of the model.
+        interleaves: ``pp_interleave_num``.
+        offset: of the layout.
+        micro_batches: per step.
+        lengths: of the rows of micro-batches, in turn.
+    """
+
+    schedule: PipelineSchedule = "1f1b"
+    sections: dict[str, Any] = field(default_factory=dict)
+    family: str = "llama"
+    layers: int = 4
+    interleaves: int = 1
+    offset: Any = 0
+    micro_batches: int = 6
+    lengths: tuple[int, ...] = (12,)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a rank found.
+
+    Args:
+        differing: gradients that are not bitwise those of one process, with the largest difference.
+        losses, norms: per step, whether they are bitwise equal.
+        evaluation: whether the loss of an evaluation is.
+        held: parameters that this rank holds.
+        state: whether the whole state is that of the model; ``None`` on other ranks.
+        forwards: of each layer's module, in one step, those of recomputation included.
+        offloads: in all steps.
+        restored: whether the model is whole again after `StagedModel.restore`; ``None`` on other ranks.
+    """
+
+    differing: dict[str, float]
+    losses: list[bool]
+    norms: list[bool]
+    evaluation: bool
+    held: list[str]
+    state: bool | None
+    forwards: dict[int, int]
+    offloads: int
+    restored: bool | None
+
+
+def tiny_model(family: str, layers: int) -> nn.Module:
+    """A model whose layers differ, the same on every rank."""
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": layers, "tie_word_embeddings": False}
+    if family == "tied":
+        return LlamaForCausalLM(LlamaConfig(**{**sizes, "tie_word_embeddings": True}))
+    if family == "gemma2":
+        config = Gemma2Config(**sizes, head_dim=8, final_logit_softcapping=2.0, sliding_window=4)
+        return Gemma2ForCausalLM(config)
+    if family == "granite":
+        scales = {"embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+        return GraniteForCausalLM(GraniteConfig(**sizes, **scales))
+    if family == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4))
+    if family == "gpt2":
+        rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "tie_word_embeddings": False}
+        return GPT2LMHeadModel(
+            GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=4, n_positions=64, **rates)
+        )
+    if family == "sdpa":
+        sizes["attn_implementation"] = "sdpa"
+    model = LlamaForCausalLM(LlamaConfig(**sizes, attention_dropout=0.2 if family == "dropout" else 0.0))
+    if family == "lora":
+        return with_adapters(model)
+    return model
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    """LoRA whose second matrices are not zero, so that every gradient says something."""
+    from peft import LoraConfig, get_peft_model
+
+    made: nn.Module = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    for name, parameter in made.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)
+    return made
+
+
+def batches_of(case: Case) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches with rows of padding and labels that are not counted."""
+    generator, found = torch.Generator().manual_seed(1), []
+    for number in range(case.micro_batches):
+        shape = (2, case.lengths[number % len(case.lengths)])
+        ids = torch.randint(0, VOCABULARY, shape, generator=generator)
+        labels, mask = ids.clone(), torch.ones_like(ids)
+        labels[0, : number + 1] = -100
+        mask[1, : number % 3] = 0
+        found.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+    return found
+
+
+def call(model: nn.Module, tokens: int, batch: dict[str, torch.Tensor], is_last: bool) -> Any:
+    """What one micro-batch adds to the loss of a step of so many tokens."""
+    if is_last:
+        return model(**batch, num_items_in_batch=tokens).loss
+    return model(**{name: value for name, value in batch.items() if name != "labels"})
+
+
+def staged_of(case: Case, model: nn.Module, stages: int, stage: int) -> tuple[StagedModel, Any]:
+    """The model in stages, proven and cut, and what is on it."""
+    parallel = {"pipeline_stage": stages, "pp_interleave_num": case.interleaves, "offset": case.offset}
+    config = load_config({**case.sections, "parallel_config": parallel})
+    shape = model_structure(model)
+    layout, problems = build_layout(case.layers, config.parallel_config)
+    assert layout is not None, problems
+    staged = StagedModel(model, shape, layout, stage)
+    prove_cut(staged, nullcontext)
+    staged.cut()
+    plan = staged.plan_of_stage(resolve_plan(config, shape))
+    return staged, apply_plan(model, replace(plan, unsupported=()), shape)
+
+
+def counted(staged: StagedModel) -> Counter[int]:
+    """Count the calls of the MLP of each layer, which recomputation makes again."""
+    found: Counter[int] = Counter()
+
+    def count(index: int, *_: Any) -> None:
+        found[index] += 1
+
+    for index in staged.layout.layers_of(staged.stage):
+        layer = staged.model.get_submodule(staged.structure.layers[index].module_path)
+        layer.get_submodule("mlp").register_forward_pre_hook(partial(count, index))
+    return found
+
+
+def run_case(case: Case, group: dist.ProcessGroup | None) -> Result:
+    """Run the steps on this rank, whole and staged."""
+    assert group is not None
+    stage, cpu = dist.get_rank(group), torch.device("cpu")
+    reference, model = (tiny_model(case.family, case.layers) for _ in range(2))
+    staged, applied = staged_of(case, model, dist.get_world_size(group), stage)
+    forwards = counted(staged)
+    runtime = PipelineRuntime(staged, group, case.schedule, cpu)
+    gradients = StageGradients(staged, group, cpu)
+    batches = batches_of(case)
+    tokens = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
+    differing: dict[str, float] = {}
+    losses, norms = [], []
+    for _ in range(STEPS):
+        reference.zero_grad()
+        model.zero_grad()
+        forwards.clear()
+        expected = [call(reference, tokens, batch, True) for batch in batches]
+        for loss in expected:
+            loss.backward()
+        found = runtime.step(batches, partial(call, model, tokens))
+        gradients.sum_shared()
+        losses.append(torch.equal(found, torch.stack(expected).detach()))
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9)
+        norms.append(torch.equal(gradients.norm(), norm))
+        differing |= differences(staged, reference)
+    calls = dict(forwards)
+    with torch.no_grad():
+        loss = call(reference, tokens, batches[-1], True)
+        same = torch.equal(runtime.evaluate(batches[-1], partial(call, model, tokens)), loss)
+    state = whole_state(staged, group)
+    offloads = applied.stats().offloads
+    applied.remove()
+    held = [name for name in staged.own_state() if not staged.own_state()[name].is_meta]
+    restored = restores(staged, state, reference) if stage == 0 else None
+    equal = same_state(state, reference) if stage == 0 else None
+    return Result(differing, losses, norms, same, held, equal, calls, offloads, restored)
+
+
+def differences(staged: StagedModel, reference: nn.Module) -> dict[str, float]:
+    """Gradients that are not bitwise those of the whole model."""
+    expected, found = dict(reference.named_parameters()), {}
+    for name, parameter in staged.own_state().items():
+        wanted = expected[name].grad if name in expected else None
+        if wanted is None and getattr(parameter, "grad", None) is None:
+            continue
+        if wanted is None or parameter.grad is None:
+            found[name] = float("inf")
+        elif not torch.equal(parameter.grad, wanted):
+            found[name] = float((parameter.grad - wanted).abs().max())
+    return found
+
+
+def same_state(state: dict[str, torch.Tensor], reference: nn.Module) -> bool:
+    """Whether a state dict is that of a model."""
+    expected = reference.state_dict()
+    return list(state) == list(expected) and all(torch.equal(state[name], expected[name]) for name in state)
+
+
+def restores(staged: StagedModel, state: dict[str, torch.Tensor], reference: nn.Module) -> bool:
+    """Whether a model is as before once the stages are taken off."""
+    staged.restore(state)
+    one, other = list(staged.model.named_modules()), list(reference.named_modules())
+    same = [(name, type(module)) for name, module in one] == [(name, type(m)) for name, m in other]
+    parameters = [name for name, _ in staged.model.named_parameters()]
+    return (
+        same
+        and same_state(dict(staged.model.state_dict()), reference)
+        and parameters == [name for name, _ in reference.named_parameters()]
+    )
+
+
+OPS = {
+    "swap_config": {
+        "swap": True,
+        "op_swap": [{"op_name": "attention", "backward_prefetch": 4, "layers": True}],
+    }
+}
+TABLE = {"recompute_config": {"recompute": [1, 2]}}
+PLANS: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "swap": SWAP,
+    "mixed": MIXED,
+    "select": SELECT,
+    "table": TABLE,
+}
+PLANS_OF = {
+    "gpipe": ("swap", "mixed", "table"),
+    "1f1b": tuple(PLANS),
+    "interleaved_1f1b": ("keep", "swap", "mixed", "table"),
+    "zero_bubble": ("keep", "swap", "mixed"),
+}
+FAMILIES = ("tied", "gemma2", "granite", "mixtral", "gpt2", "lora")
+TWO: dict[str, Case] = {
+    **{
+        f"{schedule} {name}": Case(
+            schedule,  # type: ignore[arg-type]
+            PLANS[name],
+            interleaves=2 if schedule == "interleaved_1f1b" else 1,
+        )
+        for schedule, names in PLANS_OF.items()
+        for name in names
+    },
+    **{f"{family} 1f1b": Case("1f1b", SWAP, family=family) for family in FAMILIES},
+    "lora zero_bubble": Case("zero_bubble", SWAP, family="lora"),
+    "gpipe interleaved": Case("gpipe", SWAP, interleaves=2),
+    "zero_bubble interleaved": Case("zero_bubble", MIXED, interleaves=2),
+    "lengths": Case("1f1b", SWAP, lengths=(12, 9, 14)),
+    "few": Case("1f1b", {}, micro_batches=1),
+    "uneven": Case("1f1b", {"recompute_config": {"recompute": [1, 2]}}, layers=5, offset=[1, 0]),
+    "golden R13": Case(
+        "interleaved_1f1b", {"recompute_config": {"recompute": [4, 2]}}, layers=12, interleaves=3
+    ),
+    "golden R15": Case(
+        "interleaved_1f1b", {"recompute_config": {"recompute": [[5, 1], [0, 9]]}}, layers=8, interleaves=2
+    ),
+    "ops 1f1b": Case("1f1b", OPS, "sdpa"),
+    "ops interleaved": Case("interleaved_1f1b", OPS, "sdpa", interleaves=2),
+    "head alone": Case("1f1b", {}, layers=4, offset=[2, -2]),
+}
+"""Two stages."""
+
+TWO_MORE: dict[str, Case] = {
+    "zero_bubble table": Case("zero_bubble", TABLE),
+    "gpipe keep": Case("gpipe"),
+    "zero_bubble select": Case("zero_bubble", SELECT),
+    **{f"{family} zero_bubble": Case("zero_bubble", SWAP, family=family) for family in FAMILIES[:-1]},
+    **{f"{family} mixed": Case("interleaved_1f1b", MIXED, family, interleaves=2) for family in FAMILIES},
+}
+"""Two stages, slow."""
+
+FOUR: dict[str, Case] = {
+    "golden R7": Case("1f1b", {"recompute_config": {"recompute": [2, 1, 0, 0]}}, layers=8),
+    "four mixed": Case("1f1b", MIXED),
+    "four interleaved": Case("interleaved_1f1b", MIXED, layers=8, interleaves=2, micro_batches=8),
+    "four zero_bubble": Case("zero_bubble", SWAP),
+    "four tied": Case("1f1b", SWAP, family="tied"),
+    "three of four": Case("1f1b", SWAP, micro_batches=3),
+}
+"""Four stages."""
+
+FIVE: dict[str, Case] = {
+    "golden R1": Case(
+        "interleaved_1f1b",
+        {"recompute_config": {"recompute": [[2, 1, 0, 0, 0], [1, 0, 0, 0, 0]]}},
+        layers=48,
+        interleaves=2,
+        offset=[[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]],
+        micro_batches=5,
+    ),
+}
+"""Five stages: the table of the document."""
+
+
+def run_on_rank(cases: dict[str, Case], world_size: int, rank: int, folder: str) -> None:
+    """Run the cases of so many stages."""
+    runs: Any = {name: partial(run_case, case) for name, case in cases.items()}
+    run_cases(rank, folder, world_size, runs, {name: [list(range(world_size))] for name in cases})

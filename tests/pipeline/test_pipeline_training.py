@@ -1,0 +1,158 @@
+"""Trainings of two stages under ActSwapTrainer, bitwise those of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tests.pipeline.trainer_worker import CASES, ONE_AGAIN, TWO, Run, lose_a_stage
+from tests.processes import launch, launch_trainers, result
+
+pytestmark = pytest.mark.dist
+
+WORKER = "tests.pipeline.trainer_worker"
+LIMIT_S = 200
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One process, two stages, and one process again, in one folder of checkpoints."""
+    folder = tmp_path_factory.mktemp("trainings")
+    for cases, world_size in (("ONE", 1), ("TWO", 2), ("ONE_AGAIN", 1)):
+        launch_trainers(f"{WORKER}:{cases}", folder, world_size, LIMIT_S)
+    return folder
+
+
+def alike(found: Run, expected: Run) -> None:
+    """Every number of the log is the same."""
+    assert found.losses == expected.losses
+    assert found.norms == expected.norms
+    assert found.evaluations == expected.evaluations
+
+
+COMPARED = [name for name in TWO if name != "rejections" and not name.startswith("dropout")]
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_the_log_is_that_of_one_process(name: str, runs: Path) -> None:
+    case = name.rpartition(" ")[0]
+    expected: Run = result(runs, "saving one" if case.startswith("resumed") else f"{case} one")
+    for rank in range(2):
+        found: Run = result(runs, name, rank)
+        if case == "tied":  # its gradients have another order of sums
+            assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+            assert found.norms == pytest.approx(expected.norms, rel=1e-6)
+        else:
+            alike(found, expected)
+
+
+@pytest.mark.parametrize("name", ONE_AGAIN)
+def test_one_process_goes_on_from_two_stages(name: str, runs: Path) -> None:
+    alike(result(runs, name), result(runs, "saving one"))
+
+
+@pytest.mark.parametrize("name", ["saving", *(name for name in CASES if name not in ("lora", "tied"))])
+def test_the_saved_model_is_that_of_one_process(name: str, runs: Path) -> None:
+    found = load_file(runs / f"{name} 1f1b 2" / "last" / "model.safetensors")
+    expected = load_file(runs / f"{name} one 1" / "last" / "model.safetensors")
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
+def test_saved_adapters_and_tied_models_are_whole(runs: Path) -> None:
+    found = load_file(runs / "lora 1f1b 2" / "last" / "adapter_model.safetensors")
+    expected = load_file(runs / "lora one 1" / "last" / "adapter_model.safetensors")
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+    tied: Any = AutoModelForCausalLM.from_pretrained(runs / "tied 1f1b 2" / "last")
+    alone = AutoModelForCausalLM.from_pretrained(runs / "tied one 1" / "last").state_dict()
+    for key, value in tied.state_dict().items():
+        torch.testing.assert_close(value, alone[key], rtol=1e-4, atol=1e-5)
+
+
+def test_the_optimizer_of_all_stages_is_saved_as_in_one_process(runs: Path) -> None:
+    files = [runs / f"saving {kind}" / "checkpoint-4" / "optimizer.pt" for kind in ("1f1b 2", "one 1")]
+    found, expected = (torch.load(file, weights_only=True) for file in files)
+    assert [g["params"] for g in found["param_groups"]] == [g["params"] for g in expected["param_groups"]]
+    for number, entries in expected["state"].items():
+        assert all(torch.equal(found["state"][number][key], value) for key, value in entries.items())
+
+
+def test_each_rank_trains_and_logs_its_own_layers(runs: Path) -> None:
+    trained = [result(runs, "plain 1f1b", rank).trained for rank in range(2)]
+    assert sum(trained) == result(runs, "plain one").trained
+    lines = [result(runs, "table 1f1b", rank).log.splitlines() for rank in range(2)]
+    full = [[line for line in of_rank if "Set full recompute" in line] for of_rank in lines]
+    assert full[0] == ["-INFO - Set full recompute at layer 0"]
+    assert full[1] == [f"-INFO - Set full recompute at layer {layer}" for layer in (2, 3)]
+    assert all("-INFO - Formative layer_recompute: [[1, 2]]" in of_rank for of_rank in lines)
+
+
+def test_dropout_goes_on_as_if_never_interrupted(runs: Path) -> None:
+    alike(result(runs, "dropout resumed"), result(runs, "dropout 1f1b"))
+    assert result(runs, "dropout 1f1b").losses != result(runs, "saving 1f1b").losses
+
+
+def test_random_states_are_found_by_a_single_process(runs: Path) -> None:
+    layout = json.loads((runs / "saving 1f1b 2" / "checkpoint-2" / "parallel_layout.json").read_text())
+    assert layout == {"processes": 2, "tensor_parallel_size": 2}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two pipelines of two stages, and one process with their batches as one."""
+    folder = tmp_path_factory.mktemp("wide")
+    for cases, world_size in (("ONE_WIDE", 1), ("FOUR", 4)):
+        launch_trainers(f"{WORKER}:{cases}", folder, world_size, LIMIT_S)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "one"), [("llama", "wide one"), ("tied", "wide tied one"), ("resumed", "wide one")]
+)
+def test_two_pipelines_train_as_one_process(name: str, one: str, wide: Path) -> None:
+    expected: Run = result(wide, one)
+    for rank in range(4):
+        found: Run = result(wide, f"wide {name}", rank)
+        assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+        assert found.evaluations == pytest.approx(expected.evaluations, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_stage_that_has_ended_is_named(tmp_path: Path) -> None:
+    said, took_s = torch.load(launch(lose_a_stage, tmp_path, 2, 120) / "lost.pt", weights_only=False)
+    assert said.startswith("LostRankError: rank 0: a collective of ranks [0, 1] failed")
+    assert "of: rank 1." in said
+    assert took_s < 60
+
+
+REJECTED = {
+    "Trainer": "Trainer: expected hf_actswap.ActSwapTrainer",
+    "compute_metrics": "compute_metrics: expected a setting that goes with a pipeline",
+    "own loss": "_OwnLoss.compute_loss: expected the compute_loss of transformers.Trainer",
+    "own loss below": "_StockOwnLoss.compute_loss: expected the compute_loss of transformers.Trainer",
+    "torch_compile": "torch_compile: expected a setting that goes with a pipeline",
+    "planner": "memory.mode: expected off beside a pipeline",
+    "auto": "swap_config: expected windows in numbers beside a pipeline, found auto",
+    "tensor parallel": "tensor_parallel_size: expected 1 beside a pipeline, found 2",
+    "embeds": "batch: expected input_ids",
+    "rounds": "interleaved_1f1b runs 2 rounds of equally many micro-batches, and 5 are not divisible",
+    "1f1b": "write interleaved_1f1b",
+    "chunks": "parallel_config.pipeline_stage: expected at most 4, the layers of the model, found 8 chunks",
+    "three stages": "expected 3 processes, one per stage, or a multiple",
+    "predict": "evaluation in a pipeline: expected one that returns losses only",
+}
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_what_is_not_built_is_rejected_by_name(name: str, runs: Path) -> None:
+    for rank in range(2):
+        assert REJECTED[name] in result(runs, "rejections", rank)[name]

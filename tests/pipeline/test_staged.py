@@ -1,0 +1,133 @@
+"""Steps of staged models: gradients and losses bitwise those of one process, and which layers run again."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.pipeline.staged_worker import FIVE, FOUR, TWO, TWO_MORE, Case, Result, run_on_rank
+from tests.processes import launch, result
+
+pytestmark = pytest.mark.dist
+
+OTHER_SUMS = {"tied 1f1b", "tied zero_bubble", "tied mixed", "four tied", "gpipe interleaved"}
+"""Tied: gradients of head and embedding are summed over micro-batches first, and then together. Looped BFS
+runs backwards in reverse."""
+
+ONCE = 6
+"""Micro-batches of a step, and so calls of a layer that does not run again."""
+AGAIN = {
+    "gpipe keep": {},
+    "gpipe swap": {},
+    "gpipe table": {0: 2, 2: 2, 3: 2},
+    "1f1b table": {0: 2, 2: 2, 3: 2},
+    "gpipe mixed": {1: 2, 2: 2},
+    "1f1b mixed": {1: 2, 2: 2},
+    "interleaved_1f1b mixed": {1: 2, 2: 2},
+    "interleaved_1f1b table": {0: 2, 1: 2, 3: 2},
+    "zero_bubble mixed": {1: 2, 2: 3},
+    "zero_bubble table": {0: 2, 2: 11, 3: 11},
+    "uneven": {0: 2, 3: 2, 4: 2},
+    "golden R13": dict.fromkeys((0, 1, 2, 4, 6, 8), 2),
+    "golden R15": dict.fromkeys((0, 1, 2, 6, 7), 2),
+    "golden R7": dict.fromkeys((0, 1, 2), 2),
+}
+"""By case, how often a layer's MLP runs for a micro-batch, where not once.
+
+Golden vectors: in the layers of the tables. Under ``zero_bubble`` an op runs again for the gradients of
+inputs and for those of weights; a whole layer, which PyTorch's checkpoint runs again, for each of its nine
+weights.
+"""
+
+
+def run(folder: Path, cases: dict[str, Case], world_size: int, limit_s: float) -> Path:
+    """All cases of so many stages in one launch."""
+    return launch(partial(run_on_rank, cases, world_size), folder, world_size, limit_s)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what two stages wrote."""
+    return run(tmp_path_factory.mktemp("two"), TWO, 2, 240)
+
+
+@pytest.fixture(scope="module")
+def two_more(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what two stages wrote, of the slow cases."""
+    return run(tmp_path_factory.mktemp("two_more"), TWO_MORE, 2, 240)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what four stages wrote."""
+    return run(tmp_path_factory.mktemp("four"), FOUR, 4, 300)
+
+
+@pytest.mark.parametrize("name", TWO)
+def test_two_stages(name: str, two: Path) -> None:
+    check(name, [result(two, name, rank) for rank in range(2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TWO_MORE)
+def test_two_stages_more(name: str, two_more: Path) -> None:
+    check(name, [result(two_more, name, rank) for rank in range(2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FOUR)
+def test_four_stages(name: str, four: Path) -> None:
+    check(name, [result(four, name, rank) for rank in range(4)])
+
+
+@pytest.mark.slow
+def test_the_table_of_the_document(tmp_path: Path) -> None:
+    folder = run(tmp_path, FIVE, 5, 300)
+    found = [result(folder, "golden R1", rank) for rank in range(5)]
+    check("golden R1", found)
+    calls = {layer: count for of_rank in found for layer, count in of_rank.forwards.items()}
+    assert calls == {layer: 10 if layer in (0, 1, 4, 24) else 5 for layer in range(48)}
+
+
+def check(name: str, ranks: list[Result]) -> None:
+    """What holds for every case."""
+    differing = {key: value for found in ranks for key, value in found.differing.items()}
+    if name in OTHER_SUMS:
+        assert max(differing.values()) < 1e-7
+        if "tied" in name:
+            assert set(differing) == {"model.embed_tokens.weight"}
+    else:
+        assert differing == {}
+    for found in ranks:
+        assert all(found.losses)
+        assert found.evaluation
+        assert all(found.norms) or name in OTHER_SUMS
+        assert found.offloads > 0 or "swap" not in name
+    assert ranks[0].state
+    assert ranks[0].restored
+    if name in AGAIN:
+        calls = {layer: count for found in ranks for layer, count in found.forwards.items()}
+        assert calls == {layer: ONCE * AGAIN[name].get(layer, 1) for layer in calls}
+
+
+def test_each_rank_holds_its_stage_alone(two: Path) -> None:
+    first, last = (set(result(two, "1f1b keep", rank).held) for rank in range(2))
+    assert not first & last
+    assert {name.split(".")[2] for name in first if "layers" in name} == {"0", "1"}
+    assert "model.embed_tokens.weight" in first
+    assert "lm_head.weight" in last
+    tied = [set(result(two, "tied 1f1b", rank).held) for rank in range(2)]
+    assert tied[0] & tied[1] == {"model.embed_tokens.weight"}
+
+
+def test_ops_are_followed_in_every_chunk(two: Path) -> None:
+    """With and without a mask, attention saves other tensors: its ops are followed anew at each change."""
+    found = [result(two, name, rank).offloads for name in ("ops 1f1b", "ops interleaved") for rank in (0, 1)]
+    assert found == [100, 100, 100, 100]
+
+
+def test_swap_acts_on_both_stages(two: Path) -> None:
+    for name in ("1f1b swap", "gpipe swap", "zero_bubble swap", "interleaved_1f1b swap"):
+        assert all(result(two, name, rank).offloads > 300 for rank in range(2)), name

@@ -1,0 +1,278 @@
+"""What each process of the Trainer's tests runs, by number of processes."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer
+
+from hf_actswap import ActSwapTrainerMixin
+from hf_actswap.integrations.pipeline_training import PipelineTraining
+from tests.integrations.parallel_runs import LENGTH, OrderedTrainer, Rows, make, told
+from tests.pipeline.staged_worker import tiny_model
+from tests.processes import run_trainers
+
+STEPS = 4
+MIXED = {
+    "swap_config": {
+        "swap": True,
+        "op_swap": [{"op_name": "attention", "backward_prefetch": 4, "layers": [0, 3]}],
+    },
+    "recompute_config": {"recompute": [1]},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mixed": {"sections": MIXED},
+    "small norm": {"max_grad_norm": 0.01},
+    "one epoch": {"max_steps": -1, "num_train_epochs": 1.0, "per_device_train_batch_size": 5},
+    "table": {"sections": {"recompute_config": {"recompute": [1, 2]}}},
+    "lora": {"family": "lora"},
+    "tied": {"family": "tied"},
+    "bf16": {"bf16": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "wide": {"per_device_eval_batch_size": 6},
+}
+
+
+class UnequalRows(Rows):
+    """Rows whose lengths differ, of which a collator makes micro-batches of different lengths."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = super().__getitem__(index)
+        return {name: value[: LENGTH - index // 2 % 5] for name, value in row.items()}
+
+
+def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Rows as one batch, filled up on the right."""
+    length = max(len(row["input_ids"]) for row in rows)
+
+    def filled(name: str, value: int) -> torch.Tensor:
+        empty = [torch.full((length - len(row[name]),), value) for row in rows]
+        return torch.stack([torch.cat([row[name], end]) for row, end in zip(rows, empty, strict=True)])
+
+    ids = filled("input_ids", 0)
+    mask = torch.stack([(torch.arange(length) < len(row["input_ids"])).long() for row in rows])
+    return {"input_ids": ids, "attention_mask": mask, "labels": filled("labels", -100)}
+
+
+@dataclass
+class Run:
+    """What a training left on a rank."""
+
+    losses: list[float]
+    norms: list[float]
+    evaluations: list[float]
+    log: str
+    trained: int
+
+
+def pipeline(stages: int, schedule: str = "1f1b", interleaves: int = 1, **sections: Any) -> dict[str, Any]:
+    """The configuration of a pipeline of so many stages; of one, of nothing but its tables."""
+    parallel: dict[str, Any] = {"pp_interleave_num": interleaves}
+    parallel |= {"pipeline_stage": stages, "schedule": schedule} if stages > 1 else {}
+    return {**sections, "parallel_config": parallel | sections.get("parallel_config", {})}
+
+
+def trainer_of(
+    folder: Path,
+    stages: int,
+    schedule: str = "1f1b",
+    interleaves: int = 1,
+    sections: Any = None,
+    family: str = "llama",
+    kind: Any = OrderedTrainer,
+    **settings: Any,
+) -> Any:
+    """A Trainer of a tiny model of four layers."""
+    given = {
+        "max_steps": STEPS,
+        "gradient_accumulation_steps": 4,
+        "per_device_train_batch_size": 2,
+        "data": UnequalRows(),
+        "learning_rate": 0.01,
+        **settings,
+    }
+    asked = pipeline(stages, schedule, interleaves, **(sections or {}))
+    trainer = make(asked, folder, kind, tiny_model(family, 4), **given)
+    trainer.data_collator = padded
+    return trainer
+
+
+def trained(
+    stages: int,
+    name: str,
+    schedule: str,
+    folder: Path,
+    interleaves: int = 1,
+    resume: str | None = None,
+    **more: Any,
+) -> Run:
+    """Train, save the whole model beside the checkpoints, and say what the log says."""
+    place = folder / f"{name} {schedule} {stages}"
+    evaluated = {"eval_strategy": "steps", "eval_steps": 2}
+    trainer = trainer_of(place, stages, schedule, interleaves, **{**evaluated, **CASES.get(name, {}), **more})
+    trainer.train(resume_from_checkpoint=None if resume is None else str(folder / resume))
+    trainer.save_model(str(place / "last"))
+    history = trainer.state.log_history
+    log = (place / f"worker_{trainer.args.process_index}.log").read_text(encoding="utf-8")
+    found = [[e[key] for e in history if key in e] for key in ("loss", "grad_norm", "eval_loss")]
+    count = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+    assert (stages > 1) == isinstance(trainer.parallel, PipelineTraining)
+    return Run(found[0], found[1], found[2], log, count)
+
+
+def rejections(folder: Path) -> dict[str, str]:
+    """What is said before the first step, by what was asked."""
+    two, place = partial(trainer_of, folder / "rejected", 2), folder / "rejected"
+    asked: dict[str, dict[str, Any]] = {
+        "Trainer": {"kind": Trainer},
+        "compute_metrics": {"kind": _WithMetrics},
+        "own loss": {"kind": _OwnLoss},
+        "own loss below": {"kind": _OwnLossBelow},
+        "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
+        "planner": {"sections": {"memory": {"mode": "adaptive"}}},
+        "auto": {"sections": {"swap_config": {"swap": True, "default_prefetch": "auto"}}},
+        "tensor parallel": {"sections": {"parallel_config": {"tensor_parallel_size": 2}}},
+        "rounds": {"schedule": "interleaved_1f1b", "interleaves": 2, "gradient_accumulation_steps": 5},
+        "1f1b": {"interleaves": 2},
+        "chunks": {"schedule": "interleaved_1f1b", "interleaves": 4},
+    }
+    found = {name: told(partial(two, **settings)) for name, settings in asked.items()}
+    found["three stages"] = told(lambda: trainer_of(place, 3))
+    predicting = trainer_of(place, 2)
+    found["predict"] = told(lambda: predicting.predict(Rows(4)))
+    embedded = {"inputs_embeds": torch.zeros(1, 4, 32), "labels": torch.ones(1, 4, dtype=torch.long)}
+    predicting.parallel.begin_step([embedded])
+    found["embeds"] = told(lambda: predicting.training_step(predicting.model, embedded, 3))
+    return found
+
+
+class _WithMetrics(OrderedTrainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, compute_metrics=len, **kwargs)
+
+
+class _OwnLoss(OrderedTrainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+class _StockOwnLoss(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+class _OwnLossBelow(ActSwapTrainerMixin, _StockOwnLoss):
+    """As with TRL's trainers."""
+
+
+SAVING = {
+    "save_strategy": "steps",
+    "save_steps": 2,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "greater_is_better": True,
+}
+"""By a measure that makes the first checkpoint, which is not the last, the best."""
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved_1f1b": 2, "zero_bubble": 1}
+
+ONE: dict[str, Any] = {
+    **{f"{name} one": partial(trained, 1, name, "one") for name in CASES if name != "table"},
+    "table one": partial(trained, 1, "table", "one", sections={"recompute_config": {"recompute": [3]}}),
+    "saving one": partial(trained, 1, "saving", "one", **SAVING),
+}
+"""One process."""
+
+TWO: dict[str, Any] = {
+    **{f"{name} 1f1b": partial(trained, 2, name, "1f1b") for name in CASES},
+    **{
+        f"mixed {schedule}": partial(trained, 2, "mixed", schedule, interleaves=interleaves)
+        for schedule, interleaves in SCHEDULES.items()
+    },
+    "saving 1f1b": partial(trained, 2, "saving", "1f1b", **SAVING),
+    "resumed from one": partial(trained, 2, "resumed from one", "1f1b", resume="saving one 1/checkpoint-2"),
+    "resumed from two": partial(
+        trained, 2, "resumed from two", "interleaved_1f1b", interleaves=2, resume="saving 1f1b 2/checkpoint-2"
+    ),
+    "dropout 1f1b": partial(trained, 2, "dropout", "1f1b", family="dropout", **SAVING),
+    "dropout resumed": partial(
+        trained, 2, "dropout resumed", "1f1b", family="dropout", resume="dropout 1f1b 2/checkpoint-2"
+    ),
+    "rejections": rejections,
+}
+"""Two stages."""
+
+FOUR: dict[str, Any] = {
+    **{
+        f"wide {family}": partial(
+            trained,
+            2,
+            f"wide {family}",
+            "1f1b",
+            family=family,
+            sections=MIXED,
+            per_device_train_batch_size=1,
+            per_device_eval_batch_size=3,
+            **SAVING,
+        )
+        for family in ("llama", "tied")
+    },
+    "wide resumed": partial(
+        trained,
+        2,
+        "wide resumed",
+        "1f1b",
+        resume="wide llama 1f1b 2/checkpoint-2",
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=3,
+    ),
+}
+"""Two pipelines of two stages: the global batches are those of ``wide``."""
+ONE_WIDE: dict[str, Any] = {
+    "wide one": partial(trained, 1, "wide", "one"),
+    "wide tied one": partial(trained, 1, "wide", "tied one", family="tied"),
+}
+
+ONE_AGAIN: dict[str, Any] = {
+    "resumed in one": partial(trained, 1, "resumed in one", "one", resume="saving 1f1b 2/checkpoint-2"),
+}
+"""One process again."""
+
+
+def lost_stage(folder: Path) -> None:
+    """The last stage ends in the third micro-batch of the second step; the first writes what it is told."""
+    trainer = trainer_of(folder / "lost", 2)
+    seen, began = Counter[str](), monotonic()
+
+    def ends(*_: Any) -> None:
+        nonlocal began
+        seen["forwards"] += 1
+        if seen["forwards"] == 4 + 3:
+            began = monotonic()
+            if dist.get_rank() == 1:
+                os._exit(1)
+
+    layers = trainer.parallel.staged.layout.layers_of(dist.get_rank())
+    trainer.model.model.layers[layers[0]].register_forward_pre_hook(ends)
+    said = told(trainer.train)
+    torch.save((said, monotonic() - began), folder / "lost.pt")
+    os._exit(0)
+
+
+LOST: dict[str, Any] = {"lost": lost_stage}
+
+
+def lose_a_stage(rank: int, folder: str) -> None:
+    """Run it in a process of its own: forked, for the imports take longer than all else."""
+    child = os.fork()
+    if child == 0:
+        run_trainers("tests.pipeline.trainer_worker:LOST", 2, rank, folder)
+    os.waitpid(child, 0)

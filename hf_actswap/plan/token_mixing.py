@@ -27,8 +27,9 @@ from .model_structure import ModelStructure
 from .op_facts import computes
 from .record import storage_key
 
-_BATCH, _LENGTHS = 101, (1009, 251, 61)
-"""Primes. A model with few positions (BERT: 512) does not run at the first length."""
+_BATCHES, _LENGTHS = (101, 103, 107), (131, 127, 113, 61, 59, 53)
+"""Primes, of which those are taken that divide no size of a weight. A model of few positions does not run at
+the first length; one that loops over tokens in Python would take minutes at a much greater."""
 _CPU = torch.device("cpu")
 _EACH_TOKEN, _NO_TOKEN = (1, 1), (0, 0)
 
@@ -119,9 +120,13 @@ def _looks(
 ) -> tuple[dict[str, _Look], str]:
     """Return what each module shows, by path; and why the model does not run on fake tensors."""
     paths, why_not = list(paths), ""
+    taken = {size for weight in model.parameters() for size in weight.shape}
+    batch, *_ = [prime for prime in _BATCHES if all(size % prime for size in taken)] or _BATCHES
     for length in _LENGTHS:
+        if any(size and size % length == 0 for size in taken):
+            continue
         try:
-            return _looks_at(model, paths, structure, _Sizes(_BATCH, length, parts)), ""
+            return _looks_at(model, paths, structure, _Sizes(batch, length, parts)), ""
         except Exception as error:  # the model's own code runs: it may raise anything
             why_not = why_not or f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return {}, why_not

@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"family": "tied"},
     "bf16": {"bf16": True},
     "checkpointing": {"gradient_checkpointing": True},
+    "tiled": {"sections": {"tile_config": {"loss": 2}}},
     "wide": {"per_device_eval_batch_size": 6},
 }
 

@@ -25,6 +25,7 @@ from hf_actswap.config import (  # noqa: E402 - the package need not be installe
     LayerSwapRule,
     MemoryConfig,
     OpSwapRule,
+    OpTileRule,
     ParallelConfig,
     RecomputeConfig,
     SwapConfig,
@@ -48,9 +49,10 @@ SECTIONS: Mapping[str, type] = {
     "recompute_config": RecomputeConfig,
     "parallel_config": ParallelConfig,
     "tile_config": TileConfig,
+    "tile": OpTileRule,
     "memory": MemoryConfig,
 }
-"""Table to the dataclass of its keys. An entry of ``layer_swap`` or ``op_swap`` is a section of its own."""
+"""Table to the dataclass of its keys. Entries of ``layer_swap``, ``op_swap``, ``tile`` are sections too."""
 
 UNITS: Mapping[str, str] = {
     "default_prefetch": "operators",
@@ -64,6 +66,7 @@ UNITS: Mapping[str, str] = {
     "pp_interleave_num": "interleaves",
     "offset": "layers",
     "loss": "tiles, or tokens",
+    "tokens": "tokens",
     "budget_gib": "GiB per rank",
     "reduce_by_gib": "GiB per rank",
     "margin_gib": "GiB per rank",
@@ -109,6 +112,10 @@ EXAMPLES: Mapping[tuple[str, str], str] = {
     ("parallel_config", "pp_interleave_num"): "pp_interleave_num: 2",
     ("parallel_config", "offset"): "{pipeline_stage: 2, offset: [1, 0]}",
     ("tile_config", "loss"): "loss: {tokens: 4096}",
+    ("tile_config", "tile"): "tile: {op_name: feed_forward}",
+    ("tile", "op_name"): "op_name: [feed_forward, ffn_norm]",
+    ("tile", "tokens"): "tokens: 8192",
+    ("tile", "layers"): "layers: [0, 1, 2]",
     ("memory", "mode"): "mode: smart_swap",
     ("memory", "budget_gib"): "budget_gib: 40",
     ("memory", "reduce_by_gib"): "reduce_by_gib: 3",
@@ -145,6 +152,7 @@ LINKS: Mapping[str, str] = {
     "tensor_parallel_size": "parallel.md",
     "sequence_parallel_enabled": "parallel.md",
     "loss": "reference.md#head-and-loss-in-tiles",
+    "tile": "reference.md#modules-in-tiles",
     "mode": "planner.md",
     "preference": "planner.md#the-optimizers-states",
     "warmup_steps": "planner.md#three-phases",
@@ -157,6 +165,7 @@ LINKS: Mapping[str, str] = {
 
 _ENTRY = {"layer_swap": {"backward_prefetch": 1, "layers": True}}
 _ENTRY["op_swap"] = {"op_name": "attention", **_ENTRY["layer_swap"]}
+_ENTRY["tile"] = {"op_name": "feed_forward"}
 _ARGUMENT = re.compile(r"^ {4}(\w+): (.*?)(?=^ {4}\w|\Z|^$)", re.MULTILINE | re.DOTALL)
 _BLOCK = re.compile(r"(<!-- from the schema: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -170,7 +179,9 @@ def documented(section: type) -> dict[str, str]:
 def document_with(section: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a whole document in which ``section`` holds ``values``."""
     if section in _ENTRY:
-        return {"swap_config": {"swap": True, section: [{**_ENTRY[section], **values}]}}
+        around = {"tile_config": {}} if section == "tile" else {"swap_config": {"swap": True}}
+        ((name, beside),) = around.items()
+        return {name: {**beside, section: [{**_ENTRY[section], **values}]}}
     return {section: dict(values)}
 
 

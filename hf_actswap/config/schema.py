@@ -173,7 +173,7 @@ class OpTileRule:
     """An entry of ``tile_config.tile``.
 
     Args:
-        op_name: op path of modules that treat tokens one by one.
+        op_name: op path of modules that treat tokens one by one; ``final_norm``: the norm after the layers.
         tokens: of one tile, at least 1. ``auto``, the default: a sixteenth of those of the call, at least
             1,024.
         layers: global indices, or all (the default) or none.

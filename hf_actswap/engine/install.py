@@ -283,12 +283,13 @@ def tile_parts(
     """
     problems, hint = [], "See tile_config in docs/reference.md."
     modules = {layer.index: layer.module_paths for layer in structure.all_layers if not layer.compiled}
-    if structure.head is not None:
-        modules["head"] = frozenset({""})
+    modules |= {scope: frozenset({""}) for scope in ("final_norm", "head") if scope in structure.scopes}
     for tile in tiles:
         if structure.compiled or tile.op_path not in modules.get(tile.scope, ()):
             where, expected = f"plan tile {tile.scope}.{tile.op_path}", "a module outside of compiled code"
-            problems.append(Problem(where, f"{expected}, of a layer or the head", str(tile), hint))
+            problems.append(
+                Problem(where, f"{expected}, of a layer, the final norm or the head", str(tile), hint)
+            )
     if problems:
         raise PlanError(problems)
     return checked_tiles(root, tiles, structure, 1 if replicas is None else replicas.size)

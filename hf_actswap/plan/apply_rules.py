@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping
 from ..config.op_path import split_op_path
 from ..config.schema import Layers, LayerSwapRule, OpSwapRule, OpTileRule, Prefetch
 from ..errors import Problem
-from .actions import Adjustment, PlanRow, Tile, Windows
+from .actions import Adjustment, PlanRow, Scope, Tile, Windows
 from .match import Match, names_by_layer
 from .model_structure import OUTPUT, ModelStructure, is_below
 from .reference_log import LayerRequests
@@ -44,6 +44,8 @@ RESULT_IS_SMALLER = (
     "recomputed too"
 )
 NOTHING_RECOMPUTED = "no recomputed layer communicates"
+FINAL_NORM = "final_norm"
+"""Op name in ``tile_config.tile`` of what is in no layer: the scope of that name."""
 INPUT_IS_SPLIT = "with sequence parallelism each rank holds its own part of the input already"
 INPUT_IS_SWAPPED = "its input is swapped"
 NOT_WHOLE = "no layer is recomputed whole"
@@ -180,10 +182,13 @@ class RuleApplier:
 
     def apply_tiles(self, rules: Iterable[OpTileRule]) -> tuple[Tile, ...]:
         """Return what runs in tiles, by layer of the model; the first entry that names a module wins."""
-        found: dict[tuple[int, str], Tile] = {}
+        found: dict[tuple[Scope, str], Tile] = {}
         for index, rule in enumerate(rules):
             where = f"tile_config.tile[{index}]"
             tokens = None if rule.tokens == "auto" else rule.tokens
+            if rule.op_name == FINAL_NORM:
+                self._tile_final_norm(found, Tile(FINAL_NORM, "", tokens), where)
+                continue
             layers = self._layers(rule.layers, f"{where}.layers")
             for layer, matches in self.matches(rule.op_name, layers, f"{where}.op_name"):
                 for path in dict.fromkeys(target for match in matches for target in match.targets):
@@ -199,6 +204,13 @@ class RuleApplier:
                         for lost, fate in self.fates[layer].tile(path):
                             self.adjustment(where, lost, fate, "tile", TILE_SAVES_ITS_INPUT, layer)
         return tuple(found.values())
+
+    def _tile_final_norm(self, found: dict[tuple[Scope, str], Tile], tile: Tile, where: str) -> None:
+        if self._structure.final_norm is None or self._structure.compiled:
+            expected = "a model with a norm after its last layer, not compiled as a whole"
+            self.problems.append(Problem(f"{where}.op_name", expected, FINAL_NORM))
+        else:
+            found.setdefault((FINAL_NORM, ""), tile)
 
     def _can_be_tiled(self, path: str, layer: int, where: str) -> bool:
         structure, reason = self.fates[layer].layer, ""

@@ -46,8 +46,7 @@ _CONSTANTS = _names(
 """Ops that make a tensor that is the same for each token, or drawn for each."""
 _ROW_BY_ROW = _CONSTANTS | _names(
     """
-    mm addmm bmm baddbmm linear clone _to_copy copy _unsafe_view constant_pad_nd native_dropout bernoulli
-    uniform embedding
+    mm addmm bmm baddbmm linear clone _to_copy copy _unsafe_view native_dropout bernoulli uniform embedding
     """
 )
 """The number of primes shows a product over tokens, or rows that are cut off."""
@@ -76,14 +75,17 @@ def checked_tiles(
     Raises:
         PlanError: a module does not treat tokens one by one; names the op that mixes them.
     """
-    paths = {layer.index: layer.module_path for layer in structure.all_layers}
-    modules = {tile: f"{paths[tile.scope]}.{tile.op_path}" for tile in tiles if tile.scope in paths}
+    modules = {
+        tile: ".".join(filter(None, (structure.scopes[tile.scope], tile.op_path)))
+        for tile in tiles
+        if tile.scope != "head"
+    }
     looks, why_not = _looks(model, modules.values(), structure, parts) if modules else ({}, "")
     layers: dict[tuple[str, str], list[Scope]] = {}
     for tile, path in modules.items():
         found = f"not known: no run on fake tensors ({why_not})" if why_not else looks[path].mixing
         if found:
-            layers.setdefault((tile.op_path, found), []).append(tile.scope)
+            layers.setdefault((tile.op_path or str(tile.scope), found), []).append(tile.scope)
     if layers:
         raise PlanError(
             [
@@ -263,7 +265,16 @@ class _Ops(TorchDispatchMode):
             return "works along the tokens" if self._along_tokens(func, args, kwargs, works_in) else ""
         if name in _OVER_LAST_DIMENSIONS:
             return "works along the tokens" if any(map(self._sizes.has_tokens, args[1])) else ""
-        known = not computes(func) or torch.Tag.pointwise in func.tags or name in _ROW_BY_ROW
+        if name == "constant_pad_nd":  # cut at one end and filled at the other it shifts
+            ends = zip(args[1][::2], args[1][1::2], strict=True)
+            sides = {-1 - at for at, pads in enumerate(ends) if any(pads)}
+            shifts = any(self._sizes.has_tokens(args[0].shape[dim]) for dim in sides)
+            return "shifts tokens" if shifts else ""
+        known = (
+            (not computes(func) and name != "as_strided")
+            or torch.Tag.pointwise in func.tags
+            or name in _ROW_BY_ROW
+        )
         return "" if known else "is not known to treat tokens one by one"
 
     def _along_tokens(self, func: Any, args: Any, kwargs: Any, tensor: torch.Tensor) -> bool:

@@ -68,6 +68,11 @@ OP_ENTRIES = st.lists(
     ),
     max_size=3,
 ).map(same_prefetch_where_it_must_be)
+TILE_ENTRY = st.fixed_dictionaries(
+    {"op_name": OP_PATHS | st.lists(OP_PATHS, min_size=1, max_size=2)},
+    optional={"tokens": POSITIVE | st.just("auto") | st.none(), "layers": LAYERS},
+)
+TILE_ENTRIES = st.lists(TILE_ENTRY, max_size=3)
 
 
 @st.composite
@@ -120,7 +125,8 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
             {
                 "loss": st.sampled_from(["off", False, None, "auto"])
                 | POSITIVE
-                | st.fixed_dictionaries({"tokens": POSITIVE})
+                | st.fixed_dictionaries({"tokens": POSITIVE}),
+                "tile": TILE_ENTRIES | TILE_ENTRY | st.none(),
             }
         ),
         "memory": some_of(

@@ -51,8 +51,8 @@ def test_every_key_has_an_example_that_loads_and_does_something(name: str, field
     values = yaml.safe_load(MAKE.EXAMPLES[name, field.name])
     assert field.name in values
     config = load_config(MAKE.document_with(name, values))
-    if name in ("layer_swap", "op_swap"):
-        (rule, *_) = getattr(config.swap_config, name)
+    if name in ("layer_swap", "op_swap", "tile"):
+        (rule, *_) = getattr(config.tile_config if name == "tile" else config.swap_config, name)
         entry = values[field.name]
         first = entry[0] if field.name == "op_name" else entry
         assert getattr(rule, field.name) == (tuple(first) if isinstance(first, list) else first)

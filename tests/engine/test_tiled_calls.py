@@ -23,7 +23,7 @@ from hf_actswap.report import plan_table
 from tests.engine.tiny_models import batch, gradients, plan_of, swap_rows, tiny_llama
 
 HIDDEN, LAYERS, ROWS = 32, 4, 32
-EVERY_TOKEN = {"op_name": ["feed_forward", "attention_norm", "ffn_norm"], "tokens": 10}
+EVERY_TOKEN = {"op_name": ["feed_forward", "attention_norm", "ffn_norm", "final_norm"], "tokens": 10}
 """5 tokens of each of two sequences of 16: the last piece is shorter, and of one row each."""
 TILES: dict[str, Any] = {"tile_config": {"tile": EVERY_TOKEN}}
 ROUNDING = 2e-6
@@ -164,6 +164,7 @@ ONE_BY_ONE: dict[str, Callable[[torch.Tensor], Any]] = {
     "by heads": lambda x: x.view(*x.shape[:2], 4, 8).softmax(-2).flatten(2),
     "the best of each row": lambda x: x * x.topk(2, dim=-1).values.sum(-1, keepdim=True),
     "noise": lambda x: F.dropout(x, 0.5),
+    "padded features": (lambda x: F.pad(x, (1, 0))[..., 1:]),
     "in place of its own": lambda x: (x + 1).mul_(2),
 }
 TABLE = torch.zeros(4096, HIDDEN)
@@ -174,6 +175,8 @@ MIXING: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "a softmax over tokens": (lambda x: x.softmax(1), "aten._softmax.default works along the tokens"),
     "a sum so far": (lambda x: x.cumsum(1), "aten.cumsum.default works along the tokens"),
     "a shift": (lambda x: x.roll(1, 1), "aten.roll.default is not known"),
+    "a shift by padding": (lambda x: F.pad(x, (0, 0, 1, -1)), "aten.constant_pad_nd.default shifts"),
+    "strides": (lambda x: x.as_strided(x.shape, (HIDDEN, 1, 1)), "aten.as_strided.default is not known"),
     "the other way round": (lambda x: x.flip(1), "aten.flip.default is not known"),
     "positions": (lambda x: x + torch.arange(x.shape[1])[:, None], "aten.arange.default makes something"),
     "without the last token": (lambda x: F.pad(x[:, 1:], (0, 0, 0, 1)), "aten.slice.Tensor mixes"),

@@ -528,7 +528,7 @@ def test_the_plan_says_it() -> None:
     with pytest.raises(PlanError, match="above 0"):
         MemoryPlan.from_json(plan.to_json().replace("4096", "0"))
     with pytest.raises(PlanError, match="head"):
-        apply(made(), MemoryPlan((), 2, tiles=(Tile(0, "mlp", tokens=4),)))
+        apply(made(), MemoryPlan((), 2, tiles=(Tile("embedding", tokens=4),)))
 
 
 @pytest.mark.parametrize("what", ["no head", "tensor parallel", "compiled whole"])

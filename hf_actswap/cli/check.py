@@ -170,7 +170,7 @@ def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigErro
     if found.step is None or plan.streamed is not None:
         return
     try:
-        found.profile = profile_of(looked_at, found.step)
+        found.profile = profile_of(looked_at, found.step, plan.tiles)
     except ModelError as error:  # nothing that the user wrote: the configuration stands
         found.not_known = f"Bytes and times: {error.problems[0].found.rstrip('.')}."
         return

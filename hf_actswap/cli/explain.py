@@ -140,7 +140,7 @@ def _explained(
     plan, scope = resolve_plan(config, shape), _scope(layer, shape)
     paths = _paths(shape, scope, op)
     policies = requested_policies(config, shape)
-    profile = None if step is None else profile_of(found, step)
+    profile = None if step is None else profile_of(found, step, plan.tiles)
     ops = []
     for path in paths:
         row = plan.row(scope, path)

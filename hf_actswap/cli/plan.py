@@ -128,6 +128,23 @@ def plan(
     windows: Annotated[
         bool, typer.Option("--windows", help="A line for each op, with its prefetch and release.")
     ] = False,
+    longest: Annotated[
+        bool,
+        typer.Option(
+            "--longest",
+            help="The longest sequence that fits, with everything in tiles, and the configuration for it.",
+        ),
+    ] = False,
+    host_memory_gib: Annotated[
+        float | None,
+        typer.Option(
+            "--host-memory-gib",
+            min=0,
+            metavar="N",
+            help="With --longest: the most host memory of a rank; else as much as it needs.",
+            show_default=False,
+        ),
+    ] = None,
     compare: Annotated[
         str | None,
         typer.Option(
@@ -161,6 +178,13 @@ def plan(
         raise typer.BadParameter(
             "--quantize goes with --lora (quantised weights are not trained) and one tensor-parallel rank"
         )
+    alone = config or seq or batch or profile or compared or save or windows or full
+    if (longest and alone) or (host_memory_gib is not None and not longest):
+        raise typer.BadParameter(
+            "--longest finds CONFIG, --seq and the plan itself, for --batch 1: it goes with --device, "
+            "--budget, --host-memory-gib, --tp and how the model is trained. --host-memory-gib goes with "
+            "nothing else"
+        )
     asked = PlanRequest(
         model=ModelRequest(model, dtype, lora, quantize, trust_remote_code),
         config=config,
@@ -172,10 +196,12 @@ def plan(
         save=save,
         windows=windows,
         full=full,
+        host_bytes=None if host_memory_gib is None else round(host_memory_gib * 2**30),
     )
 
     def ask() -> Answer:
-        found: Answer = import_module(".plan_answer", __package__).answer_plan(asked)
+        module, name = ("longest", "answer_longest") if longest else ("plan_answer", "answer_plan")
+        found: Answer = getattr(import_module(f".{module}", __package__), name)(asked)
         return found
 
     answer("plan", as_json, ask)

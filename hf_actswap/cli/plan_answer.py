@@ -29,9 +29,9 @@ from .plan_request import PREDICTED, AskedStep, PlanRequest
 from .planned import NOTHING, PLANNED, MemoryParts, Planned, memory_in_force, planned, poor_deal
 from .profile_file import ProfileFile, read_profile
 from .step import StepShape, device_name, prediction_document, saved_by_row
-from .subject import subject, with_tp
+from .subject import Subject, subject, with_tp
 
-_ALONE = "Times are computed from shapes and the device's rates; communication between ranks is not in them."
+ALONE = "Times are computed from shapes and the device's rates; communication between ranks is not in them."
 _SEQ = 4096
 
 
@@ -57,7 +57,7 @@ class PlanAnswer:
             "profile": None if self.recorded is None else self.recorded.path,
             "predicted": {name: prediction_document(step) for name, step in found.steps.items()},
             "memory": {name: parts.document() for name, parts in found.parts.items()},
-            "assumed": list(assumptions(found)),
+            "assumed": list(assumptions(found.subject, found.step)),
             "saved_to": self.saved_to,
             "plan": json.loads(found.plan.to_json()),
         }
@@ -83,8 +83,8 @@ class PlanAnswer:
             yield heading("At the peak")
             yield memory_table(found.parts)
         yield from poor_deal(found.steps)
-        yield _ALONE if self.recorded is None else self.recorded.described()
-        yield from listed(assumptions(found))
+        yield ALONE if self.recorded is None else self.recorded.described()
+        yield from listed(assumptions(found.subject, found.step))
         if self.saved_to is not None:
             yield f"Written to {self.saved_to}."
 
@@ -136,7 +136,7 @@ class ComparedSizes:
                 yield from listed(folded_by_layer(map(str, found.problems)))
         yield f"\n{communication_note(fabric_of(known[0]) if known else None)}"
         if known:
-            yield from listed(assumptions(known[0]))
+            yield from listed(assumptions(known[0].subject, known[0].step))
 
     @staticmethod
     def _entry(tp: int, found: Planned | ActSwapError) -> dict[str, Any]:
@@ -146,9 +146,8 @@ class ComparedSizes:
         return {"tp": tp, **PlanAnswer(found, None).document(), "communication": told}
 
 
-def assumptions(found: Planned) -> Iterator[str]:
+def assumptions(subject: Subject, step: StepShape) -> Iterator[str]:
     """Yield what was taken for granted of how the model is trained."""
-    subject, step = found.subject, found.step
     if subject.trained < subject.parameters:
         yield "Adapters are as PEFT makes them, in fp32 beside a base in half precision."
     if subject.quantize is not None:
@@ -192,7 +191,7 @@ def answer_plan(asked: PlanRequest) -> PlanAnswer | ComparedSizes:
         if wanted.stream_config.tokens != "off":
             raise PlanError([_STREAMED], wanted.source)
         memory = memory_in_force(wanted, asked.budget_bytes)
-        step = _step_on_paper(asked.step) if recorded is None else recorded.step(asked.step)
+        step = step_on_paper(asked.step) if recorded is None else recorded.step(asked.step)
         with subject(asked.model, wanted) as found:
             if recorded is None:
                 return planned(found, step, wanted, memory, with_least=asked.full)
@@ -216,7 +215,8 @@ _STREAMED = Problem(
 )
 
 
-def _step_on_paper(asked: AskedStep) -> StepShape:
+def step_on_paper(asked: AskedStep) -> StepShape:
+    """Return the step that is asked about, with what is taken where nothing is said."""
     return StepShape(
         asked.sequences or 1,
         asked.tokens or _SEQ,

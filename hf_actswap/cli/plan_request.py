@@ -108,7 +108,7 @@ class AskedStep:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The arguments and options of `plan`; see its help."""
+    """The arguments and options of `plan`; see its help. ``host_bytes`` is for ``--longest``."""
 
     model: ModelRequest
     config: str | None
@@ -120,3 +120,4 @@ class PlanRequest:
     save: str | None
     windows: bool
     full: bool
+    host_bytes: int | None = None

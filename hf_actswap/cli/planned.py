@@ -189,7 +189,7 @@ def planned(
     fixed = resolve_plan(config, found.shape)
     if profile is None:
         with busy(f"profile of {found.described()}"):
-            profile = profile_of(found, step)
+            profile = profile_of(found, step, fixed.tiles)
     with busy("search"):
         return search(found, step, memory, profile, fixed, with_least)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from ..config.sizes import device_kind
+from ..engine.install import put_tiles, tile_parts
 from ..errors import Problem
+from ..parallel import Replicas, enclosing_group
 from ..plan import MemoryPlan, PlanRow
-from ..plan.actions import Scope
+from ..plan.actions import Scope, Tile
 from ..planner.profile import Prediction, Profile
 from ..planner.record.baseline import Baseline, with_baseline
 from ..planner.record.devices import device_rates
@@ -90,18 +92,27 @@ def kind_here() -> str | None:
     return device_kind(torch.cuda.get_device_name())
 
 
-def profile_of(found: Subject, step: StepShape) -> Profile:
-    """Run the step on fake tensors.
+def profile_of(found: Subject, step: StepShape, tiles: Iterable[Tile] = ()) -> Profile:
+    """Run the step on fake tensors, in tiles as a training would.
+
+    Args:
+        found: the model.
+        step: its batch.
+        tiles: of a plan.
 
     Raises:
         ModelError: the model does not run on fake tensors.
+        PlanError: something cannot run over pieces of the tokens in this model.
     """
+    parts = tiles_of(found, tiles)
     shape = (step.sequences, step.tokens)
     # One tensor each: a model may move or cut its labels.
     batch = {name: torch.empty(shape, dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
     mixed = torch.autocast("cpu", DTYPES[step.autocast]) if step.autocast else nullcontext()
     try:
-        with mixed:
+        with mixed, ExitStack() as tiled:
+            for undo in put_tiles(found.model, parts, found.shape):
+                tiled.callback(undo)
             profile = profile_from_shapes(
                 found.model,
                 found.shape,
@@ -114,6 +125,16 @@ def profile_of(found: Subject, step: StepShape) -> Profile:
     if found.quantize is None and step.gradient_dtype is None and step.sharding is None:
         return profile
     return with_baseline(profile, _baseline(found, step, profile))
+
+
+def tiles_of(found: Subject, tiles: Iterable[Tile]) -> dict[Tile, int]:
+    """Return what `engine.install.tile_parts` says of a model.
+
+    Raises:
+        PlanError: something cannot run over pieces of the tokens in this model.
+    """
+    group = enclosing_group()
+    return tile_parts(found.model, tiles, found.shape, None if group is None else Replicas(group))
 
 
 def _baseline(found: Subject, step: StepShape, profile: Profile) -> Baseline:

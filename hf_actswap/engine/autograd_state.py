@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node will get."""
 _running_node: Callable[[], Any] = torch._C._current_autograd_node
+running_backward: Callable[[], int] = torch._C._current_graph_task_id
+"""Which backward runs on this thread; one that a node starts within another has a number of its own."""
 
 
 def packing_node_number() -> int:

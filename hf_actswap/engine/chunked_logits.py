@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -93,7 +94,13 @@ class _ChunkedHead:
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         """Stand in the place of the head's own forward: hidden states ``[.., H]`` to logits ``[.., V]``."""
         module, own = self._head.module, self._head._whole
-        if args or kwargs or type(hidden) is not torch.Tensor or hidden.dim() < 2 or not hidden.numel():
+        if (
+            args
+            or kwargs
+            or type(hidden) not in (torch.Tensor, FakeTensor)
+            or hidden.dim() < 2
+            or not hidden.numel()
+        ):
             return own(hidden, *args, **kwargs)
         rows = hidden.numel() // hidden.shape[-1]
         if self._tile.tiles is not None:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
@@ -315,10 +316,13 @@ def _gradients(values: torch.Tensor, inputs: list[torch.Tensor], upstream: torch
 
 
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the matrix product in at least fp32, of which half-precision kernels only round the end."""
+    """Return the matrix product in at least fp32, of which half-precision kernels only round the end.
+
+    On fake tensors it is what an accelerator runs.
+    """
     if left.dtype not in (torch.bfloat16, torch.float16):
         return left @ right
-    if left.is_cuda and torch.version.hip is None:
+    if isinstance(left, FakeTensor) or (left.is_cuda and torch.version.hip is None):
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 

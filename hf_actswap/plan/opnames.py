@@ -20,7 +20,9 @@ _CORE_STARTS = frozenset(
     {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum", "flex_attention", "softmax"}
 )
 _REFLECTED = {"rmul": "mul", "radd": "add", "rsub": "sub", "rdiv": "div", "truediv": "div", "rtruediv": "div"}
-_NOT_OPS = frozenset({"get", "set", "set_name", "size", "stride", "dim", "numel", "len", "is_floating_point"})
+_NOT_OPS = frozenset(
+    {"get", "set", "set_name", "size", "stride", "dim", "numel", "len", "is_floating_point", "device"}
+)
 
 
 @lru_cache(maxsize=1024)

@@ -86,8 +86,9 @@ class Meter(Protocol):
 class CountingMeter(TorchDispatchMode):
     """Counts the storages that ops make, from their first appearance to their end.
 
-    What an op needs only while it runs is not seen. A view or an in-place op makes no storage, so what was
-    there before the meter and what never was a result (the host's copies) is not counted, unless it is `own`.
+    What an op needs only while it runs is not seen. A view or an in-place op makes no storage, a tensor on
+    ``meta`` has no memory. So what was there before the meter and what never was a result (the host's copies)
+    is not counted, unless it is `own`.
 
     Args:
         limit_bytes: an op whose results would exceed it raises ``torch.OutOfMemoryError``; ``None``: nothing
@@ -203,7 +204,7 @@ class CountingMeter(TorchDispatchMode):
 
 def _storages(values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
     tensors = [item for item in values if isinstance(item, torch.Tensor) and item.layout is torch.strided]
-    storages = [tensor.untyped_storage() for tensor in tensors]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta"]
     return {storage._cdata: storage for storage in storages}
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from hf_actswap.cli.longest import EACH_TOKEN, tiled_text
 from hf_actswap.config import load_config
 
 CASES = ["case1_default_swap", "case2_layer_swap", "case3_op_swap", "case4_swap_with_recompute"]
 PLANNED = {"smart_swap": "smart_swap", "adaptive_memory": "adaptive"}
-FILES = [*CASES, *PLANNED, "sample_cpu", "sequence_parallel", "wikitext_cpu"]
+FILES = [*CASES, *PLANNED, "long_sequence", "sample_cpu", "sequence_parallel", "wikitext_cpu"]
 
 
 def body(path: Path) -> str:
@@ -91,3 +92,9 @@ def test_the_planned_ones_need_no_network_and_name_no_fates(name: str, mode: str
     assert config == load_config({"memory": vars(config.memory)})
     assert document["max_steps"] > config.memory.warmup_steps + config.memory.search_steps
     assert not {"swap_config", "recompute_config"} & set(document)
+
+
+def test_the_long_sequence_is_what_plan_longest_writes(recipes: Path) -> None:
+    document = yaml.safe_load(body(recipes / "long_sequence.yaml"))
+    written = {key: document[key] for key in ("swap_config", "recompute_config", "tile_config")}
+    assert load_config(written) == load_config(tiled_text(EACH_TOKEN))

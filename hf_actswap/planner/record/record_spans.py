@@ -7,7 +7,8 @@ end there is one stamp and one look at the meter; none per aten op.
 
 Autograd runs the nodes of a graph in descending order of their numbers, so that backward visits each row
 once, in reverse. Nodes that no row made belong to the row where backward is: gradients that accumulate,
-layers that are run again, a forward that came after.
+layers that are run again, a forward that came after, and a backward that a node runs by itself, as tiles do
+(`engine.tiled_calls`). A backward that the forward runs by itself is the forward's (`engine.chunked_logits`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ...engine.autograd_state import next_node_number, packing_node_number
+from ...engine.autograd_state import next_node_number, packing_node_number, running_backward
 from ...engine.transfer import Stamp
 from ...plan.op_facts import RANDOM_FUNCTIONS, is_communication
 from ...plan.saved_bytes import OpCall, SavedBytes
@@ -89,6 +90,9 @@ class SpanLog:
         self._since: Stamp | None = None
         self._visited: _Row | None = None
         self._turned = self._ended = False
+        self._backward = -1
+        self.in_forward = False
+        """Whether the model's own forward runs."""
         self.turned = False
         """Whether backward has begun."""
         self.peak_bytes = 0
@@ -102,7 +106,7 @@ class SpanLog:
 
     def start(self) -> None:
         """Forward starts."""
-        self._first_node = next_node_number()
+        self._first_node, self.in_forward = next_node_number(), True
         self._busy = self._communicates = self._random = False
         self._look()
         self._since = self._clock.stamp()
@@ -133,10 +137,12 @@ class SpanLog:
 
     def reached(self, node: int) -> None:
         """Backward runs a node."""
-        if self._since is None or self._ended:
+        if self._since is None or self._ended or self.in_forward:
             return
         if not self._turned:
             self._turn_around(node)
+        if running_backward() != self._backward:
+            return
         at = bisect_right(self._first_nodes, node) - 1
         if at >= 0 and node < self._first_node and self._rows[at] is not self._visited:
             self._leave_row()
@@ -259,7 +265,7 @@ class SpanLog:
 
     def _turn_around(self, node: int) -> None:
         """Backward begins, with the node that was built last: its thread does not know the counter."""
-        self._turned = self.turned = True
+        self._turned, self.turned, self._backward = True, True, running_backward()
         self._finish_forward(node + 1)
         if self.on_turn is not None:
             self.on_turn()

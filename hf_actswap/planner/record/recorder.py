@@ -254,6 +254,7 @@ class StepRecorder:
         inside, self._inside = self._inside, None
         if inside is None:
             return
+        self._log.in_forward = False
         if function_mode_is_innermost(self._uses):
             self._uses.__exit__(None, None, None)
         pop_leaked_hooks(self._saving.pack_hook)
@@ -345,6 +346,8 @@ class OpWatch(TorchDispatchMode):
         if node is not None:
             self._spans.reached(node)
         result = func(*args, **kwargs)
+        if any(leaf.device.type == "meta" for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
+            return result  # a look at shapes (`engine.chunked_logits`)
         self._spans.ran(is_collective(func), op_draws(func, args, kwargs))
         self._clock.ran(func, args, kwargs, result)
         return result

@@ -3,6 +3,10 @@
 Forward and backward both run, so that what autograd saves, what ops need beside it and when it is released
 are met as in a real step; nothing is computed and no memory is touched. The fakes are the CPU's, whatever
 the device: fused attention saves the same there (its output and the softmax statistics).
+
+What runs in tiles on the model runs in tiles here too, so that the profile is that of the step in tiles: a
+tile's input is all that it saves, its forward runs once more within its backward, and one piece is there at a
+time. Products that are summed in fp32 are those of an accelerator, without copies in fp32.
 """
 
 from __future__ import annotations
@@ -89,9 +93,9 @@ def profile_from_shapes(
         meter.start()
         try:
             with recorder:
-                result = _result(functional_call(model, state, (), call))  # the rest is freed, as in training
-                if result is not None:
-                    result.backward(torch.empty_like(result))
+                functional_call(
+                    _Step(model), {f"model.{name}": item for name, item in state.items()}, (), call
+                )
         finally:
             meter.stop()
     trained_bytes = sum(tensor.nbytes for tensor in trained)
@@ -105,6 +109,19 @@ def profile_from_shapes(
         weight_bytes=weight_bytes,
         source="shapes",
     )
+
+
+class _Step(nn.Module):
+    """Forward and backward of a model: what backward runs again finds the same weights in the modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **call: Any) -> None:
+        result = _result(self.model(**call))  # the rest is freed, as in training
+        if result is not None:
+            result.backward(torch.empty_like(result))
 
 
 def _counter_of_gradients(trained: Sequence[torch.Tensor]) -> Callable[[], int]:

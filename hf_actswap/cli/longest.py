@@ -1,0 +1,242 @@
+"""The longest sequence that a training step fits with, and the configuration that it fits with.
+
+Each op's memory is in proportion to the tokens, so that a peak rises with the length along straight lines, of
+which the steepest wins. The length is looked for by lines through the peaks of steps on fake tensors; each
+answer is the length of such a step, and fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+
+from ..config import ActSwapConfig, load_config
+from ..errors import PlanError
+from ..plan import MemoryPlan, resolve_plan
+from ..planner.budget import budget_bytes
+from ..planner.cost.simulate import predict
+from ..planner.profile import Prediction, Profile
+from .optimizers import state_bytes
+from .output import busy, heading, listed, size_text, step_ms_text
+from .plan_answer import ALONE, assumptions, memory_table, step_on_paper
+from .plan_request import PlanRequest
+from .planned import MemoryParts, memory_in_force, memory_parts
+from .step import StepShape, prediction_document, profile_of, tiles_of
+from .subject import Subject, subject, with_tp
+
+TILED, SWAPPED, CHECKPOINTED = "tiles, inputs swapped", "inputs swapped", "checkpointing"
+UNIT_TOKENS = 1024
+"""Lengths are multiples of it."""
+
+EACH_TOKEN = ("feed_forward", "attention_norm", "ffn_norm", "final_norm")
+"""Modules that treat tokens one by one in most models."""
+
+_FIRST_TOKENS = 64 * UNIT_TOKENS
+_MOST_RECORDS = 8
+_RECOMPUTED = "recompute_config: {recompute: true}\n"
+_INPUTS = "swap_config: {swap: true, recompute_input: true, op_swap: []}\n"
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest step that fits with a configuration.
+
+    Args:
+        tokens: of its sequence, a multiple of `UNIT_TOKENS`; 0: not even the shortest fits.
+        step: predicted; without tokens, of the shortest.
+        parts: of its peak.
+        host_bytes: that it needs: swapped tensors, and states of a paged optimizer.
+    """
+
+    tokens: int
+    step: Prediction
+    parts: MemoryParts | None
+    host_bytes: int
+
+    def document(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            **prediction_document(self.step),
+            "tokens": self.tokens,
+            "host_bytes": self.host_bytes,
+            "memory": None if self.parts is None else self.parts.document(),
+        }
+
+
+@dataclass(frozen=True)
+class LongestAnswer:
+    """The longest sequence by what is done. See `output.Answer`.
+
+    Args:
+        subject: the model.
+        shape: of the step with tiles.
+        budget_bytes: the most device memory of a step.
+        host_limit_bytes: the most host memory; ``None``: there is enough.
+        found: `TILED`, `SWAPPED` and `CHECKPOINTED`.
+        config: YAML with which the first fits.
+    """
+
+    subject: Subject
+    shape: StepShape
+    budget_bytes: int
+    host_limit_bytes: int | None
+    found: Mapping[str, Longest]
+    config: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether any length fits."""
+        return self.found[TILED].tokens > 0
+
+    def document(self) -> Mapping[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "model": self.subject.document(),
+            "step": self.shape.document(),
+            "budget_bytes": self.budget_bytes,
+            "host_limit_bytes": self.host_limit_bytes,
+            "longest": {name: item.document() for name, item in self.found.items()},
+            "config": self.config,
+            "assumed": list(assumptions(self.subject, self.shape)),
+        }
+
+    def shown(self) -> Iterable[RenderableType]:
+        """Yield it for people."""
+        yield f"Model:  {self.subject.described()}"
+        yield f"Step:   {self.shape.described()}"
+        host = "" if self.host_limit_bytes is None else f", {size_text(self.host_limit_bytes)} of host memory"
+        yield f"Budget: {size_text(self.budget_bytes)}{host}"
+        yield heading("Longest sequence, every layer recomputed")
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+        table.add_column("", overflow="fold")
+        for name in ("Tokens", "Peak", "Host", "Step"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for name, item in self.found.items():
+            sizes = map(size_text, (item.step.peak_bytes, item.host_bytes))
+            table.add_row(name, f"{item.tokens:,}" or "none", *sizes, step_ms_text(item.step.step_ms))
+        yield table
+        if any(not item.tokens for item in self.found.values()):
+            yield f"0 tokens: {UNIT_TOKENS:,} do not fit, of which the other numbers are."
+        yield heading("At the peak")
+        yield memory_table({name: item.parts for name, item in self.found.items() if item.parts is not None})
+        yield heading("Configuration")
+        yield self.config
+        yield ALONE
+        yield from listed(assumptions(self.subject, self.shape))
+
+
+def answer_longest(asked: PlanRequest) -> LongestAnswer:
+    """Return what ``plan --longest`` says.
+
+    Raises:
+        ActSwapError: the model does not run on fake tensors; says why.
+    """
+    config = with_tp(load_config(None), asked.tp)
+    with subject(asked.model, config) as found:
+        return _Lengths(found, asked, config).answer()
+
+
+class _Lengths:
+    """Steps of one model at many lengths.
+
+    Args:
+        found: the model.
+        asked: device, host memory and what is trained.
+        config: of what is not asked about here.
+    """
+
+    def __init__(self, found: Subject, asked: PlanRequest, config: ActSwapConfig) -> None:
+        self._found, self._config, self._host = found, config, asked.host_bytes
+        self._shape = replace(step_on_paper(asked.step), sequences=1)
+        self._memory = memory_in_force(config, asked.budget_bytes)
+        self._budget_bytes = 0
+        self._profiles: dict[tuple[bool, int], Profile] = {}
+        self._paged_bytes = state_bytes(self._shape.optimizer, found.model)[1]
+
+    def answer(self) -> LongestAnswer:
+        tiled = self._tiled()
+        texts = {TILED: tiled, SWAPPED: _INPUTS + _RECOMPUTED, CHECKPOINTED: _RECOMPUTED}
+        found = {name: self._longest(self._plan(text)) for name, text in texts.items()}
+        shape = replace(self._shape, tokens=found[TILED].tokens)
+        return LongestAnswer(self._found, shape, self._budget_bytes, self._host, found, tiled)
+
+    def _plan(self, text: str) -> MemoryPlan:
+        read = load_config(text)
+        return resolve_plan(replace(read, parallel_config=self._config.parallel_config), self._found.shape)
+
+    def _tiled(self) -> str:
+        """The configuration with all in tiles that can be, of the modules that models have by name."""
+
+        def can(names: Iterable[str]) -> bool:
+            try:
+                tiles_of(self._found, self._plan(tiled_text(names)).tiles)
+            except PlanError:
+                return False
+            return True
+
+        names = EACH_TOKEN if can(EACH_TOKEN) else tuple(name for name in EACH_TOKEN if can([name]))
+        return tiled_text(names)
+
+    def _longest(self, plan: MemoryPlan) -> Longest:
+        def over_bytes(tokens: int) -> int:
+            """What a step needs beyond what there is: on the device, or on the host if that is more."""
+            step = self._step(plan, tokens)
+            over = step.peak_bytes - self._budget_bytes
+            if self._host is None or not step.host_bytes:  # or no length that would need less
+                return over
+            return max(over, step.host_bytes + self._paged_bytes - self._host)
+
+        rests = self._profile(plan, _FIRST_TOKENS)
+        self._budget_bytes = budget_bytes(self._memory, rests.device_bytes, rests.device_bytes)
+        tokens = longest_of(over_bytes)
+        step = self._step(plan, tokens or UNIT_TOKENS)
+        profile = self._profile(plan, tokens or UNIT_TOKENS)
+        return Longest(tokens, step, memory_parts(profile, step), step.host_bytes + self._paged_bytes)
+
+    def _profile(self, plan: MemoryPlan, tokens: int) -> Profile:
+        key = bool(plan.tiles), tokens
+        if key not in self._profiles:
+            with busy(f"{self._found.described()}: {tokens:,} tokens"):
+                self._profiles[key] = profile_of(self._found, replace(self._shape, tokens=tokens), plan.tiles)
+        return self._profiles[key]
+
+    def _step(self, plan: MemoryPlan, tokens: int) -> Prediction:
+        return predict(self._profile(plan, tokens), plan)
+
+
+def tiled_text(names: Iterable[str]) -> str:
+    """Return the configuration of the longest sequences, with modules of these names in tiles."""
+    joined = ", ".join(names)
+    tile = f"  tile:\n    - {{op_name: [{joined}], tokens: auto}}\n" if joined else ""
+    return f"{_INPUTS}{_RECOMPUTED}tile_config:\n  loss: auto\n{tile}"
+
+
+def longest_of(over_bytes: Callable[[int], int]) -> int:
+    """Return the largest multiple of `UNIT_TOKENS` that was found to fit; 0: the smallest does not.
+
+    Asked first is `_FIRST_TOKENS`; then where a line through the two lengths beside the limit meets it, or
+    through the last two while all are on one side. It ends when that is a length that is known.
+
+    Args:
+        over_bytes: what a length needs beyond what there is; not above 0: it fits. Rises with the length.
+    """
+    known = {_FIRST_TOKENS: over_bytes(_FIRST_TOKENS)}
+    other = _FIRST_TOKENS * 2 if known[_FIRST_TOKENS] <= 0 else _FIRST_TOKENS // 4
+    for _ in range(_MOST_RECORDS):
+        if other in known:
+            break
+        known[other] = over_bytes(other)
+        fits, over = (sorted(at for at in known if (known[at] <= 0) is fit) for fit in (True, False))
+        low, high = (fits[-1], over[0]) if fits and over else (fits[-2:] or over[:2])
+        rise = (known[high] - known[low]) / (high - low)
+        level = low // 2 if over else high * 2
+        meets = level if rise <= 0 else int(low - known[low] / rise)
+        if over:
+            meets = min(meets, over[0] - UNIT_TOKENS)
+        other = max(meets // UNIT_TOKENS * UNIT_TOKENS, UNIT_TOKENS)
+    return max((at for at, needed in known.items() if needed <= 0), default=0)

@@ -154,6 +154,7 @@ _PEERS = (
 _LONGEST = (
     "hf-checkpointing",
     "actswap-tiled-step",
+    "actswap-streamed",
     "actswap-tiled-loss-recompute",
     "hf-checkpointing-offload",
     "actswap-mix-eager",

@@ -99,6 +99,8 @@ TILED_STEP = {
     "swap_config": {"swap": True, "layer_swap": [], "recompute_input": True, "default_prefetch": "auto"},
 }
 """All that makes a sequence long: nothing of a layer stays on the device, nor the logits."""
+STREAMED = {"stream_config": {"tokens": "auto"}, **TILED_LOSS}
+"""The sequence in chunks, keys and values on the host."""
 
 
 def eager_mix(layers: int) -> dict[str, Any]:
@@ -315,6 +317,7 @@ _OURS = (
         relative_time=1.35,
     ),
     Row("actswap-tiled-layers-recompute", actswap, TILED_LAYERS, relative_time=1.4),
+    Row("actswap-streamed", actswap, STREAMED, obstacles=(no_head,), relative_time=1.7, pinned_share=0.5),
     Row(
         "actswap-tiled-step", actswap, TILED_STEP, obstacles=(no_head,), relative_time=1.45, pinned_share=0.1
     ),

@@ -65,7 +65,7 @@ def test_out_of_memory_is_survived_where_it_can_be() -> None:
     assert planned.losses == plain.losses
     assert (without.losses, planned.phases[-1]) == ([], "stable")
     assert planned.peak_bytes <= (planned.limit_bytes or 0)
-    assert "at least" in hopeless.error.lower()
+    assert "the least budget that would do" in hopeless.error.lower()
 
 
 def test_a_limit_is_a_share_of_what_plain_needed() -> None:

@@ -99,9 +99,12 @@ def train(config: dict[str, Any], interrupt_after_s: float) -> Training:
 @pytest.fixture
 def _timer() -> Any:
     before = signal.signal(signal.SIGVTALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    # A job that a script has started in the background ignores it: then no training would be interrupted.
+    interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     signal.signal(signal.SIGVTALRM, before)
+    signal.signal(signal.SIGINT, interrupted)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # some come in `__del__`

@@ -20,7 +20,7 @@ from .engine.host_budget import HostMemory, Progress
 from .engine.install import put_tiles, tile_parts
 from .engine.swapped_storages import PackHandler
 from .errors import ConfigError, PlanError, Problem, short_traceback
-from .parallel import Replicas, enclosing_group, tensor_parallel_group
+from .parallel import enclosing_group, enclosing_replicas, tensor_parallel_group
 from .parallel.block_hooks import keep_gathered_inputs
 from .plan import (
     ConfigOrPlan,
@@ -139,8 +139,7 @@ def plan_while_training(
         PlanError: something does not go with the planner, or the plan file is malformed.
     """
     shape, host, group = shape.decoder, HostMemory(fixed), enclosing_group()
-    replicas = None if group is None else Replicas(group)
-    parts = tile_parts(unwrapped(model), fixed.tiles, shape, replicas)
+    parts = tile_parts(unwrapped(model), fixed.tiles, shape, enclosing_replicas())
 
     def put(plan: MemoryPlan, pack_handler: PackHandler | None) -> AppliedPlan:
         with nullcontext() if group is None else tensor_parallel_group(group):
@@ -185,11 +184,8 @@ def apply_plan(
     """
     shape = shape.with_stacks_of(plan)
     _reject_what_cannot_be_applied(model, plan, shape)
-    group = enclosing_group()
-    replicas = None if group is None else Replicas(group)
-    applied = install(
-        model, plan, shape, transfer, progress or _bar_on_rank_0(), replicas, pack_handler, host
-    )
+    bar = progress or _bar_on_rank_0()
+    applied = install(model, plan, shape, transfer, bar, enclosing_replicas(), pack_handler, host)
     restores = _gathering_once(unwrapped(model), plan, shape)
     if plan.rows or pack_handler is not None:
         restores += _without_cache(unwrapped(model))

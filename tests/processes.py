@@ -147,10 +147,10 @@ def _on_folder(run: Callable[[Path], object], folder: str, _: dist.ProcessGroup 
     return run(Path(folder))
 
 
-def join_group(rank: int, folder: str, world_size: int) -> None:
+def join_group(rank: int, folder: str, world_size: int, limit_s: float = 90) -> None:
     """Make the default process group of a launch: gloo, without a port."""
     store = dist.FileStore(str(Path(folder, "store")), world_size)
-    limit = timedelta(seconds=90)
+    limit = timedelta(seconds=limit_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from ..config.sizes import device_kind
 from ..engine.install import put_tiles, tile_parts
 from ..errors import Problem
-from ..parallel import Replicas, enclosing_group
+from ..parallel import enclosing_replicas
 from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import Scope, Tile
 from ..planner.profile import Prediction, Profile
@@ -133,8 +133,7 @@ def tiles_of(found: Subject, tiles: Iterable[Tile]) -> dict[Tile, int]:
     Raises:
         PlanError: something cannot run over pieces of the tokens in this model.
     """
-    group = enclosing_group()
-    return tile_parts(found.model, tiles, found.shape, None if group is None else Replicas(group))
+    return tile_parts(found.model, tiles, found.shape, enclosing_replicas())
 
 
 def _baseline(found: Subject, step: StepShape, profile: Profile) -> Baseline:

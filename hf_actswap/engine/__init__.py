@@ -5,8 +5,8 @@ Out: an `AppliedPlan`: statistics (`SwapStats`), and `remove`, after which the m
 
 `hooks` and `forward_pass` follow the model and answer autograd's packs with tickets (`tickets`). Swap:
 `host_pool` and `slabs` hold host memory, `transfer` and `transfer_streams` move bytes, `windows` and
-`schedule` say when. Recompute: `recompute`, `kept_results`, `compiled_regions`. Head and loss in tiles:
-`chunked_logits`, `head_chunks`.
+`schedule` say when. Recompute: `recompute`, `kept_results`, `compiled_regions`. Tiles: `tiled_calls`, and of
+head and loss `chunked_logits`, `head_chunks`; `pieces` has what runs a call piece by piece.
 
 It knows tensors, autograd and streams; no YAML, no model families.
 """

@@ -36,9 +36,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..plan.actions import Tile
 from ..plan.fsdp2 import FSDP2_METHOD
+from ..plan.op_facts import argument_of
 from .head_chunks import Head, HeadCall, Here, RowCall, RowsForm, is_same_for_rows, layout_of
-from .head_chunks import no_saved_tensor_hooks as no_hooks
 from .hook_wrappers import Undo, replace_forward
+from .pieces import no_saved_tensor_hooks as no_hooks
 from .replay import CallState
 
 AUTO_LEAST_TOKENS = 1024
@@ -93,7 +94,7 @@ class _ChunkedHead:
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         """Stand in the place of the head's own forward: hidden states ``[.., H]`` to logits ``[.., V]``."""
-        module, own = self._head.module, self._head._whole
+        module, own = self._head.module, self._head.run
         if (
             args
             or kwargs
@@ -127,7 +128,7 @@ class _ChunkedHead:
             own = {name: item.detach() for name, item in self._head.module.named_parameters()}
             row = hidden.detach().reshape(-1, hidden.shape[-1])[:1]
             with torch.no_grad(), CallState(hidden.device, True, ()).restored():
-                made = self._head.with_parameters(row, own)
+                made = self._head.with_parameters(own, row)
             self._kinds[key] = made.shape[-1], made.dtype
         return self._kinds[key]
 
@@ -452,6 +453,5 @@ def _is_row_wise(call: tuple[Any, tuple[Any, ...], dict[str, Any]], layout: torc
         return True
     if op.overloadpacket not in _ROW_WISE or args[0].shape != layout.shape:
         return False
-    names = [argument.name for argument in op._schema.arguments]
-    dims = {**dict(zip(names, args, strict=False)), **kwargs}.get("dim")
+    dims = argument_of(op, args, kwargs, "dim")
     return dims in (-1, layout.dim() - 1, [-1], [layout.dim() - 1])

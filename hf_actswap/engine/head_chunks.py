@@ -21,38 +21,22 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses import FakeTensor
-from torch.func import functional_call
 from torch.utils._pytree import tree_map_only
 
+from .pieces import Exchangeable, add_product, no_saved_tensor_hooks, product, zero_sum
 from .replay import CallState
 
-_PRODUCT_ROWS = 16_384
-"""Rows of the weight whose gradient is multiplied at once, so that there is no second fp32 copy of all."""
 
-
-class Head(nn.Module):
-    """A head without its hooks, as a module whose parameters can be exchanged for one call.
+class Head(Exchangeable):
+    """A head without its hooks.
 
     Args:
         module: a linear layer, or a module around one.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module, self._whole = module, module.forward
+        super().__init__(module, module.forward)
         self.is_linear = type(module) is nn.Linear and "forward" not in vars(module)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of hidden states, as the module's own forward does."""
-        logits: torch.Tensor = self._whole(hidden)
-        return logits
-
-    def with_parameters(self, hidden: torch.Tensor, named: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the logits with these in the place of the module's parameters of those names."""
-        own = {f"module.{name}": item for name, item in named.items()}
-        logits: torch.Tensor = functional_call(self, own, (hidden,))
-        return logits
 
 
 class HeadCall:
@@ -88,20 +72,15 @@ class HeadCall:
 
     def logits(self, hidden: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the logits ``[C, V]`` of a chunk ``[C, H]``, with these as the parameters that train."""
-        return self.head.with_parameters(hidden, dict(zip(self.names, parameters, strict=True)))
+        named = dict(zip(self.names, parameters, strict=True))
+        logits: torch.Tensor = self.head.with_parameters(named, hidden)
+        return logits
 
     def linear(self, parameters: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return weight and bias of a linear head in the dtype of its output, cast once for all chunks."""
         named = dict(zip(self.names, parameters, strict=True))
         weight, bias = (named.get(name, getattr(self.head.module, name)) for name in ("weight", "bias"))
         return weight.detach().to(self.dtype), None if bias is None else bias.detach().to(self.dtype)
-
-
-@contextmanager
-def no_saved_tensor_hooks() -> Iterator[None]:
-    """Leave a plan's hooks out: what is saved lives for one chunk, or until backward begins."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-        yield
 
 
 class Here:
@@ -280,7 +259,7 @@ class RowsForm:
                         add_product(total, of_logits, piece.to(of_logits.dtype))
                     else:
                         total += of_logits.sum(0, dtype=total.dtype)
-                return values.detach(), _product(of_logits, weight) if wants_hidden else None
+                return values.detach(), product(of_logits, weight) if wants_hidden else None
 
         return run
 
@@ -304,31 +283,6 @@ _Chunk = Callable[[torch.Tensor, Any, Any, bool], Any]
 """Runs a chunk and its backward, given hidden states, what finishes logits, upstream, if they want one."""
 
 
-def zero_sum(like: torch.Tensor) -> torch.Tensor:
-    """Return zeros for a sum of gradients, of the shape of ``like``, at least in fp32."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
-    return torch.zeros(like.shape, dtype=dtype, device=like.device)
-
-
 def _gradients(values: torch.Tensor, inputs: list[torch.Tensor], upstream: torch.Tensor | None) -> list[Any]:
     upstream = torch.ones_like(values) if upstream is None else upstream.to(values.dtype)
     return list(torch.autograd.grad(values, inputs, upstream, materialize_grads=True))
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return the matrix product in at least fp32, of which half-precision kernels only round the end.
-
-    On fake tensors it is what an accelerator runs.
-    """
-    if left.dtype not in (torch.bfloat16, torch.float16):
-        return left @ right
-    if isinstance(left, FakeTensor) or (left.is_cuda and torch.version.hip is None):
-        return torch.mm(left, right, out_dtype=torch.float32)
-    return left.float() @ right.float()
-
-
-def add_product(total: torch.Tensor, of_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add a weight's gradient ``[V, H]``: of those of its outputs ``[C, V]``, and its inputs ``[C, H]``."""
-    for first in range(0, len(total), _PRODUCT_ROWS):
-        some = slice(first, first + _PRODUCT_ROWS)
-        total[some] += _product(of_logits[:, some].t(), hidden)

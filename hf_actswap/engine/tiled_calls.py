@@ -27,15 +27,15 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
@@ -43,8 +43,8 @@ from ..plan.actions import Tile
 from ..plan.compiled import is_compiled
 from ..plan.dry_run import no_backward
 from ..plan.fsdp2 import FSDP2_METHOD
-from .head_chunks import add_product, no_saved_tensor_hooks, zero_sum
 from .hook_wrappers import Undo, replace_call, replace_forward
+from .pieces import Exchangeable, add_product, no_saved_tensor_hooks, zero_sum
 from .replay import CallState
 
 AUTO_LEAST_TOKENS, AUTO_MOST_TILES = 1024, 16
@@ -95,6 +95,7 @@ class TiledModule:
 
     def __init__(self, module: nn.Module, run: Callable[..., Any], tile: Tile, say: Say, parts: int) -> None:
         self.module, self.run = module, run
+        self._exchangeable = Exchangeable(module, run)
         self._tile, self._say, self._parts = tile, say, parts
         self._compiled = any(map(is_compiled, module.modules()))
 
@@ -111,6 +112,16 @@ class TiledModule:
         if reason or cut.pieces == 1:
             return self.run(*args, **kwargs)
         return _Call(self, leaves, spec, cut).result()
+
+    def running_with(self, parameters: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
+        """Return what runs the module with these parameters that train, which may not be there any more.
+
+        Who calls a model with exchanged ones (`torch.func.functional_call`) has put its own back by backward.
+        """
+        present = dict(self.module.named_parameters())
+        if all(present.get(name) is item for name, item in parameters.items()):
+            return self.run
+        return partial(self._exchangeable.with_parameters, parameters)
 
     def adding_to(self, sums: dict[int, torch.Tensor]) -> AbstractContextManager[Any]:
         """Let linear layers add to these sums; code that was compiled without is not traced again with it."""
@@ -217,7 +228,7 @@ class _Call:
         lead = self._cut.returned
         with torch.autograd.graph.saved_tensors_hooks(_dropped, no_backward):
             for rows in self._cut:
-                made, self._made = tree_flatten(self._run(self._pieces(given, rows)))
+                made, self._made = tree_flatten(self._run(self.tiled.run, self._pieces(given, rows)))
                 for at, item in enumerate(made):
                     if not rows.start:
                         by_lead = item.shape[: len(lead)] == (*lead[:-1], rows.stop)
@@ -243,6 +254,7 @@ class _Call:
             for item, wants in zip(given, self._wanted, strict=True)
         ]
         sums = [zero_sum(item) for item in self.parameters]
+        run = self.tiled.running_with(self._named)
         by_id = {id(item): total for item, total in zip(self.parameters, sums, strict=True)}
         with (
             self._state.restored(),
@@ -251,7 +263,7 @@ class _Call:
             self.tiled.adding_to(by_id),
         ):
             for rows in self._cut:
-                found = self._gradients(self._pieces(given, rows), upstream, rows)
+                found = self._gradients(run, self._pieces(given, rows), upstream, rows)
                 for whole in of_given:
                     if whole is not None:
                         one, place = next(found), self._cut.place(whole, rows, self._cut.lead)
@@ -262,12 +274,16 @@ class _Call:
         return [*of_given, *(total.to(item.dtype) for total, item in zip(sums, self.parameters, strict=True))]
 
     def _gradients(
-        self, pieces: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor | None], rows: slice
+        self,
+        run: Callable[..., Any],
+        pieces: Sequence[torch.Tensor],
+        upstream: Sequence[torch.Tensor | None],
+        rows: slice,
     ) -> Iterator[torch.Tensor | None]:
         """Yield the gradients of pieces, of those that have one, and of the parameters."""
         ends = [
             (output, self._cut.place(one, rows, self._cut.returned).reshape(output.shape))
-            for output, one in zip(tree_flatten(self._run(pieces))[0], upstream, strict=True)
+            for output, one in zip(tree_flatten(self._run(run, pieces))[0], upstream, strict=True)
             if one is not None and output.requires_grad
         ]
         asked = [*(piece for piece in pieces if piece.requires_grad), *self.parameters]
@@ -284,21 +300,14 @@ class _Call:
             for item, wants in zip(given, self._wanted, strict=True)
         ]
 
-    def _run(self, pieces: Sequence[torch.Tensor]) -> Any:
+    def _run(self, run: Callable[..., Any], pieces: Sequence[torch.Tensor]) -> Any:
         """Run the module with pieces in the place of its tensors, with a graph."""
         leaves = list(self._leaves)
         for at, piece in zip(self._at, pieces, strict=True):
             leaves[at] = piece
         args, kwargs = tree_unflatten(leaves, self._spec)
-        present = dict(self.tiled.module.named_parameters())
         with torch.enable_grad():
-            if all(present.get(name) is item for name, item in self._named.items()):
-                return self.tiled.run(*args, **kwargs)
-            # Called with exchanged parameters (`torch.func.functional_call`), which backward must find again.
-            exchanged: dict[str, torch.Tensor] = {
-                f"module.{name}": item for name, item in self._named.items()
-            }
-            return functional_call(_Exchangeable(self.tiled), exchanged, args, kwargs)
+            return run(*args, **kwargs)
 
 
 @contextmanager
@@ -312,18 +321,6 @@ def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for item, before in zip(parameters, hooks, strict=True):
             item._backward_hooks = before
-
-
-class _Exchangeable(nn.Module):
-    """A tiled module as a module whose parameters can be exchanged for one call."""
-
-    def __init__(self, tiled: TiledModule) -> None:
-        super().__init__()
-        self.module, self._run = tiled.module, tiled.run
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run what a call of the module runs."""
-        return self._run(*args, **kwargs)
 
 
 class _Input(torch.autograd.Function):

@@ -16,6 +16,7 @@ Nothing here knows the Trainer; `trainer_mixin` and `callback` bring it there, `
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -43,7 +44,7 @@ from .replicated_batches import answering, gather_one_of_each, read_by_data_rank
 from .shared_config import facts_of
 
 
-class ModelInParts:
+class ModelInParts(ABC):
     """A model that several ranks hold together, in a training that Accelerate drives.
 
     Args:
@@ -67,9 +68,9 @@ class ModelInParts:
         gather_one_of_each(accelerator, mesh)
         accelerator.clip_grad_norm_ = self.clip_grad_norm_
 
+    @abstractmethod
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """In the place of ``accelerator.clip_grad_norm_``: clip by the norm of the whole model."""
-        raise NotImplementedError
 
     @property
     def ranks_per_model(self) -> int:

@@ -29,7 +29,7 @@ from .gradients import (
     allreduce_sequence_parallel_gradients,
     forget_sums,
 )
-from .group import Replicas, enclosing_group, tensor_parallel_group
+from .group import Replicas, enclosing_group, enclosing_replicas, tensor_parallel_group
 from .layer_norm import LayerNorm
 from .layers import ColumnParallelLinear, RowParallelLinear, SharedInput
 from .mappings import (
@@ -77,6 +77,7 @@ __all__ = [
     "copy_to_tensor_model_parallel_region",
     "embedding",
     "enclosing_group",
+    "enclosing_replicas",
     "forget_sums",
     "from_parallel_logits_to_logprobs",
     "gather_from_sequence_parallel_region",

@@ -66,3 +66,9 @@ class Replicas:
     def gathered(self, part: torch.Tensor) -> torch.Tensor:
         """Return the slices of all ranks along dim 0. Every rank must call it."""
         return gathered(part, 0, self._group)
+
+
+def enclosing_replicas() -> Replicas | None:
+    """Return the ranks of the enclosing group, or ``None`` outside of any."""
+    group = enclosing_group()
+    return None if group is None else Replicas(group)

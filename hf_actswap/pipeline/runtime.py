@@ -200,9 +200,8 @@ class _ChunkModule(nn.Module):
         output, sent = self.staged.run(self.chunk, hidden, call)
         if sent is None:
             return torch.stack([output])
-        if (
-            own == self.shape
-        ):  # the zero-bubble schedule detaches in place what it is given, which no view allows
+        if own == self.shape:
+            # The zero-bubble schedule detaches in place what it is given, which no view allows.
             return sent.clone() if sent._is_view() else sent
         return nn.functional.pad(sent, (0, 0, 0, length - own[1], 0, rows - own[0]))
 

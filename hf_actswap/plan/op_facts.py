@@ -7,7 +7,7 @@ dispatch mode sees (``aten.mul_.Tensor``); its schema and its tags tell.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -141,6 +141,15 @@ def aliased_argument(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
         value = args[at] if at < len(args) else kwargs.get(argument.name)
         if argument.alias_info is not None and isinstance(value, torch.Tensor):
             return value
+    return None
+
+
+def argument_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    """Return what an op is given for an argument, or its default; ``None``: neither is there."""
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.name == name:
+            default = argument.default_value if argument.has_default_value() else None
+            return args[at] if at < len(args) else kwargs.get(name, default)
     return None
 
 

@@ -24,7 +24,7 @@ from .dry_run import dry_call, example_batch, expert_stand_ins, fake_weights
 from .forward_recorder import ForwardRecorder
 from .mindformers_names import EXPERTS_MODULE
 from .model_structure import ModelStructure
-from .op_facts import computes
+from .op_facts import argument_of, computes
 from .record import storage_key
 
 _BATCHES, _LENGTHS = (101, 103, 107), (131, 127, 113, 61, 59, 53)
@@ -284,10 +284,7 @@ class _Ops(TorchDispatchMode):
 
     def _along_tokens(self, func: Any, args: Any, kwargs: Any, tensor: torch.Tensor) -> bool:
         """Whether the dimension that an op is given, or one of them, is one of tokens in ``tensor``."""
-        arguments = func._schema.arguments
-        defaults = {item.name: item.default_value for item in arguments if item.has_default_value()}
-        given = dict(zip((item.name for item in arguments), args, strict=False))
-        dims = {**defaults, **given, **kwargs}.get("dim")
+        dims = argument_of(func, args, kwargs, "dim")
         if dims is None or dims == []:
             return True
         chosen = dims if isinstance(dims, list | tuple) else [dims]

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..engine.pieces import product
+
 _SCORES = 2**25
 """Numbers of a block of scores that are there at once: 128 MiB in fp32."""
 _ROWS = 1024
@@ -106,7 +108,7 @@ def attend(
         part = torch.logsumexp(made, -1)
         weights = torch.where(part.isneginf()[..., None], 0.0, (made - part[..., None]).exp())
         shape = (query.shape[0], query.shape[1], rows.stop - rows.start)
-        out[:, :, rows] = _product(weights.to(value.dtype), value[:, :, seen]).view(*shape, -1)
+        out[:, :, rows] = product(weights.to(value.dtype), value[:, :, seen]).view(*shape, -1)
         total[:, :, rows] = part.view(shape)
     return out, total
 
@@ -159,13 +161,13 @@ def attend_backward(
         given = _grouped(upstream[:, :, rows], key)
         weights = made.sub_(_grouped(total[:, :, rows, None], key)).exp_()
         shift = (given.to(wide) * _grouped(out[:, :, rows], key)).sum(-1, keepdim=True)
-        of_value[:, :, seen] += _product(weights.to(value.dtype).transpose(-1, -2), given)
-        of_scores = _product(given, seen_values.transpose(-1, -2)).sub_(shift).mul_(weights)
+        of_value[:, :, seen] += product(weights.to(value.dtype).transpose(-1, -2), given)
+        of_scores = product(given, seen_values.transpose(-1, -2)).sub_(shift).mul_(weights)
         if slope is not None:
             of_scores *= slope
         of_scores = (of_scores * scores.scale).to(query.dtype)
         of_query[:, :, rows] = (of_scores @ seen_keys).view_as(of_query[:, :, rows])
-        of_key[:, :, seen] += _product(of_scores.transpose(-1, -2), some)
+        of_key[:, :, seen] += product(of_scores.transpose(-1, -2), some)
     return of_query, of_key, of_value
 
 
@@ -207,7 +209,7 @@ def _scores_of(
     block: _Block, query: torch.Tensor, key: torch.Tensor, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the scores ``[B, K, G * q, n]`` of a block's grouped queries, and their slope if softcapped."""
-    made = _product(query, key.transpose(-1, -2)).mul_(scores.scale)
+    made = product(query, key.transpose(-1, -2)).mul_(scores.scale)
     slope = None
     if scores.softcap is not None:
         bent = torch.tanh(made / scores.softcap)
@@ -216,16 +218,6 @@ def _scores_of(
         shape = (*made.shape[:2], -1, *block.mask.shape)
         made = made.view(shape).masked_fill_(~block.mask, -torch.inf).view(made.shape)
     return made, slope
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return products of matrices ``[B, K, m, n]`` and ``[B, K, n, p]`` in at least fp32."""
-    if left.dtype not in (torch.bfloat16, torch.float16):
-        return left @ right
-    if left.is_cuda and torch.version.hip is None:
-        made = torch.bmm(left.flatten(0, 1), right.flatten(0, 1), out_dtype=torch.float32)
-        return made.unflatten(0, left.shape[:2])
-    return left.float() @ right.float()
 
 
 class _FlashOnCpu:

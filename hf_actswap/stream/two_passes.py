@@ -21,7 +21,7 @@ of the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,10 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.func import functional_call
 
 from ..engine import AppliedPlan
 from ..engine.hook_wrappers import Undo, replace_call
+from ..engine.pieces import Exchangeable, zero_sum
 from ..engine.replay import CallState
 from ..engine.transfer import Transfer
 from ..errors import PlanError, Problem
@@ -70,59 +70,50 @@ def stream_sequences(
         applied: the plan on the model: it acts inside each chunk, and its host memory is used.
         transfer: how bytes move; ``None``: as the plan's.
     """
-    streamed = _StreamedModel(root, chunks, applied, transfer)
-
-    def around(inner: Callable[..., Any]) -> Callable[..., Any]:
-        streamed.inner = inner
-        return streamed.call
-
-    return replace_call(root, around)
+    return replace_call(
+        root, lambda inner: _StreamedModel(Exchangeable(root, inner), chunks, applied, transfer).call
+    )
 
 
-class _StreamedModel(nn.Module):
-    """Calls a model chunk by chunk. It is a module so that the model's parameters can be exchanged.
+class _StreamedModel:
+    """Calls a model chunk by chunk.
 
     Args:
-        root, chunks, applied, transfer: see `stream_sequences`.
+        model: and its own call.
+        chunks, applied, transfer: see `stream_sequences`.
 
     Attributes:
-        inner: the model's own call.
+        model: see above.
     """
 
-    inner: Callable[..., Any]
-
     def __init__(
-        self, root: nn.Module, chunks: SequenceChunks, applied: AppliedPlan, transfer: Transfer | None
+        self, model: Exchangeable, chunks: SequenceChunks, applied: AppliedPlan, transfer: Transfer | None
     ) -> None:
-        super().__init__()
+        root = model.module
         config: Any = root.config
         text = config.get_text_config()
         heads = text.num_attention_heads
         key_heads = getattr(text, "num_key_value_heads", None) or heads
         self._tokens = chunks.tokens or auto_tokens(heads, key_heads)
         self._layers = len(applied.structure.layers)
-        self.module, self._place, self._transfer = root, applied.place, transfer
+        self.model, self._root, self._place, self._transfer = model, root, applied.place, transfer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in the place of the model's call. Short sequences, and calls without gradients, are whole."""
-        given = named_arguments(self.module, args, kwargs)
+        given = named_arguments(self._root, args, kwargs)
         ids = given.get("input_ids")
         length = 0 if ids is None else ids.shape[-1]
         if given.get("inputs_embeds") is not None:
             length = given["inputs_embeds"].shape[1]
         if not torch.is_grad_enabled() or length <= self._tokens:
-            return self.inner(*args, **kwargs)
-        reject_call(self.module, given)
-        parameters = {name: item for name, item in self.module.named_parameters() if item.requires_grad}
+            return self.model.run(*args, **kwargs)
+        reject_call(self._root, given)
+        parameters = {name: item for name, item in self._root.named_parameters() if item.requires_grad}
         sequence = _Sequence(self, given, self._tokens, self.host())
         loss = _TwoPasses.apply(sequence, tuple(parameters), *parameters.values())
         output = sequence.output_class(loss=loss)
-        as_output = given.get("return_dict", getattr(self.module.config, "return_dict", True))
+        as_output = given.get("return_dict", getattr(self._root.config, "return_dict", True))
         return output if as_output else output.to_tuple()
-
-    def forward(self, arguments: Mapping[str, Any]) -> Any:
-        """Call the model itself, with the parameters that this module has at present."""
-        return self.inner(**arguments)
 
     @contextmanager
     def attending(self, attention: ChunkAttention) -> Iterator[None]:
@@ -131,7 +122,7 @@ class _StreamedModel(nn.Module):
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
-        found = {id(item.config): item.config for item in self.module.modules() if hasattr(item, "config")}
+        found = {id(item.config): item.config for item in self._root.modules() if hasattr(item, "config")}
         configs = [item for item in found.values() if hasattr(item, "_attn_implementation")]
         before = [config._attn_implementation for config in configs]
         ATTENTION.register(_NAME, attention)
@@ -201,7 +192,7 @@ class _Sequence:
             for chunk in range(len(self._attention.bounds) - 1):
                 self._states.append(CallState(self._by_token["input_ids"].device, True, ()))
                 self._attention.begin(chunk, second=False)
-                output = self._model(self._arguments(chunk))
+                output = self._model.model(**self._arguments(chunk))
                 self.output_class, of_chunk = type(output), output.loss
                 del output  # and with it the chunk's logits
                 loss = of_chunk if loss is None else loss + of_chunk
@@ -221,13 +212,13 @@ class _Sequence:
         if not self._states:
             raise RuntimeError("backward ran twice through a streamed sequence: call the model again.")
         sums = {name: _GradientSum(item) for name, item in parameters.items()}
-        leaves = {f"module.{name}": item.leaf for name, item in sums.items()}
+        leaves = {name: item.leaf for name, item in sums.items()}
         with self._model.attending(self._attention), torch.enable_grad():
             for chunk in reversed(range(len(self._states))):
                 state = self._states.pop()
                 self._attention.begin(chunk, second=True)
                 with state.restored():
-                    loss = functional_call(self._model, leaves, (self._arguments(chunk),)).loss
+                    loss = self._model.model.with_parameters(leaves, **self._arguments(chunk)).loss
                 with state.autocast_restored():
                     torch.autograd.backward(loss, upstream.to(loss.dtype))
                 del loss
@@ -291,7 +282,7 @@ class _GradientSum:
 
     def _add(self, leaf: torch.Tensor) -> None:
         if self._sum is None:
-            self._sum = torch.zeros_like(leaf, dtype=torch.float32)
+            self._sum = zero_sum(leaf)
         assert leaf.grad is not None
         self._sum += leaf.grad
         leaf.grad = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_actswap import apply
 from tests.engine.tiny_models import batch, tiny_llama
+from tests.processes import join_group
 
 WORLD_SIZE = 2
 TILES: dict[str, dict[str, Any]] = {
@@ -73,9 +73,7 @@ def steps(kind: str, smooth: bool, tiles: dict[str, Any]) -> tuple[list[float], 
 def train_on_rank(rank: int, folder: str) -> None:
     """Write ``<what>.<kind>.<smooth>.<tiled>.<rank>.pt``."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder, "store")), WORLD_SIZE)
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=limit)
+    join_group(rank, folder, WORLD_SIZE, limit_s=60)
     try:
         for what, kind, smooth in CASES:
             for tiled in (False, True):

@@ -12,12 +12,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, set_seed
+from transformers import Trainer
 
 import hf_actswap
 from hf_actswap import ActSwapTrainingArguments
 from hf_actswap.engine.chunked_logits import ChunkedLogits
-from tests.engine.test_tiled_peaks import Counted
+from tests.engine.test_tiled_loss import Meter
+from tests.engine.tiny_models import tiny_llama as a_llama
 
 from .conftest import SHORT_ON_CPU, Tokens, losses, tiny_llama
 
@@ -89,18 +90,8 @@ def test_ten_thousand_tokens_of_wikitext(tmp_path: Path) -> None:
     (tmp_path / "tiles.yaml").write_text(LONG_TILES, encoding="utf-8")
     found = []
     for config in ({"recompute_config": {"recompute": True}}, str(tmp_path / "tiles.yaml")):
-        set_seed(0)
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=LONG_VOCABULARY,
-                hidden_size=64,
-                intermediate_size=224,
-                num_hidden_layers=4,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                max_position_embeddings=LONG,
-            )
-        )
+        sizes = {"hidden_size": 64, "intermediate_size": 224, "max_position_embeddings": LONG}
+        model = a_llama(vocab_size=LONG_VOCABULARY, **sizes)
         args = ActSwapTrainingArguments(
             output_dir=str(tmp_path),
             per_device_train_batch_size=1,
@@ -110,7 +101,7 @@ def test_ten_thousand_tokens_of_wikitext(tmp_path: Path) -> None:
             **SHORT_ON_CPU,
         )
         trainer = Trainer(model=model, args=args, train_dataset=data)
-        with Counted([*model.parameters(), ids]) as counted:
+        with Meter(model) as counted:
             trainer.train()
         found.append((losses(trainer), counted.peak_bytes))
     (whole, whole_bytes), (tiled, tiled_bytes) = found

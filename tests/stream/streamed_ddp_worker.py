@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_actswap import apply
+from tests.processes import join_group
 from tests.stream.streamed_models import STREAMED, data, gradients, made
 
 WORLD_SIZE = 2
@@ -57,9 +57,7 @@ def steps(kind: str, streamed: bool) -> tuple[list[float], dict[str, torch.Tenso
 def train_on_rank(rank: int, folder: str) -> None:
     """Write ``<kind>.<streamed>.<rank>.pt``."""
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(folder, "store")), WORLD_SIZE)
-    limit = timedelta(seconds=60)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD_SIZE, timeout=limit)
+    join_group(rank, folder, WORLD_SIZE, limit_s=60)
     try:
         for kind in KINDS:
             for streamed in (False, True):

@@ -1,0 +1,74 @@
+"""What it takes to run a call piece by piece: other parameters for a call, and sums of gradients in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.func import functional_call
+
+_PRODUCT_ROWS = 16_384
+"""Rows of the weight whose gradient is multiplied at once, so that there is no second fp32 copy of all."""
+
+
+class Exchangeable(nn.Module):
+    """What calls of a module run, as a module whose parameters can be exchanged for one call.
+
+    Args:
+        module: whose parameters they are.
+        run: what a call of it runs.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module, self.run = module, run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it with the parameters that the module has at present."""
+        return self.run(*args, **kwargs)
+
+    def with_parameters(self, named: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        """Run it with these in the place of the module's parameters of those names."""
+        return functional_call(self, {f"module.{name}": item for name, item in named.items()}, args, kwargs)
+
+
+@contextmanager
+def no_saved_tensor_hooks() -> Iterator[None]:
+    """Leave a plan's hooks out: what is saved lives for one chunk, or until backward begins."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        yield
+
+
+def zero_sum(like: torch.Tensor) -> torch.Tensor:
+    """Return zeros for a sum of gradients, of the shape of ``like``, at least in fp32."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.zeros(like.shape, dtype=dtype, device=like.device)
+
+
+def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return matrix products in at least fp32, of which half-precision kernels only round the end.
+
+    On fake tensors they are what an accelerator runs.
+
+    Args:
+        left, right: ``[.., m, n]`` and ``[.., n, p]``, with the same sizes ahead.
+    """
+    if left.dtype not in (torch.bfloat16, torch.float16):
+        return left @ right
+    if isinstance(left, FakeTensor) or (left.is_cuda and torch.version.hip is None):
+        if left.dim() == 2:
+            return torch.mm(left, right, out_dtype=torch.float32)
+        made = torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out_dtype=torch.float32)
+        return made.unflatten(0, left.shape[:-2])
+    return left.float() @ right.float()
+
+
+def add_product(total: torch.Tensor, of_logits: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Add a weight's gradient ``[V, H]``: of those of its outputs ``[C, V]``, and its inputs ``[C, H]``."""
+    for first in range(0, len(total), _PRODUCT_ROWS):
+        some = slice(first, first + _PRODUCT_ROWS)
+        total[some] += product(of_logits[:, some].t(), hidden)

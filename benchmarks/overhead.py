@@ -13,7 +13,7 @@ Each case has a model of its own with its hooks on. A round runs one step of eac
 changes; the numbers are medians over the rounds of the difference to the step without any hooks in the same
 round. The garbage collector is off within a step, as in `timeit`.
 
-On the CPU copies are those of the recording transfer, which are complete when compute waits for them; in the
+On the CPU copies are those of the tests' recording transfer, which are complete when compute waits for them; in the
 case ``swap, bare copies`` they do nothing at all, which leaves what is the engine's. Compare numbers of one
 run only, and ratios rather than microseconds: a busy machine makes all of them longer.
 """
@@ -45,11 +45,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.records import commit, hardware, versions
-from hf_actswap.engine import AppliedPlan, RecordingTransfer, Transfer, install
+from hf_actswap.engine import AppliedPlan, Transfer, install
 from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.transfer import Copy
 from hf_actswap.plan import MemoryPlan, PlanRow, Windows
 from hf_actswap.plan.model_structure import model_structure
+from tests.engine.recording_transfer import RecordingTransfer
 
 LAYERS = 4
 OPS_PER_MODULE = 100

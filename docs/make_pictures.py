@@ -3,7 +3,7 @@
     python docs/make_pictures.py        # needs matplotlib
 
 The times are not measured: a small step is walked through on paper, by the engine's own queues
-(`hf_actswap/engine/window_simulation.py`). Each SVG carries a digest of what it was drawn from.
+(`tests/engine/window_simulation.py`). Each SVG carries a digest of what it was drawn from.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ sys.path.insert(0, str(ROOT))
 
 from docs.make_sketches import write_svgs  # noqa: E402 - neither need be installed
 from hf_actswap.engine.link import Link  # noqa: E402
-from hf_actswap.engine.window_simulation import Simulated, simulate  # noqa: E402
 from hf_actswap.engine.windows import Candidate, Decision, Hooks, Timeline  # noqa: E402
 from hf_actswap.plan.actions import Windows  # noqa: E402
+from tests.engine.window_simulation import Simulated, simulate  # noqa: E402
 
 LAYERS, OPS = 8, 10
 FORWARD_MS, BACKWARD_MS = 1.0, 2.0

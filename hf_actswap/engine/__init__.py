@@ -15,13 +15,12 @@ from __future__ import annotations
 
 from .install import AppliedPlan, install
 from .stats import SwapStats
-from .transfer import BlockingTransfer, RecordingTransfer, Transfer
+from .transfer import BlockingTransfer, Transfer
 from .transfer_streams import StreamTransfer
 
 __all__ = [
     "AppliedPlan",
     "BlockingTransfer",
-    "RecordingTransfer",
     "StreamTransfer",
     "SwapStats",
     "Transfer",

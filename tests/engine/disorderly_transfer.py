@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_actswap.engine import RecordingTransfer
 from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.stats import PendingTime
 from hf_actswap.engine.transfer import Copy
+from tests.engine.recording_transfer import RecordingTransfer
 
 Direction = Literal["out", "in"]
 NAN_BYTE = 0xFF

@@ -13,7 +13,6 @@ from hf_actswap import apply
 from hf_actswap.engine import AppliedPlan, SwapStats, auto_windows, host_budget
 from hf_actswap.engine.link import Link
 from hf_actswap.engine.slabs import PageableSlabs
-from hf_actswap.engine.window_simulation import Simulated, simulate
 from hf_actswap.engine.windows import TOO_LATE_BACK, TOO_LATE_OUT
 from hf_actswap.plan import MemoryPlan, PlanRow, Windows
 from tests.engine.simulated_transfer import Clock, SimulatedTransfer
@@ -28,6 +27,7 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
+from tests.engine.window_simulation import Simulated, simulate
 
 DECIDED = 2
 """Index of the first step that decisions act in: forward 1 warms up, forward 2 is observed."""

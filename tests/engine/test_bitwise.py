@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hf_actswap import MemoryPlan, model_structure
-from hf_actswap.engine import RecordingTransfer, install
+from hf_actswap.engine import install
 from hf_actswap.plan import PlanRow
+from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.tiny_models import (
     CASES,
     NUM_LAYERS,

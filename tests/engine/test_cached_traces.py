@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from hf_actswap import MemoryPlan, apply
-from hf_actswap.engine import RecordingTransfer, SwapStats
+from hf_actswap.engine import SwapStats
 from hf_actswap.engine.forward_pass import ForwardPass
 from hf_actswap.plan import PlanRow, Windows
+from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.tiny_models import (
     BATCH,
     LENGTH,

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine import RecordingTransfer
 from tests.engine.healthy_steps import (
     PLANS,
     applied_on,
@@ -19,6 +18,7 @@ from tests.engine.healthy_steps import (
     healthy_afterwards,
     raising,
 )
+from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.tiny_models import (
     CASES,
     assert_bitwise_equal,

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
-from hf_actswap.engine import RecordingTransfer, forecast, host_budget, install
+from hf_actswap.engine import forecast, host_budget, install
 from hf_actswap.engine.forecast import record_saved
 from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.plan import PlanRow
+from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.spies import WatchingTransfer
 from tests.engine.test_with_moe import tiny_mixtral
 from tests.engine.tiny_models import (

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
-from hf_actswap.engine import RecordingTransfer, host_budget
+from hf_actswap.engine import host_budget
 from hf_actswap.engine.autograd_state import next_node_number
 from hf_actswap.engine.checkpoint_inputs import CheckpointInputs
 from hf_actswap.engine.forecast import record_saved
@@ -23,6 +23,7 @@ from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.plan import PlanRow, Windows
 from hf_actswap.plan.gradient_checkpointing import checkpoints_its_call
 from hf_actswap.plan.saved_bytes import swapped_bytes
+from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.simulated_transfer import Clock, SimulatedTransfer
 from tests.engine.spies import ErraticTransfer
 from tests.engine.test_recompute import held_bytes

@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine import RecordingTransfer
+from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.spies import BrokenTransfer, ErraticTransfer, WatchingTransfer, poison
 from tests.engine.tiny_models import (
     CASES,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hf_actswap.engine.link import Link
-from hf_actswap.engine.window_simulation import Simulated, simulate
 from hf_actswap.engine.windows import Candidate, Decision, Timeline
 from hf_actswap.plan import Windows
+from tests.engine.window_simulation import Simulated, simulate
 
 # A hook each 10 ms: forward 0 ... 4, the turn at 50, backward 4 ... 0 from 50 on.
 TIMELINE = Timeline(

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_actswap.engine.link import Link
-from hf_actswap.engine.window_simulation import Simulated, simulate
 from hf_actswap.engine.windows import Candidate, Decision, Timeline, choose_windows
 from hf_actswap.plan import Windows
+from tests.engine.window_simulation import Simulated, simulate
 
 FOREVER = 10**6
 GIB = 2**30

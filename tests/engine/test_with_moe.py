@@ -11,7 +11,7 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine import RecordingTransfer
+from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.tiny_models import (
     NUM_LAYERS,
     VOCABULARY,

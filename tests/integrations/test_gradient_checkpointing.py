@@ -13,9 +13,9 @@ from transformers import Trainer
 
 from hf_actswap import MemoryPlan, PlanError, apply, model_structure, resolve_plan
 from hf_actswap.config import load_config
-from hf_actswap.engine import RecordingTransfer
 from hf_actswap.plan import PlanRow, Windows
 from hf_actswap.plan.gradient_checkpointing import checkpoints_its_call
+from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.test_recompute import held_bytes
 from tests.engine.tiny_models import (
     BATCH,

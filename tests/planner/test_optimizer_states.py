@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from hf_actswap.engine import BlockingTransfer, RecordingTransfer
+from hf_actswap.engine import BlockingTransfer
 from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.slabs import PageableSlabs
@@ -23,6 +23,7 @@ from hf_actswap.engine.transfer import Copy
 from hf_actswap.errors import PlanError
 from hf_actswap.planner.meter import CountingMeter
 from hf_actswap.planner.states.optimizer_states import OptimizerStates
+from tests.engine.recording_transfer import RecordingTransfer
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 WIDTH, LAYERS, BATCH = 16, 6, 4

@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import PlanError, apply
-from hf_actswap.engine import RecordingTransfer
 from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.engine.stats import Counters
 from hf_actswap.stream.host_sequence import HostSequence
+from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.test_tiled_loss import Meter
 from tests.stream.streamed_models import LENGTH, SIZES, STREAMED, TOKENS, data, made, step
 

@@ -1,7 +1,8 @@
 """Walks through one step under a plan, in the engine's order: what waits, and what is on the device when.
 
 The engine acts at hooks, so that *which* moment something happens in does not depend on times. Times say only
-how long compute waits there. Copies are queued and carried by the link as `engine.window_simulation` does it.
+how long compute waits there. Copies are queued by the engine's own queues (`engine.schedule`) and take the
+times of a link; copies of one direction run one after another.
 
 In forward: at each pack the releases that are due, then the copy out that starts there; at the turn all that
 has not been released. In backward: at each span the prefetches whose point is reached, then what it

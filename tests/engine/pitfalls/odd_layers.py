@@ -10,7 +10,8 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine import RecordingTransfer, SwapStats, Transfer
+from hf_actswap.engine import SwapStats, Transfer
+from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.tiny_models import assert_bitwise_equal, gradients, on, one_step, tiny_llama
 
 HIDDEN, INNER = 32, 48

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine import AppliedPlan, RecordingTransfer
+from hf_actswap.engine import AppliedPlan
 from tests.engine.pitfalls.odd_layers import llama_with, same_gradients
+from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.spies import WatchingTransfer
 from tests.engine.tiny_models import (
     CASES,

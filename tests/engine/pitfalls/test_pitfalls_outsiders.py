@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hf_actswap.engine import RecordingTransfer
 from tests.engine.pitfalls.odd_layers import INNER, llama_saving, same_gradients
+from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.spies import WatchingTransfer
 from tests.engine.tiny_models import (
     CASES,

@@ -15,8 +15,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine import RecordingTransfer
 from tests.engine.pitfalls.odd_layers import llama_with, same_gradients, step_gradients
+from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.spies import ErraticTransfer, WatchingTransfer
 from tests.engine.tiny_models import (
     CASES,

@@ -12,8 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_actswap.engine import RecordingTransfer
 from tests.engine.pitfalls.odd_layers import INNER, PassThrough, llama_saving, llama_with, same_gradients
+from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.spies import WatchingTransfer
 from tests.engine.tiny_models import (
     NUM_LAYERS,

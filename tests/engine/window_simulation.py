@@ -12,10 +12,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..plan.actions import Windows
-from .link import DuplexLink, Lane, Link
-from .schedule import PrefetchOrder, ReleaseQueue, Want
-from .windows import Candidate, Decision, Timeline
+from hf_actswap.engine.link import DuplexLink, Lane, Link
+from hf_actswap.engine.schedule import PrefetchOrder, ReleaseQueue, Want
+from hf_actswap.engine.windows import Candidate, Decision, Timeline
+from hf_actswap.plan.actions import Windows
 
 _TOLERANCE_MS = 1e-6
 """A wait that is shorter is rounding."""

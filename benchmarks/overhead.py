@@ -13,9 +13,9 @@ Each case has a model of its own with its hooks on. A round runs one step of eac
 changes; the numbers are medians over the rounds of the difference to the step without any hooks in the same
 round. The garbage collector is off within a step, as in `timeit`.
 
-On the CPU copies are those of the tests' recording transfer, which are complete when compute waits for them; in the
-case ``swap, bare copies`` they do nothing at all, which leaves what is the engine's. Compare numbers of one
-run only, and ratios rather than microseconds: a busy machine makes all of them longer.
+On the CPU copies are those of the tests' recording transfer, which are complete when compute waits for
+them; in the case ``swap, bare copies`` they do nothing at all, which leaves what is the engine's. Compare
+numbers of one run only, and ratios rather than microseconds: a busy machine makes all of them longer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.records import commit, hardware, versions
-from hf_actswap.engine import AppliedPlan, Transfer, install
+from hf_actswap.engine import AppliedPlan, Resources, Transfer, install
 from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.transfer import Copy
 from hf_actswap.plan import MemoryPlan, PlanRow, Windows
@@ -289,7 +289,7 @@ class Subject:
                     BareTransfer() if case.bare_copies else RecordingTransfer(poison=False)
                 )
             plan = MemoryPlan(rows=case.rows, num_layers=LAYERS, min_tensor_bytes=case.min_tensor_bytes)
-            self.applied = install(self.model, plan, model_structure(self.model), transfer)
+            self.applied = install(self.model, plan, model_structure(self.model), Resources(transfer))
 
     def step(self) -> None:
         """Time one step, and one forward without gradients."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .config.schema import MemoryConfig
-from .engine import AppliedPlan, Transfer, install
+from .engine import AppliedPlan, Resources, Transfer, install
 from .engine.host_budget import HostMemory, Progress
 from .engine.install import put_tiles, tile_parts
 from .engine.swapped_storages import PackHandler
@@ -81,12 +81,12 @@ def apply(
     except ConfigError as error:
         raise with_problems_of_model(error, shape) from None
     if isinstance(requested, MemoryPlan):
-        return apply_plan(model, requested, shape, transfer, progress)
+        return apply_plan(model, requested, shape, Resources(transfer, progress))
     plan = resolve_plan(requested, shape)
     for changed in (*plan.warnings, *plan.adjustments):
         logger.warning("%s", changed)
     if requested.memory.mode == "off":
-        return apply_plan(model, plan, shape, transfer, progress)
+        return apply_plan(model, plan, shape, Resources(transfer, progress))
     if optimizer is None:
         raise PlanError([_NO_OPTIMIZER])
     return plan_while_training(
@@ -144,7 +144,8 @@ def plan_while_training(
     def put(plan: MemoryPlan, pack_handler: PackHandler | None) -> AppliedPlan:
         with nullcontext() if group is None else tensor_parallel_group(group):
             plan = replace(plan, tiles=fixed.tiles)  # on for as long as the planner
-            return apply_plan(model, plan, shape, transfer, progress, pack_handler, host)
+            given = Resources(transfer, progress, pack_handler=pack_handler, host=host)
+            return apply_plan(model, plan, shape, given)
 
     planner = start_planner(
         model,
@@ -172,25 +173,28 @@ def apply_plan(
     model: nn.Module,
     plan: MemoryPlan,
     shape: ModelStructure,
-    transfer: Transfer | None = None,
-    progress: Progress | None = None,
-    pack_handler: PackHandler | None = None,
-    host: HostMemory | None = None,
+    resources: Resources = Resources(),
 ) -> AppliedPlan:
     """Put a plan on a model whose structure is at hand; see `apply`.
+
+    Args:
+        model, plan, shape: the model, what is put on it, and the model's structure.
+        resources: that the plan is given; the tensor-parallel ranks are those of the group around the call,
+            and the default progress is a bar on rank 0.
 
     Raises:
         PlanError: the plan does not fit the model, or asks for what this version cannot carry out.
     """
     shape = shape.with_stacks_of(plan)
     _reject_what_cannot_be_applied(model, plan, shape)
-    bar = progress or _bar_on_rank_0()
-    applied = install(model, plan, shape, transfer, bar, enclosing_replicas(), pack_handler, host)
+    bar = resources.progress or _bar_on_rank_0()
+    given = replace(resources, progress=bar, replicas=enclosing_replicas())
+    applied = install(model, plan, shape, given)
     restores = _gathering_once(unwrapped(model), plan, shape)
-    if plan.rows or pack_handler is not None:
+    if plan.rows or given.pack_handler is not None:
         restores += _without_cache(unwrapped(model))
     if plan.streamed is not None:
-        restores.append(stream_sequences(unwrapped(model), plan.streamed, applied, transfer))
+        restores.append(stream_sequences(unwrapped(model), plan.streamed, applied, given.transfer))
     for restore in restores:
         applied.on_remove(restore)
     return applied

@@ -17,10 +17,12 @@ from .install import AppliedPlan, install
 from .stats import SwapStats
 from .transfer import BlockingTransfer, Transfer
 from .transfer_streams import StreamTransfer
+from .workplace import Resources
 
 __all__ = [
     "AppliedPlan",
     "BlockingTransfer",
+    "Resources",
     "StreamTransfer",
     "SwapStats",
     "Transfer",

@@ -50,15 +50,13 @@ from .fates import FateTable
 from .forecast import DryRunForecast, dropped_by
 from .forward_pass import ForwardPass
 from .hook_wrappers import Undo, compiled_wrapper, replace_call, replace_forward, wrap_call
-from .host_budget import HostMemory, Progress
 from .naming_mode import NamingMode, end_region
 from .owners import Place
 from .recompute import Region
-from .slices import ReplicaRanks, Slices
+from .slices import Slices
 from .stats import Counters, SwapStats
 from .swapped_storages import PackHandler
-from .transfer import Transfer
-from .workplace import Workplace
+from .workplace import Resources, Workplace
 
 logger = logging.getLogger(__name__)
 
@@ -76,11 +74,7 @@ class Engine:
         model: nn.Module,
         plan: MemoryPlan,
         structure: ModelStructure,
-        transfer: Transfer | None,
-        progress: Progress | None,
-        replicas: ReplicaRanks | None = None,
-        pack_handler: PackHandler | None = None,
-        host: HostMemory | None = None,
+        resources: Resources,
     ) -> None:
         self.plan, self.structure = plan, structure
         self._root = unwrapped(model)
@@ -91,25 +85,17 @@ class Engine:
         self._called = self._root if called is None else called  # a compiled wrapper has no truth value
         self._watch = CheckpointWatch(self._root, plan, structure)
         self._counters = Counters()
-        self._fates = FateTable(plan, structure, None if replicas is None else Slices(replicas))
-        self._regions = CompiledRegions(self._fates.recomputed, structure)
-        self._place = Workplace(
-            self._root,
-            plan,
-            self._fates,
-            self._counters,
-            transfer,
-            progress,
-            pack_handler,
-            host,
-            self.adjust,
+        self._fates = FateTable(
+            plan, structure, None if resources.replicas is None else Slices(resources.replicas)
         )
+        self._regions = CompiledRegions(self._fates.recomputed, structure)
+        self._place = Workplace(self._root, plan, self._fates, self._counters, resources, self.adjust)
         self._inside: set[nn.Module] = set()
         self._outside: tuple[nn.Module, ...] = ()
         self._forward: ForwardPass | None = None
         self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
         self._traces = CachedTraces(self._fates.scopes_without_recomputation, not self._fates.recomputes)
-        self._acts = bool(plan.rows) or pack_handler is not None
+        self._acts = bool(plan.rows) or resources.pack_handler is not None
         self._first_step = FirstStep(plan, structure, self._root, self._counters)
         self._named = self._fates.scopes_without_recomputation & self._fates.named_layers
         self._inside_hooks: list[Undo] | None = None

@@ -21,14 +21,13 @@ from ..plan.token_mixing import checked_tiles
 from .chunked_logits import chunk_head, is_chunked
 from .hook_wrappers import Hook
 from .hooks import Engine
-from .host_budget import HostMemory, Progress
 from .slices import ReplicaRanks
 from .stats import SwapStats
 from .swapped_storages import PackHandler
 from .tiled_calls import is_tiled, tile_module
 from .transfer import Transfer
 from .watched_copies import CopyListener
-from .workplace import Workplace
+from .workplace import Resources, Workplace
 
 logger = logging.getLogger(__name__)
 
@@ -152,11 +151,7 @@ def install(
     model: nn.Module,
     plan: MemoryPlan,
     structure: ModelStructure,
-    transfer: Transfer | None = None,
-    progress: Progress | None = None,
-    replicas: ReplicaRanks | None = None,
-    pack_handler: PackHandler | None = None,
-    host: HostMemory | None = None,
+    resources: Resources = Resources(),
 ) -> AppliedPlan:
     """Put ``plan`` on ``model``.
 
@@ -164,21 +159,16 @@ def install(
         model: bare or wrapped; hooks go to the model inside the wrapper.
         plan: fates of the ops of this model.
         structure: of this model.
-        transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
-        progress: called with (bytes, bytes in all) while host memory is made ready.
-        replicas: the tensor-parallel ranks, which the fate ``slice`` needs.
-        pack_handler: makes the tickets of what stays on the device (`evictable.IdleTensors.keep`), under a
-            plan without rows too. Every op is then followed at every step. It is not asked about what
-            whole-layer recomputation saves again in backward, nor about what recomputed ops rebuild.
+        resources: that the plan is given to work with.
 
     Raises:
         PlanError: the plan does not belong to this model, or a plan is on it already.
     """
     root = unwrapped(model)
-    tiles = plan.tiles if host is None else ()  # a planner has put them on, for all its plans
-    _check(root, replace(plan, tiles=tiles), structure, replicas)
-    parts = tile_parts(root, tiles, structure, replicas)
-    engine = Engine(model, plan, structure, transfer, progress, replicas, pack_handler, host)
+    tiles = plan.tiles if resources.host is None else ()  # a planner has put them on, for all its plans
+    _check(root, replace(plan, tiles=tiles), structure, resources.replicas)
+    parts = tile_parts(root, tiles, structure, resources.replicas)
+    engine = Engine(model, plan, structure, resources)
 
     def attach() -> list[Callable[[], None]]:
         if problems := _other_plan(root, structure, tiles):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -15,11 +15,34 @@ from .fused import Fuser
 from .host_budget import HostMemory, Progress
 from .host_pool import HostPool
 from .parameters import parameter_places
+from .slices import ReplicaRanks
 from .stats import Counters, SwapStats
 from .swapped_storages import PackHandler, Setting
 from .transfer import Transfer
 from .transfer_streams import transfer_of
 from .watched_copies import CopyListener, WatchedTransfer, profiler_is_on
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a plan is given to work with, from outside; what is not given is found or made when it is needed.
+
+    Args:
+        transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
+        progress: called with (bytes, bytes in all) while host memory is made ready.
+        replicas: the tensor-parallel ranks, which the fate ``slice`` needs.
+        pack_handler: makes the tickets of what stays on the device (`evictable.IdleTensors.keep`), under a
+            plan without rows too; ``None``: `tickets.keep`. Every op is then followed at every step. It is
+            not asked about what whole-layer recomputation saves again in backward, nor about what
+            recomputed ops rebuild.
+        host: host memory shared with other plans, which outlives each of them; ``None``: the plan's own.
+    """
+
+    transfer: Transfer | None = None
+    progress: Progress | None = None
+    replicas: ReplicaRanks | None = None
+    pack_handler: PackHandler | None = None
+    host: HostMemory | None = None
 
 
 class Workplace:
@@ -30,10 +53,7 @@ class Workplace:
         plan: that is applied.
         fates: of the plan.
         counters: of the plan.
-        transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
-        progress: called while host memory is made ready.
-        pack_handler: makes the tickets of tensors that stay; ``None``: `tickets.keep`.
-        host: shared with other plans, which outlives this one; ``None``: one of its own.
+        resources: that it is given.
         adjusted: called with what was decided by measurement.
 
     Attributes:
@@ -48,17 +68,13 @@ class Workplace:
         plan: MemoryPlan,
         fates: FateTable,
         counters: Counters,
-        transfer: Transfer | None,
-        progress: Progress | None,
-        pack_handler: PackHandler | None,
-        host: HostMemory | None,
+        resources: Resources,
         adjusted: Callable[[Sequence[Adjustment]], None],
     ) -> None:
         self._root, self._plan, self._fates, self.counters = root, plan, fates, counters
-        self._transfer, self._progress, self._pack_handler = transfer, progress, pack_handler
+        self._resources, self._pack_handler = resources, resources.pack_handler
         self._adjusted = adjusted
-        self._shares = host is not None
-        self.host = HostMemory(plan) if host is None else host
+        self.host = HostMemory(plan) if resources.host is None else resources.host
         self.setting: Setting | None = None
         self._first_parameter: tuple[nn.Module, str] | None = None
         self.listener: CopyListener | None = None
@@ -121,11 +137,11 @@ class Workplace:
         """What moves bytes, or would on the device of now."""
         if self.setting is not None:
             return self.setting.transfer
-        return self._transfer or transfer_of(self.device())
+        return self._resources.transfer or transfer_of(self.device())
 
     def pool(self, transfer: Transfer) -> HostPool:
         """Return the host memory that copies by ``transfer`` go to, on the device of now."""
-        return self.host.pool(self.device(), transfer.overlaps, self._progress)
+        return self.host.pool(self.device(), transfer.overlaps, self._resources.progress)
 
     def stats(self) -> SwapStats:
         """What was counted, and the host memory of now."""
@@ -133,7 +149,7 @@ class Workplace:
 
     def close(self) -> None:
         """Give the host memory back, unless others share it. Safe to call again."""
-        if not self._shares:
+        if self._resources.host is None:
             self.host.close()
 
     def unbind(self) -> None:

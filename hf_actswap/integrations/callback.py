@@ -16,7 +16,7 @@ from transformers.training_args import TrainingArguments
 
 from ..apply import apply_plan, plan_while_training
 from ..config import ActSwapConfig
-from ..engine import AppliedPlan, SwapStats
+from ..engine import AppliedPlan, Resources, SwapStats
 from ..engine.stats import gib_text
 from ..errors import ActSwapError, ConfigError, PlanError, Problem, short_traceback
 from ..parallel import tensor_parallel_group
@@ -228,7 +228,7 @@ class ActSwapCallback(TrainerCallback):
                 if args.disable_tqdm:
                     self.applied.progress = None
             else:
-                self.applied = apply_plan(model, own, shape, progress=silent)
+                self.applied = apply_plan(model, own, shape, Resources(progress=silent))
         if parallel is not None:
             parallel.expect_batch()
         self._before = self._step = SwapStats()

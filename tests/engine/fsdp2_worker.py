@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_actswap import MemoryPlan, load_config, model_structure, resolve_plan
-from hf_actswap.engine import BlockingTransfer, install
+from hf_actswap.engine import BlockingTransfer, Resources, install
 from hf_actswap.engine.host_pool import HostBuffer
 from hf_actswap.engine.transfer import Copy
 from tests.engine.tiny_models import (
@@ -110,7 +110,7 @@ def _train(rank: int, case: Case, _: object) -> Result:
         _shard(model, case.sharding == "gathered twice")
     if case.order == "sharded, installed" and plan is not None:
         fitting = plan if isinstance(plan, MemoryPlan) else resolve_plan(load_config(plan), shape)
-        applied = install(model, fitting, shape, transfer)
+        applied = install(model, fitting, shape, Resources(transfer))
     elif case.order == "sharded, applied":
         applied = on(model, plan, transfer)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

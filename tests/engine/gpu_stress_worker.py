@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.exactness import deterministic
 from hf_actswap import MemoryPlan, load_config, model_structure, resolve_plan
-from hf_actswap.engine import StreamTransfer, Transfer, install
+from hf_actswap.engine import Resources, StreamTransfer, Transfer, install
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
 from tests.engine.gpu_stress import LIVES_OF_SHARDED, PLANS, Stress, small_llama
 from tests.engine.graph_lives import GRAPH_LIVES
@@ -161,7 +161,7 @@ def _stress_sharded(plan: MemoryPlan | str, device: torch.device) -> None:
     stress = Stress(model, (2, 16) if on_cpu else (4, 512), LIVES_OF_SHARDED)
     stress.learn()
     assert stress.wrong_bits(SHORT) == 0, "FSDP2 alone does not repeat its gradients"
-    with install(model, fitting, shape, stressed(device)):
+    with install(model, fitting, shape, Resources(stressed(device))):
         wrong = stress.wrong_bits(SHORT)
     assert wrong == 0, f"{wrong} gradients differ"
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_plan
-from hf_actswap.engine import forecast, host_budget, install
+from hf_actswap.engine import Resources, forecast, host_budget, install
 from hf_actswap.engine.forecast import record_saved
 from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.plan import PlanRow
@@ -110,9 +110,8 @@ def test_what_has_room_is_the_earliest_in_every_step() -> None:
 def test_memory_is_made_ready_before_the_first_step_needs_it() -> None:
     model, reports = tiny_llama(), list[tuple[int, int]]()
     plan, shape = plan_of(*CORES), model_structure(model)
-    applied = install(
-        model, plan, shape, OverlappingTransfer(), lambda done, total: reports.append((done, total))
-    )
+    given = Resources(OverlappingTransfer(), lambda done, total: reports.append((done, total)))
+    applied = install(model, plan, shape, given)
     assert applied.stats().host_pool_bytes == 0
     held: list[int] = []
     model.model.layers[0].register_forward_hook(lambda *_: held.append(applied.stats().host_pool_bytes))

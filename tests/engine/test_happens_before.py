@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine import StreamTransfer, install, transfer_streams
+from hf_actswap.engine import Resources, StreamTransfer, install, transfer_streams
 from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.stats import Counters, PendingTime
 from tests.engine.gpu_stress import PLANS, Stress, moving, small_llama
@@ -44,7 +44,7 @@ def violations(example: Example, order: StreamOrder, patch: pytest.MonkeyPatch) 
     with patch.context() as patched:
         pretend(patched, order)
         applied = install(
-            trainer.model, example.plan, structure_of(len(example.bodies)), transfer=StreamTransfer(CPU)
+            trainer.model, example.plan, structure_of(len(example.bodies)), Resources(StreamTransfer(CPU))
         )
         with order.watching():
             found = trainer.gradients()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_actswap import MemoryPlan
-from hf_actswap.engine import install
+from hf_actswap.engine import Resources, install
 from hf_actswap.plan import PlanRow, Windows
 from hf_actswap.plan.model_structure import LayerStructure, ModelStructure, Op
 from tests.engine.disorderly_transfer import Direction, DisorderlyTransfer, Machine
@@ -215,7 +215,7 @@ def faults(example: Example, never_waits: Direction | None = None) -> tuple[list
     machine = Machine(example.compute_ms)
     transfer = DisorderlyTransfer(machine, example.out_ms, example.in_ms, never_waits, example.poison)
     trainer = Trainer(example, machine, transfer.poison_sources)
-    applied = install(trainer.model, example.plan, structure_of(len(example.bodies)), transfer)
+    applied = install(trainer.model, example.plan, structure_of(len(example.bodies)), Resources(transfer))
     found = trainer.gradients()
     machine.finish()
     stats = applied.stats()

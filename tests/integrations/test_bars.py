@@ -45,7 +45,7 @@ def test_pinning_says_so_in_the_log_only(
     install = globals_of_apply["install"]
 
     def listen(*args: Any) -> Any:
-        given.append(args[4])
+        given.append(args[3].progress)
         return install(*args)
 
     monkeypatch.setitem(globals_of_apply, "install", listen)

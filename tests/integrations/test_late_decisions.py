@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 from transformers import Trainer
 
 import hf_actswap
-from hf_actswap.engine import host_budget, install
+from hf_actswap.engine import Resources, host_budget, install
 from hf_actswap.engine.link import Link
 from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.integrations import callback as callback_module
@@ -37,7 +37,11 @@ def overlapping(monkeypatch: pytest.MonkeyPatch) -> Any:
     clock.drive(model)
     link = Link(BYTES_PER_MS, BYTES_PER_MS, BYTES_PER_MS, BYTES_PER_MS, latency_ms=0.01)
     transfer = SimulatedTransfer(clock, link, free_bytes=2**40)
-    with_transfer = functools.partial(callback_module.apply_plan, transfer=transfer)
+    put = callback_module.apply_plan
+
+    def with_transfer(model: Any, plan: Any, shape: Any, resources: Resources) -> Any:
+        return put(model, plan, shape, replace(resources, transfer=transfer))
+
     monkeypatch.setattr(callback_module, "apply_plan", with_transfer)
     monkeypatch.setattr(host_budget, "PinnedSlabs", lambda *_: PageableSlabs())
     return model
@@ -133,7 +137,7 @@ def test_only_rank_0_shows_a_bar(monkeypatch: pytest.MonkeyPatch, rank: int) -> 
     given: list[Any] = []
 
     def listen(*args: Any) -> Any:
-        given.append(args[4])
+        given.append(args[3].progress)
         return install(*args)
 
     monkeypatch.setitem(callback_module.apply_plan.__globals__, "install", listen)

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from hf_actswap import MemoryPlan, model_structure
-from hf_actswap.engine import install
+from hf_actswap.engine import Resources, install
 from hf_actswap.engine.evictable import IdleTensors
 from hf_actswap.engine.stats import gib_text
 from hf_actswap.engine.tickets import restore
@@ -151,7 +151,7 @@ def test_without_the_guard_it_fails() -> None:
 def llama_step(device: Device, model: nn.Module, ids: torch.Tensor, *rows: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     plan = MemoryPlan(tuple(rows), num_layers=4, min_tensor_bytes=512)
-    with install(model, plan, model_structure(model), pack_handler=device.idle.keep):
+    with install(model, plan, model_structure(model), Resources(pack_handler=device.idle.keep)):
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
     del loss

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from hf_actswap import PlanError, apply, model_structure
 from hf_actswap.config.schema import MemoryConfig
+from hf_actswap.engine import AppliedPlan, Resources, install
 from hf_actswap.engine.host_budget import HostMemory
-from hf_actswap.engine.install import AppliedPlan, install
 from hf_actswap.plan.actions import MemoryPlan
 from hf_actswap.planner import bucket_plans, stable
 from hf_actswap.planner.bucket_plans import ShapeBucket
@@ -157,7 +157,7 @@ def test_graphs_of_two_plans_live_beside_each_other(first: str, second: str) -> 
         for applied in plans:
             applied.suspend()
         transfer = DisorderlyTransfer(machine, [0, 3, 40], [7, 0, 25])
-        plans.append(install(model, PLANS[name](), model_structure(model), transfer, host=host))
+        plans.append(install(model, PLANS[name](), model_structure(model), Resources(transfer, host=host)))
     losses = []
     for seed in range(4):
         plans[1 - seed % 2].suspend()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from hf_actswap.engine.autograd_state import running_node_number
 from hf_actswap.engine.forecast import record_saved
 from hf_actswap.engine.tickets import Ticket, keep
 from hf_actswap.engine.transfer import BlockingTransfer
+from hf_actswap.plan.forward_recorder import ForwardRecorder
 from hf_actswap.plan.op_facts import computes, is_collective
 from hf_actswap.planner.meter import CountingMeter
 from hf_actswap.planner.profile import Profile
@@ -218,6 +220,31 @@ def test_an_exception_in_mid_step_leaves_nothing_behind(error: type[BaseExceptio
     assert surroundings(model) == before
     profile = recorder.profile(device="cpu")
     assert profile.spans[-1].backward_place == -1
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C raises, also in a job that a script has started in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
+@pytest.mark.parametrize("moment", ["own_weights", "installed", "saving", "__enter__", "__exit__"])
+def test_ctrl_c_where_a_recorded_forward_begins_or_ends(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    recorder = watched(model)  # it runs a forward on fake tensors first
+    before, step_of = surroundings(model), getattr(ForwardRecorder, moment)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return step_of(*args, **kwargs)
+
+    monkeypatch.setattr(ForwardRecorder, moment, interrupted)
+    with pytest.raises(KeyboardInterrupt), recorder:
+        step(model, call_of())
+    assert surroundings(model) == before
 
 
 def test_an_exception_in_backward_leaves_nothing_behind() -> None:

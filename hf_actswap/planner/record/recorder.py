@@ -27,6 +27,7 @@ from ...engine.hook_wrappers import compiled_wrapper, wrap_call
 from ...engine.link import Link
 from ...engine.parameters import inner_tensors
 from ...engine.tickets import Ticket, keep, restore
+from ...interrupts import uninterrupted
 from ...plan.compiled import is_compiled
 from ...plan.forward_recorder import ForwardRecorder
 from ...plan.model_structure import ModelStructure, unwrapped
@@ -226,6 +227,7 @@ class StepRecorder:
         layers = [layer for layer in self._structure.layers if layer.compiled and self._compiles]
         return {(layer.index, "", None): layer.nodes for layer in layers}
 
+    @uninterrupted()
     def _forward_starts(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._seen or not torch.is_grad_enabled():
             return
@@ -250,6 +252,7 @@ class StepRecorder:
     def _forward_ends(self, *_: Any) -> None:
         self._leave_forward()
 
+    @uninterrupted()
     def _leave_forward(self) -> None:
         inside, self._inside = self._inside, None
         if inside is None:

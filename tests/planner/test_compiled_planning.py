@@ -30,6 +30,9 @@ MEASURED_GIB = {0.5: 9.2, 0.2: 5.3, 0.0: 2.5}
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
+STEPS = 10
+"""Three of warm-up, one of which compiles, at most four of search, and three that are stable."""
+
 
 def nothing(layers: int) -> MemoryPlan:
     return MemoryPlan((), layers)
@@ -202,13 +205,13 @@ def test_many_plans_do_not_make_the_compiler_give_up() -> None:
 
 def planned(share: float, unplanned: Trained, **settings: Any) -> Trained:
     budget = share * unplanned.peak_bytes / GIB
-    return train(compiled_llama, {"mode": "adaptive", "budget_gib": budget, **settings}, steps=9)
+    return train(compiled_llama, {"mode": "adaptive", "budget_gib": budget, **settings}, steps=STEPS)
 
 
 @pytest.fixture(scope="module")
 def unplanned() -> Trained:
     torch._dynamo.reset()
-    return train(compiled_llama, steps=9)
+    return train(compiled_llama, steps=STEPS)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +243,7 @@ def test_three_phases_of_compiled_layers(unplanned: Trained) -> None:
         return model
 
     budget = int(0.62 * unplanned.peak_bytes)
-    found = train(build, {"mode": "adaptive", "budget_gib": budget / GIB, "search_steps": 4}, steps=9)
+    found = train(build, {"mode": "adaptive", "budget_gib": budget / GIB, "search_steps": 4}, steps=STEPS)
     assert found.losses == unplanned.losses
     assert found.phases[-3:] == ["stable"] * 3
     assert max(found.stable_peaks()) <= budget

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import PlanError
+from ..interrupts import uninterrupted
 from ..plan.actions import Adjustment, MemoryPlan, PlanRow, Scope, folded
 from ..plan.checkpointing_rules import problems_of_checkpointing
 from ..plan.compiled import called_modules, uncompiled
@@ -177,12 +178,15 @@ class Engine:
         """Follow the module paths in layers that have no cached trace yet, or none any more."""
         if self._inside_hooks is None:
             layers = [layer for layer in self.structure.all_layers if layer.index in self._named]
-            self._inside_hooks = [undo for layer in layers for undo in self._follow_modules(layer)]
+            with uninterrupted():
+                self._inside_hooks = [undo for layer in layers for undo in self._follow_modules(layer)]
 
     def _leave_inside(self) -> None:
-        undo, self._inside_hooks = self._inside_hooks, None
-        for step in reversed(undo or []):
-            step()
+        if self._inside_hooks:
+            with uninterrupted():
+                undo, self._inside_hooks = self._inside_hooks, None
+                for step in reversed(undo):
+                    step()
 
     def _settle(self, forecast: DryRunForecast) -> None:
         """What the first forward will save can be known: change the plan to what will be carried out."""
@@ -277,11 +281,12 @@ class Engine:
 
     def _clean_up(self) -> None:
         """Drop what an interrupted forward left behind."""
-        forward, self._forward, self._saving = self._forward, None, None
         self._leave_mode()
-        if forward is not None:
-            pop_leaked_hooks(forward.pack)
-            forward.end()
+        if self._forward is not None:
+            with uninterrupted():
+                forward, self._forward, self._saving = self._forward, None, None
+                pop_leaked_hooks(forward.pack)
+                forward.end()
 
     def _follow_scope(self, module: nn.Module, scope: Scope, layer: LayerStructure | None) -> list[Undo]:
         place = Place(scope, tuple(module.modules()))
@@ -298,7 +303,8 @@ class Engine:
             checkpoint = checkpoint_of(module, layer, self._fates.checkpointed_layers)
             follow = forward.start_scope(place, args, kwargs, compiled_nodes, checkpoint)
             if naming is not None and follow:
-                self._follow_inside()  # an earlier layer did not match its cached trace, perhaps
+                if scope in self._named:
+                    self._follow_inside()  # an earlier layer did not match its cached trace, perhaps
                 forward.stack = OpStack(naming.attention_paths)
                 if self._fates.recomputed.is_root(scope, ""):
                     forward.region = self._region(forward, module, scope, "", args, kwargs)
@@ -359,9 +365,10 @@ class Engine:
         return Region(name, module, args, kwargs, ticket_of, self._counters, True, fuse, keeps)
 
     def _leave_mode(self) -> None:
-        mode, self._mode = self._mode, None
+        mode = self._mode
         if mode is not None and function_mode_is_innermost(mode):
             mode.__exit__(None, None, None)
+        self._mode = None  # after it: an interrupt between the two finds what is left
 
 
 def checkpointed(layer: nn.Module) -> Undo:

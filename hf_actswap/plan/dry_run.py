@@ -147,7 +147,7 @@ def dry_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, 
     """
     named = without_idle_mask(kwargs)
     packed = nullcontext() if holds_several_sequences(named) else one_sequence_each()
-    with quietly(), hooks_off(model), packed, fakes_only():
+    with uninterrupted(), quietly(), hooks_off(model), packed, fakes_only():
         yield named
 
 

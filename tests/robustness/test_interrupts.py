@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import random
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -58,7 +59,7 @@ class Training:
     left: tuple[str, ...]
 
 
-def train(config: dict[str, Any], interrupt_after_s: float) -> Training:
+def train(config: dict[str, Any], interrupt_after_s: float, trace: Any = None) -> Training:
     model = tiny_llama()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     before = snapshot(model)
@@ -68,12 +69,14 @@ def train(config: dict[str, Any], interrupt_after_s: float) -> Training:
     began_s = time.process_time()
     try:
         signal.setitimer(signal.ITIMER_VIRTUAL, interrupt_after_s)
+        sys.settrace(trace)
         try:
             for step in range(STEPS):
                 model(input_ids=batch(step), labels=batch(step)).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
         finally:
+            sys.settrace(None)
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
     except KeyboardInterrupt as error:
         interrupted = True
@@ -128,6 +131,50 @@ def test_nothing_stays_after_an_interrupt(config: dict[str, Any], interrupts: in
             found.append(training)
             assert set(training.left) <= ({"swaps"} if training.in_unpack else set()), training
     assert sum(training.in_unpack for training in found) < interrupts / 2 + 5
+
+
+def _interrupting(file: str, lines: set[tuple[str, int]], at: tuple[str, int] | None) -> Any:
+    """Return a trace function that notes the lines that run in a file, and interrupts at one of them."""
+
+    def trace(frame: Any, event: str, _argument: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(file):
+            return None
+        line = (frame.f_code.co_name, frame.f_lineno)
+        if event == "line" and line not in lines:
+            lines.add(line)
+            if line == at:
+                sys.settrace(None)
+                signal.raise_signal(signal.SIGINT)
+        return trace
+
+    return trace
+
+
+def traced(
+    config: dict[str, Any], file: str, at: tuple[str, int] | None
+) -> tuple[set[tuple[str, int]], Training]:
+    """Train, with an interrupt where the line ``at`` of a file runs for the first time."""
+    lines: set[tuple[str, int]] = set()
+    try:
+        return lines, train(config, 3600.0, _interrupting(file, lines, at))
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("_timer")
+@pytest.mark.parametrize(
+    ("config", "file"),
+    [(EVERYTHING, "engine/hooks.py"), (PLANNED, "planner/record/recorder.py"), (PLANNED, "planner/run.py")],
+)
+def test_nothing_stays_wherever_the_interrupt_comes(config: dict[str, Any], file: str) -> None:
+    lines, whole = traced(config, file, None)
+    assert len(lines) > 50
+    assert whole.left == ()
+    left = {line: traced(config, file, line)[1].left for line in sorted(lines)}
+    assert {line: names for line, names in left.items() if names} == {}
 
 
 class _Saved:

@@ -1,8 +1,8 @@
 """JSON documents that this library writes, read back by the types that its dataclasses declare.
 
-What a type asks for beyond itself is written where the type is, ``Annotated[int, Rule(...)]``. All that is
-wrong with a document is named at once: the place, what was expected, what stands there. No text makes the
-reading hang, or raise anything else.
+Rules beyond the type are written with the type, ``Annotated[int, Rule(...)]``. All errors of a document are
+named at once: the place, what was expected, what was found. No text can make the reader hang, or raise any
+other error.
 """
 
 from __future__ import annotations

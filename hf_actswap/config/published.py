@@ -38,7 +38,7 @@ _MAX_CELL_CHARACTERS = 400
 
 
 class Plan(Protocol):
-    """A plan, as this layer of the package knows one."""
+    """The methods of a plan that this package uses."""
 
     def to_json(self) -> str:
         """Return the plan as JSON."""

@@ -103,7 +103,7 @@ class Blocks:
             stack.append(buffer)
 
     def take(self, size_bytes: int, least_bytes: int) -> HostBuffer | None:
-        """Return a block, or ``None`` if there is no room.
+        """Return a block, or ``None`` if no free range is large enough.
 
         Args:
             size_bytes: of the block.

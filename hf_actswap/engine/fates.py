@@ -1,4 +1,4 @@
-"""The plan as the hooks ask it: what to do with what an op produces."""
+"""The plan as the hooks read it: what to do with the tensors that an op produces."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FateTable:
 
     Args:
         plan: rows.
-        structure: tells modules from functions.
+        structure: says which ops are modules and which are functions.
         slices: of the tensor-parallel ranks; ``None``: there are none, and no row says ``slice``.
 
     Attributes:
@@ -94,5 +94,5 @@ class FateTable:
 
 
 def _next(scope: Scope) -> Scope:
-    """The layer that reads what ``scope`` hands on, in the decoder."""
+    """The layer of the decoder that reads the output of ``scope``."""
     return scope + 1 if isinstance(scope, int) else 0

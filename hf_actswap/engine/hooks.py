@@ -5,7 +5,7 @@ What `Engine` installs, and nothing else:
 * on the model, something before and after its call (`wrap_call`): the saved-tensor hooks are pushed before
   its forward and popped after it, also after an exception; and around its call, for what skips even
   ``always_call`` hooks (`KeyboardInterrupt`);
-* on each layer, and on the embedding, the final norm and the head, a pair that says where we are;
+* on each layer, and on the embedding, the final norm and the head, a pair that follows which of them runs;
 * on the modules inside layers whose ops are decided one by one, a pair that follows the module path, and
   the `NamingMode` while the layer runs, both until its `cached_traces` are known;
 * on layers that are recomputed whole, ``torch.utils.checkpoint`` around their forward, non-reentrant with
@@ -14,8 +14,8 @@ What `Engine` installs, and nothing else:
 Outside a training forward (no grad, evaluation, recomputation in backward) there is no `ForwardPass`, and
 every hook returns at once.
 
-The hooks tell two watchers of each forward. `CheckpointWatch` raises where gradient checkpointing has been
-switched on since the plan was applied and the plan cannot act beside it; `FirstStep` warns, once, where a
+The hooks call two observers at each forward. `CheckpointWatch` raises an error if gradient checkpointing has
+been switched on since the plan was applied and the plan cannot work with it. `FirstStep` warns, once, if a
 step did nothing of what the plan says.
 """
 
@@ -396,7 +396,7 @@ def checkpointed(layer: nn.Module) -> Undo:
 class CheckpointWatch:
     """Notices gradient checkpointing that is switched on after a plan has been applied, at the next forward.
 
-    It asks the rules again that were asked when the plan was applied, if their answer may have changed.
+    It applies the same rules as when the plan was applied, if their result may have changed.
 
     Args:
         model: inside its wrappers.

@@ -287,8 +287,8 @@ class MemoryWatch(_StepWatch):
         model: that the plan is on.
         applied: the plan; not evictable, for this makes the tickets of what stays.
         allocated_bytes: device memory in use now.
-        peak_bytes: the most in use since it was asked last; ``None``: nobody can say, and what is in use
-            between two saved tensors only is not seen.
+        peak_bytes: the most in use since its last call; ``None``: unknown, and memory that is in use only
+            between two saved tensors is not seen.
     """
 
     def __init__(

@@ -10,8 +10,8 @@ The engine speaks to one interface; three classes implement it:
 Contract, argued once for all of them. Between ``offload`` and ``wait`` on its copy the caller keeps the
 source alive and unchanged; after ``wait`` it may drop it (a stream orders the reuse of its memory behind
 the wait). Between ``reload`` and ``wait`` the caller neither reads the new block nor drops it. A host block
-may be given back to the pool as soon as nobody will reload it: the next ``offload`` into it is ordered
-after what still reads it.
+may be given back to the pool as soon as it will not be reloaded again: the next ``offload`` into it is
+ordered after what still reads it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Stamp(Protocol):
 
 
 class StepLog(Generic[Event]):
-    """Events of one step in compute's order of work. There is one only while somebody listens.
+    """Events of one step in compute's order of work. There is a log only while a listener is registered.
 
     The planner's `SpanLog` is another log: at each of its marks it also looks at the meter and at autograd's
     node numbers, and its clock may add up op by op where nothing is computed.
@@ -95,7 +95,7 @@ class Transfer(Protocol):
         """Give cached device memory back to the device. Between steps only."""
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """Copy ``source`` (contiguous, on the device) to ``host``, which has been told to hold it."""
+        """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete.
@@ -104,7 +104,7 @@ class Transfer(Protocol):
         """
 
     def host_reader_done(self, host: HostBuffer) -> None:
-        """Nobody will reload ``host`` for its present content."""
+        """Note that the present content of ``host`` will not be reloaded again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class BlockingTransfer:
         self._device = device
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """Copy ``source`` (contiguous, on the device) to ``host``, which has been told to hold it."""
+        """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
         start = HostStamp.now()
         for target, part in host.pairs(source):
             target.copy_(part)
@@ -238,7 +238,7 @@ class _RecordedCopy:
         if self.complete:
             return None
         queue = self._owner.queue
-        if queue[0] is self:  # as ever in a step without surprises
+        if queue[0] is self:  # the usual case
             queue.popleft().run()
         else:
             self._owner.complete_through(self)
@@ -288,7 +288,7 @@ class RecordingTransfer:
         self.log.append((event,))
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """Copy ``source`` (contiguous, on the device) to ``host``, which has been told to hold it."""
+        """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
         pairs = host.pairs(source)
         if self._poison:
             for target, _ in pairs:

@@ -74,7 +74,7 @@ class Commands(LateCommands):
     places = (
         CommandPlace(
             "check",
-            "Name every problem of a configuration for a model, and every requested policy that gives way.",
+            "List every error of a configuration for a model, and every request that is changed or ignored.",
         ),
         CommandPlace(
             "explain", "Say why an op of a layer is kept, swapped or recomputed, and what would change it."
@@ -93,7 +93,7 @@ class Commands(LateCommands):
         ),
         CommandPlace(
             "push",
-            "Publish a configuration, and a plan beside it, on the Hub. Nothing malformed is published.",
+            "Publish a configuration, and a plan beside it, on the Hub. Files with errors are not published.",
         ),
     )
 
@@ -102,12 +102,12 @@ app = typer.Typer(
     name="hf-actswap",
     cls=Commands,
     help=(
-        "Swap and recompute activations of Hugging Face models: look before you train. No command needs "
-        "weights or a GPU."
+        "Check configurations and predict memory and time before you train a Hugging Face model with swapped "
+        "and recomputed activations; show the report of a run. No command needs weights or a GPU."
     ),
     epilog=(
-        "Exit codes: 0 all is well, 1 problems in what was written, 2 wrong usage. With --json a command "
-        "writes one JSON document to stdout and nothing else."
+        "Exit codes: 0 no errors, 1 errors in the configuration, model, plan or budget, 2 an error in the "
+        "command line. With --json a command writes one JSON document to stdout and nothing else."
     ),
     no_args_is_help=True,
     add_completion=False,

@@ -63,7 +63,7 @@ def state_bytes(optimizer: str | None, model: nn.Module) -> tuple[int, int]:
     ``get_state_buffer``).
 
     Args:
-        optimizer: of `options.PaperOptimizerName`; ``None``: nobody says.
+        optimizer: of `options.PaperOptimizerName`; ``None``: not given.
         model: whose parameters with ``requires_grad`` are trained.
     """
     if optimizer is None:

@@ -1,4 +1,4 @@
-"""Into a loop of one's own that Accelerate drives."""
+"""`prepare`: a configuration or plan in a training loop of your own with Accelerate."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def prepare(
         applied = apply(model, requested, optimizer=optimizer)
         if optimizer is None:
             return Prepared(accelerator.prepare(model), None, applied, None, model, accelerator)
-        wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)  # FSDP2 wants both at once
+        wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)  # FSDP2 needs both at once
         return Prepared(wrapped, prepared_optimizer, applied, None, model, accelerator)
     model = model.to(accelerator.device)
     parallel = begin_parallel_training(accelerator, model, loaded, optimizer)

@@ -29,7 +29,7 @@ from ..errors import ActSwapError, Problem
 from .mesh import started_processes
 
 WAIT_S = 1800.0
-"""How long ranks wait for one that has more to do before: as long as collectives do, unless told."""
+"""How long ranks wait for a slower one: as long as collectives do, unless another time is given."""
 
 READERS_S = 5.0
 """How long a rank that fails waits for the others to read so: it may be the one that serves the store."""
@@ -148,7 +148,7 @@ def _next_turn(
 
 
 def _tell(turn: _Turn, error: BaseException) -> None:
-    """Tell the others that this rank has failed; it need not hear them."""
+    """Report to the others that this rank has failed, without waiting for them."""
     said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
     with suppress(RuntimeError):  # the store is gone, and the error is what counts
         turn.publish("facts", json.dumps({_FAILURE: said}))

@@ -1,9 +1,9 @@
 """Modules that keep attributes on their parameters, and modules that hold parts of full parameters.
 
 Which gradients are summed, and how a norm counts a parameter, is said by attributes of the parameters (NxD's
-contract). PyTorch loses them wherever it makes a parameter anew; here they are kept by the module.
+contract). PyTorch loses them wherever it makes a new parameter object; here the module keeps them.
 
-A module of somebody else's, which keeps its class, can have parameters divided too: see `divide_parameter`.
+A module of another library, which keeps its class, can have parameters divided too: see `divide_parameter`.
 """
 
 from __future__ import annotations

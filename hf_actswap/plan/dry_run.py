@@ -1,6 +1,6 @@
 """A dry run: one call of a model on fake tensors that leaves no trace. No hook, no kernel, nothing compiled.
 
-The call happens on a model that somebody else has set up already, so it must not set anything in motion. A
+The call happens on a model that is already set up for training, so it must not have side effects. A
 hook may gather sharded weights (FSDP2 keeps what it gathers: fake tensors would stay in the model for good)
 or count its calls. A Triton kernel that is given the address of a fake tensor would run on address 0, which
 ends the CUDA context.

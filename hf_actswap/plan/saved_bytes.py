@@ -38,7 +38,7 @@ class SavedBytes:
     """What one forward saves and hands around; weights and what comes from outside the layers left out.
 
     Args:
-        storages: in the order in which they were met.
+        storages: in the order of their first use.
         modules: by layer, the paths of its modules (``""`` is the layer itself).
     """
 
@@ -57,7 +57,7 @@ class SavedBytes:
 
 @dataclass(frozen=True, slots=True)
 class SwappedCopy:
-    """One copy to the host in one forward, and the row that asks for it."""
+    """One copy to the host in one forward, and the row that requests it."""
 
     row: PlanRow
     size_bytes: int
@@ -134,7 +134,7 @@ def swapped_copies(saved: SavedBytes, plan: MemoryPlan) -> Iterator[SwappedCopy]
 def swap_tickets(
     storage: SavedStorage, recomputed: RecomputedModules, held: Use | None
 ) -> Iterator[AskedSwap]:
-    """Yield the tickets of one storage that are on the host during the turn.
+    """Yield the tickets of one storage that are on the host at the turn, which is the end of forward.
 
     Args:
         storage: with its uses.
@@ -228,7 +228,7 @@ def moved_range(view: _View, view_bytes: int, storage_bytes: int) -> tuple[int, 
     storage then has a copy of its own.
 
     Args:
-        view: tells its first byte, and the byte after the last that it can reach.
+        view: has its first byte, and the byte after the last that it can reach.
         view_bytes: of its elements.
         storage_bytes: of its storage.
     """

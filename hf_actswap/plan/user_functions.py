@@ -39,8 +39,8 @@ class UserFunction:
 def adapt_mem_func_wrapper(function: Any, *args: Any) -> Any:
     """Return ``function.apply(*args)``, under the name of ``function`` (`torch.autograd.Function`).
 
-    The same numbers, and the same graph. Functions that are applied as ever work, too: as a part of the
-    module that applies them.
+    Results and graph are the same as without it. Functions that are applied directly work too; they are then
+    a part of the module that applies them.
 
     Args:
         function: a subclass of ``torch.autograd.Function``. If it is recomputed, its forward runs again with

@@ -177,7 +177,7 @@ def apply_plan(
     pack_handler: PackHandler | None = None,
     host: HostMemory | None = None,
 ) -> AppliedPlan:
-    """Put a plan on a model whose structure is at hand; see `apply`.
+    """Put a plan on a model whose structure is known; see `apply`.
 
     Raises:
         PlanError: the plan does not fit the model, or requests something that this version does not support.

@@ -1,7 +1,8 @@
-"""The commands by name, listed before they are imported: torch takes seconds to import, help needs none.
+"""The commands by name, listed before they are imported: torch takes seconds to import, and help does not
+need it.
 
-Exit codes: 0 all is well; 1 there are problems in what the user wrote (configuration, model, plan, budget),
-and all are named; 2 the command line itself is not understood.
+Exit codes: 0 no errors; 1 errors in what the user wrote (configuration, model, plan, budget), all of which
+are named; 2 an error in the command line itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class CommandPlace:
 
     Args:
         name: of the command, of the function and of the module beside this one.
-        summary: what ``--help`` says of it before it is imported; the first line of the function's docstring.
+        summary: its text in ``--help`` before it is imported; the first line of the function's docstring.
     """
 
     name: str
@@ -38,7 +39,7 @@ class CommandPlace:
 
 
 class LateCommand(TyperCommand):
-    """Stands in the place of a command until that is run, or asked for help of its own.
+    """A placeholder for a command, which is imported when it runs or its own help is shown.
 
     Args:
         place: of the command.

@@ -1,4 +1,4 @@
-"""What optimizers keep of each weight on the device, on paper."""
+"""How many bytes of states optimizers keep on the device for each weight, by calculation."""
 
 from __future__ import annotations
 

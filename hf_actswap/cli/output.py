@@ -63,7 +63,7 @@ class Rejected:
 
 
 def write_line(text: str) -> None:
-    """Write one line to stdout as it is."""
+    """Write one line to stdout unchanged."""
     _console().print(Text(text), soft_wrap=True)
 
 

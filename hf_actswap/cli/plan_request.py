@@ -1,4 +1,4 @@
-"""What `plan` is asked, as far as it is known before torch is imported."""
+"""The options of `plan`, as far as they can be read before torch is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner's answer for a step on paper: the plan that it would begin with, and what stands beside it."""
+"""The planner's answer for a simulated step: the plan that it would begin with, and the steps to compare."""
 
 from __future__ import annotations
 

@@ -208,11 +208,11 @@ def _measured(
     """Measure the first layers, or all; if not all, the others get their times.
 
     Raises:
-        ModelError: it does not run, has no room on the device, or its other layers are not like these.
+        ModelError: it does not run, does not fit on the device, or its other layers differ from these.
     """
     count = len(whole.shape.layers)
     measured_layers = min(layers or count, count)
-    own_shape = replace(step, device=DEFAULT_DEVICE)  # of a step on paper only the bytes are used here
+    own_shape = replace(step, device=DEFAULT_DEVICE)  # only the bytes of a calculated step are used here
     on_paper = _from_shapes(whole, own_shape) if measured_layers < count else None
     if device.type == "cpu":
         _reject_if_too_large(whole, step, measured_layers)

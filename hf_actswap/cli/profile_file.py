@@ -43,7 +43,7 @@ class _StepFacts(TypedDict, total=False):
 
 
 class ProfileOrigin(TypedDict, total=False):
-    """What a profile says of itself, as far as it is read again."""
+    """The header of a profile, as far as it is read again."""
 
     model: _ModelFacts
     step: _StepFacts

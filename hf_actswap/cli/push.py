@@ -98,7 +98,7 @@ def push(
 
 
 def _reject_plan(name: str) -> None:
-    """A plan alone would be a repository that does nothing for whoever names it in the training arguments."""
+    """A plan alone is rejected: such a repository would have no effect in the training arguments."""
     try:
         JsonReader(read_text(name, MAX_PLAN_BYTES, PlanError), "plan", PlanError).check_format(
             PLAN_FORMAT, PLAN_FORMAT_VERSION

@@ -1,4 +1,4 @@
-"""A step of a model on paper: what a batch needs, and what a plan makes of it."""
+"""A predicted step of a model: what a batch needs, without and with a plan."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from .reader import EXPECTED_BOOL, Path, is_int, show, where
 from .yaml_text import MAX_LEVELS
 
 MAX_PROBLEMS = 50
-"""A document whose every row is wrong says so with the first of them."""
+"""The most problems that are named, if every row of a document is wrong."""
 
 _READ_DIGITS = 30
 """Of a whole number: a longer one is beyond 64 bits, whatever follows."""
@@ -75,7 +75,7 @@ def read_text(path: str, max_bytes: int, error: type[ActSwapError], source: str 
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file, whole or not at all: what stands there stays until the new text is on the disk.
+    """Write a file, whole or not at all: the old content stays until the new text is on the disk.
 
     Raises:
         OSError: it cannot be written; nothing is left of the attempt.

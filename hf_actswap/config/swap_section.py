@@ -226,7 +226,7 @@ def _collapse(
             rules.append(entry.rule)
         elif entry is members[0]:
             _check_group(findings, group_of(entry.rule), members, everywhere)
-            # Same prefetch in all members, or a problem was noted: the rule for all layers speaks for all.
+            # Same prefetch in all members, or a problem was noted: the rule for all layers replaces them.
             rules.append(everywhere.rule)
     return tuple(rules)
 

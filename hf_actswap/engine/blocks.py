@@ -95,7 +95,7 @@ class Blocks:
         self.held_bytes += size_bytes
 
     def keep(self, buffer: HostBuffer) -> None:
-        """A block comes back: the next of its size gets it as it is."""
+        """Take a block back; the next request of its size gets it unchanged."""
         stack = self._kept.get(buffer.size_bytes)
         if stack is None:
             self._kept[buffer.size_bytes] = [buffer]

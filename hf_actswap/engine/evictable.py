@@ -125,7 +125,7 @@ class IdleTensors:
         return [group for group in found if group is not None]
 
     def forget(self, key: int, group: EvictableStorage) -> None:
-        """A storage's last ticket is gone. Called by the garbage collector too: takes no lock."""
+        """Note that the last ticket was freed. Also called by the garbage collector, so it takes no lock."""
         reference = self._known.get(key)
         if reference is not None and reference() in (None, group):
             self._known.pop(key, None)
@@ -159,7 +159,7 @@ class EvictableStorage:
         return number
 
     def leave(self, number: int) -> None:
-        """A ticket is gone. Called by the garbage collector too: takes no lock."""
+        """Note that a ticket was freed. Also called by the garbage collector, so it takes no lock."""
         self._tensors.pop(number, None)
         self._views.pop(number, None)
         self._unread.discard(number)

@@ -26,7 +26,7 @@ class Action:
             a region of its own, also a communication that is done again; ``slice`` for an input of which each
             tensor-parallel rank keeps a part.
         windows: of a swap; ``None``: to be chosen by measurement (`auto_windows`).
-        op_path: of the plan row that says so.
+        op_path: of the plan row that decides it.
         scope: of the producer.
         ticket: makes the ticket of a detached tensor, where that needs the tensor alone; it returns ``None``
             for one that must stay. ``None``: what ``kind`` says is done elsewhere.

@@ -156,7 +156,7 @@ class Engine:
         undo.append(self._leave_inside)
         if not self._traces.knows(self._named):
             self._follow_inside()
-        if not self._outside:  # walked once: at each forward it would cost milliseconds
+        if not self._outside:  # computed once: at each forward it would cost milliseconds
             self._outside = tuple(module for module in self._root.modules() if module not in self._inside)
         undo.append(self._clean_up)
         return undo
@@ -460,7 +460,7 @@ class FirstStep:
         """A training forward starts: judge the one before, if backward has run through it.
 
         Args:
-            plan: as it is by now: what does not pay is kept in it.
+            plan: as it is settled: recomputation that saves no memory is kept in it.
             measures: whether windows that are not written are chosen by measurement, which says what it does.
         """
         if self.entered is not None and self._backward_ran:
@@ -475,7 +475,7 @@ class FirstStep:
                 leaf.grad_fn.register_prehook(self._backward_runs)
 
     def removed(self, plan: MemoryPlan, measures: bool) -> None:
-        """The plan is taken off."""
+        """Called when the plan is removed."""
         if plan.rows and not self._counters.forwards and self._without_gradients:
             count = self._without_gradients
             logger.warning("The plan did nothing: all %d forwards under it ran without gradients.", count)

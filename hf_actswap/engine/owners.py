@@ -71,7 +71,7 @@ class Owners:
 
     @property
     def hold_regions(self) -> bool:
-        """Whether outputs are known that a region can rebuild; `enter` frees those that are gone."""
+        """Whether outputs are known that a region can rebuild; `enter` drops those that no longer exist."""
         return bool(self._rebuildable)
 
     def enter(self, modules: Iterable[nn.Module]) -> None:
@@ -138,7 +138,7 @@ class Owners:
         self._rebuildable = alive
 
     def _read(self) -> None:
-        """Read what has been put off: parameters, arguments of the model, outputs; in this order."""
+        """Read what was postponed: parameters, arguments of the model, outputs; in this order."""
         self._read_parameters()
         values, self._values = self._values, ()
         for leaf in tree_leaves(values):

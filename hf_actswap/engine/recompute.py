@@ -10,8 +10,8 @@ A recomputed *module* keeps its output. A recomputed *function* drops it: the co
 `OutputTicket`s that run the function again. Its inputs are tickets too, so a chain of functions is rebuilt
 step by step. A region is run again exactly as it ran, so gradients are bitwise equal.
 
-Whole layers ride on ``torch.utils.checkpoint`` (`hooks.checkpointed`). Its hooks lie inside ours and win, so
-a layer in which some op is excluded from recomputation is a region instead.
+Whole layers ride on ``torch.utils.checkpoint`` (`hooks.checkpointed`). Its hooks are inside ours and take
+precedence, so a layer in which some op is excluded from recomputation is a region instead.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Region:
         return tensor
 
     def leave_output(self, position: int, ticket: OutputTicket) -> None:
-        """A consumer of output ``position`` is gone."""
+        """Note that a consumer of output ``position`` was freed."""
         output = self._outputs[position]
         output.tickets -= 1
         output.read_by(ticket)

@@ -274,7 +274,7 @@ class TimeWatch(_StepWatch):
         return found
 
     def _stall(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> Stall:
-        """Without overlap compute stood still while the copy was made, not where it is waited for."""
+        """Without overlap compute waits while the copy is made, not later at its wait."""
         begun = start if self._transfer.overlaps else copy.asked
         scope, op_path = copy.name
         return Stall(copy.direction, scope, op_path, self._parts.ms(begun), length.elapsed_ms() or 0.0)

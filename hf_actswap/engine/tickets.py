@@ -5,7 +5,7 @@ ticket's lifetime needs no counters: a branch that never runs backward, an excep
 a second forward before the first backward, and ``retain_graph`` work as they do without tickets.
 
 A swapped storage has one `SwapGroup`. It is itself the ticket of the tensor that was saved first, for most
-storages are saved once; whoever saves the storage again gets a `SwapTicket` on the group::
+storages are saved once; if the storage is saved again, that gets a `SwapTicket` on the group::
 
     on device, copying out --release--> host only --fetch--> on device again --last reader--> host only
           |                                                                                     |
@@ -221,7 +221,7 @@ class SwapGroup:
         return self.fetches
 
     def leave(self, ticket: SwapTicket) -> None:
-        """A ticket is gone."""
+        """Note that a ticket was freed."""
         self._tickets -= 1
         if self._fetched is not None and ticket.has_read != self.fetches:
             self._unread -= 1

@@ -1,6 +1,6 @@
 """Copies between device and host memory.
 
-The engine speaks to one interface; three classes implement it:
+The engine uses one interface, which three classes implement:
 
 * `StreamTransfer` (`transfer_streams`): any device of ``torch.accelerator``, two copy streams, events.
 * `BlockingTransfer`: the CPU, where "device" and "host" are the same memory. Each copy is complete when the
@@ -196,7 +196,7 @@ _NO_TIME = _Spent(0.0)
 
 
 class _RecordedCopy:
-    """Runs when the test says so, or when compute waits for it.
+    """Runs when the test decides it, or when compute waits for it.
 
     Args:
         owner: in whose queue it stands.

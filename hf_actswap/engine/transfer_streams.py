@@ -69,7 +69,7 @@ class _Events:
         self._free: deque[torch.Event] = deque()
 
     def recorded_on(self, stream: torch.Stream) -> _Event:
-        """Record an event; it is free again when what is returned is gone."""
+        """Record an event; it can be reused when the returned object is freed."""
         try:
             event = self._free.pop()
         except IndexError:

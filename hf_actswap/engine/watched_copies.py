@@ -35,7 +35,7 @@ class WatchedCopy:
         name: of what moves.
         size_bytes: that move.
         asked: where compute was then.
-        done: the end, in the order of work of whoever copies.
+        done: the end, in the order of work of the copying stream.
         inner: the copy itself.
         first: the copy out, of a copy in.
     """

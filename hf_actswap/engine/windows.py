@@ -147,7 +147,7 @@ class Hooks:
         return self._ops[at] if at < len(self._ops) else self.after_forward
 
     def consumed_ms(self, consumer_op: int) -> float | None:
-        """When backward reads what an operator saved; ``None`` where it did not come by."""
+        """When backward reads what an operator saved; ``None`` if it does not."""
         at = bisect_left(self._backward_ops, -consumer_op)
         found = at < len(self._backward_ops) and self._backward_ops[at] == -consumer_op
         return self._backward_ms[at] if found else None

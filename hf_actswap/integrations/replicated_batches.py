@@ -67,7 +67,7 @@ def declared(accelerator: Any, tensor_parallel_size: int) -> Iterator[None]:
 
 @contextmanager
 def answering(of: Any, method: str, answer: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, ``of`` alone has ``answer`` in the place of a method."""
+    """Within the block, the object ``of`` has ``answer`` in place of a method."""
     before = vars(of).get(method)
     setattr(of, method, answer)
     try:

@@ -220,7 +220,7 @@ ANSWER_LIMIT_S = 5.0
 """How long a rank that lost another waits for the rest to notice too."""
 
 _SIGNS = ("closed by peer", "reset by peer", "timed out", "timeout", "broken pipe", "connection refused")
-"""What backends say when a peer is gone, in lower case."""
+"""Parts of the backends' messages when a peer has ended, in lower case."""
 
 
 class LostRankError(RuntimeError):
@@ -228,7 +228,7 @@ class LostRankError(RuntimeError):
 
 
 def lost_rank_error(error: RuntimeError, group: dist.ProcessGroup | None) -> LostRankError | None:
-    """Return what to raise in the place of a collective's error; ``None``: it is about something else.
+    """Return what to raise instead of a collective's error; ``None``: it is about something else.
 
     Waits up to `ANSWER_LIMIT_S` for the other ranks of the group.
 

@@ -110,7 +110,7 @@ class ExpertsLayout(NamedTuple):
 
 
 class ParallelExperts(ShardedModule):
-    """This rank's parts of routed experts, in the place of a Hugging Face experts module.
+    """This rank's parts of routed experts; replaces a Hugging Face experts module.
 
     The forward is an attribute of the instance. A model structure would replace that of a class, because
     routed experts of other classes cannot run on fake tensors; these can, and their communications are to be

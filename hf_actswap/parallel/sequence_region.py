@@ -74,7 +74,7 @@ class SequenceRegion:
 
     Args:
         group: tensor-parallel group.
-        enabled: sequence parallelism is wanted at all.
+        enabled: whether sequence parallelism is on.
         reduce_dtype: in which input gradients are summed; ``None``: their own.
 
     Attributes:

@@ -148,7 +148,7 @@ def divide_parameter(module: nn.Module, name: str, partition: Partition, rank: i
 
 
 def cut_to_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, rank: int) -> None:
-    """Put this rank's parts in the place of full tensors of a state dict."""
+    """Replace full tensors of a state dict by this rank's parts."""
     for name, partition in partitions_in(module).items():
         parameter, given = module._parameters.get(name), state_dict.get(prefix + name)
         if parameter is None or given is None or given.shape == parameter.shape:

@@ -253,7 +253,7 @@ def _stand_in(
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """A model that cannot run on fakes says so by an exception; PyTorch would print its traceback too."""
+    """A model that cannot run on fake tensors raises an exception; PyTorch would also print its traceback."""
     own = logging.getLogger("torch._subclasses.fake_tensor")
     before, own.disabled = own.disabled, True
     try:

@@ -42,7 +42,7 @@ UNREPEATABLE_FUNCTIONS = _names(
     index_add index_put index_reduce put scatter_add scatter_reduce bincount histc
     """
 )
-"""Functions that do not give the same twice: memory as it is found, sums in the order of the threads."""
+"""Functions whose result differs each time: uninitialised memory, sums in the order of the threads."""
 
 _IN_PLACE_OPERATORS = _names(
     """

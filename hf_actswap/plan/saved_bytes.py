@@ -5,7 +5,7 @@ Known before anything is computed: the model runs once on fake tensors of the re
 
 A plan is priced by the engine's rules, in the order in which the engine meets the tensors:
 
-* the fate is the producer's; one storage is copied once, whoever saves it;
+* the fate is the producer's; one storage is copied once, whichever ops save it;
 * a tensor under ``min_tensor_bytes`` stays, a larger view of the same storage may still move;
 * a view that shows under half of its storage moves alone; what the copy does not cover is copied again,
   whole;
@@ -69,7 +69,7 @@ class AskedSwap:
 
     Args:
         use: at which it is asked.
-        row: that says so.
+        row: that decides it.
         copy: number of the copy among those of this storage.
         size_bytes: of the copy.
         is_new: whether the copy out starts here.
@@ -83,7 +83,7 @@ class AskedSwap:
 
 
 def swapped_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
-    """Return the bytes that ``plan`` swaps in one forward, if host memory has room for all of them.
+    """Return the bytes that ``plan`` swaps in one forward, if all of them fit in host memory.
 
     Rows whose windows are chosen by measurement count in full; the engine may keep some of it.
     """

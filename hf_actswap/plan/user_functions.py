@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 @dataclass(frozen=True)
 class UserFunction:
-    """What a function mode is shown in the place of ``function.apply``; it may draw random numbers.
+    """The call that a function mode sees instead of ``function.apply``; it may draw random numbers.
 
     Args:
         function: a subclass of ``torch.autograd.Function``.

@@ -1,4 +1,4 @@
-"""Progress bars for what takes its time, and whether bars are shown at all."""
+"""Progress bars for slow work, and whether bars are shown at all."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def card(repo_id: str, config_text: str, plan: Mapping[str, Any] | None, base_mo
 
 def _plan_lines(repo_id: str, plan: Mapping[str, Any] | None) -> list[str]:
     if plan is None:
-        return ["No plan stands beside it: none of its fates was measured.", ""]
+        return ["There is no plan beside it, so none of its fates was measured.", ""]
     use = ["```python", "from hf_actswap.plan import load_plan", ""]
     use += [f'hf_actswap.apply(model, load_plan("{repo_id}"))', "```", ""]
     made_for, measured = plan.get("made_for"), plan.get("measured")

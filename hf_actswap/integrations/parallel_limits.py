@@ -83,7 +83,7 @@ def rejection(what: str) -> ParallelTrainingError:
 
 
 def _problem(name: str, found: str, hint: str) -> Problem:
-    return Problem(name, "a setting that goes with tensor_parallel_size above 1", found, hint)
+    return Problem(name, "a setting that works with tensor_parallel_size above 1", found, hint)
 
 
 def _of_arguments(args: Any) -> Iterator[Problem]:

@@ -167,7 +167,7 @@ def _reject(accelerator: Any) -> None:
         ("dynamo_backend", str(accelerator.state.dynamo_plugin.backend.value), None),
     )
     problems = [
-        Problem(name, "what goes with tensor_parallel_size above 1", found, _HINT)
+        Problem(name, "a setting that works with tensor_parallel_size above 1", found, _HINT)
         for name, found, rejected in asked
         if (found.upper() != "NO" if rejected is None else found in rejected)
     ]

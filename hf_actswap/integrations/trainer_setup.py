@@ -153,7 +153,7 @@ def reject_lonely_processes(num_processes: int, environment: Mapping[str, str] |
                 Problem(
                     "launcher",
                     f"one training in {started} processes (WORLD_SIZE={started})",
-                    f"{started} independent trainings, each of which believes to be alone",
+                    f"{started} independent trainings of one process each",
                     f"Start with: {launch_command(started)} (or set ACCELERATE_USE_CPU=true on a CPU).",
                 )
             ]

@@ -229,8 +229,8 @@ def _missing(found: Mapping[int, str], turn: _Turn) -> list[Problem]:
     return [
         Problem(
             "ranks",
-            f"an answer of all of {_listed(turn.ranks)} within {turn.timeout_s:g} s",
-            f"none of {_listed(missing)}",
+            f"answers from all of {_listed(turn.ranks)} within {turn.timeout_s:g} s",
+            f"none from {_listed(missing)}",
             "Look for their errors; if they are only slow, give more time (timeout_s).",
         )
     ]
@@ -240,7 +240,7 @@ def _differences(found: Mapping[int, str]) -> list[Problem]:
     facts: dict[int, dict[str, str]] = {rank: json.loads(text) for rank, text in found.items()}
     failed = {rank: of_rank[_FAILURE] for rank, of_rank in facts.items() if _FAILURE in of_rank}
     if failed:
-        return [Problem(f"rank {rank}", "no error, as on all ranks", error) for rank, error in failed.items()]
+        return [Problem(f"rank {rank}", "no error on any rank", error) for rank, error in failed.items()]
     problems = []
     for key in dict.fromkeys(key for of_rank in facts.values() for key in of_rank):
         ranks_of: dict[str, list[int]] = {}

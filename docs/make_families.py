@@ -22,22 +22,24 @@ Findings = Mapping[str, Mapping[str, tuple[str, str]]]
 _HEAD = """\
 # Families of transformers
 
-Written by `docs/make_families.py`, checked by `tests/parallel/test_families.py`; transformers {version}. A
-tiny model of each family of causal language models in transformers (random weights, float32, as few layers as
-have each kind of layer), one training step on two sequences, one of them with padding:
+This page says for which model families swap, recompute and tensor parallelism give right results, for users
+who want to know whether their model works. `docs/make_families.py` writes it and
+`tests/parallel/test_families.py` checks it; transformers {version}. The test takes a tiny model of each
+family of causal language models in transformers (random weights, float32, as few layers as have each kind
+of layer) and runs one training step on two sequences, one of them with padding:
 
-- **swap**, **recompute**: one process; whole layers are swapped, or run again. *Right*: the loss and each
+- **swap**, **recompute**: one process; whole layers are swapped, or recomputed. *Right*: the loss and each
   gradient are bitwise those without a plan.
 - **tp2**, **tp4**: `tensor_parallel_size` 2 and 4 (4 query heads, mostly 2 key-value heads); **sp**:
-  `sequence_parallel_enabled`, on {length} tokens, which the ranks do not divide. *Right*: the loss within
-  1e-5, each gradient within 1e-4 of its largest element (or of a thousandth of the model's largest), replicas
-  bitwise alike on all ranks, and the state dict saved whole, loaded into a divided model of other weights and
-  saved again, bitwise.
-- **divided**: how much of the layers' parameters the ranks divide. The rest every rank has whole: norms,
-  routers, low-rank projections before the divided ones, and blocks that all ranks compute alike (state-space
-  mixers).
+  `sequence_parallel_enabled`, on {length} tokens, which the ranks do not divide. *Right*: the loss is
+  within 1e-5, each gradient within 1e-4 of its largest element (or of a thousandth of the model's largest),
+  replicas are bitwise equal on all ranks, and so is the state dict after it was saved whole, loaded into a
+  divided model with other weights and saved again.
+- **divided**: how much of the layers' parameters the ranks divide. Every rank has the rest whole: norms,
+  routers, low-rank projections before the divided ones, and blocks that all ranks compute alike
+  (state-space mixers).
 
-*Rejected*: the reason stands below the table, and is what the error says.
+*Rejected*: the reason is below the table, and in the error.
 """
 
 

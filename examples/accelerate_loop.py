@@ -1,11 +1,11 @@
-"""A training loop of one's own under Accelerate, with activations swapped.
+"""A training loop of your own under Accelerate, with swapped activations.
 
     python examples/accelerate_loop.py
     accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py     # on two GPUs
 
-Needs no GPU and no network: the model is a tiny Llama of random weights, the text stands below.
-`hf_actswap.prepare` stands in the place of `accelerator.prepare` for the model and the optimizer; the loop is
-as ever. With `parallel_config: {tensor_parallel_size: 2}` in the configuration it also divides the model.
+It needs no GPU and no network: the model is a tiny Llama with random weights, and the text is below.
+`hf_actswap.prepare` replaces `accelerator.prepare` for the model and the optimizer; the loop does not change.
+With `parallel_config: {tensor_parallel_size: 2}` in the configuration it also divides the model.
 """
 
 import torch

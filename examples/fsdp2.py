@@ -1,10 +1,10 @@
-"""Weights sharded over two processes by FSDP2, activations swapped: PyTorch alone, no Trainer.
+"""FSDP2 shards the weights over two processes, and activations are swapped: PyTorch without the Trainer.
 
     OMP_NUM_THREADS=1 torchrun --standalone --nproc_per_node 2 examples/fsdp2.py
 
-Needs no GPU and no network: on a CPU the processes talk over gloo, on GPUs over NCCL. The model is a tiny
-Llama of random weights, the text stands below. `hf_actswap.apply` comes after `fully_shard` or before it. The
-weights that FSDP2 gathers for a layer are never moved: only what the layer computed from them.
+It needs no GPU and no network: on a CPU the processes communicate with gloo, on GPUs with NCCL. The model is
+a tiny Llama with random weights, and the text is below. Call `hf_actswap.apply` after `fully_shard` or before
+it. The weights that FSDP2 gathers for a layer are never moved, only what the layer computes from them.
 """
 
 import os

@@ -1,13 +1,13 @@
-"""Fine-tune adapters (LoRA) with TRL's SFTTrainer, with activations swapped.
+"""Fine-tune adapters (LoRA) with TRL's SFTTrainer and swapped activations.
 
     pip install trl peft
     python examples/sft_lora.py
 
-Needs no GPU and no network: the model is a tiny Llama of random weights, the text stands below, and a token
-is a byte. The base weights are frozen and never moved; what the layers save for backward is.
+It needs no GPU and no network: the model is a tiny Llama with random weights, the text is below, and a token
+is a byte. The base weights are frozen and never moved; the tensors that the layers save for backward are.
 
-TRL recomputes every layer unless told otherwise (`gradient_checkpointing`), and nothing would be left to swap
-inside of them: it is off here, and the configuration says what is recomputed.
+By default TRL recomputes every layer (`gradient_checkpointing`), and nothing would be left to swap inside the
+layers. So it is off here, and the configuration says what is recomputed.
 """
 
 import tempfile
@@ -28,14 +28,14 @@ CONFIG = {
     "recompute_config": {"select_recompute": {"mlp.act_fn": [0, 1, 2, 3], "mlp.mul": [0, 1, 2, 3]}},
 }
 QUESTIONS = {
-    "What is kept?": "What backward needs at once.",
-    "What is swapped?": "What is needed late and dear to compute.",
-    "What is recomputed?": "What is cheap to compute.",
+    "What is kept?": "Tensors that backward needs at once.",
+    "What is swapped?": "Tensors that are needed late and expensive to compute.",
+    "What is recomputed?": "Tensors that are cheap to compute.",
 }
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token is a byte; nothing to train or to download."""
+    """Return a tokenizer whose tokens are bytes; nothing is trained or downloaded."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -3,8 +3,8 @@
 
     python examples/trainer.py
 
-Needs no GPU and no network: the model is a tiny Llama of random weights, the text stands below. With a model
-of your own, only the line that makes the arguments differs from any other script.
+It needs no GPU and no network: the model is a tiny Llama with random weights, and the text is below. With
+your own model, only the line that makes the arguments differs from any other script.
 """
 
 # %%
@@ -36,8 +36,8 @@ blocks = stream[: len(stream) // BLOCK * BLOCK].view(-1, BLOCK)
 data = [{"input_ids": block, "labels": block} for block in blocks]
 
 # %% [markdown]
-# The training. The Trainer finds in its arguments what to do: the plan is put on the model and printed when
-# training begins, and taken off when it ends. Losses and gradients are bitwise those of the same training
+# The training. The arguments tell the Trainer what to do: the plan is put on the model and printed when the
+# training begins, and removed when it ends. Losses and gradients are bitwise those of the same training
 # without it.
 
 # %%
@@ -55,8 +55,8 @@ trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=defa
 trainer.train()
 
 # %% [markdown]
-# The last line says what was saved. What was moved stands in the Trainer's log, and so in TensorBoard and
-# every other tracker.
+# The last line says what was saved. The Trainer's log, and so TensorBoard and every other tracker, has the
+# bytes that were moved.
 
 # %%
 for entry in trainer.state.log_history:

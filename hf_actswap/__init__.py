@@ -2,8 +2,8 @@
 
 Swap activations to host memory, recompute them, or keep them: per layer and per operator, from one YAML file.
 
-Names are imported when they are first asked for (PEP 562): the libraries behind them take seconds, which
-``hf-actswap --help`` has no use for. ``from hf_actswap import apply`` is as ever.
+Names are imported when they are first used (PEP 562), because the libraries behind them take seconds to
+import and ``hf-actswap --help`` does not need them. ``from hf_actswap import apply`` works as usual.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This package: ``hf_actswap.apply`` is the verb, also once the module of that name was imported.
+    """This package: ``hf_actswap.apply`` is the function, also after the module of that name was imported.
 
     Python binds every module to its name in its package when it has been imported, by ``setattr``.
     """

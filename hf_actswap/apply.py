@@ -1,4 +1,4 @@
-"""The verb: put a configuration or a plan on a model."""
+"""`apply`: put a configuration or a plan on a model."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def apply(
 
     Works before or after ``accelerator.prepare``; the model keeps its class and its state-dict names, and
     after ``AppliedPlan.remove()`` it is as before. While a plan is on, ``model.config.use_cache`` is false:
-    a key-value cache would hold what swap releases, and be written twice by recomputation. What a rule
-    changed of a configuration is logged as warnings; a plan is applied without a word.
+    a key-value cache would hold what swap releases, and be written twice by recomputation. If a rule changes
+    a request of a configuration, a warning is logged; for a plan nothing is logged.
 
-    Where the configuration's ``memory.mode`` is ``smart_swap`` or ``adaptive``, a plan is looked for while
-    the model trains, and what is returned is the `Planner`: it has the same ``plan``, ``stats()`` and
-    ``remove()``, and changes the plan between steps. Then call this with the model on its device.
+    If the configuration's ``memory.mode`` is ``smart_swap`` or ``adaptive``, a plan is searched while the
+    model trains, and a `Planner` is returned: it has the same ``plan``, ``stats()`` and ``remove()``, and
+    changes the plan between steps. The model must be on its device then.
 
     Args:
         model: a transformers model, bare or wrapped (DDP, PEFT, ``torch.compile``).
-        config_or_plan: ``"auto"``, or whatever else `load_config` takes; or a plan, or the file of one. With
-            ``recompute_slice_activation``, call inside `hf_actswap.parallel.tensor_parallel_group`.
+        config_or_plan: ``"auto"``, or anything else that `load_config` takes; or a plan, or a plan's file.
+            With ``recompute_slice_activation``, call inside `hf_actswap.parallel.tensor_parallel_group`.
         optimizer: of the model, which the planner needs: its step ends a training step.
         transfer: how bytes move; by default streams on an accelerator, blocking copies on the CPU.
         progress: called with (bytes, bytes in all) while host memory is made ready, equal at the end; by
@@ -73,7 +73,7 @@ def apply(
 
     Raises:
         ConfigError: the configuration is malformed.
-        PlanError: it does not fit the model, or asks for what this version cannot carry out.
+        PlanError: it does not fit the model, or requests something that this version does not support.
     """
     shape = model_structure(model)
     try:
@@ -121,17 +121,17 @@ def plan_while_training(
     progress: Progress | None = None,
     meter: Meter | None = None,
 ) -> Planner:
-    """Look for a plan for the decoder while a model trains; see `apply`.
+    """Search a plan for the decoder while a model trains; see `apply`.
 
     All plans that are tried share one host memory.
 
     Args:
         model: on its device, as it is called.
-        fixed: the plan of what is written by hand.
+        fixed: the plan of the fates that are written by hand.
         shape: the model's structure.
         memory: the ``memory`` section; its mode is not ``off``.
         optimizer: of the model.
-        counts_steps: whether the optimizer's step ends a training step; else whoever trains calls
+        counts_steps: whether the optimizer's step ends a training step; if not, the caller calls
             `Planner.step_ended`.
         transfer, progress, meter: see `apply`.
 
@@ -175,7 +175,7 @@ def apply_plan(
     shape: ModelStructure,
     resources: Resources = Resources(),
 ) -> AppliedPlan:
-    """Put a plan on a model whose structure is at hand; see `apply`.
+    """Put a plan on a model whose structure is known; see `apply`.
 
     Args:
         model, plan, shape: the model, what is put on it, and the model's structure.
@@ -183,7 +183,7 @@ def apply_plan(
             and the default progress is a bar on rank 0.
 
     Raises:
-        PlanError: the plan does not fit the model, or asks for what this version cannot carry out.
+        PlanError: the plan does not fit the model, or requests something that this version does not support.
     """
     shape = shape.with_stacks_of(plan)
     _reject_what_cannot_be_applied(model, plan, shape)
@@ -233,7 +233,7 @@ def _reject_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Mo
 
 
 def _gathering_once(root: nn.Module, plan: MemoryPlan, shape: ModelStructure) -> list[Callable[[], None]]:
-    """Keep what is gathered in layers run again as a whole, or that the plan names; return what restores."""
+    """Keep what layers that are recomputed whole, or that the plan names, gather; return how to undo it."""
     whole = {row.scope for row in plan.rows if row.op_path == "" and row.fate == "recompute"}
     kept = {*whole, *plan.keeps_gathered}
     return [
@@ -242,7 +242,7 @@ def _gathering_once(root: nn.Module, plan: MemoryPlan, shape: ModelStructure) ->
 
 
 def _without_cache(root: nn.Module) -> list[Callable[[], None]]:
-    """Switch the key-value cache off in the model's configuration; return what switches it on again.
+    """Switch the key-value cache off in the model's configuration; return how to switch it on again.
 
     Parts of a model may have configurations of their own (T5's decoder has a copy).
     """

@@ -20,7 +20,7 @@ class Problem:
     Args:
         where: path of the value in the document, e.g. ``swap_config.op_swap[1].backward_prefetch``.
         expected: what would have been accepted there.
-        found: what stands there, as the user would recognise it.
+        found: the value there, as the user would recognise it.
         hint: what to do about it; usually the nearest valid name. May be empty.
     """
 
@@ -70,16 +70,16 @@ class ConfigError(ActSwapError):
 
 
 class PlanError(ActSwapError):
-    """The document does not fit the model, or asks for what cannot be applied to it."""
+    """The document does not fit the model, or requests something that cannot be applied to it."""
 
     subject = "plan"
 
 
 def short_traceback(call: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let an `ActSwapError` leave a public function with the user's own frames, and without what led to it.
+    """Let an `ActSwapError` leave a public function with only the user's frames in its traceback.
 
-    The message says what is wrong with what the user wrote; how it was found is no news to them. Frames of
-    this package and of `_LIBRARIES` are left out. Every other error comes as it is.
+    The message says what is wrong with what the user wrote, so the frames that found it are not needed: those
+    of this package and of `_LIBRARIES` are removed. Every other error is raised unchanged.
     """
 
     @functools.wraps(call)

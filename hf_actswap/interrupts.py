@@ -1,7 +1,7 @@
-"""Ctrl-C waits while hooks and modes are being put on a model or taken off.
+"""Ctrl-C is delayed while hooks and modes are being put on a model or removed.
 
 Python raises `KeyboardInterrupt` between any two steps of a program. Between the registration of a hook and
-the note of how to take it off again, it would leave a hook that nobody can remove.
+the record of how to remove it, an interrupt would leave a hook that cannot be removed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let an interrupt that comes meanwhile act at the end; may be nested, and be used as a decorator.
+    """Delay an interrupt to the end of this block; may be nested, and be used as a decorator.
 
-    Only the main thread receives signals, so in others there is nothing to do. What waits for something (a
-    search, page-locked memory, a training step) does not belong in here.
+    Only the main thread receives signals, so in others there is nothing to do. Do not use this around code
+    that takes long (a search, page-locking memory, a training step).
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

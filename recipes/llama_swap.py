@@ -51,13 +51,13 @@ SHORTEST_POSITION_RANGE = 2048
 
 
 def reject_lonely_processes(args: TrainingArguments) -> None:
-    """Stop if the launcher started several processes and each believes to be alone.
+    """Raise an error if the launcher started several processes that would each train alone.
 
-    Accelerate does so without a word on a machine without accelerator, when its configuration says MULTI_GPU
-    and the script is not told to use the CPU: independent trainings would write to the same folder.
+    Accelerate starts them so, without an error, on a machine without accelerator when its configuration says
+    MULTI_GPU and the script does not set the CPU: independent trainings would write to the same folder.
 
     Raises:
-        RecipeError: ``WORLD_SIZE`` is above 1 and the Trainer knows one process.
+        RecipeError: ``WORLD_SIZE`` is above 1 and the Trainer sees one process.
     """
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 and args.world_size == 1:

@@ -1,7 +1,8 @@
-"""The commands by name, listed before they are imported: torch takes seconds to import, help needs none.
+"""The commands by name, listed before they are imported: torch takes seconds to import, and help does not
+need it.
 
-Exit codes: 0 all is well; 1 there are problems in what the user wrote (configuration, model, plan, budget),
-and all are named; 2 the command line itself is not understood.
+Exit codes: 0 no errors; 1 errors in what the user wrote (configuration, model, plan, budget), all of which
+are named; 2 an error in the command line itself.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class CommandPlace:
 
     Args:
         name: of the command, of the function and of the module beside this one.
-        summary: what ``--help`` says of it before it is imported; the first line of the function's docstring.
+        summary: its text in ``--help`` before it is imported; the first line of the function's docstring.
     """
 
     name: str
@@ -38,7 +39,7 @@ class CommandPlace:
 
 
 class LateCommand(TyperCommand):
-    """Stands in the place of a command until that is run, or asked for help of its own.
+    """A placeholder for a command, which is imported when it runs or its own help is shown.
 
     Args:
         place: of the command.
@@ -74,7 +75,7 @@ class Commands(LateCommands):
     places = (
         CommandPlace(
             "check",
-            "Name every problem of a configuration for a model, and every requested policy that gives way.",
+            "List every error of a configuration for a model, and every request that is changed or ignored.",
         ),
         CommandPlace(
             "explain", "Say why an op of a layer is kept, swapped or recomputed, and what would change it."
@@ -93,7 +94,7 @@ class Commands(LateCommands):
         ),
         CommandPlace(
             "push",
-            "Publish a configuration, and a plan beside it, on the Hub. Nothing malformed is published.",
+            "Publish a configuration, and a plan beside it, on the Hub. Files with errors are not published.",
         ),
     )
 
@@ -102,12 +103,12 @@ app = typer.Typer(
     name="hf-actswap",
     cls=Commands,
     help=(
-        "Swap and recompute activations of Hugging Face models: look before you train. No command needs "
-        "weights or a GPU."
+        "Check configurations and predict memory and time before you train a Hugging Face model with swapped "
+        "and recomputed activations; show the report of a run. No command needs weights or a GPU."
     ),
     epilog=(
-        "Exit codes: 0 all is well, 1 problems in what was written, 2 wrong usage. With --json a command "
-        "writes one JSON document to stdout and nothing else."
+        "Exit codes: 0 no errors, 1 errors in the configuration, model, plan or budget, 2 an error in the "
+        "command line. With --json a command writes one JSON document to stdout and nothing else."
     ),
     no_args_is_help=True,
     add_completion=False,

@@ -1,4 +1,4 @@
-"""``hf-actswap check``: all that is wrong with a configuration, and all that gives way, before a training."""
+"""``hf-actswap check``: all errors of a configuration, and all requests that are changed, before training."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Checked:
             yield heading("Not known")
             yield from listed([self.not_known])
         if self.notes:
-            yield heading("Read and without effect")
+            yield heading("Keys without effect")
             yield from listed(self.notes)
         yield ""
         if self.problems:
@@ -94,7 +94,7 @@ class Checked:
         elif self.ok:
             yield "No problems."
         else:
-            yield "No problems, but requested policies gave way (--strict)."
+            yield "No problems, but requests were changed (--strict)."
 
     def _shown_plan(self, plan: MemoryPlan) -> Iterable[RenderableType]:
         yield heading("Plan")
@@ -106,7 +106,7 @@ class Checked:
             yield heading("Warnings")
             yield from listed(plan.warnings)
         if plan.adjustments:
-            yield heading("What was asked and gave way")
+            yield heading("Requests that were changed")
             yield from listed(map(str, plan.adjustments))
 
 
@@ -122,11 +122,11 @@ def check(
     tp: options.Tp = None,
     strict: Annotated[
         bool,
-        typer.Option("--strict", help="Exit with 1 if a requested policy gave way or a warning was given."),
+        typer.Option("--strict", help="Exit with 1 if a request was changed or a warning was given."),
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Name every problem of a configuration for a model, and every requested policy that gives way."""
+    """List every error of a configuration for a model, and every request that is changed or ignored."""
 
     def ask() -> Checked:
         found = Checked(config, strict)
@@ -186,7 +186,7 @@ def _meaning(requested: RequestedPolicy) -> str:
     if not requested.op_name:
         return str(requested)
     if not requested.targets:
-        return f"{requested}. It names nothing that these layers have."
+        return f"{requested}. These layers have no op of that name."
     by_layers: dict[tuple[int, ...], list[str]] = {}
     for path, layers in requested.targets.items():
         by_layers.setdefault(layers, []).append(path)

@@ -89,14 +89,14 @@ class Explanation:
             yield heading(f"{place}, {name}: {op.fate}")
             yield FATES[op.fate]
             if op.saved_bytes is not None:
-                yield f"Autograd saves {size_text(op.saved_bytes)} of it where nothing is done."
+                yield f"Autograd saves {size_text(op.saved_bytes)} of it without a plan."
             yield from listed([_deciding(op.row, op.op_path)])
-            yield heading("Requested policies that mean it, the strongest first")
+            yield heading("Requests that name it, the strongest first")
             yield from listed(
                 [f"{requested}{_verdict(requested, op)}" for requested in op.policies] or ["none"]
             )
             if op.adjustments:
-                yield heading("What gave way, and why")
+                yield heading("Requests that were changed, and why")
                 yield from listed(map(str, op.adjustments))
             if op.alternatives:
                 yield heading("What would change it")
@@ -196,7 +196,7 @@ def _concerns(adjustment: Adjustment, shape: ModelStructure, scope: Scope, path:
 
 def _deciding(row: PlanRow | None, path: str) -> str:
     if row is None:
-        return "No row of the plan names it: what nothing names is kept."
+        return "No row of the plan names it, so it is kept."
     name = row.op_path or "the whole layer"
     below = f"everything below {name}" if row.op_path else "all of it"
     around = "" if row.op_path == path else f" It covers {below}."
@@ -207,7 +207,7 @@ def _deciding(row: PlanRow | None, path: str) -> str:
 
 
 def _verdict(requested: RequestedPolicy, op: Explained) -> str:
-    return "" if requested.asked == op.fate else f" (gives way: {op.fate})"
+    return "" if requested.asked == op.fate else f" (not applied: {op.fate})"
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class Alternative:
     """A change of the configuration, and what the op would get.
 
     Args:
-        fate: that the change asks for.
+        fate: that the change requests.
         change: what to write.
         got: fate of the op then.
         because: why that is another one; empty if it is not.

@@ -1,4 +1,4 @@
-"""What optimizers keep of each weight on the device, on paper."""
+"""How many bytes of states optimizers keep on the device for each weight, by calculation."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def state_bytes(optimizer: str | None, model: nn.Module) -> tuple[int, int]:
     ``get_state_buffer``).
 
     Args:
-        optimizer: of `options.PaperOptimizerName`; ``None``: nobody says.
+        optimizer: of `options.PaperOptimizerName`; ``None``: not given.
         model: whose parameters with ``requires_grad`` are trained.
     """
     if optimizer is None:

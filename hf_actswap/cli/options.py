@@ -71,14 +71,16 @@ Seq = Annotated[
         "--seq",
         parser=tokens,
         metavar="N",
-        help="Tokens of a sequence: 8192, 8k. Without it no bytes.",
+        help="Tokens of a sequence: 8192, 8k. Needed for bytes and times.",
         show_default=False,
     ),
 ]
 Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Sequences of a micro-batch.")]
 Dtype = Annotated[
     DtypeName | None,
-    typer.Option("--dtype", help="Of the weights; else as the model's config says.", show_default=False),
+    typer.Option(
+        "--dtype", help="Type of the weights. Default: that of the model's config.", show_default=False
+    ),
 ]
 Autocast = Annotated[
     AutocastName | None,
@@ -90,14 +92,16 @@ Device = Annotated[
         "--device",
         parser=device_named,
         metavar="NAME",
-        help=f"Kind of device to predict for, by any usual name: {', '.join(DEVICE_KINDS)}. Or numbers of "
-        f"your own, as it reaches them: {OWN_DEVICE}. Else the one that is here, and H200 where none is.",
+        help=f"Device to predict for, by a usual name: {', '.join(DEVICE_KINDS)}. Or your own numbers, as "
+        f"the device reaches them: {OWN_DEVICE}. Default: this machine's accelerator, or H200.",
         show_default=False,
     ),
 ]
 Optimizer = Annotated[
     OptimizerName,
-    typer.Option("--optimizer", help="Whose states are on the device: 2 values a weight, or none."),
+    typer.Option(
+        "--optimizer", help="Optimizer whose states are on the device: 2 values per weight, or none."
+    ),
 ]
 Tp = Annotated[
     int | None,

@@ -63,7 +63,7 @@ class Rejected:
 
 
 def write_line(text: str) -> None:
-    """Write one line to stdout as it is."""
+    """Write one line to stdout unchanged."""
     _console().print(Text(text), soft_wrap=True)
 
 
@@ -73,7 +73,7 @@ def answer(command: str, as_json: bool, ask: Callable[[], Answer]) -> NoReturn:
     Args:
         command: its name.
         as_json: whether one document is written, and not text.
-        ask: finds it out; problems that it raises are the answer.
+        ask: returns the answer; problems that it raises are the answer.
 
     Raises:
         typer.Exit: always; with code 1 if something of what the user wrote is wrong.

@@ -26,7 +26,7 @@ def plan(
         str | None,
         typer.Argument(
             metavar="[CONFIG]",
-            help="Fates written by hand stay; its `memory` section holds.",
+            help="Its fates stay as they are; its `memory` section applies.",
             show_default=False,
         ),
     ] = None,
@@ -36,7 +36,7 @@ def plan(
             "--seq",
             parser=options.tokens,
             metavar="N",
-            help="Tokens of a sequence: 8192, 8k; else 4096.",
+            help="Tokens of a sequence: 8192, 8k. Default: 4096.",
             show_default=False,
         ),
     ] = None,
@@ -46,7 +46,7 @@ def plan(
             "--batch",
             min=1,
             metavar="N",
-            help="Sequences of a micro-batch; else 1.",
+            help="Sequences of a micro-batch. Default: 1.",
             show_default=False,
         ),
     ] = None,
@@ -56,7 +56,7 @@ def plan(
         typer.Option(
             "--profile",
             metavar="FILE",
-            help="Plan from the times that hf-actswap profile or a training has written; the step is its.",
+            help="Plan from a profile of hf-actswap profile or of a training, for the step that it recorded.",
             show_default=False,
         ),
     ] = None,
@@ -67,7 +67,7 @@ def plan(
             "--budget-gib",
             parser=options.size,
             metavar="SIZE",
-            help="The most device memory of a step, per rank: 40GB, 24GiB, or a number of GiB. Else the "
+            help="The most device memory of a step, per rank: 40GB, 24GiB, or a number of GiB. Default: the "
             "configuration's, else the device's less 3 %.",
             show_default=False,
         ),
@@ -78,7 +78,7 @@ def plan(
         PaperOptimizerName | None,
         typer.Option(
             "--optimizer",
-            help="Whose states are on the device; else adamw: 2 values a weight, in its type.",
+            help="Optimizer whose states are on the device. Default: adamw, 2 values per weight in its type.",
             show_default=False,
         ),
     ] = None,
@@ -86,7 +86,7 @@ def plan(
         DtypeName | None,
         typer.Option(
             "--grad-dtype",
-            help="In which gradients rest until the optimizer's step; else that of the weights.",
+            help="Type of the gradients until the optimizer's step. Default: that of the weights.",
             show_default=False,
         ),
     ] = None,
@@ -96,7 +96,7 @@ def plan(
             "--shard",
             parser=Sharding.read,
             metavar="fsdp=N",
-            help="zero1=N, zero2=N, zero3=N or fsdp=N: what N data-parallel ranks share.",
+            help="zero1=N, zero2=N, zero3=N or fsdp=N: what is sharded over N data-parallel ranks.",
             show_default=False,
         ),
     ] = None,
@@ -114,25 +114,25 @@ def plan(
         QuantizeName | None,
         typer.Option(
             "--quantize",
-            help="How the base's linear layers rest beside --lora (QLoRA).",
+            help="How the base's linear layers are stored with --lora (QLoRA).",
             show_default=False,
         ),
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code that the model brings along.")
+        bool, typer.Option("--trust-remote-code", help="Run the model's own code, if it has some.")
     ] = False,
     tp: options.Tp = None,
     full: Annotated[
-        bool, typer.Option("--full", help="The plan layer by layer, and the least budget.")
+        bool, typer.Option("--full", help="Print the plan layer by layer, and the least budget.")
     ] = False,
     windows: Annotated[
-        bool, typer.Option("--windows", help="A line for each op, with its prefetch and release.")
+        bool, typer.Option("--windows", help="Print a line for each op, with its prefetch and release.")
     ] = False,
     longest: Annotated[
         bool,
         typer.Option(
             "--longest",
-            help="The longest sequence that fits, with everything in tiles, and the configuration for it.",
+            help="Find the longest sequence that fits, with everything in tiles, and its configuration.",
         ),
     ] = False,
     host_memory_gib: Annotated[
@@ -141,7 +141,7 @@ def plan(
             "--host-memory-gib",
             min=0,
             metavar="N",
-            help="With --longest: the most host memory of a rank; else as much as it needs.",
+            help="With --longest: the most host memory of a rank. Default: as much as it needs.",
             show_default=False,
         ),
     ] = None,
@@ -156,7 +156,7 @@ def plan(
         typer.Option(
             "--save",
             metavar="FILE",
-            help="Write the plan, to train with: actswap=FILE, or memory.plan_file.",
+            help="Write the plan for training: actswap=FILE, or memory.plan_file.",
             show_default=False,
         ),
     ] = None,
@@ -167,23 +167,23 @@ def plan(
     if save is not None:
         _reject_overwriting(save)
     if compared and (save is not None or tp is not None):
-        raise typer.BadParameter("--compare goes with neither --save nor --tp")
+        raise typer.BadParameter("--compare cannot be combined with --save or --tp")
     if compared and profile is not None:
-        raise typer.BadParameter("--profile is of one number of ranks: it does not go with --compare")
+        raise typer.BadParameter("--profile cannot be combined with --compare: it is of one number of ranks")
     if profile is not None and (lora or quantize or shard or grad_dtype):
         raise typer.BadParameter(
-            "--profile is of a step as it was recorded: without --lora, --quantize, --shard, --grad-dtype"
+            "--profile cannot be combined with --lora, --quantize, --shard or --grad-dtype"
         )
     if quantize is not None and (lora is None or (tp or 1) > 1 or compared):
         raise typer.BadParameter(
-            "--quantize goes with --lora (quantised weights are not trained) and one tensor-parallel rank"
+            "--quantize needs --lora (quantised weights are not trained) and one tensor-parallel rank"
         )
     alone = config or seq or batch or profile or compared or save or windows or full
     if (longest and alone) or (host_memory_gib is not None and not longest):
         raise typer.BadParameter(
-            "--longest finds CONFIG, --seq and the plan itself, for --batch 1: it goes with --device, "
-            "--budget, --host-memory-gib, --tp and how the model is trained. --host-memory-gib goes with "
-            "nothing else"
+            "--longest finds CONFIG, --seq and the plan itself, for --batch 1. It can be combined with "
+            "--device, --budget, --host-memory-gib, --tp and the options of how the model is trained. "
+            "--host-memory-gib needs --longest"
         )
     asked = PlanRequest(
         model=ModelRequest(model, dtype, lora, quantize, trust_remote_code),
@@ -224,5 +224,5 @@ def _reject_overwriting(path: str) -> None:
     except (OSError, ValueError, RecursionError):
         document = None
     if not isinstance(document, dict) or PREDICTED not in document:
-        text = f"{path} exists and was not written by --save: it stays as it is"
+        text = f"{path} exists and was not written by --save, so it is not overwritten"
         raise typer.BadParameter(text, param_hint="--save")

@@ -31,7 +31,7 @@ from .profile_file import ProfileFile, read_profile
 from .step import StepShape, device_name, prediction_document, saved_by_row
 from .subject import Subject, subject, with_tp
 
-ALONE = "Times are computed from shapes and the device's rates; communication between ranks is not in them."
+ALONE = "Times are computed from shapes and the device's rates, without communication between ranks."
 _SEQ = 4096
 
 
@@ -147,35 +147,35 @@ class ComparedSizes:
 
 
 def assumptions(subject: Subject, step: StepShape) -> Iterator[str]:
-    """Yield what was taken for granted of how the model is trained."""
+    """Yield the assumptions about how the model is trained."""
     if subject.trained < subject.parameters:
         yield "Adapters are as PEFT makes them, in fp32 beside a base in half precision."
     if subject.quantize is not None:
         bits = {
             "4bit": "NF4 with double quantisation, 4.127 bits a weight (QLoRA, section 3)",
-            "8bit": "LLM.int8(), 8 bits a weight and an fp32 constant a row",
+            "8bit": "LLM.int8(), 8 bits a weight and an fp32 constant per row",
         }[subject.quantize]
         yield (
-            f"Linear layers of the decoder rest in {bits}; one is made whole at a time, which takes "
-            "memory and no time here. All else has the model's own type: prepare_model_for_kbit_training "
-            "was not applied."
+            f"Linear layers of the decoder are stored in {bits}. One at a time is dequantised; its memory is "
+            "counted, its time is not. All other weights have the model's own type: "
+            "prepare_model_for_kbit_training was not applied."
         )
     if (paged := state_bytes(step.optimizer, subject.model)[1]) and step.optimizer is not None:
         ranks = step.sharding.ranks if step.sharding else 1
         yield (
             f"{size_text(paged // ranks)} of the optimizer's states are in pages that the driver moves to "
-            "the host when memory is short: none is counted on the device, nor the time."
+            "the host when memory is short: neither their device memory nor their time is counted."
         )
     if step.sharding is not None:
         yield (
-            f"Of one of {step.sharding.ranks} ranks, ZeRO stage {step.sharding.stage}. "
-            + ("Whole are what is outside the layers and two layers. " if step.sharding.stage == 3 else "")
+            f"The numbers are of one of {step.sharding.ranks} ranks, ZeRO stage {step.sharding.stage}. "
+            + ("Parts outside the layers and two layers are whole. " if step.sharding.stage == 3 else "")
             + (
                 "Gradients of two layers are whole until they are scattered. "
                 if step.sharding.stage > 1
                 else ""
             )
-            + "What data-parallel ranks tell each other is not in the times."
+            + "Communication between data-parallel ranks is not in the times."
         )
 
 
@@ -211,7 +211,7 @@ _STREAMED = Problem(
     "stream_config.tokens",
     "off: the step of a streamed sequence is not predicted yet",
     "a chunk length",
-    "Leave stream_config out to see the step of the whole sequence.",
+    "Remove stream_config to see the step of the whole sequence.",
 )
 
 
@@ -281,12 +281,12 @@ def communication_document(found: Exchanged | None) -> dict[str, Any] | None:
 def communication_note(fabric: Fabric | None) -> str:
     """Return what a table of such steps must say."""
     if fabric is None:
-        return "Of one rank. Times are computed from shapes; communication between ranks is not in them."
+        return "Of one rank. Times are computed from shapes, without communication between ranks."
     rate = f"{fabric.bytes_per_ms / 1e6:.0f} GB/s and {fabric.latency_ms:g} ms each"
     return (
-        "Of one rank. Times are computed from shapes. Comm., which the step contains, is on paper: what "
-        f"collectives add that no product hides, at {rate} ({fabric.name} by its data sheet; not measured), "
-        "all ranks in one machine."
+        "Of one rank. Times are computed from shapes. Comm. is a part of the step: the time of collectives "
+        f"that no product hides, at {rate} ({fabric.name} by its data sheet; not measured), all ranks in "
+        "one machine."
     )
 
 

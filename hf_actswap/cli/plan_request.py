@@ -1,4 +1,4 @@
-"""What `plan` is asked, as far as it is known before torch is imported."""
+"""The options of `plan`, as far as they can be read before torch is imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName
 
 PREDICTED = "predicted"
-"""Section of a saved plan by which `--save` knows what it has written."""
+"""Section of a saved plan that says that `--save` has written it."""
 
 
 _STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}

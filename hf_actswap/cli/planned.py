@@ -1,4 +1,4 @@
-"""The planner's answer for a step on paper: the plan that it would begin with, and what stands beside it."""
+"""The planner's answer for a simulated step: the plan that it would begin with, and the steps to compare."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def usual_steps(profile: Profile, written: MemoryPlan) -> dict[str, Prediction]:
 
 
 def poor_deal(steps: Mapping[str, Prediction]) -> Iterator[str]:
-    """Yield a line if what is written by hand costs much more time than it need."""
+    """Yield a line if what is written by hand costs much more time than necessary."""
     if BETTER not in steps:
         return
     saved, best = (
@@ -153,9 +153,9 @@ def poor_deal(steps: Mapping[str, Prediction]) -> Iterator[str]:
     budget = math.ceil(steps[WRITTEN].peak_bytes / GIB * 100) / 100
     cost, best_cost = (step_ms_text(_more_ms(steps, name)) for name in (WRITTEN, BETTER))
     yield (
-        f"! A poor deal: {saved} less for {cost} more a step. Better: {best} less for "
-        f"{best_cost}, by `memory: {{mode: adaptive, budget_gib: "
-        f"{budget:g}}}` and no fates by hand, or by `auto`, which uses all that the device has."
+        f"! Costly: it saves {saved} and adds {cost} to a step. `memory: {{mode: adaptive, budget_gib: "
+        f"{budget:g}}}` without fates by hand saves {best} and adds {best_cost}; `auto` uses all memory of "
+        "the device."
     )
 
 

@@ -92,16 +92,16 @@ class Profiled:
         yield heading("Ops: times in ms, all layers of a line together")
         yield cost_table(profile, self.costs)
         yield (
-            "\nSaved: what autograd keeps of its results. Rebuild: what recomputing it adds to "
-            f"backward.{' Copy: to the host, alone on the link.' if link else ''}"
+            "\nSaved: what autograd saves of the op's results. Rebuild: the time that recomputing it adds to "
+            f"backward.{' Copy: to the host, without other copies on the link.' if link else ''}"
         )
         step = self.unplanned
         yield (
-            f"Step without a plan: {step_ms_text(step.step_ms)}, of them {step_ms_text(profile.outside_ms)} "
+            f"Step without a plan: {step_ms_text(step.step_ms)}, {step_ms_text(profile.outside_ms)} of it "
             f"outside forward and backward; peak {size_text(step.peak_bytes)}."
         )
         if self.written_to is not None:
-            yield f"Written to {self.written_to}; hf-actswap plan --profile takes it."
+            yield f"Written to {self.written_to}; hf-actswap plan --profile reads it."
 
     def _times(self) -> str:
         if not self.measured_layers:
@@ -128,7 +128,7 @@ def profile(
             "--layers",
             min=1,
             metavar="K",
-            help="Measure the first K layers only; the others get their times.",
+            help="Measure only the first K layers; the others get their times.",
             show_default=False,
         ),
     ] = None,
@@ -152,7 +152,7 @@ def profile(
             "--output",
             "-o",
             metavar="FILE",
-            help="Write it; hf-actswap plan --profile takes it.",
+            help="File for the profile; hf-actswap plan --profile reads it.",
             show_default=False,
         ),
     ] = None,
@@ -208,11 +208,11 @@ def _measured(
     """Measure the first layers, or all; if not all, the others get their times.
 
     Raises:
-        ModelError: it does not run, has no room on the device, or its other layers are not like these.
+        ModelError: it does not run, does not fit on the device, or its other layers differ from these.
     """
     count = len(whole.shape.layers)
     measured_layers = min(layers or count, count)
-    own_shape = replace(step, device=DEFAULT_DEVICE)  # of a step on paper only the bytes are used here
+    own_shape = replace(step, device=DEFAULT_DEVICE)  # only the bytes of a calculated step are used here
     on_paper = _from_shapes(whole, own_shape) if measured_layers < count else None
     if device.type == "cpu":
         _reject_if_too_large(whole, step, measured_layers)
@@ -242,7 +242,7 @@ def _recorded(
             return made, parameters_of(part)
     except torch.OutOfMemoryError as error:
         text = " ".join(str(error).split())[:200]
-        raise ModelError([Problem("model", f"a step that has room on {step.device}", text, _FEWER)]) from None
+        raise ModelError([Problem("model", f"a step that fits on {step.device}", text, _FEWER)]) from None
     except ModelError:
         raise
     except Exception as error:  # the model's own code runs: it may raise anything
@@ -252,7 +252,7 @@ def _recorded(
 
 
 def _reject_if_too_large(whole: Subject, step: StepShape, layers: int) -> None:
-    """The CPU's memory is everybody's: a process that takes too much of it is killed without a word.
+    """Raise an error, because the kernel kills a process that takes too much host memory without a message.
 
     Only weights, gradients and the optimizer's states are known of every model before it runs.
     """
@@ -260,7 +260,7 @@ def _reject_if_too_large(whole: Subject, step: StepShape, layers: int) -> None:
     weight_bytes = sum(p.numel() * p.element_size() for p in whole.model.parameters())
     least = int((2 * weight_bytes + state_bytes(step.optimizer, whole.model)[0]) * share)
     if free is not None and least > free:
-        expected = f"a step that has room in the {size_text(free)} that are free"
+        expected = f"a step that fits in the {size_text(free)} that are free"
         found = f"{size_text(least)} of weights, gradients and optimizer states"
         raise ModelError([Problem("model", expected, found, _FEWER)])
 

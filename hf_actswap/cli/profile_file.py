@@ -43,7 +43,7 @@ class _StepFacts(TypedDict, total=False):
 
 
 class ProfileOrigin(TypedDict, total=False):
-    """What a profile says of itself, as far as it is read again."""
+    """The header of a profile, as far as it is read again."""
 
     model: _ModelFacts
     step: _StepFacts
@@ -93,7 +93,7 @@ class ProfileFile:
         """
         own = self._own_step()
         problems = [
-            Problem(f"{self.path}: {what}", str(wanted), str(has), f"Leave {option} out, or record it anew.")
+            Problem(f"{self.path}: {what}", str(wanted), str(has), f"Remove {option}, or record it anew.")
             for what, option, wanted, has in (
                 ("sequences of a batch", "--batch", asked.sequences, own.sequences),
                 ("tokens of a sequence", "--seq", asked.tokens, own.tokens),
@@ -103,7 +103,7 @@ class ProfileFile:
             if wanted is not None and wanted != has
         ]
         if asked.device is not None and not _same_device(asked.device, own.device):
-            hint = "Leave --device out, or record it anew on that device."
+            hint = "Remove --device, or record it anew on that device."
             problems.append(Problem(f"{self.path}: device", asked.device, own.device, hint))
         if problems:
             raise ProfileError(problems)

@@ -47,10 +47,12 @@ class Pushed:
 
 def push(
     config: options.Config,
-    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="org/name; made if there is none.")],
+    repo_id: Annotated[
+        str, typer.Argument(metavar="REPO_ID", help="org/name; created if it does not exist.")
+    ],
     plan: Annotated[
         str | None,
-        typer.Option("--plan", metavar="FILE", help="A plan to publish beside it.", show_default=False),
+        typer.Option("--plan", metavar="FILE", help="A plan to publish with it.", show_default=False),
     ] = None,
     base_model: Annotated[
         str | None,
@@ -58,17 +60,19 @@ def push(
             "--base-model", metavar="ID", help="Hub id of its model, for the card.", show_default=False
         ),
     ] = None,
-    private: Annotated[bool, typer.Option("--private", help="If the repository is made.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
     revision: Annotated[
-        str | None, typer.Option("--revision", metavar="BRANCH", help="To commit to.", show_default=False)
+        str | None,
+        typer.Option("--revision", metavar="BRANCH", help="Branch for the commit.", show_default=False),
     ] = None,
     message: Annotated[
-        str | None, typer.Option("--message", metavar="TEXT", help="Of the commit.", show_default=False)
+        str | None,
+        typer.Option("--message", metavar="TEXT", help="Message of the commit.", show_default=False),
     ] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Publish a configuration, and a plan beside it, on the Hub. Nothing malformed is published."""
+    """Publish a configuration, and a plan beside it, on the Hub. Files with errors are not published."""
 
     def ask() -> Pushed:
         _reject_plan(config)
@@ -94,7 +98,7 @@ def push(
 
 
 def _reject_plan(name: str) -> None:
-    """A plan alone would be a repository that does nothing for whoever names it in the training arguments."""
+    """A plan alone is rejected: such a repository would have no effect in the training arguments."""
     try:
         JsonReader(read_text(name, MAX_PLAN_BYTES, PlanError), "plan", PlanError).check_format(
             PLAN_FORMAT, PLAN_FORMAT_VERSION

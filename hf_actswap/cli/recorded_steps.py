@@ -263,6 +263,6 @@ def _other_ops(missing: Counter[str]) -> Problem:
     return Problem(
         "--layers",
         "a model that runs the same ops on this device as on fake tensors",
-        f"{missing.total()} op(s) that were not met, the first in layer {first}",
+        f"{missing.total()} op(s) that did not run, the first in layer {first}",
         "Leave --layers out: then all layers are measured.",
     )

@@ -65,7 +65,7 @@ def report(
         typer.Option(
             "--out",
             metavar="FILE",
-            help="The page; else RUN_DIR/actswap/report.html.",
+            help="File for the page. Default: RUN_DIR/actswap/report.html.",
             show_default=False,
         ),
     ] = None,

@@ -1,4 +1,4 @@
-"""A step of a model on paper: what a batch needs, and what a plan makes of it."""
+"""A predicted step of a model: what a batch needs, without and with a plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class StepShape:
         tokens: of a sequence.
         device: one of `planner.devices`, or the name of the one that was measured.
         autocast: mixed precision, or ``None``.
-        optimizer: whose states are on the device; ``None``: nobody says.
+        optimizer: whose states are on the device; ``None``: not given.
         gradient_dtype: in which gradients rest until the optimizer's step; ``None``: that of the weights.
         sharding: what data-parallel ranks share; ``None``: nothing.
     """

@@ -232,7 +232,7 @@ def random_model(
 
     Raises:
         ModelError: there is none, or it is no causal language model of transformers.
-        torch.OutOfMemoryError: the device has no room for it.
+        torch.OutOfMemoryError: it does not fit on the device.
     """
     place = _with_code(name) if trust_remote_code else {"pretrained_model_name_or_path": _config_path(name)}
     try:

@@ -3,12 +3,11 @@
 In: YAML text, a mapping, a file, a folder, a Hub id, or ``auto`` (`load_config`).
 Out: an `ActSwapConfig`, with one frozen dataclass for each section (`schema`).
 
-Each ``.._section`` module reads one section; `reader` collects the problems, `keys` knows which keys there
-are. `published` and `hub` read configurations that lie on a model's page, and `json_documents` reads what
+Each ``.._section`` module reads one section; `reader` collects the problems, `keys` lists the keys that there
+are. `published` and `hub` read configurations from a model repository, and `json_documents` reads what
 this library itself has written: plans, profiles, records of runs.
 
-It knows keys and their rules. It imports neither torch nor a model, so mistakes are told before anything is
-loaded.
+This package depends on neither torch nor a model, so errors are reported before anything is loaded.
 """
 
 from __future__ import annotations

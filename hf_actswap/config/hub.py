@@ -160,7 +160,7 @@ def _in_cache(path: str, repo_id: str, revision: str | None, options: HubOptions
     """
     commit = Path(path).parent.name
     cache = Path(options.cache_dir or constants.HF_HUB_CACHE).expanduser().resolve()
-    # A person may keep one repository of the cache on another disk: its folder counts as it is resolved.
+    # A user may keep one repository of the cache on another disk, so its folder is resolved first.
     allowed = (cache, Path(path).parents[2].resolve())
     real = Path(path).resolve()
     if not any(real.is_relative_to(folder) for folder in allowed):

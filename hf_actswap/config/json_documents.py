@@ -1,8 +1,8 @@
 """JSON documents that this library writes, read back by the types that its dataclasses declare.
 
-What a type asks for beyond itself is written where the type is, ``Annotated[int, Rule(...)]``. All that is
-wrong with a document is named at once: the place, what was expected, what stands there. No text makes the
-reading hang, or raise anything else.
+Rules beyond the type are written with the type, ``Annotated[int, Rule(...)]``. All errors of a document are
+named at once: the place, what was expected, what was found. No text can make the reader hang, or raise any
+other error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .reader import EXPECTED_BOOL, Path, is_int, show, where
 from .yaml_text import MAX_LEVELS
 
 MAX_PROBLEMS = 50
-"""A document whose every row is wrong says so with the first of them."""
+"""The most problems that are named, if every row of a document is wrong."""
 
 _READ_DIGITS = 30
 """Of a whole number: a longer one is beyond 64 bits, whatever follows."""
@@ -75,7 +75,7 @@ def read_text(path: str, max_bytes: int, error: type[ActSwapError], source: str 
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Write a file, whole or not at all: what stands there stays until the new text is on the disk.
+    """Write a file, whole or not at all: the old content stays until the new text is on the disk.
 
     Raises:
         OSError: it cannot be written; nothing is left of the attempt.

@@ -218,7 +218,7 @@ _DELAY = "release points follow from the simulated copies, op by op and not stag
 UNUSED: Mapping[str, str] = MappingProxyType(
     {
         "policy_v2": "one planner serves both versions: the budget holds, and swap_bucket_size and "
-        "num_attn_layers_per_stage bind beside it.",
+        "num_attn_layers_per_stage apply as well.",
         "rank": "the launcher says which rank a process is.",
         "print_level": "the level of the logger `hf_actswap` decides.",
         "print_rank": "rank 0 prints; under the Trainer every rank has its worker_<rank>.log.",

@@ -40,7 +40,7 @@ from .tile_section import read_stream, read_tiles
 from .yaml_text import DOCUMENT_PATH, MAX_TEXT_BYTES, parse_yaml, to_dict, to_yaml
 
 AUTO = "auto"
-"""A configuration by name: nothing is written, everything is found out. A file of that name is ``./auto``."""
+"""The configuration without keys: the planner chooses everything. A file of that name is ``./auto``."""
 
 EXPECTED_SOURCE = f"a file, a folder that holds {CONFIG_FILE_NAME}, YAML or JSON text, or a Hub id (org/name)"
 _EXPECTED_NAME = f"a file, a folder that holds {CONFIG_FILE_NAME}, or a Hub id (org/name)"
@@ -308,7 +308,7 @@ def _read_num_layers(findings: Findings) -> int | None:
 
 
 def _note_foreign_sections(findings: Findings) -> None:
-    """One line for each section that is not ours; a problem for each that nobody knows."""
+    """One note for each section of MindFormers; a problem for each unknown section."""
     for key in findings.document:
         if key == "model":
             findings.note((key,), _model_note(findings))

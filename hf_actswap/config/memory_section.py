@@ -260,7 +260,7 @@ def _read_target(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpe
 
 
 def _read_plan_file(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
-    """``save_policy`` asks for a file in ``output_root_path``."""
+    """``save_policy`` sets ``plan_file`` to a file in ``output_root_path``."""
     path, root_path = ("memory", "save_policy"), ("memory", "output_root_path")
     root: str | None = OUTPUT_ROOT_PATH
     if "output_root_path" in section:

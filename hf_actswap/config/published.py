@@ -38,7 +38,7 @@ _MAX_CELL_CHARACTERS = 400
 
 
 class Plan(Protocol):
-    """A plan, as this layer of the package knows one."""
+    """The methods of a plan that this package uses."""
 
     def to_json(self) -> str:
         """Return the plan as JSON."""
@@ -138,7 +138,7 @@ def card(repo_id: str, config_text: str, plan: Mapping[str, Any] | None, base_mo
 
 def _plan_lines(repo_id: str, plan: Mapping[str, Any] | None) -> list[str]:
     if plan is None:
-        return ["No plan stands beside it: none of its fates was measured.", ""]
+        return ["There is no plan beside it, so none of its fates was measured.", ""]
     use = ["```python", "from hf_actswap.plan import load_plan", ""]
     use += [f'hf_actswap.apply(model, load_plan("{repo_id}"))', "```", ""]
     made_for, measured = plan.get("made_for"), plan.get("measured")

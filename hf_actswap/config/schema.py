@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Prefetch = int | Literal["auto"]
-"""Operators ahead, at least 1; or ``"auto"`` (also written ``Auto``)."""
+"""Number of operators, at least 1; or ``"auto"`` (also written ``Auto``)."""
 
 Layers = bool | tuple[int, ...]
 """``True``: all layers; ``False``: none; else global layer indices."""
@@ -41,8 +41,8 @@ class LayerSwapRule:
     """One entry of ``layer_swap``: swap everything that these layers produce.
 
     Args:
-        backward_prefetch: operators by which the copy back starts ahead of its first use; device memory is
-            released after three times as many. ``auto``: measured.
+        backward_prefetch: how many operators before the first use in backward the copy back starts; device
+            memory is released three times as many operators after the copy out began. ``auto``: measured.
         layers: which layers, counted from 0 over the whole model.
     """
 
@@ -55,8 +55,8 @@ class OpSwapRule:
     """One entry of ``op_swap``; a list under ``op_name`` becomes one rule per name.
 
     Args:
-        op_name: path of a module or function below a layer, a regular expression for each level; its names
-            are MindFormers' or Hugging Face's.
+        op_name: path of a module or function inside a layer, one regular expression per level, with
+            MindFormers' or Hugging Face's names.
         backward_prefetch: as in ``layer_swap``.
         layers: as in ``layer_swap``.
     """
@@ -70,23 +70,23 @@ class OpSwapRule:
 class SwapConfig:
     """``swap_config`` (MindFormers, Fine-Grained Activations SWAP).
 
-    With ``swap`` true and both lists ``None`` the default strategy holds: the attention core of all
-    layers, ``default_prefetch`` operators ahead. An empty list is not ``None``: it swaps nothing.
+    With ``swap`` true and both lists ``None`` the default strategy applies: the attention core of all layers
+    is swapped, with the windows of ``default_prefetch``. An empty list is not ``None``: it swaps nothing.
 
     ``recompute_input`` and ``select_recompute_input`` (ours) lift the reference's second coupling rule.
 
     Args:
         swap: whether anything is swapped. It also decides what a list in ``recompute_config`` means: layer
             indices if true, layers per pipeline stage if false.
-        default_prefetch: operators of lead where no entry says one: of the default strategy and of
-            ``recompute_input``. ``auto``: measured.
+        default_prefetch: ``backward_prefetch`` of the default strategy and of ``recompute_input``, which have
+            no entry of their own. ``auto``: measured.
         layer_swap: whole layers to swap. Default ``None``: see ``op_swap``.
-        op_swap: modules and functions to swap. Default ``None``: where ``layer_swap`` is not written either,
-            the attention core of all layers.
-        recompute_input: layers, recomputed whole, whose input is swapped ``default_prefetch`` operators ahead
-            and does not stay (ours).
-        select_recompute_input: layers in which what the recomputed ops read is swapped where ``layer_swap``
-            or ``op_swap`` says so, with their windows, and does not stay (ours).
+        op_swap: modules and functions to swap. Default ``None``: if ``layer_swap`` is not written either, the
+            attention core of all layers.
+        recompute_input: layers that are recomputed whole and whose input is swapped, with the windows of
+            ``default_prefetch``, in place of staying on the device (ours).
+        select_recompute_input: layers in which ``layer_swap`` and ``op_swap`` may also swap what the
+            recomputed ops read, which otherwise stays on the device (ours).
     """
 
     swap: bool = False
@@ -101,30 +101,32 @@ class SwapConfig:
 class RecomputeConfig:
     """``recompute_config`` (MindFormers, Memory Optimization; ``compile_budget`` and ``fused`` are ours).
 
-    Without swap a list holds layers per pipeline stage, a table has a row per interleave, and the first
-    layers of each stage are meant. With ``swap_config.swap`` true a list holds layer indices.
+    Without swap a list has the number of layers per pipeline stage, counted from the stage's first layer, and
+    a table has a row per interleave. With ``swap_config.swap`` true a list has layer indices.
 
     Args:
-        recompute: layers that are recomputed whole: they keep their input.
-        select_recompute: ops that are recomputed. Without names: the product and the activation of the MLP
-            (``feed_forward\\.mul``, ``feed_forward\\.w1\\.activation\\.silu``).
-        select_comm_recompute: gathers of parallel layers that are repeated in backward. Without names: those
-            of the norms' outputs (``.*\\.norm``). Layers that it does not select, with false all, save what
-            they gathered. Default ``None``: parallel layers save their part and gather again.
-        select_recompute_exclude: ops that are not recomputed, named; also in layers that are recomputed
+        recompute: layers that are recomputed whole; only their input is kept.
+        select_recompute: ops that are recomputed. If no op is named: the product and the activation of the
+            MLP (``feed_forward\\.mul``, ``feed_forward\\.w1\\.activation\\.silu``).
+        select_comm_recompute: gathers of parallel layers that are repeated in backward. If no op is named:
+            those of the norms' outputs (``.*\\.norm``). Layers that are not selected save what they gathered;
+            with false these are all layers. Default ``None``: parallel layers save their part and gather
+            again.
+        select_recompute_exclude: names of ops that are not recomputed, also in layers that are recomputed
             whole.
-        select_comm_recompute_exclude: communications whose result is kept, named; also in layers that are
+        select_comm_recompute_exclude: names of communications whose result is kept, also in layers that are
             recomputed whole.
         parallel_optimizer_comm_recompute: whether weights sharded by FSDP2 are freed after forward and
             gathered again in backward.
-        mp_comm_recompute: whether recomputed layers and modules communicate again; false keeps the results.
+        mp_comm_recompute: whether recomputed layers and modules communicate again; if false, the results of
+            their communications are kept.
         recompute_slice_activation: whether each rank keeps its part of the input of a layer that is
             recomputed whole, and gathers the input before the layer runs again.
         compile_budget: PyTorch's ``activation_memory_budget`` of each compiled layer (ours): 1 saves what the
-            compiler saves by itself, 0 only the layer's inputs, as recomputing the whole layer does. Default
+            compiler saves by itself, 0 only the layer's inputs, as if the whole layer is recomputed. Default
             ``None``: not touched.
-        fused: whether chains of dropped pointwise ops run again in one compiled kernel (ours), which may
-            differ from them in the last bit.
+        fused: whether chains of dropped pointwise ops run again in one compiled kernel, whose results may
+            differ from theirs in the last bit (ours).
     """
 
     recompute: LayerCounts = False
@@ -144,15 +146,15 @@ class ParallelConfig:
     """``parallel_config``: tensor and sequence parallelism, and the pipeline layout of the recompute tables.
 
     Args:
-        tensor_parallel_size: processes that hold one model together.
-        sequence_parallel_enabled: whether each of them keeps only its part of the sequence between the
-            layers.
-        pipeline_stage: stages of the pipeline for which the tables of ``recompute_config`` are written, and
-            which runs if ``schedule`` is written.
-        pp_interleave_num: interleaves of that pipeline, the rows of a table.
-        offset: layers that a stage has more, or fewer, than its equal share.
-        schedule: order of forwards and backwards of the pipeline that `ActSwapTrainer` runs, one process per
-            stage (ours). Default ``None``: no pipeline runs.
+        tensor_parallel_size: number of processes that hold one model together.
+        sequence_parallel_enabled: whether each of these processes keeps only its part of the sequence between
+            the layers.
+        pipeline_stage: number of stages of the pipeline for which the tables of ``recompute_config`` are
+            written. The pipeline runs if ``schedule`` is written.
+        pp_interleave_num: number of interleaves of that pipeline, which are the rows of a table.
+        offset: how many layers a stage has more, or fewer (negative), than its equal share.
+        schedule: in which order `ActSwapTrainer` runs the forwards and backwards of the pipeline, with one
+            process per stage (ours). Default ``None``: no pipeline runs.
     """
 
     tensor_parallel_size: int = 1
@@ -173,7 +175,7 @@ class TileTokens:
     """Pieces of a sequence by their length.
 
     Args:
-        tokens: of one piece, at least 1.
+        tokens: number of tokens of one piece, at least 1.
     """
 
     tokens: int
@@ -185,9 +187,9 @@ class OpTileRule:
 
     Args:
         op_name: op path of modules that treat tokens one by one; ``final_norm``: the norm after the layers.
-        tokens: of one tile, at least 1. ``auto``, the default: a sixteenth of those of the call, at least
-            1,024.
-        layers: global indices, or all (the default) or none.
+        tokens: number of tokens of one tile, at least 1. ``auto``, the default: a sixteenth of the tokens of
+            the call, at least 1,024.
+        layers: global layer indices; true, the default: all layers; false: none.
     """
 
     op_name: str
@@ -200,11 +202,11 @@ class TileConfig:
     """``tile_config``: what runs over pieces of the tokens, one after the other (ours).
 
     Args:
-        loss: whether head and loss of a causal language model run in tiles, so that all logits are never
-            there at once. ``auto``: in tiles whose logits are half as large as the hidden states, of 1,024
-            tokens or more, and whole for batches of no more tokens; a number: so many tiles.
-        tile: modules of layers that run in tiles and save their input alone; each tile runs again in
-            backward. The first entry that names a module of a layer wins.
+        loss: whether head and loss of a causal language model run in tiles, so that the logits never exist
+            all at once. ``auto``: tiles of at least 1,024 tokens whose logits are half as large as the
+            hidden states; a batch of no more tokens runs whole. A number: that many tiles.
+        tile: modules of layers that run in tiles and save only their input; each tile runs again in
+            backward. The first entry that names a module of a layer applies.
     """
 
     loss: Literal["off", "auto"] | int | TileTokens = "off"
@@ -229,30 +231,30 @@ class MemoryConfig:
     """``memory``: the planner's section. MindSpeed's names for the same are in parentheses.
 
     Args:
-        mode: ``smart_swap`` (``--smart-swap``): keep, swap or recompute, beside the fates written by hand;
-            ``adaptive`` (``--adaptive-memory-optimization``): all fates, none of them written by
-            hand; ``off`` (default): nothing is planned.
+        mode: ``smart_swap`` (``--smart-swap``): the planner chooses keep, swap or recompute for all ops
+            without a fate written by hand; ``adaptive`` (``--adaptive-memory-optimization``): it chooses all
+            fates, and none may be written by hand; ``off`` (default): no planner.
         budget_gib: the most device memory of a step, in GiB per rank (``target_memory``, in bytes). Default
             ``None``: all that the device has for the process, less ``margin_gib``.
-        reduce_by_gib: by how many GiB the peak shall be lower than without the planner (``reduction_memory``,
-            in bytes). Default ``None``; not beside ``budget_gib``.
-        margin_gib: GiB of the device that stay free where neither of the two is written
-            (``redundant_memory``, in bytes). Default ``None``: 3 % of the device.
-        preference: ``performance`` (default; ``BETTER_PERFORMANCE``): activations; ``memory_saving``
-            (``BETTER_MEMORY_SAVING``): the states of the optimizer are swapped too.
+        reduce_by_gib: by how many GiB the peak must be lower than without the planner (``reduction_memory``,
+            in bytes). Default ``None``; not together with ``budget_gib``.
+        margin_gib: GiB of the device that stay free if neither ``budget_gib`` nor ``reduce_by_gib`` is
+            written (``redundant_memory``, in bytes). Default ``None``: 3 % of the device.
+        preference: ``performance`` (default; ``BETTER_PERFORMANCE``): only activations are swapped;
+            ``memory_saving`` (``BETTER_MEMORY_SAVING``): the optimizer's states too.
         warmup_steps: optimizer steps in which the profile is recorded (``warmup_step``). Default 2.
-        search_steps: optimizer steps that try plans, at most (``stable_step - warmup_step``). Default 8.
-        num_attn_layers_per_stage: decoder layers of a stage. Default 1.
-        swap_bucket_size: bytes that are swapped in a stage, at most; below 0 all, 0 none. Default -1.
+        search_steps: the most optimizer steps that try plans (``stable_step - warmup_step``). Default 8.
+        num_attn_layers_per_stage: number of decoder layers of a stage, for ``swap_bucket_size``. Default 1.
+        swap_bucket_size: the most bytes that are swapped in a stage; below 0: no limit; 0: none. Default -1.
         min_tensor_mib: size in MiB under which a tensor is never swapped (``tensor_size_filter``, in bytes).
             Default ``None``: 1 KiB.
-        host_memory_gib: host memory of a rank in GiB, at most. Default ``None``: its share of what is free.
-        bind_numa: whether each rank and its host memory stay beside its device where a machine has several
+        host_memory_gib: the most host memory of a rank, in GiB. Default ``None``: its share of what is free.
+        bind_numa: whether each rank and its host memory stay beside its device on a machine with several
             NUMA nodes. Default true.
-        plan_file: written when the plan is stable, and read instead of searching by a run that it fits
-            (``save_policy``). Default ``None``.
+        plan_file: path of a file that is written when the plan is stable; a run that it fits reads it
+            instead of searching (``save_policy``). Default ``None``.
 
-    ``min_tensor_mib``, ``host_memory_gib`` and ``bind_numa`` hold for what is written by hand as well.
+    ``min_tensor_mib``, ``host_memory_gib`` and ``bind_numa`` apply without the planner as well.
     """
 
     mode: Literal["off", "smart_swap", "adaptive"] = "off"

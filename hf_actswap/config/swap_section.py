@@ -37,8 +37,8 @@ RuleT = TypeVar("RuleT", LayerSwapRule, OpSwapRule)
 class _Entry(Generic[RuleT]):
     """A rule and the path of the entry that it was written in.
 
-    Of an entry that is not ``whole`` a part is unreadable, and something harmless stands in its place: a
-    model can still show what else is wrong with it.
+    If an entry is not ``whole``, a part of it could not be read and has a harmless value instead, so that the
+    rest can still be checked with a model.
     """
 
     path: Path
@@ -61,7 +61,7 @@ def read_swap(findings: Findings) -> SwapConfig:
 
 
 def swap_is_unreadable(findings: Findings) -> bool:
-    """Whether ``swap_config.swap`` is neither true nor false, so that nobody knows which rules hold."""
+    """Whether ``swap_config.swap`` is neither true nor false, so that it is unknown which rules apply."""
     section = findings.document.get("swap_config") or {}
     return not (isinstance(section, Mapping) and isinstance(section.get("swap", False), bool))
 
@@ -226,7 +226,7 @@ def _collapse(
             rules.append(entry.rule)
         elif entry is members[0]:
             _check_group(findings, group_of(entry.rule), members, everywhere)
-            # Same prefetch in all members, or a problem was noted: the rule for all layers speaks for all.
+            # Same prefetch in all members, or a problem was noted: the rule for all layers replaces them.
             rules.append(everywhere.rule)
     return tuple(rules)
 

@@ -147,7 +147,7 @@ def too_long(size: str) -> Problem:
 
 
 class _Survey:
-    """One walk over the nodes of a document: counts them, aliases written out, and finds duplicate keys."""
+    """Visits the nodes of a document once: counts them, with aliases expanded, and finds duplicate keys."""
 
     def __init__(self) -> None:
         self.duplicates: list[tuple[Path, Problem]] = []

@@ -8,7 +8,7 @@ Out: an `AppliedPlan`: statistics (`SwapStats`), and `remove`, after which the m
 `schedule` say when. Recompute: `recompute`, `kept_results`, `compiled_regions`. Tiles: `tiled_calls`, and of
 head and loss `chunked_logits`, `head_chunks`; `pieces` has what runs a call piece by piece.
 
-It knows tensors, autograd and streams; no YAML, no model families.
+It depends on tensors, autograd and streams, and on neither YAML nor model families.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they decide: nothing inside a step, everything between steps."""
+"""Exchange of values between ranks before a decision; only between steps, never inside one."""
 
 from __future__ import annotations
 

@@ -4,14 +4,14 @@
 forward 1            nothing is decided: kernels are loaded, layers compiled. What ``auto`` may swap stays
                      on the device as far as it fits, and is swapped with windows of 1 beyond.
 forward 2            the link is measured before it, all ranks at once; the step is observed. At its end the
-                     host memory is made ready, between forward and backward, where nobody is timed.
+                     host memory is allocated, between forward and backward, where no time is taken.
 forward 3 (or later, the ranks exchange what they saw, take the slowest of all, and each computes the same
 once backward 2 ran) decisions (`windows`). From here on every step does the same.
 ==================== ==================================================================================
 
 Nothing inside a step depends on a clock or on free memory: what may stay on the device is fixed when a
-forward starts. A tensor is recognised by where it was saved and as which of the swapped ones there, so that
-sequences may differ in length. One that was never seen stays where it is.
+forward starts. A tensor is recognised by the layer in which it was saved and by its place among the swapped
+ones there, so that sequences may differ in length. A tensor that was not observed stays on the device.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class AutoWindows:
     Args:
         transfer: measures the link and compute's time.
         pool: where host memory is made ready.
-        counters: tell of waits.
+        counters: report the waits.
         pending_bytes: device memory that the step will take beside what is saved (gradients not there yet).
         decided: called with the adjustments, once.
     """
@@ -358,7 +358,9 @@ def _operators(measured: Measured) -> object:
 
 
 def _within_device(measured: Measured, decisions: Sequence[Decision], limit: int | None) -> list[Decision]:
-    """Swap, visibly, what would have to stay and has no room: earliest first, the longest on the device."""
+    """Swap kept tensors that do not fit on the device, although compute then waits; the earliest first,
+    because they are on the device longest.
+    """
     kept = sum(
         item.size_bytes
         for item, decision in zip(measured.candidates, decisions, strict=True)

@@ -42,8 +42,9 @@ def running_node_number() -> int | None:
 def pop_leaked_hooks(pack: Callable[..., Any]) -> bool:
     """Pop our saved-tensor hooks if this thread still has them; those above them stay.
 
-    A `KeyboardInterrupt` in a forward skips even ``always_call`` module hooks: nobody has popped ours. A
-    checkpoint of PyTorch 2.11 leaves its own on them until the traceback dies, and then pops one.
+    A `KeyboardInterrupt` in a forward skips even ``always_call`` module hooks, so ours were not popped. A
+    checkpoint of PyTorch 2.11 leaves its own hooks above them until the traceback is freed, and then pops
+    one.
     """
     state = torch._C._autograd
     above = []

@@ -1,4 +1,4 @@
-"""The backward of one forward: autograd asks it for each saved tensor, and so tells which node runs."""
+"""The backward of one forward: autograd calls it for each saved tensor, which also shows which node runs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Backward:
         self._order, self._idle = order, False
 
     def unpack(self, ticket: Ticket) -> torch.Tensor:
-        """A node of this graph asks for a saved tensor: start the copies whose time has come; return it."""
+        """Return a saved tensor to a node of this graph, after starting the copies that are due by now."""
         if not self._idle:
             self._reached()
         if not isinstance(ticket, tuple):

@@ -95,7 +95,7 @@ class Blocks:
         self.held_bytes += size_bytes
 
     def keep(self, buffer: HostBuffer) -> None:
-        """A block comes back: the next of its size gets it as it is."""
+        """Take a block back; the next request of its size gets it unchanged."""
         stack = self._kept.get(buffer.size_bytes)
         if stack is None:
             self._kept[buffer.size_bytes] = [buffer]
@@ -103,7 +103,7 @@ class Blocks:
             stack.append(buffer)
 
     def take(self, size_bytes: int, least_bytes: int) -> HostBuffer | None:
-        """Return a block, or ``None`` if there is no room.
+        """Return a block, or ``None`` if no free range is large enough.
 
         Args:
             size_bytes: of the block.

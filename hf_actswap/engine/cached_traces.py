@@ -1,19 +1,20 @@
-"""What a segment of the model packs at every call: watched until two calls are alike, then gone by.
+"""What a segment of the model packs at every call: observed until two calls are equal, then predicted from
+them.
 
 Following a layer's ops costs more than many a small op: a function mode names them, hooks on its modules
 follow the path, every storage gets an owner. But a layer does the same work at every step. So each call is
 written down, one `Step` for each tensor that autograd saves: how many operators into the call, of which
-dtype, and what the plan does with it. After two equal calls the steps are read off in order, and nothing
-else runs but the comparison.
+dtype, and what the plan does with it. After two equal calls the steps are taken in this order, and only the
+comparison runs.
 
 A call that does not match its cached trace (other inputs took another branch) is never wrong, since swapping
 and keeping give the same numbers: the rest of that one layer is kept or swapped by the layer's rule, all
 later layers of the forward are followed again, and so is everything until two calls are alike once more.
-After ``MOST_MISMATCHES`` the model is taken at its word: nothing is a cached trace any more.
+After ``MOST_MISMATCHES`` the model is taken to change at every call, and cached traces are no longer used.
 
 Only layers that swap or keep have cached traces: recomputation needs the op itself, not only its outcome.
-What runs between the layers (rotary embedding, loss) is a segment of its own; where it does not match, the
-layers go on.
+What runs between the layers (rotary embedding, loss) is a segment of its own; if it does not match, the
+traces of the layers are still used.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Layers that are run again whole: backward wants their inputs at their last operator, not at their first.
+"""Layers that are recomputed whole: backward needs their inputs at their last operator, not at their first.
 
-``torch.utils.checkpoint`` saves what a layer is called with before the layer runs. Backward asks for it at
-the first of the layer's nodes that it reaches and that saved something inside. Which one that is only the
-checkpoint knows; it is near the end. So to prefetching a checkpointed layer is one moment, its last
-operator, while its nodes are counted as in any other layer, because forward builds them all.
+``torch.utils.checkpoint`` saves the arguments of a layer before the layer runs. Backward reads them at the
+first of the layer's nodes that it reaches and that saved something inside. Only the checkpoint can say which
+node that is; it is near the end. So prefetching treats a checkpointed layer as one moment, its last
+operator. Its nodes are counted as in any other layer, because forward builds them all.
 
-Backward calls us once for such a layer. So in a stack of them a prefetch point lies inside some layer above,
-and the copy starts where backward enters that layer, before it is run again: ``p`` operators ahead or more,
-and at least one layer.
+Backward calls our hook once for such a layer. So in a stack of them a prefetch point lies inside a layer
+above, and the copy starts when backward enters that layer, before it runs again: ``p`` operators ahead or
+more, and at least one layer.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class CheckpointInputs:
         self._groups.append(group)
 
     def chosen(self, key: Key, op: int) -> None:
-        """A storage was saved at operator ``op`` that ``auto`` knows by ``key``."""
+        """Note that a storage, whose key under ``auto`` is ``key``, was saved at operator ``op``."""
         self._keys.append((key, op))
 
     def start(self, checkpoint: Checkpoint | None) -> None:
-        """A scope starts; ``checkpoint``: of a layer that is run again whole."""
+        """Start a scope; ``checkpoint``: of a layer that is recomputed whole."""
         self._first_node, self.listening = None, checkpoint is not None
         if checkpoint == "call":  # its hooks run inside, and what it saves has been saved at this operator
             now = self._clock.now()
@@ -87,7 +87,7 @@ class CheckpointInputs:
             self._first_node = self._clock.next_node()
 
     def end(self, auto: AutoForward | None) -> None:
-        """The scope ends: its last operator wants the inputs; ``auto`` is told."""
+        """End the scope: its inputs are needed at its last operator, also for ``auto``."""
         if self._first_node is not None and len(self._hooks) > self._first_hook:
             last_op = self._clock.gather(self._first_node)
             self._hooks[self._first_hook :] = [last_op]

@@ -17,13 +17,13 @@ is saved. Two things move the cut, and both act while the region is compiled, at
 Layers of one class run one code object, and dynamo compiles it anew only where a guard fails. So the forward
 that stands in for the layer's reads a text, its **key**, which says what is recomputed: dynamo guards on it.
 Layers with equal keys share one graph, layers with others have their own, a region that was compiled before
-the plan came is compiled again, and after `remove` its old graph serves again. AOTAutograd's cache on disk is
-told the key as well.
+the plan was applied is compiled again, and after `remove` its old graph is used again. The key is also part
+of the key of AOTAutograd's cache on disk.
 
-The policy of a selective checkpoint is asked about each aten op. PyTorch 2.13 asks after the op has run and
-hands over what it made; earlier versions ask before it. There the mode that asks keeps what each op made, for
-its recomputation; the last entry of the op before is read there. A view is known by the op's schema, which
-does not need its output.
+The policy of a selective checkpoint is called for each aten op. PyTorch 2.13 calls it after the op has run,
+with the op's output; earlier versions call it before. There the calling mode stores the output of each op
+for its recomputation, and the last stored entry of the op before is read. A view is recognised by the op's
+schema, which does not need its output.
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ class CompiledRegions:
             shared = self._shared.get(rules)
             if shared is None:
                 shared = self._shared[rules] = _traced_forward(rules, None)
-        else:  # somebody replaced the forward of this layer alone: it keeps a graph of its own
+        else:  # the forward of this layer alone was replaced: it keeps a graph of its own
             shared = _traced_forward(rules, own)
         return replace_forward(layer, MethodType(shared, layer))
 
     def _in_force(self, layer: nn.Module, rules: RegionRules) -> list[Undo]:
         """Set the compiler's knobs during each call of the region: only there it can be compiled.
 
-        Dynamo gives a code object up after a few recompilations, without a word: what runs then is not
-        compiled. The graphs of this plan, and of those that were on the model before it, come on top of them.
+        After a few recompilations dynamo runs a code object uncompiled, without a warning. The graphs of
+        this plan, and of those that were on the model before it, are in addition to these recompilations.
         """
         entered: list[ExitStack] = []
         graphs = len(set(self._rules.values())) + _GRAPHS_OF_EARLIER_PLANS
@@ -145,7 +145,7 @@ _TELLS_OUTPUT = "op_output" in inspect.signature(SelectiveCheckpointContext).par
 
 
 def tagging_contexts(tags: RegionTags) -> tuple[Any, Any]:
-    """Return the pair of contexts that `checkpoint` asks its ``context_fn`` for."""
+    """Return the pair of contexts that ``context_fn`` of `checkpoint` must return."""
     caching, cached = create_selective_checkpoint_contexts(tags)
     if not _TELLS_OUTPUT:
         tags.made = caching.storage
@@ -161,7 +161,7 @@ class RegionTags:
         rules: of the region.
 
     Attributes:
-        made: op -> what its calls made so far, wrapped; read only where the context does not tell.
+        made: op -> what its calls made so far, wrapped; read only where the context does not have the output.
     """
 
     made: Mapping[Any, list[Any]]
@@ -178,7 +178,7 @@ class RegionTags:
 
     def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Return the tag of ``func``, which has just run (or is about to: see the module's text)."""
-        if context.is_recompute:  # earlier versions ask again; the answer changes nothing in what is traced
+        if context.is_recompute:  # earlier versions call it again; the result changes nothing in the trace
             return CheckpointPolicy.PREFER_SAVE
         if self._before is not None:
             before, tag = self._before
@@ -206,7 +206,7 @@ class RegionTags:
 
     def _note(self, made: Any, tag: CheckpointPolicy) -> None:
         """Note the tag of what an op has made: a view finds it there."""
-        self._alive.append(made)  # an address is a name only as long as its storage lives
+        self._alive.append(made)  # an address identifies a storage only while the storage exists
         for leaf in tree_leaves(made):
             key = storage_key(leaf) if isinstance(leaf, torch.Tensor) else None
             if key is not None:

@@ -1,17 +1,17 @@
-"""Kept tensors that can leave the device: nobody plans it, it happens when memory has run out.
+"""Kept tensors that can be evicted from the device when memory has run out.
 
 A plan says beforehand what is swapped. Before there is a plan, in the planner's first steps, everything is
-kept, and when the device is full whatever lies **idle** may go: saved for backward, and held by nobody but
-autograd. `IdleTensors.keep` is put in the place of `tickets.keep`, and `IdleTensors.evict` moves the storages
-that backward will read last to the host, synchronously::
+kept, and when the device is full, **idle** tensors can be evicted: those that are saved for backward and held
+only by autograd. `IdleTensors.keep` replaces `tickets.keep`, and `IdleTensors.evict` moves the storages that
+backward will read last to the host, synchronously::
 
     on device --evict--> host only --read--> block on the device --last reader, or evict--> host only
 
-A storage is idle if nobody else holds it, and its use count says so: one for each of our tickets, and not one
-more. So nothing that is in use is ever touched: parameters, what the model's code still has in a variable,
-the inputs of the op that runs, and what a running backward node has read (a reader gets an alias, so it
-counts), until it is done. Nothing is known of a storage but this, and no memory is freed under anybody's
-hands: a reference is dropped, and the storage ends because it was the last.
+A storage is idle if only our tickets hold it, that is if its use count is the number of our tickets. So
+nothing that is in use is evicted: parameters, tensors in a variable of the model's code, the inputs of the
+op that runs, and what a running backward node has read (a reader gets an alias, which counts), until the
+node is done. Memory that is in use is never freed: a reference is dropped, and the storage is freed because
+it was the last one.
 
 All tickets of one storage share its host copy, and what comes back is shared until each has been read once.
 The host copy stays: dropping the block again costs nothing, and so ``retain_graph`` and a second backward.
@@ -73,10 +73,10 @@ class IdleTensors:
         self.evictions = self.evicted_bytes = self.reloads = self.reloaded_bytes = self.away_bytes = 0
 
     def keep(self, tensor: torch.Tensor) -> Ticket:
-        """Make the ticket of a tensor that stays as long as there is room.
+        """Make the ticket of a tensor that stays on the device until memory runs out.
 
         Args:
-            tensor: detached, held by nobody else but through its storage.
+            tensor: detached; others hold only its storage.
         """
         if unmovable(tensor, self.device) is not None:
             return keep(tensor)
@@ -125,7 +125,7 @@ class IdleTensors:
         return [group for group in found if group is not None]
 
     def forget(self, key: int, group: EvictableStorage) -> None:
-        """A storage's last ticket is gone. Called by the garbage collector too: takes no lock."""
+        """Note that the last ticket was freed. Also called by the garbage collector, so it takes no lock."""
         reference = self._known.get(key)
         if reference is not None and reference() in (None, group):
             self._known.pop(key, None)
@@ -153,13 +153,13 @@ class EvictableStorage:
         self._key: Any = storage._weak_ref()  # keeps its address from being reused
 
     def join(self, tensor: torch.Tensor) -> int:
-        """Another ticket shows ``tensor``; return the number by which it asks for it."""
+        """Add another ticket, of ``tensor``; return the number with which it reads the tensor."""
         number = len(self._versions)
         self._tensors[number], self._versions[number] = tensor, tensor._version
         return number
 
     def leave(self, number: int) -> None:
-        """A ticket is gone. Called by the garbage collector too: takes no lock."""
+        """Note that a ticket was freed. Also called by the garbage collector, so it takes no lock."""
         self._tensors.pop(number, None)
         self._views.pop(number, None)
         self._unread.discard(number)
@@ -229,7 +229,7 @@ class EvictableStorage:
         host = self._host
         if host is None:
             raise RuntimeError("an evicted tensor has no host copy")
-        # Ops like any other: a guard against out-of-memory sees them and makes room.
+        # These are ordinary ops: a guard against out-of-memory sees them and frees memory.
         block = host.new_block(self._device)
         with torch.no_grad():
             for part, target in host.pairs(block):
@@ -250,7 +250,7 @@ class EvictableStorage:
         return first is not None and self._held_by(len(self._tensors), first)
 
     def _held_by(self, tensors: int, one: torch.Tensor) -> bool:
-        """Whether so many tensors hold the storage of ``one``, and nobody else."""
+        """Whether exactly this number of tensors holds the storage of ``one``."""
         storage = one.untyped_storage()
         uses = self._idle._uses_of_one + tensors - 1
         return storage.nbytes() == self._size_bytes and _uses(storage) == uses
@@ -290,11 +290,11 @@ class EvictableStorage:
 
 
 class EvictableTicket:
-    """The ticket of a kept tensor that may have been evicted when backward asks for it.
+    """The ticket of a kept tensor that may have been evicted when backward needs it.
 
     Args:
         storage: of the tensor.
-        number: by which the storage knows the tensor.
+        number: of the tensor in its storage.
     """
 
     __slots__ = ("_number", "_storage")

@@ -1,4 +1,4 @@
-"""The plan as the hooks ask it: what to do with what an op produces."""
+"""The plan as the hooks read it: what to do with the tensors that an op produces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Action:
             a region of its own, also a communication that is done again; ``slice`` for an input of which each
             tensor-parallel rank keeps a part.
         windows: of a swap; ``None``: to be chosen by measurement (`auto_windows`).
-        op_path: of the plan row that says so.
+        op_path: of the plan row that decides it.
         scope: of the producer.
         ticket: makes the ticket of a detached tensor, where that needs the tensor alone; it returns ``None``
             for one that must stay. ``None``: what ``kind`` says is done elsewhere.
@@ -47,7 +47,7 @@ class FateTable:
 
     Args:
         plan: rows.
-        structure: tells modules from functions.
+        structure: says which ops are modules and which are functions.
         slices: of the tensor-parallel ranks; ``None``: there are none, and no row says ``slice``.
 
     Attributes:
@@ -94,5 +94,5 @@ class FateTable:
 
 
 def _next(scope: Scope) -> Scope:
-    """The layer that reads what ``scope`` hands on, in the decoder."""
+    """The layer of the decoder that reads the output of ``scope``."""
     return scope + 1 if isinstance(scope, int) else 0

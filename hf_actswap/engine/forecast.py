@@ -1,4 +1,4 @@
-"""What the forward that is about to start will save: one run on fake tensors, for all who ask."""
+"""What the forward that is about to start will save: one run on fake tensors, whose result is shared."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
 """One forward of the model: who produced what, and what is done when autograd saves it.
 
-A `ForwardPass` lives from the model's forward start to its end. It keeps an **owner** for each storage
-that it meets: the op that produced it, and from the plan what to do with it. A storage is known by the
-address of its storage object, which cannot be reused while the owner holds a `StorageWeakRef` on it; the
-owners are dropped when the forward ends. What outlives the pass is in the tickets, and the `Backward` whose
-method autograd calls with them: the order in which backward prefetches.
+A `ForwardPass` exists from the start of the model's forward to its end. It keeps an **owner** for each
+storage that it has seen: the op that produced it, and what the plan does with it. A storage is identified by
+the address of its storage object, which cannot be reused while the owner holds a `StorageWeakRef` on it; the
+owners are dropped when the forward ends. After that only the tickets remain, and the `Backward` whose method
+autograd calls with them: it has the order in which backward prefetches.
 
-Who owns a storage that no visible op produced? While a function runs, that function (its statistics, its
-own output packed before it returns); an argument of the layer, or something the model was called with,
-nobody; else the innermost module (a custom ``autograd.Function``, which no function mode sees).
+If no visible op produced a storage: while a function runs, the function owns it (its statistics, its own
+output packed before it returns). An argument of the layer or of the model is unowned. Otherwise the
+innermost module owns it (a custom ``autograd.Function``, which no function mode sees).
 
-A layer that does what it did in the calls before needs no owners: see `cached_traces`.
+A layer that repeats its earlier calls needs no owners: see `cached_traces`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ForwardPass:
         setting: what the passes of one applied plan share.
         outside: modules whose parameters and buffers are never touched: those around the scopes.
         traces: what scopes do at every call.
-        call: arguments of the model: nobody's.
+        call: arguments of the model, which are unowned.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ForwardPass:
         return key
 
     def own_outside(self, values: Any) -> None:
-        """Whatever among ``values`` has not been met comes from outside the layers and belongs to nobody."""
+        """Mark those of ``values`` that have no owner yet as unowned: they come from outside the layers."""
         for leaf in tree_leaves(values):
             if isinstance(leaf, torch.Tensor) and self.owners.owner(leaf) is None:
                 self.owners.own(leaf, KEEP)
@@ -140,7 +140,7 @@ class ForwardPass:
         return True
 
     def end_scope(self, output: Any) -> None:
-        """It ends; it owns what it hands on (a layer even what an op of its own produced)."""
+        """End the scope; it owns its output (a layer also if one of its ops produced it)."""
         scope, self.scope = self.scope, None
         steps, watched = self._steps, self._watched
         self._call = None
@@ -163,8 +163,8 @@ class ForwardPass:
         """Autograd saves ``tensor``: return the ticket that it keeps instead.
 
         A ticket holds a tensor that its own node saves (``exp``, softmax) detached: else it would keep that
-        node alive, a cycle that nobody breaks if backward never comes. Inputs may be held as they are, as
-        autograd itself holds them.
+        node alive, a reference cycle that stays if backward never runs. Inputs may be held as they are,
+        because autograd itself holds them so.
         """
         op = next_node_number() + self._from_number  # `OperatorClock.now`, without its calls
         self._hooks.append(op)

@@ -141,7 +141,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
 
 
 class _Forward:
-    """A forward in the place of a module's own; a copy of the module has its own."""
+    """A forward that replaces a module's own; a copy of the module keeps the original."""
 
     __slots__ = ("_module", "_own", "run")
 

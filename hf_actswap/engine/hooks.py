@@ -5,7 +5,7 @@ What `Engine` installs, and nothing else:
 * on the model, something before and after its call (`wrap_call`): the saved-tensor hooks are pushed before
   its forward and popped after it, also after an exception; and around its call, for what skips even
   ``always_call`` hooks (`KeyboardInterrupt`);
-* on each layer, and on the embedding, the final norm and the head, a pair that says where we are;
+* on each layer, and on the embedding, the final norm and the head, a pair that follows which of them runs;
 * on the modules inside layers whose ops are decided one by one, a pair that follows the module path, and
   the `NamingMode` while the layer runs, both until its `cached_traces` are known;
 * on layers that are recomputed whole, ``torch.utils.checkpoint`` around their forward, non-reentrant with
@@ -14,8 +14,8 @@ What `Engine` installs, and nothing else:
 Outside a training forward (no grad, evaluation, recomputation in backward) there is no `ForwardPass`, and
 every hook returns at once.
 
-The hooks tell two watchers of each forward. `CheckpointWatch` raises where gradient checkpointing has been
-switched on since the plan was applied and the plan cannot act beside it; `FirstStep` warns, once, where a
+The hooks call two observers at each forward. `CheckpointWatch` raises an error if gradient checkpointing has
+been switched on since the plan was applied and the plan cannot work with it. `FirstStep` warns, once, if a
 step did nothing of what the plan says.
 """
 
@@ -143,7 +143,7 @@ class Engine:
         undo.append(self._leave_inside)
         if not self._traces.knows(self._named):
             self._follow_inside()
-        if not self._outside:  # walked once: at each forward it would cost milliseconds
+        if not self._outside:  # computed once: at each forward it would cost milliseconds
             self._outside = tuple(module for module in self._root.modules() if module not in self._inside)
         undo.append(self._clean_up)
         return undo
@@ -389,7 +389,7 @@ def checkpointed(layer: nn.Module) -> Undo:
 class CheckpointWatch:
     """Notices gradient checkpointing that is switched on after a plan has been applied, at the next forward.
 
-    It asks the rules again that were asked when the plan was applied, if their answer may have changed.
+    It applies the same rules as when the plan was applied, if their result may have changed.
 
     Args:
         model: inside its wrappers.
@@ -453,7 +453,7 @@ class FirstStep:
         """A training forward starts: judge the one before, if backward has run through it.
 
         Args:
-            plan: as it is by now: what does not pay is kept in it.
+            plan: as it is settled: recomputation that saves no memory is kept in it.
             measures: whether windows that are not written are chosen by measurement, which says what it does.
         """
         if self.entered is not None and self._backward_ran:
@@ -468,7 +468,7 @@ class FirstStep:
                 leaf.grad_fn.register_prehook(self._backward_runs)
 
     def removed(self, plan: MemoryPlan, measures: bool) -> None:
-        """The plan is taken off."""
+        """Called when the plan is removed."""
         if plan.rows and not self._counters.forwards and self._without_gradients:
             count = self._without_gradients
             logger.warning("The plan did nothing: all %d forwards under it ran without gradients.", count)

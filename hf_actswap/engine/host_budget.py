@@ -96,7 +96,8 @@ class HostMemory:
             undo()
 
     def make_ready(self, pool: HostPool, pinned: bool, plan: MemoryPlan, dry_run: DryRunForecast) -> None:
-        """Say whether what the plan swaps in the forward that starts has room, and begin to allocate it.
+        """Log whether what the plan swaps in the forward that starts fits in host memory, and begin to
+        allocate it.
 
         Only tensors that certainly move count: not those among which ``auto`` will choose, which chooses
         within the budget and makes its own part ready. Where the bytes cannot be known (compiled layers,

@@ -47,7 +47,7 @@ class Forecast:
 
 
 def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
-    """Return what all ranks of this machine together can still allocate; ``None`` where nothing tells."""
+    """Return what all ranks of this machine together can still allocate; ``None`` if it is unknown."""
     limits = [*_machine_limit(proc), *_cgroup_limits(proc, cgroup)]
     return max(0, min(limits)) if limits else None
 

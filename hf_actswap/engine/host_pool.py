@@ -1,8 +1,8 @@
 """Host memory for swapped tensors: taken, given back, and used again over the steps.
 
 Slabs of memory (`slabs`) are cut at exact sizes. A block may consist of several **pieces**: first because a
-copy moves piece by piece, so that nobody's copy waits behind a gigabyte; second because a request that no
-single free range can hold is put together from several, so that memory that is free is memory that is usable.
+copy moves piece by piece, so that no copy waits behind a gigabyte; second because a request that is larger
+than every free range is put together from several, so that all free memory can be used.
 
 A block that comes back is kept as it is, for the next request of its size: training steps repeat their sizes,
 and in steady state nothing is cut or joined. Only when a request cannot be served from blocks of its size or
@@ -14,9 +14,9 @@ on the thread that holds the pool's lock. So `HostPool.give_back` never waits fo
 deque, which is atomic, and whoever takes the lock next collects what has come back. Nothing is changed but
 by the lock's holder, so the garbage collector never meets a half-changed pool.
 
-That leaves one duty. After `HostPool.close` nobody may come by again, so the giver itself tries the lock: if
-it is free, it collects; if not, the holder looks into the deque once more *after* releasing it. One of the
-two sees the block: an append before that look is seen by it, one after it finds the lock free.
+One case is left. After `HostPool.close` there may be no further call, so `give_back` itself tries the lock:
+if it is free, it collects; if not, the lock's holder reads the deque once more *after* releasing the lock.
+One of the two sees the block: an append before that read is seen by it, and one after it finds the lock free.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class HostPool:
             ``slab_bytes`` if that is less, so that 1 means slabs of exactly the sizes asked for).
         progress: called on the reserving thread with (bytes reserved, bytes to reserve); the two are equal in
             its last call, also where the reservation ended early.
-        room: returns the bytes that this process may still allocate, asked before each new slab, under the
-            pool's lock; ``None``: as much as it likes.
+        room: returns the bytes that this process may still allocate, called before each new slab, under the
+            pool's lock; ``None``: no limit.
         piece_bytes: longest piece of a block.
 
     Attributes:
@@ -114,7 +114,7 @@ class HostPool:
     def take(self, size_bytes: int) -> HostBuffer | None:
         """Return a block of ``size_bytes``.
 
-        ``None`` where the cap would be passed, the machine has no more room, or the pool is closed.
+        ``None`` where the cap would be passed, the machine has no more memory, or the pool is closed.
         """
         with self._lock:
             buffer = self._take(size_bytes)
@@ -131,8 +131,8 @@ class HostPool:
     def reserve(self, total_bytes: int) -> None:
         """Allocate slabs on a thread of its own until `held_bytes` reaches ``total_bytes`` or the cap.
 
-        Returns at once. A `take` that finds no room meanwhile waits for the next slab. A second call raises
-        the goal of a reservation that is under way.
+        Returns at once. A `take` that finds no free memory meanwhile waits for the next slab. A second call
+        raises the goal of a reservation that is under way.
         """
         cap = self._cap_bytes
         goal = total_bytes if cap is None else min(total_bytes, cap)
@@ -147,8 +147,8 @@ class HostPool:
             self._thread, self._reserving, self._failure = thread, True, None
 
     def wait_reserved(self) -> None:
-        """Wait until the reservation has ended; raise what it raised. It may have fallen short for lack of
-        room: see `held_bytes`.
+        """Wait until the reservation has ended; raise what it raised. It may have reserved less for lack of
+        memory: see `held_bytes`.
         """
         if self._thread is not None:
             self._thread.join()
@@ -177,7 +177,7 @@ class HostPool:
             self.close()
 
     def _settle(self) -> None:
-        """Collect what has come back, unless somebody holds the lock, who will do so."""
+        """Collect returned blocks, unless another thread holds the lock: then that one does it."""
         while self._returned and self._lock.acquire(blocking=False):
             try:
                 self._collect()
@@ -236,7 +236,7 @@ class HostPool:
         return True
 
     def _allocate(self, size_bytes: int) -> torch.Tensor:
-        """One thread at a time: while one reserves, nobody else grows the pool."""
+        """Allocate a slab. Only one thread at a time does so: while one reserves, no other grows the pool."""
         started = time.perf_counter()
         slab = self._source.allocate(size_bytes)
         self.allocating_ms += (time.perf_counter() - started) * 1e3

@@ -94,7 +94,7 @@ class AppliedPlan:
         return self._engine.place.evictable
 
     def listen(self, listener: CopyListener | None) -> None:
-        """Tell ``listener`` of the copies of the forwards that start from now on; ``None``: nobody."""
+        """Report the copies of the forwards that start from now on to ``listener``; ``None``: to none."""
         self._engine.place.listener = listener
 
     def on_remove(self, step: Callable[[], None]) -> None:
@@ -103,10 +103,10 @@ class AppliedPlan:
 
     @uninterrupted()
     def suspend(self) -> None:
-        """Take the hooks off, so that another plan may be on; what was learned and counted stays.
+        """Remove the hooks, so that another plan can be applied; what was learned and counted stays.
 
-        Between two forwards only. A graph that still lives can still run backward: its tickets are its own.
-        Nothing happens where they are off already.
+        Between two forwards only. A graph that still exists can still run backward, because it holds its
+        tickets. Nothing happens if they are off already.
         """
         hooks, self._hooks = self._hooks, None
         for step in reversed(hooks or []):
@@ -130,7 +130,7 @@ class AppliedPlan:
     def remove(self) -> None:
         """Take everything off the model and free the host memory. Safe to call again.
 
-        A graph that still lives keeps its tickets and their host blocks and can still run backward.
+        A graph that still exists keeps its tickets and their host blocks and can still run backward.
         """
         undo, self._undo = self._undo, []
         for step in reversed(undo):
@@ -196,7 +196,7 @@ def put_tiles(
         root: the model.
         parts: of `tile_parts`, for the tiles of a plan.
         structure: of the model.
-        adjust: told why something runs whole after all, once for each reason; ``None``: the log is.
+        adjust: called with why something runs whole after all, once for each reason; ``None``: it is logged.
     """
     said: set[str] = set()
 

@@ -64,9 +64,9 @@ class _Shown:
 class Result:
     """One returned tensor.
 
-    First it is itself, for nobody knows whether it is needed; then its ticket, or nothing. Between the
-    functions of one op (the scores of eager attention) it is *inner*: those that read it do not run again
-    either, and get something of its geometry without memory.
+    First it holds the tensor itself, because it is not known yet whether it is needed; then a ticket, or
+    nothing. Between the functions of one op (the scores of eager attention) it is *inner*: those that read
+    it do not run again either, and get something of its geometry without memory.
     """
 
     __slots__ = ("_outside", "_requires_grad", "_tensor", "_ticket", "_version", "_view", "inner", "written")

@@ -5,17 +5,17 @@ a row of a plan. When the module runs again, such an op does not: at its place i
 what it saved of its inputs is caught from the inputs that it is given now. The op's own saved tensors never
 were the region's.
 
-A kept *module* in which nothing is recomputed is gone by as one: nothing inside it runs, and of what its ops
-return only the module's own output is held. A kept *function* is gone by alone. Both hold their result once
-the region must rebuild something that comes after it, and as long as that is outstanding. What autograd saves
+A kept *module* in which nothing is recomputed is skipped as a whole: nothing inside it runs, and only the
+module's own output is held. A kept *function* is skipped alone. Both hold their result if the region must
+rebuild something that comes after it, and only until that is rebuilt. What autograd saves
 anyway costs nothing; what it does not save is held for this, as the reference holds it
 (`recomputed_modules`).
 
 An op may be several functions, as eager attention is: what only its own functions read is not held.
 
 Whatever is not as it was in forward (how many tensors were saved so far, the shapes of the arguments, a
-result that was written since) makes the op run again, and all others if it cannot run alone: never wrong,
-only dearer. A view runs again too: it has no result of its own.
+result that was written since) makes the op run again, and all others if it cannot run alone: the result is
+never wrong, it only costs more. A view runs again too: it has no result of its own.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class KeptResults:
             random: whether it may draw random numbers.
         """
         self._seen[name] += 1
-        # In a module that is gone by as one only communications are held, in case it is not.
+        # In a module that is skipped as a whole only communications are held, in case it must run after all.
         alone = kept and (self._module is None or name in COMMUNICATIONS)
         self._function = KeptCall(arguments, packs, self._device, random) if alone else None
         self._read = self._reads(arguments, path if alone else None)

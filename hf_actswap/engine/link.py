@@ -14,7 +14,7 @@ import torch
 
 _MIB = 2**20
 _LEAST_MS = 1e-3
-"""CUDA's events tell half a microsecond apart."""
+"""CUDA's events resolve half a microsecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class DuplexLink:
         lane.left_bytes[item] = size_bytes + lane.latency_bytes
 
     def wait(self, lane: Lane, item: int, now_ms: float) -> float:
-        """Return when a waiter who asks now may go on: at once, or when the copy is complete.
+        """Return when a waiter at ``now_ms`` may continue: at once, or when the copy is complete.
 
         Raises:
             KeyError: the lane was never given that copy.
@@ -208,7 +208,7 @@ def _copies_ms(
     start.record(torch.accelerator.current_stream(device))
     for stream in streams:
         stream.wait_event(start)
-    for _ in range(repeats):  # in turn, so that neither stream waits for the other's enqueueing
+    for _ in range(repeats):  # alternately, so that neither stream waits for the other's enqueueing
         for stream, (target, source) in zip(streams, pairs, strict=True):
             with stream:
                 target.copy_(source, non_blocking=True)

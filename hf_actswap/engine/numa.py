@@ -26,10 +26,11 @@ def node_of(
     sys_root: Path = SYS,
     properties: Callable[[torch.device], Any] = torch.cuda.get_device_properties,
 ) -> int | None:
-    """Return the NUMA node that ``device`` hangs on; ``None`` if unknown or if there is only one node.
+    """Return the NUMA node to which ``device`` is connected; ``None`` if unknown or if there is only one
+    node.
 
     Args:
-        device: with an index. Only CUDA and ROCm devices tell their PCI address.
+        device: with an index. Only CUDA and ROCm devices report their PCI address.
         sys_root: where ``/sys`` is.
         properties: gives ``pci_domain_id``, ``pci_bus_id`` and ``pci_device_id`` of the device.
     """
@@ -56,7 +57,7 @@ def cpus_of(node: int, sys_root: Path = SYS) -> frozenset[int]:
 
 
 def usable_cpus() -> frozenset[int]:
-    """Return the processors on which this thread may run; empty where the platform does not tell."""
+    """Return the processors on which this thread may run; empty if the platform does not report them."""
     return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
 
 

@@ -1,10 +1,10 @@
 """Operators of one forward: autograd's node numbers, with compiled regions counted as their eager layers.
 
-A compiled region is one node, or a few. The layer that was compiled has about 80, and a window that somebody
-wrote or measured for it counts those. So where a compiled region ends, the clock jumps ahead by the nodes
+A compiled region is one node, or a few. The layer that was compiled has about 80, and a window that was
+written or measured for it counts those. So where a compiled region ends, the clock jumps ahead by the nodes
 that its layer would have made; what it saves belongs to its last operator, which is also the first that
-backward reaches of it. A layer that is run again whole makes its nodes as ever, but whatever backward wants
-of it, it wants at once: there the nodes are gathered (`checkpoint_inputs`).
+backward reaches of it. A layer that is recomputed whole builds its nodes as usual, but backward needs
+everything of it at once, so its nodes are counted as one (`checkpoint_inputs`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class OperatorClock:
         self._gathered: list[int] = []
         self._last: list[int] = []
         self.jumps = False
-        """Whether some operator is not its node's number; else nobody need ask `operator`."""
+        """Whether some operator is not its node's number; if not, `operator` need not be called."""
 
     def next_node(self) -> int:
         """The number that the next node will get."""
@@ -56,7 +56,7 @@ class OperatorClock:
         return packing_node_number() + self.shift
 
     def enter_compiled(self, nodes: int) -> None:
-        """A compiled region starts that stands for ``nodes`` eager ones (0: unknown, it counts as it is)."""
+        """Start a compiled region that counts as ``nodes`` eager nodes (0: unknown, it counts as it is)."""
         self._entered, self._before, self._nodes = packing_node_number() + 1, self.shift, nodes
         if nodes:
             self._jump(self._entered, self.shift + nodes - 1)

@@ -1,6 +1,6 @@
-"""Who owns the storages that one forward meets.
+"""Which op owns each storage that one forward uses.
 
-A storage is known by the address of its storage object, which cannot be reused while its owner holds a
+A storage is identified by the address of its storage object, which cannot be reused while its owner holds a
 `StorageWeakRef` on it.
 """
 
@@ -40,7 +40,7 @@ class Owner:
         ref: keeps the storage object's address from being reused.
         action: what the plan says about its producer.
         region, position: of a recomputed function whose output this is.
-        outside: nobody's, whatever produces it.
+        outside: unowned, whatever produces it.
         chosen: of a swap, what was made of it when it was first saved, and its key there.
     """
 
@@ -53,13 +53,13 @@ class Owner:
 
 
 class Owners:
-    """The storages met so far.
+    """The storages seen so far, with their owners.
 
     Args:
         modules: whose parameters and buffers are unowned, until `enter` names others.
         values: tensors among these are unowned too.
 
-    Nothing is read before somebody asks: where every layer matches its cached trace, nobody does.
+    Nothing is read before the first lookup; if every layer matches its cached trace, there is none.
     """
 
     def __init__(self, modules: Iterable[nn.Module], values: Any = ()) -> None:
@@ -71,7 +71,7 @@ class Owners:
 
     @property
     def hold_regions(self) -> bool:
-        """Whether outputs are known that a region can rebuild; `enter` frees those that are gone."""
+        """Whether outputs are known that a region can rebuild; `enter` drops those that no longer exist."""
         return bool(self._rebuildable)
 
     def enter(self, modules: Iterable[nn.Module]) -> None:
@@ -85,20 +85,20 @@ class Owners:
         self._left_behind.append((weakref.ref(tensor), action, only_if_unmet))
 
     def by_key(self, key: int) -> Owner | None:
-        """The owner of a storage, if it has been met."""
+        """The owner of a storage, if it has one."""
         if self._unread or self._left_behind:
             self._read()
         return self._owners.get(key)
 
     def owner(self, tensor: torch.Tensor) -> Owner | None:
-        """The owner of a tensor's storage, if it has been met."""
+        """The owner of a tensor's storage, if it has one."""
         key = storage_key(tensor)
         return None if key is None else self.by_key(key)
 
     def own(
         self, tensor: torch.Tensor, action: Action, region: Region | None = None, position: int = 0
     ) -> None:
-        """Set the owner of a tensor's storage, whether or not it has been met; parameters stay unowned."""
+        """Set the owner of a tensor's storage, also if it has one already; parameters stay unowned."""
         key = storage_key(tensor)
         if key is None:
             return
@@ -128,7 +128,7 @@ class Owners:
         self._unread = self._values = ()
 
     def _let_go(self) -> None:
-        """Let go of regions whose outputs are gone: a region holds inputs, and nobody can save these now."""
+        """Drop regions whose outputs no longer exist: a region holds its inputs, which are not needed now."""
         alive = []
         for owner in self._rebuildable:
             if owner.ref.expired():
@@ -138,7 +138,7 @@ class Owners:
         self._rebuildable = alive
 
     def _read(self) -> None:
-        """Read what has been put off: parameters, arguments of the model, outputs; in this order."""
+        """Read what was postponed: parameters, arguments of the model, outputs; in this order."""
         self._read_parameters()
         values, self._values = self._values, ()
         for leaf in tree_leaves(values):
@@ -159,7 +159,7 @@ class Owners:
     def _read_parameters(self) -> None:
         """Read where the parameters lie now.
 
-        When the first tensor of a call is met, and at each call: FSDP2 gathers them in hooks of its own,
+        At the first tensor of each call: FSDP2 gathers them in hooks of its own,
         which may run before ours or after, and moving or sharding a model gives them new storages.
         """
         modules, self._unread = self._unread, ()

@@ -32,7 +32,7 @@ class Exchangeable(nn.Module):
         return self.run(*args, **kwargs)
 
     def with_parameters(self, named: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Run it with these in the place of the module's parameters of those names."""
+        """Run it with these in place of the module's parameters of those names."""
         return functional_call(self, {f"module.{name}": item for name, item in named.items()}, args, kwargs)
 
 

@@ -1,17 +1,17 @@
-"""Recomputation: a region is run again in backward, and what it saved is caught on the way.
+"""Recomputation: a region runs again in backward, and the tensors that it saves are collected on the way.
 
 A **region** is one call of a module or of a function. Its saved tensors get `RegionTicket`s, numbered in
-the order in which autograd packed them. The first ticket that is asked runs the region again with the same
+the order in which autograd packed them. The first ticket that is read runs the region again with the same
 inputs, autocast state and random state, under hooks that catch the packed tensors by number; the run stops
 as soon as the last one needed is there. Each caught tensor is handed out once per backward and then
 dropped; a second backward (``retain_graph``) runs the region again.
 
 A recomputed *module* keeps its output. A recomputed *function* drops it: the consumers of its output get
-`OutputTicket`s that run the function again, and its inputs are tickets in turn, so chains unfold by
-themselves. A region is run again exactly as it ran, so gradients are bitwise equal.
+`OutputTicket`s that run the function again. Its inputs are tickets too, so a chain of functions is rebuilt
+step by step. A region is run again exactly as it ran, so gradients are bitwise equal.
 
-Whole layers ride on ``torch.utils.checkpoint`` (`hooks.checkpointed`). Its hooks lie inside ours and win, so
-a layer in which some op is excluded from recomputation is a region instead.
+Whole layers ride on ``torch.utils.checkpoint`` (`hooks.checkpointed`). Its hooks are inside ours and take
+precedence, so a layer in which some op is excluded from recomputation is a region instead.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Region:
         return self._caught.pop(index).tensor()
 
     def leave_saved(self, index: int) -> None:
-        """Nobody will ask for saved tensor ``index`` any more."""
+        """Note that saved tensor ``index`` will not be read any more."""
         self.expected.pop(index, None)
         self._caught.pop(index, None)
         if self.kept:
@@ -127,7 +127,7 @@ class Region:
         return tensor
 
     def leave_output(self, position: int, ticket: OutputTicket) -> None:
-        """A consumer of output ``position`` is gone."""
+        """Note that a consumer of output ``position`` was freed."""
         output = self._outputs[position]
         output.tickets -= 1
         output.read_by(ticket)
@@ -195,7 +195,7 @@ class Region:
 
 @dataclass(slots=True)
 class _Output:
-    """An output of a region that somebody needs; ``kept`` from a run until all ``tickets`` have read it."""
+    """An output of a region that is still needed; ``kept`` from a run until all ``tickets`` have read it."""
 
     tickets: int = 0
     kept: Kept | None = None
@@ -207,7 +207,7 @@ class _Output:
         self.runs += 1
 
     def read_by(self, ticket: OutputTicket) -> None:
-        """``ticket`` has had it, or will never ask."""
+        """Note that ``ticket`` has read it, or will never read it."""
         if self.kept is None or ticket.has_read == self.runs:
             return
         ticket.has_read = self.runs

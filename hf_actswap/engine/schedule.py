@@ -78,7 +78,7 @@ class PrefetchOrder(Generic[Item]):
 
     Args:
         hooks: numbers of the nodes at which backward will call us, in any order.
-        wants: what will be needed. A lead that reaches before the first hook of backward is clamped to it.
+        wants: what will be needed. A prefetch point before the first hook of backward is moved to that hook.
     """
 
     def __init__(self, hooks: Iterable[int], wants: Iterable[Want[Item]]) -> None:

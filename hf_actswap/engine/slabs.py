@@ -174,9 +174,10 @@ class PinnedSlabs:
 def mapped(size_bytes: int) -> torch.Tensor:
     """Return fresh pages of our own, uint8, shape (size_bytes,); unmapped when the tensor's storage goes.
 
-    Whole pages, so that no neighbour's page is locked with ours; huge ones if the kernel has them, which
-    are quicker to touch and to lock; and left out of forked processes (data loader workers), which do not
-    need them and would turn the next write into a copy to a page that the device does not know.
+    Whole pages, so that no page of other data is locked with ours; huge ones if the kernel has them, which
+    are faster to touch and to lock. They are not inherited by forked processes (data loader workers), which
+    do not need them: after a fork the next write would go to a copy of the page that is not locked for the
+        device.
     """
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     pages = mmap.mmap(-1, size_bytes, **flags)

@@ -25,7 +25,7 @@ def gib_text(size_bytes: float, rounding: Callable[[float], float] = round) -> s
 
     Args:
         size_bytes: at least 0.
-        rounding: `math.ceil` for what is at least needed, `math.floor` for what is at most possible.
+        rounding: `math.ceil` for a least need, `math.floor` for a limit.
     """
     if size_bytes >= _MORE_THAN_ANY_DEVICE:
         return "unlimited"
@@ -61,7 +61,7 @@ class SwapStats:
         host_pool_bytes: host memory held, in use or not (not a total).
         pinning_ms: what allocating that memory took, on an accelerator page-locking it (not a total: plans
             that share host memory share the number). Compute runs meanwhile, or waits for it.
-        live_swaps: swapped storages whose graph still lives (not a total).
+        live_swaps: swapped storages whose graph still exists (not a total).
     """
 
     forwards: int = 0
@@ -147,13 +147,13 @@ class Counters:
         self._pending: list[PendingTime] = []
         self._settle_at = _PENDING_WAITS
         self.listener: Callable[[PendingTime], None] | None = None
-        """Is told of each wait while a step is observed."""
+        """Called with each wait while a step is observed."""
 
     def stalled(self, waited: PendingTime | None) -> None:
-        """Compute may have to wait for a copy, how long the device will tell; ``None``: it does not."""
+        """Count a wait of compute for a copy; its length is known later; ``None``: compute did not wait."""
         if waited is not None:
             self._pending.append(waited)
-            if len(self._pending) >= self._settle_at:  # nobody may ever ask for a snapshot
+            if len(self._pending) >= self._settle_at:  # a snapshot may never be taken
                 self._settle()
                 self._settle_at = len(self._pending) + _PENDING_WAITS
             if self.listener is not None:

@@ -274,7 +274,7 @@ class TimeWatch(_StepWatch):
         return found
 
     def _stall(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> Stall:
-        """Without overlap compute stood still while the copy was made, not where it is waited for."""
+        """Without overlap compute waits while the copy is made, not later at its wait."""
         begun = start if self._transfer.overlaps else copy.asked
         scope, op_path = copy.name
         return Stall(copy.direction, scope, op_path, self._parts.ms(begun), length.elapsed_ms() or 0.0)
@@ -287,8 +287,8 @@ class MemoryWatch(_StepWatch):
         model: that the plan is on.
         applied: the plan; not evictable, for this makes the tickets of what stays.
         allocated_bytes: device memory in use now.
-        peak_bytes: the most in use since it was asked last; ``None``: nobody can say, and what is in use
-            between two saved tensors only is not seen.
+        peak_bytes: the most in use since its last call; ``None``: unknown, and memory that is in use only
+            between two saved tensors is not seen.
     """
 
     def __init__(

@@ -128,7 +128,7 @@ class SwappedStorages:
         _release(self.releases.due(op))
 
     def end(self) -> list[Want[Reference]]:
-        """The forward has ended: release the rest; return what backward will want."""
+        """End the forward: release the rest; return what backward will need."""
         _release(self.releases.drain())
         self._groups.clear()
         wants: list[Want[Reference]] = []
@@ -194,7 +194,7 @@ class SwappedStorages:
         return group
 
     def rejects(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that the plan wants to swap must stay; counted by reason."""
+        """Whether a tensor that the plan swaps must stay on the device; counted by reason."""
         reason = self.rejection(tensor)
         if reason is None:
             return False

@@ -1,20 +1,20 @@
-"""Tickets: what stands in autograd's place for a saved tensor.
+"""Tickets: the objects that autograd holds instead of saved tensors.
 
-Autograd holds a ticket as long as its graph lives and asks it once per backward for the tensor. So a
-ticket's life needs no counters of ours: a branch that never runs backward, an exception in mid-step, a
-second forward before the first backward, ``retain_graph`` all end as they do without us.
+Autograd holds a ticket as long as its graph exists and reads the tensor from it once per backward. So a
+ticket's lifetime needs no counters: a branch that never runs backward, an exception in the middle of a step,
+a second forward before the first backward, and ``retain_graph`` work as they do without tickets.
 
 A swapped storage has one `SwapGroup`. It is itself the ticket of the tensor that was saved first, for most
-storages are saved once; whoever saves the storage again gets a `SwapTicket` on the group::
+storages are saved once; if the storage is saved again, that gets a `SwapTicket` on the group::
 
     on device, copying out --release--> host only --fetch--> on device again --last reader--> host only
           |                                                                                     |
           +------------------- all tickets gone: the host block returns to the pool -----------+
 
-The device copy that a backward fetched is dropped when the last ticket that backward asks has been read,
+The device copy that a backward fetched is dropped when backward has read the last ticket that it needs,
 and never kept for a second backward, which fetches its own.
 
-Backward runs in reverse, so the ticket that was made first is the last to be asked and the last to be freed.
+Backward runs in reverse, so the ticket that was made first is read last and freed last.
 
 Any pack hook turns autograd's version check off, so every ticket compares versions itself: kept tensors
 when they are read, swapped ones when they are released (until then the copy may be reading them).
@@ -221,7 +221,7 @@ class SwapGroup:
         return self.fetches
 
     def leave(self, ticket: SwapTicket) -> None:
-        """A ticket is gone."""
+        """Note that a ticket was freed."""
         self._tickets -= 1
         if self._fetched is not None and ticket.has_read != self.fetches:
             self._unread -= 1

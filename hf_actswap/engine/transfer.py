@@ -1,6 +1,6 @@
 """Copies between device and host memory.
 
-The engine speaks to one interface; two classes implement it:
+The engine uses one interface, which two classes implement:
 
 * `StreamTransfer` (`transfer_streams`): any device of ``torch.accelerator``, two copy streams, events.
 * `BlockingTransfer`: the CPU, where "device" and "host" are the same memory. Each copy is complete when the
@@ -9,8 +9,8 @@ The engine speaks to one interface; two classes implement it:
 Contract, argued once for both. Between ``offload`` and ``wait`` on its copy the caller keeps the
 source alive and unchanged; after ``wait`` it may drop it (a stream orders the reuse of its memory behind
 the wait). Between ``reload`` and ``wait`` the caller neither reads the new block nor drops it. A host block
-may be given back to the pool as soon as nobody will reload it: the next ``offload`` into it is ordered
-after what still reads it.
+may be given back to the pool as soon as it will not be reloaded again: the next ``offload`` into it is
+ordered after what still reads it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stamp(Protocol):
 
 
 class StepLog(Generic[Event]):
-    """Events of one step in compute's order of work. There is one only while somebody listens.
+    """Events of one step in compute's order of work. There is a log only while a listener is registered.
 
     The planner's `SpanLog` is another log: at each of its marks it also looks at the meter and at autograd's
     node numbers, and its clock may add up op by op where nothing is computed.
@@ -92,7 +92,7 @@ class Transfer(Protocol):
         """Give cached device memory back to the device. Between steps only."""
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """Copy ``source`` (contiguous, on the device) to ``host``, which has been told to hold it."""
+        """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
 
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete.
@@ -101,7 +101,7 @@ class Transfer(Protocol):
         """
 
     def host_reader_done(self, host: HostBuffer) -> None:
-        """Nobody will reload ``host`` for its present content."""
+        """Note that the present content of ``host`` will not be reloaded again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class BlockingTransfer:
         self._device = device
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """Copy ``source`` (contiguous, on the device) to ``host``, which has been told to hold it."""
+        """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
         start = HostStamp.now()
         for target, part in host.pairs(source):
             target.copy_(part)

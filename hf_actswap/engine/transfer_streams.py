@@ -8,7 +8,7 @@ Streams and lifetimes, for one device:
   The caller holds the source until ``wait``, which makes the compute stream wait for the copy's event; only
   then is the reference dropped, so the allocator hands the block to work that is ordered behind the copy.
   No ``record_stream`` (it defers reuse to a polled event and makes the peak depend on time), no
-  ``resize_(0)`` (it breaks whoever else holds the storage).
+  ``resize_(0)`` (it breaks others that hold the storage).
 * **In.** The new block is allocated on the compute stream, whose pool holds what backward just freed. Its
   previous owner's kernels may still be running there, so the copy-in stream waits for an event recorded on
   the compute stream at allocation; and for the event of the copy out, so that it never reads an
@@ -18,13 +18,13 @@ Streams and lifetimes, for one device:
   the pool synchronizes with it before it cuts the block up for others. A block whose graph died before any
   reload carries none: its copy out was waited for when the group died, and the next offload into the same
   memory, whatever its size, is enqueued on the same stream behind it.
-* **A reload that nobody waited for** (its graph died): its block would go back to the compute pool while
-  the in stream still writes it, so whoever drops it calls ``wait`` first.
+* **A reload for which nothing waited** (its graph was freed): its block would go back to the compute pool
+  while the in stream still writes it, so the code that drops it calls ``wait`` first.
 * **Which streams wait.** Memory goes back to the pool of the stream that was current when it was allocated.
   That need not be the stream that is current when a copy is waited for: a graph in a reference cycle is freed
   by the garbage collector, which runs at any allocation, also while a copy stream is current; and parts of a
-  model may run on a stream of their own. So every stream that ever asked for a copy waits (mostly there is
-  one), beside the current one. A block that is read on another stream than it was prefetched on is recorded
+  model may run on a stream of their own. So every stream that ever requested a copy waits (mostly there is
+  one), and the current one too. A block that is read on another stream than it was prefetched on is recorded
   on its reader (``record_stream``): nothing else orders its reuse behind the read.
 * **Pieces.** A block is copied piece by piece (32 MiB): the copy engine serves other streams in between, so
   a batch on its way to the device does not wait behind a gigabyte.
@@ -33,10 +33,10 @@ The compute stream is read at each call: FSDP2 and custom functions run on other
 thread of its own. A ``torch.Stream`` keeps the streams to go back to on itself when it is entered, so two
 threads must not enter one at once: a lock is around it. Events carry no timing, except stamps and the pair
 around a wait for a copy that was not complete. The host usually runs ahead of the device, so such a wait is
-no stall yet: the time between the two events tells. All but stamps are pooled: creating an event costs more
-than recording it. An event goes back to the pool when the last object that could ask for it is gone; a wait
-that was enqueued on it refers to the recording, not to the event (CUDA: ``cudaStreamWaitEvent`` captures the
-event's contents at the call), so recording it again is safe.
+no stall yet: the time between the two events is the stall. All but stamps are pooled: creating an event
+costs more than recording it. An event goes back to the pool when the last object that could ask for it is
+gone; a wait that was enqueued on it refers to the recording, not to the event (CUDA: ``cudaStreamWaitEvent``
+captures the event's contents at the call), so recording it again is safe.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Events:
         self._free: deque[torch.Event] = deque()
 
     def recorded_on(self, stream: torch.Stream) -> _Event:
-        """Record an event; it is free again when what is returned is gone."""
+        """Record an event; it can be reused when the returned object is freed."""
         try:
             event = self._free.pop()
         except IndexError:
@@ -178,7 +178,7 @@ class StreamTransfer:
         self._entering = Lock()
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """Copy ``source`` (contiguous, on the device) to ``host``, which has been told to hold it."""
+        """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
         compute = self._compute_stream()
         self._out.wait_event(self._events.recorded_on(compute).event)
         if host.last_use is not None:
@@ -236,7 +236,7 @@ class StreamTransfer:
         torch.accelerator.empty_cache()
 
     def _compute_stream(self) -> torch.Stream:
-        """The stream that asks for a copy."""
+        """The stream that requests a copy."""
         compute = torch.accelerator.current_stream(self.device)
         if compute not in self.compute_streams:
             self.compute_streams.append(compute)

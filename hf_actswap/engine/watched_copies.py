@@ -1,7 +1,7 @@
-"""Copies under watch: named for a profiler that is on, and told to whoever records the step.
+"""Observed copies: named for a profiler that is on, and reported to the recorder of a step.
 
-A transfer around another, put in its place for one forward and the backward through it (`Workplace.watched`).
-Without profiler and record nothing of this runs.
+A transfer around another, which replaces it for one forward and the backward through it
+(`Workplace.watched`). Without profiler and record nothing of this runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .transfer import Copy, Stamp, Transfer
 
 Direction = Literal["out", "in"]
 OpName = tuple[Scope | None, str]
-"""Scope and op path of the plan row that swaps; ``(None, "")`` where nobody said."""
+"""Scope and op path of the plan row that swaps; ``(None, "")`` if none is known."""
 
 _NOBODY: OpName = (None, "")
 
@@ -35,7 +35,7 @@ class WatchedCopy:
         name: of what moves.
         size_bytes: that move.
         asked: where compute was then.
-        done: the end, in the order of work of whoever copies.
+        done: the end, in the order of work of the copying stream.
         inner: the copy itself.
         first: the copy out, of a copy in.
     """
@@ -70,7 +70,7 @@ class StampsCopies(Protocol):
 
 
 class CopyListener(Protocol):
-    """Is told of each copy."""
+    """Receives each copy."""
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
         """A copy was asked for; ``on_device`` is its source or its target."""
@@ -84,7 +84,7 @@ class WatchedTransfer:
 
     Args:
         inner: that moves the bytes.
-        listener: is told; ``None``: nobody.
+        listener: receives the copies; ``None``: none.
         profiled: whether a profiler is on.
     """
 
@@ -98,7 +98,7 @@ class WatchedTransfer:
         self._next = name
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
-        """Copy ``source`` (contiguous, on the device) to ``host``, which has been told to hold it."""
+        """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
         name, self._next = self._next, _NOBODY
         asked = self._inner.stamp()
         with self._range("offload", name):
@@ -115,7 +115,7 @@ class WatchedTransfer:
         return block, self._told("in", name, host, asked, inner, first, block)
 
     def host_reader_done(self, host: HostBuffer) -> None:
-        """Nobody will reload ``host`` for its present content."""
+        """Note that the present content of ``host`` will not be reloaded again."""
         self._inner.host_reader_done(host)
 
     def stamp(self) -> Stamp:

@@ -8,14 +8,14 @@ the link, and their rates alone count.
 * **Release**: the first hook at which the copy out is complete.
 * **Prefetch**: as late as possible. From the last read backwards, each copy back ends at its read or where
   the next one begins, whichever is first, and is issued at the last hook before its start. So no more is on
-  the device ahead of need than the reads and the distance of hooks ask for.
+  the device ahead of need than the reads and the distance of hooks require.
 * **Numbers of the user** are obeyed. They take their place in both queues, and nothing chosen here delays
   them: one that is too small stalls as much as it would alone.
 
 What to swap is the set of most bytes whose copies are hidden. Pure arithmetic, times in ms. Memory peaks at
-the *turn*, the end of forward, where everything is released. There every byte that has left the device lowers
-the peak by one, whichever tensor it is of, so the best set is simply the one with the most bytes among those
-that fit both ways:
+the *turn*, which is the end of forward, where everything is released. There every byte that has left the
+device lowers the peak by one, whichever tensor it is of, so the best set is simply the one with the most
+bytes among those that fit both ways:
 
 * **Out.** Copies run one after another in the order of saving; with one deadline for all, the turn, no other
   order is better. A set fits if each copy, started at max(previous finished, saved), ends by the turn. Were
@@ -147,7 +147,7 @@ class Hooks:
         return self._ops[at] if at < len(self._ops) else self.after_forward
 
     def consumed_ms(self, consumer_op: int) -> float | None:
-        """When backward reads what an operator saved; ``None`` where it did not come by."""
+        """When backward reads what an operator saved; ``None`` if it does not."""
         at = bisect_left(self._backward_ops, -consumer_op)
         found = at < len(self._backward_ops) and self._backward_ops[at] == -consumer_op
         return self._backward_ms[at] if found else None

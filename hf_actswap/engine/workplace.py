@@ -78,7 +78,7 @@ class Workplace:
         self.setting: Setting | None = None
         self._first_parameter: tuple[nn.Module, str] | None = None
         self.listener: CopyListener | None = None
-        """Is told of the copies of the forwards that start, and of those back in their backward."""
+        """Receives the copies of the forwards that start, and the copies back in their backward."""
 
     @property
     def evictable(self) -> bool:
@@ -127,7 +127,7 @@ class Workplace:
         return self.setting, True
 
     def watched(self, setting: Setting) -> Setting:
-        """What a forward that starts works with: ``setting``, its copies watched where somebody looks."""
+        """Return ``setting`` for a new forward, with observed copies if there is a listener or profiler."""
         profiled = profiler_is_on()
         if self.listener is None and not profiled:
             return setting

@@ -93,7 +93,7 @@ class ActSwapCallback(TrainerCallback):
         except (ConfigError, PlanError) as error:
             if not started_together():
                 raise
-            self._fault = error  # for `on_init_end`, where the other ranks hear of it
+            self._fault = error  # for `on_init_end`, where it is reported to the other ranks
         self._before = SwapStats()
         self._step = SwapStats()
         self._logged: MemoryPlan | None = None

@@ -65,8 +65,8 @@ def full_optimizer_state(
     Args:
         optimizer: PyTorch's, of the patched model.
         patched: the model.
-        keeps: this rank wants the result; else it only takes part, and gets an empty dict.
-        progress: told, of this rank's tensors, how many bytes are gathered and how many there are.
+        keeps: whether this rank gets the result; other ranks only take part, and get an empty dict.
+        progress: called with how many bytes of this rank's tensors are gathered, and how many there are.
 
     Raises:
         ValueError: the optimizer keeps, of a divided parameter, what is neither of its shape nor a number.

@@ -1,7 +1,7 @@
-"""What does not go together with a model that several ranks hold, said before the first step.
+"""What cannot be combined with a model that several ranks hold; rejected before the first step.
 
 Each of these would end in a hang, in another model than in one process, or in a checkpoint of one rank's
-part, mostly without a word.
+part, mostly without an error.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ rank holds a part of a matrix: Adafactor takes means over rows, Muon orthogonali
 
 
 class ParallelTrainingError(ActSwapError):
-    """What was asked does not go together with ``parallel_config.tensor_parallel_size`` above 1."""
+    """A request cannot be combined with ``parallel_config.tensor_parallel_size`` above 1."""
 
     subject = "tensor-parallel training"
 
@@ -83,7 +83,7 @@ def rejection(what: str) -> ParallelTrainingError:
 
 
 def _problem(name: str, found: str, hint: str) -> Problem:
-    return Problem(name, "a setting that goes with tensor_parallel_size above 1", found, hint)
+    return Problem(name, "a setting that works with tensor_parallel_size above 1", found, hint)
 
 
 def _of_arguments(args: Any) -> Iterator[Problem]:

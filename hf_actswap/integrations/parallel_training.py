@@ -7,11 +7,12 @@ who holds what         a mesh (data axis, tensor axis); the model is patched bef
 batches                by data rank (`replicated_batches`)
 wrapping               autocast by Accelerate; DistributedDataParallel over the data axis only, never over
                        the world, where it would overwrite every rank's shards by those of rank 0
-gradients              tagged ones are summed once per optimizer step, when the norm is asked for
+gradients              tagged ones are summed once per optimizer step, when the norm is computed
 norm and clip          of the whole model, the same on every rank
 ====================== ==================================================================================
 
-Nothing here knows the Trainer; `trainer_mixin` and `callback` bring it there, `prepare` into other loops.
+This module does not depend on the Trainer: `trainer_mixin` and `callback` use it there, `prepare` in other
+    loops.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class ParallelTraining(ModelInParts):
         """Return the model's whole tensors on the CPU. Every rank must call it.
 
         Args:
-            keeps: this rank wants them; the others take part, and get an empty dict.
+            keeps: whether this rank gets them; other ranks only take part, and get an empty dict.
         """
         rank = self.patched.group.rank()
         with self.gathering("weights") as progress:
@@ -256,14 +257,14 @@ def begin_parallel_training(
 
 
 class OwnNamesHook:
-    """Hook before ``load_state_dict`` of a Hugging Face model: gives whole tensors the names that it knows.
+    """Hook before ``load_state_dict`` of a Hugging Face model: gives whole tensors the model's own names.
 
     ``save_pretrained`` writes some families as they were published (Mixtral, Qwen3-MoE: each matrix of an
     expert by itself), and ``from_pretrained`` puts them together again. The Trainer's resuming and
     ``load_best_model_at_end`` do not: they call ``load_state_dict`` with what is on disk, leave out what does
-    not fit, and go on with the experts that the model happens to have. A patched model translates here first.
+    not fit, and continue with the experts that the model has. For a patched model this hook translates first.
 
-    What has the model's names already is left as it is. Else the whole model is made once more, on the CPU.
+    A state with the model's names is left unchanged. Otherwise the whole model is made once more, on the CPU.
     """
 
     part_of_the_model = True

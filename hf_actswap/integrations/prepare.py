@@ -1,4 +1,4 @@
-"""Into a loop of one's own that Accelerate drives."""
+"""`prepare`: a configuration or plan in a training loop of your own with Accelerate."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def prepare(
         applied = apply(model, requested, optimizer=optimizer)
         if optimizer is None:
             return Prepared(accelerator.prepare(model), None, applied, None, model, accelerator)
-        wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)  # FSDP2 wants both at once
+        wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)  # FSDP2 needs both at once
         return Prepared(wrapped, prepared_optimizer, applied, None, model, accelerator)
     model = model.to(accelerator.device)
     parallel = begin_parallel_training(accelerator, model, loaded, optimizer)
@@ -167,7 +167,7 @@ def _reject(accelerator: Any) -> None:
         ("dynamo_backend", str(accelerator.state.dynamo_plugin.backend.value), None),
     )
     problems = [
-        Problem(name, "what goes with tensor_parallel_size above 1", found, _HINT)
+        Problem(name, "a setting that works with tensor_parallel_size above 1", found, _HINT)
         for name, found, rejected in asked
         if (found.upper() != "NO" if rejected is None else found in rejected)
     ]

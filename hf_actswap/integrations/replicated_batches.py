@@ -21,8 +21,8 @@ def read_by_data_rank(accelerator: Any, mesh: ParallelMesh) -> None:
     """
     accelerator._prepare_device_mesh = lambda: mesh.device_mesh
     if accelerator.dataloader_config.dispatch_batches is None:
-        # By default rank 0 reads an IterableDataset for all. Beside a tp dim Accelerate knows of no data axis
-        # there, and would send one batch to every rank.
+        # By default rank 0 reads an IterableDataset for all. With a tp dim Accelerate has no data axis there,
+        # and would send one batch to every rank.
         accelerator.dataloader_config.dispatch_batches = False
 
 
@@ -67,7 +67,7 @@ def declared(accelerator: Any, tensor_parallel_size: int) -> Iterator[None]:
 
 @contextmanager
 def answering(of: Any, method: str, answer: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, ``of`` alone has ``answer`` in the place of a method."""
+    """Within the block, the object ``of`` has ``answer`` in place of a method."""
     before = vars(of).get(method)
     setattr(of, method, answer)
     try:

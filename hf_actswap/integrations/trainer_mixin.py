@@ -1,4 +1,4 @@
-"""The Trainer's methods that a model in parts needs otherwise, as a mixin.
+"""A mixin with the Trainer's methods that must differ for a model in parts.
 
 The Trainer itself is not imported here: `trainer` puts the two together.
 
@@ -245,7 +245,7 @@ def without_filling(inputs: Mapping[str, Any], accelerator: Any, mesh: ParallelM
     """
     found = dict(inputs)
     state = accelerator.gradient_state
-    # 0: the last batch is full; -1: nobody knows how many samples there are.
+    # 0: the last batch is full; -1: the number of samples is unknown.
     if not (state.end_of_dataloader and state.remainder > 0 and accelerator.even_batches):
         return found
     for name in LABELS:

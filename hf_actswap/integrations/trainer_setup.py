@@ -99,7 +99,7 @@ def begin_for_trainer(trainer: Any, config: ActSwapConfig) -> ParallelTraining:
 def wrap_model(trainer: Any, parallel: ParallelTraining | PipelineTraining, model: nn.Module) -> nn.Module:
     """Return what a Trainer trains: see `ParallelTraining.wrap`.
 
-    The Trainer lets DDP look for unused parameters unless told; here it is not looked for them unless told.
+    By default the Trainer lets DDP search for unused parameters; here that is done only on request.
     """
     asked = trainer.args.ddp_find_unused_parameters
     return parallel.wrap(model, {} if asked else {"find_unused_parameters": False})
@@ -134,13 +134,13 @@ def started_together() -> bool:
 
 
 def reject_lonely_processes(num_processes: int, environment: Mapping[str, str] | None = None) -> None:
-    """Stop if the launcher started several processes and each believes to be alone.
+    """Raise an error if the launcher started several processes that would each train alone.
 
-    Accelerate does so without a word on a machine without accelerator, when its configuration says MULTI_GPU
-    and the script is not told to use the CPU: independent trainings would write to the same folder.
+    Accelerate starts them so, without an error, on a machine without accelerator when its configuration says
+    MULTI_GPU and the script does not set the CPU: independent trainings would write to the same folder.
 
     Args:
-        num_processes: how many processes this one knows of, itself included.
+        num_processes: how many processes Accelerate sees, this one included.
         environment: what the launcher set; ``None``: `os.environ`.
 
     Raises:
@@ -153,7 +153,7 @@ def reject_lonely_processes(num_processes: int, environment: Mapping[str, str] |
                 Problem(
                     "launcher",
                     f"one training in {started} processes (WORLD_SIZE={started})",
-                    f"{started} independent trainings, each of which believes to be alone",
+                    f"{started} independent trainings of one process each",
                     f"Start with: {launch_command(started)} (or set ACCELERATE_USE_CPU=true on a CPU).",
                 )
             ]

@@ -1,4 +1,4 @@
-"""One field more for the Trainer's arguments, and the callback by which any Trainer acts on it."""
+"""The Trainer's arguments with one more field, and the callback by which any Trainer acts on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .shared_config import facts_of, may_move, pin_together
 
 REPORTS_TO = "actswap"
 """The name in ``report_to`` under which transformers finds `ArgumentsCallback`: a Trainer makes one callback
-for each name that its arguments hold there, and knows no other way from its arguments to a callback."""
+for each name in that field of its arguments; there is no other way from arguments to a callback."""
 
 INTEGRATION_TO_CALLBACK[REPORTS_TO] = ArgumentsCallback  # only arguments of the class below hold the name
 
@@ -29,22 +29,22 @@ INTEGRATION_TO_CALLBACK[REPORTS_TO] = ArgumentsCallback  # only arguments of the
 class ActSwapTrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments` with the field ``actswap``.
 
-    Every Trainer that is handed these arguments acts on them: ``report_to`` holds ``"actswap"`` beside what
-    is written there, and so the Trainer makes an `ArgumentsCallback`. For a trainer with arguments of its
-    own, put this class in front: ``class Arguments(ActSwapTrainingArguments, SFTConfig): ...``.
+    Every Trainer that gets these arguments acts on them: ``"actswap"`` is added to ``report_to``, and so the
+    Trainer makes an `ArgumentsCallback`. For a trainer with its own class of arguments, put this class in
+    front: ``class Arguments(ActSwapTrainingArguments, SFTConfig): ...``.
 
     Args:
-        actswap: ``"auto"``: a plan is looked for, with all that the device has. Else the configuration: a
-            mapping (inline YAML or JSON), a file, a folder with ``actswap_config.yaml``, or a Hub id
-            ``org/name[@revision]``; or the file of a plan. ``None``: nothing is swapped, which is warned of.
-            Of a Hub id the field keeps the commit that it is, ``org/name@commit``, the same on all ranks:
-            rank 0 asks, and the arguments that a run saves say what it was.
+        actswap: ``"auto"``: the planner searches a plan that may use all memory of the device. Otherwise the
+            configuration: a mapping (inline YAML or JSON), a file, a folder with ``actswap_config.yaml``, or
+            a Hub id ``org/name[@revision]``; or the file of a plan. ``None``: nothing is swapped, with a
+            warning. A Hub id is stored with its commit, ``org/name@commit``, the same on all ranks: rank 0
+            asks the Hub, and the saved arguments of a run name the commit.
 
     Raises:
         ConfigError: the configuration is malformed; before anything of the Trainer is set up. All ranks
-            raise it if rank 0 cannot have it from the Hub.
+            raise it if rank 0 cannot read it from the Hub.
         PlanError: the plan is malformed.
-        RankAgreementError: what another rank was given is malformed, or something else.
+        RankAgreementError: another rank has a malformed or a different configuration.
     """
 
     # The order dict-before-str matters: with str first, the command line rejects inline JSON.

@@ -9,7 +9,7 @@ Out: the same model with column- and row-parallel layers; its state dict stays t
 names what ranks exchange in forward, `gradients` sums what each rank has a part of, `rank_agreement` lets
 ranks fail together.
 
-It knows process groups and modules; no YAML, no plans, no engine.
+It depends on process groups and modules, and not on YAML, plans or the engine.
 """
 
 from . import embedding, gqa, layer_norm, layers, mappings, rms_norm

@@ -45,7 +45,7 @@ class SharedInputLinear(nn.Linear):
 
 
 class RowShare(RowParallelLinear):
-    """A row-parallel layer that returns its share of the sum, without bias: somebody else adds both."""
+    """A row-parallel layer that returns its share of the sum, without bias; its caller adds both."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Return ``[.., output_size]`` of this rank's features ``[.., input_size / tp]``."""

@@ -109,8 +109,9 @@ class BlockInputHook:
 class WholeBlockHooks:
     """Around a module that is not divided and reads all tokens, while the region is active.
 
-    It is given the whole sequence, and this rank hands on its own tokens of what comes out. So the gradient
-    that it sees is a share (zero for the other tokens), as in a divided block, and so are its parameters'.
+    The module gets the whole sequence, and this rank returns only its own tokens of the output. So the
+    gradient of the output is a share (zero for the other tokens), as in a divided block, and so are its
+    parameters'.
 
     Args:
         gather: of its input, without readers.
@@ -259,11 +260,12 @@ class ReduceHook:
 
 
 class SharesCheck:
-    """Hook of a divided block: what it holds whole reaches its output only through the sum over the ranks.
+    """Hook of a divided block that checks that parameters that it holds whole act only before the sum over
+    ranks.
 
-    The gradients of such parameters are taken for shares, and summed. What is added behind the sum, or past
-    it, has a complete gradient on each rank. Of a block of an unknown family, only its graph tells; it is
-    looked at once, in the first forward that has one.
+    The gradients of such parameters are treated as shares, and summed. A parameter that is added after the
+    sum, or beside it, has a complete gradient on each rank. In a block of an unknown family only its graph
+    shows that; the graph is checked once, in the first forward that has one.
 
     Args:
         name: of the block.
@@ -396,9 +398,9 @@ _Gather = GatherHook | SharedInput | ParallelExperts
 def keep_gathered_inputs(layer: nn.Module) -> Callable[[], None]:
     """Let the column-parallel projections in ``layer`` save their gathered input in place of the shard.
 
-    For a layer that is recomputed whole: what is saved in the recomputation lives no longer than the layer's
-    backward, and a gather is spared. It finds the gathers of a patched model, and each `SharedInput` that is
-    an attribute of a module. Any other layer is left as it is.
+    For a layer that is recomputed whole: what is saved in the recomputation exists only during the layer's
+    backward, and one gather fewer is needed. It finds the gathers of a patched model, and each `SharedInput`
+    that is an attribute of a module. Any other layer is left as it is.
 
     Returns:
         What restores the settings.

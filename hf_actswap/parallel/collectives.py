@@ -4,11 +4,13 @@ The ``begin_..`` forms return at once with a `Pending` result; what the collecti
 until it is waited for. On CUDA a collective runs on NCCL's own stream after what the current stream has been
 given so far, and `Pending.wait` makes the current stream wait for it; the host waits for nothing.
 
-Fake tensors (a forward that only records what a model does) get fake results, and nobody is waited for.
+Fake tensors (a forward that only records what a model does) get fake results, without waiting for other
+ranks.
 
-When a rank dies in the middle of a training, every other rank says so, by its number. The backend says only
-that a connection was closed, by an address, or that its time is up. So the ranks that notice write that they
-are there into the key-value store of the process group, and look who does not.
+When a rank dies in the middle of a training, the error on every other rank names it by its number. The
+backend says only that a connection was closed, by an address, or that a time-out has passed. So the ranks
+that notice write into the key-value store of the process group that they are alive, and find out which ranks
+do not.
 """
 
 from __future__ import annotations
@@ -218,7 +220,7 @@ ANSWER_LIMIT_S = 5.0
 """How long a rank that lost another waits for the rest to notice too."""
 
 _SIGNS = ("closed by peer", "reset by peer", "timed out", "timeout", "broken pipe", "connection refused")
-"""What backends say when a peer is gone, in lower case."""
+"""Parts of the backends' messages when a peer has ended, in lower case."""
 
 
 class LostRankError(RuntimeError):
@@ -226,7 +228,7 @@ class LostRankError(RuntimeError):
 
 
 def lost_rank_error(error: RuntimeError, group: dist.ProcessGroup | None) -> LostRankError | None:
-    """Return what to raise in the place of a collective's error; ``None``: it is about something else.
+    """Return what to raise instead of a collective's error; ``None``: it is about something else.
 
     Waits up to `ANSWER_LIMIT_S` for the other ranks of the group.
 

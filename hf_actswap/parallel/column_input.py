@@ -25,15 +25,15 @@ A frozen weight takes no part in this: no dY is held for it, and if all are froz
 
 **Lifetimes on CUDA.** All runs on the stream of the forward, to which autograd returns in backward. An async
 collective waits (on the device) for what that stream has been given, so it reads finished data; `Pending`
-holds what it reads and writes, and `wait` makes the stream wait before anybody reads the result or lets go
-of a buffer, whose memory is only given out again for work behind that wait. The host waits for nothing. dY
-lives from its product until its dW; the gathered input from the wait to the last dW. A backward that ends
+holds what it reads and writes, and `wait` makes the stream wait before the result is read or a buffer is
+dropped, whose memory is reused only for work after that wait. The host waits for nothing. dY exists from its
+product until its dW; the gathered input from the wait to the last dW. A backward that ends
 before the input node (an exception, ``torch.autograd.grad`` with respect to the gathered tensor) leaves a
-`_Received` behind, which the next backward, knowing it by its number, throws away.
+`_Received` behind, which the next backward recognises by its number and drops.
 
-**How a product knows its input.** By the input's ``grad_fn``: the node itself, which no view or cast of the
-tensor has. So any other tensor, and any other weight, goes the ordinary way. Without gradients there is
-nothing to know. A saved tensor is read once per backward, as checkpointing demands.
+**How a product finds its input node.** By the input's ``grad_fn``, which no view or cast of the tensor has.
+So any other tensor, and any other weight, goes the ordinary way. Without gradients there is no node. A saved
+tensor is read once per backward, as checkpointing demands.
 
 **Run again.** In a recomputed region the new forward makes a new node of its own, and its graph is thrown
 away after its saved tensors were taken. If the region begins behind the gather, its input is a leaf there;
@@ -152,7 +152,8 @@ def linear(
 
 
 def node_behind(x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, int] | None:
-    """Return the input node that made ``x`` and the number that ``weight`` has there, if it knows it.
+    """Return the input node that made ``x`` and the number that ``weight`` has there, if it is one of its
+    weights.
 
     A product that has one leaves the weight's gradient to it: see `hand_over`.
     """
@@ -238,7 +239,7 @@ class _Product(torch.autograd.Function):
 class _LeafProduct(torch.autograd.Function):
     """As `_Product`, of an input that no node made. It packs the weight alone, and holds the input itself.
 
-    Such an input lives on elsewhere, or as long as a recomputation.
+    Such an input is held elsewhere anyway, or exists only during a recomputation.
     """
 
     @staticmethod

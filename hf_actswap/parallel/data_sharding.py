@@ -100,7 +100,7 @@ def sharded_as(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor) or isinstance(whole, DTensor):
         return whole
     device, mesh = like.to_local().device, like.device_mesh
-    # Nobody's data are sent: each rank cuts its own.
+    # No data are sent: each rank takes its own part.
     return distribute_tensor(whole.to(device), mesh, like.placements, src_data_rank=None)
 
 

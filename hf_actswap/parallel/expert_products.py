@@ -35,7 +35,7 @@ from .column_input import hand_over, node_behind
 _KERNEL_ALIGNMENT_BYTES = 16
 """Of the rows of what ``grouped_mm`` multiplies; it raises otherwise."""
 _KERNEL_CAPABILITY = (8, 0)
-"""CUDA devices below it have no ``grouped_mm``; transformers asks the same."""
+"""CUDA devices below it have no ``grouped_mm``; transformers has the same condition."""
 
 
 class Routing(NamedTuple):
@@ -148,7 +148,7 @@ class _RoutedProduct(torch.autograd.Function):
         ctx.behind, ctx.settings = about  # the edge that autograd has too: no cycle
         ctx.x, ctx.version, ctx.shape, ctx.x_dtype = None, x._version, x.shape, x.dtype
         if ctx.behind is None and ctx.needs_input_grad[1]:
-            ctx.x = x.detach()  # in a region that runs again behind the gather: it lives no longer than that
+            ctx.x = x.detach()  # in a region that runs again behind the gather: it exists only during that
         ctx.save_for_backward(weight, order, ends)
         return _multiplied(_rows(x, order), ctx.settings.matrices(weight), ends, ctx.settings)
 

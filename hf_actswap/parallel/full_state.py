@@ -40,8 +40,8 @@ def gather_full_state(
         model: patched.
         region: of the model.
         wanted: by name; the same on every rank.
-        keeps: this rank wants the result; else it only takes part, and gets an empty dict.
-        progress: told, of this rank's tensors, how many bytes are gathered and how many there are.
+        keeps: whether this rank gets the result; other ranks only take part, and get an empty dict.
+        progress: called with how many bytes of this rank's tensors are gathered, and how many there are.
     """
     group, partitions = region.group, dict(partitions_of(model))
     full: dict[str, torch.Tensor] = {}
@@ -66,12 +66,12 @@ def gather_full_state(
 
 
 def told(items: Iterable[Item], sizes: Sequence[int], progress: Progress | None) -> Iterator[Item]:
-    """Yield items, and tell after each how many bytes are done.
+    """Yield items, and report after each how many bytes are done.
 
     Args:
         items: to yield.
         sizes: bytes of each.
-        progress: called with (bytes done, bytes in all); ``None``: nobody is told.
+        progress: called with (bytes done, bytes in all); ``None``: no report.
     """
     total, done = sum(sizes), 0
     for item, size_bytes in zip(items, sizes, strict=True):

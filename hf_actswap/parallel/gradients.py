@@ -5,30 +5,30 @@ rank, a part of its gradient: of this rank's tokens (norms, biases of row-parall
 mixture of experts, position embeddings behind the scatter), or of this rank's heads (``q_norm`` and
 ``k_norm`` of Qwen3 and Gemma3, with or without sequence parallelism), or of what this rank's shard of a
 consumer sent back (``lora_A`` before a column-parallel ``lora_B``, where nothing else sums). The name is
-NxD's; the tag means "sum me", whatever the reason. Whoever makes such a parameter sets it, also with
-`setattr` on a module of one's own.
+NxD's; the tag means that the gradient must be summed, whatever the reason. The code that makes such a
+parameter sets the tag, also with `setattr` on a module of your own.
 
-The parts are summed, not averaged, after the last micro-batch and before anything looks at a norm. A sum per
+The parts are summed, not averaged, after the last micro-batch and before a norm is computed. A sum per
 micro-batch over the *accumulated* gradient counts the first ones again (as transformers 5.23 does for
 ``q_norm``). `allreduce_sequence_parallel_gradients` may therefore be called by our integration and, as in
-NxD's recipe, by the user too: what is summed already is left alone (see `GradientWatch`).
+NxD's recipe, by the user too: gradients that are summed already are not changed (see `GradientWatch`).
 
-**Summed exactly once.** `GradientWatch` knows whether a parameter's gradient is still this rank's own part,
-or already the sum over the ranks, whoever asks for it: our integration, the user, both. Nothing about a
-gradient tensor says whether that was done: its version changes when it is clipped and when more is
-accumulated, its address is used again, and a user may put another tensor in its place. What is certain is
-that autograd calls a parameter's hooks when it accumulates. So the state is kept by a pair of hooks on the
-parameter: summing sets it, accumulation clears it. What it cannot tell is an error, never a guess:
+**Summed exactly once.** `GradientWatch` records whether a parameter's gradient is still this rank's own part
+or already the sum over the ranks, whether our integration sums it, the user, or both. The gradient tensor
+itself does not show that: its version changes when it is clipped and when more is accumulated, its address
+is reused, and a user may replace it. But autograd always calls a parameter's hooks when it accumulates. So a
+pair of hooks on the parameter keeps the state: summing sets it, accumulation clears it. Undecidable cases
+    are errors:
 
-- More was accumulated onto a gradient that was summed and not zeroed: no later sum can mend that. Zeroed in
-  place (``zero_grad(set_to_none=False)``) it is right, and the two differ only in values. These are looked
-  at before the accumulation, on the device, in this case alone, and read at the next sum: the host does not
-  wait in backward, and all ranks raise at the same place. FSDP2 calls only the hooks after accumulation;
-  there, zeroing in place counts as not zeroing.
+- More was accumulated onto a gradient that was summed and not zeroed: no later sum can correct that. Zeroed
+  in place (``zero_grad(set_to_none=False)``) it is right, and the two differ only in values. In this case
+  alone the values are checked on the device before the accumulation, and the result is read at the next sum:
+  the host does not wait in backward, and all ranks raise at the same place. FSDP2 calls only the hooks after
+  accumulation; there, zeroing in place counts as not zeroing.
 - Another tensor was assigned since the sum, and nothing accumulated. It may be the sum, scaled, or the next
-  step's part from `torch.autograd.grad`. Who assigns gradients says so by `GradientWatch.forget`.
+  step's part from `torch.autograd.grad`. Code that assigns gradients must call `GradientWatch.forget`.
 
-The hooks are where the state lives: a copied or loaded parameter has none of them, and none of the state.
+The state is in the hooks: a copied or loaded parameter has neither the hooks nor the state.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class GradientWatch:
         return GradientState.PART
 
     def was_stepped_unsummed(self) -> bool:
-        """Whether the parameter was changed in place since a part was accumulated that nobody has summed.
+        """Whether the parameter was changed in place since a part was accumulated that has not been summed.
 
-        What writes to ``parameter.data``, or makes the parameter anew, is not noticed.
+        Writes to ``parameter.data``, and a new parameter object, are not noticed.
         """
         parameter = self._parameter()
         at_part = self._version_at_part
@@ -162,7 +162,7 @@ ParameterSource = torch.optim.Optimizer | nn.Module | Iterable[torch.Tensor]
 
 
 class MixedGradientError(RuntimeError):
-    """Of some gradients nobody can say what would make them the sum over the ranks."""
+    """For some gradients it is undecidable how they would become the sum over the ranks."""
 
 
 class UnsummedGradientError(RuntimeError):

@@ -14,7 +14,7 @@ class LayerNorm(TaggedModule, nn.LayerNorm):
     """``torch.nn.LayerNorm``; weight and bias carry the attribute ``sequence_parallel_enabled``.
 
     Under sequence parallelism a norm sees the rank's tokens only, so the gradients of its parameters are
-    summed over the ranks before the optimizer's step; the attribute says so.
+    summed over the ranks before the optimizer's step, which the attribute marks.
 
     Args:
         normalized_shape, eps, elementwise_affine, bias, device, dtype: as ``torch.nn.LayerNorm``.

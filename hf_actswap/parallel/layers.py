@@ -199,7 +199,7 @@ class ColumnParallelLinear(ParallelLinear):
     ) -> None:
         if gather_output and (sequence_parallel_enabled or pad_output or replicas != 1):
             raise ValueError(
-                "gather_output=True goes neither with sequence_parallel_enabled nor with pad_output or "
+                "gather_output=True cannot be combined with sequence_parallel_enabled, pad_output or "
                 "replicas; pass gather_output=False"
             )
         super().__init__(

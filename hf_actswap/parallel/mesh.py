@@ -25,7 +25,7 @@ _SIZE = "parallel_config.tensor_parallel_size"
 
 
 class MeshError(ActSwapError):
-    """The processes that were started cannot hold the model as the configuration asks."""
+    """The processes that were started cannot hold the model as the configuration requires."""
 
     subject = "parallel set-up"
 
@@ -110,7 +110,7 @@ def build_mesh(
 def check_processes(tensor_parallel_size: int, environment: Mapping[str, str] | None = None) -> None:
     """Check that the processes that were started, and know of each other, can be divided into models.
 
-    Looks at this process alone: nobody is waited for, and all ranks come to the same result.
+    Uses only this process's environment, without waiting for other ranks; all ranks get the same result.
 
     Args:
         tensor_parallel_size: ranks per model.

@@ -4,18 +4,18 @@ The model keeps its class and the names of its state dict; its projections, embe
 rank's parts, and hooks at the norms, the first layer and the model's ends do what the parts need::
 
     ids -> embedding -> (positions, masks) -> | layers, final norm, head: parts of the sequence | -> logits
-                                              ^ filled up and cut                     whole again ^
+                                              ^ padded and cut                        whole again ^
 
-Weights are whole before, the same on every rank, and are cut: so a model is the same at any number of ranks.
+Before, weights are whole and the same on every rank; then they are cut. So a model is the same at any number
+of ranks.
 
-In a training that does not know that the model is patched two things go wrong without a word.
+A training loop that is not made for a patched model can make two mistakes that cause no error by themselves.
 `DistributedDataParallel` over all ranks copies rank 0's part of every parameter over the others', and
-averages gradients of different things. And an optimizer that steps on tagged gradients which nobody has
-summed lets replicas drift apart. `StepGuard` notices both in the model's next forward with gradients, on
-every rank:
+averages gradients of different things. And an optimizer that steps on tagged gradients that were not summed
+lets replicas drift apart. `StepGuard` notices both in the model's next forward with gradients, on every rank:
 
 - DDP says which of its instances is calling;
-- after a backward, tagged gradients are summed before anybody changes the parameters: a parameter that was
+- after a backward, tagged gradients must be summed before the parameters change: a parameter that was
   changed in between was changed by a step without the sum.
 """
 
@@ -56,7 +56,7 @@ USE_OURS = (
 
 
 class PatchError(ActSwapError):
-    """The model cannot be divided as the configuration asks."""
+    """The model cannot be divided as the configuration requires."""
 
     subject = "patched model"
 

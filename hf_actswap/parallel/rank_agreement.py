@@ -29,7 +29,7 @@ from ..errors import ActSwapError, Problem
 from .mesh import started_processes
 
 WAIT_S = 1800.0
-"""How long ranks wait for one that has more to do before: as long as collectives do, unless told."""
+"""How long ranks wait for a slower one: as long as collectives do, unless another time is given."""
 
 READERS_S = 5.0
 """How long a rank that fails waits for the others to read so: it may be the one that serves the store."""
@@ -148,7 +148,7 @@ def _next_turn(
 
 
 def _tell(turn: _Turn, error: BaseException) -> None:
-    """Tell the others that this rank has failed; it need not hear them."""
+    """Report to the others that this rank has failed, without waiting for them."""
     said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
     with suppress(RuntimeError):  # the store is gone, and the error is what counts
         turn.publish("facts", json.dumps({_FAILURE: said}))
@@ -229,8 +229,8 @@ def _missing(found: Mapping[int, str], turn: _Turn) -> list[Problem]:
     return [
         Problem(
             "ranks",
-            f"an answer of all of {_listed(turn.ranks)} within {turn.timeout_s:g} s",
-            f"none of {_listed(missing)}",
+            f"answers from all of {_listed(turn.ranks)} within {turn.timeout_s:g} s",
+            f"none from {_listed(missing)}",
             "Look for their errors; if they are only slow, give more time (timeout_s).",
         )
     ]
@@ -240,7 +240,7 @@ def _differences(found: Mapping[int, str]) -> list[Problem]:
     facts: dict[int, dict[str, str]] = {rank: json.loads(text) for rank, text in found.items()}
     failed = {rank: of_rank[_FAILURE] for rank, of_rank in facts.items() if _FAILURE in of_rank}
     if failed:
-        return [Problem(f"rank {rank}", "no error, as on all ranks", error) for rank, error in failed.items()]
+        return [Problem(f"rank {rank}", "no error on any rank", error) for rank, error in failed.items()]
     problems = []
     for key in dict.fromkeys(key for of_rank in facts.values() for key in of_rank):
         ranks_of: dict[str, list[int]] = {}

@@ -1,20 +1,20 @@
 """Routed experts, each divided inside: every rank has its part of every expert.
 
 A token is routed where its hidden state is: under sequence parallelism each rank routes its own ``T / tp``
-tokens. Then the ranks tell each other hidden states, experts and routing weights of all ``T``, compute their
-parts ``I / tp`` of all experts, and sum what each gets of its own tokens::
+tokens. Then the ranks gather hidden states, experts and routing weights of all ``T`` tokens, compute their
+parts ``I / tp`` of all experts, and each rank gets the sum for its own tokens::
 
     hidden [T/tp, H] -------------------all-gather--> [T, H] --> experts --reduce-scatter--> [T/tp, H]
     router: experts, weights [T/tp, k] -all-gather--> [T, k] ----^
 
-Which of the tokens are whose does not matter to experts, so all is gathered along dim 0.
+Experts do not depend on which rank a token belongs to, so everything is gathered along dim 0.
 
-In backward the gradients of routing weights are summed too, since each rank knows what its parts contribute.
-So a router's gradient is complete for the tokens that it has seen: its parameters carry the tag
+In backward the gradients of routing weights are summed too, since each rank has the contribution of its
+parts. So a router's gradient is complete for the tokens that it has seen: its parameters carry the tag
 ``sequence_parallel_enabled`` where it saw a rank's tokens, and none where it saw all.
 
-Which routed experts of a layer are understood, and how they are divided, stands here too; what they save
-stands in `expert_products`.
+This module also says which routed experts are supported, and how they are divided; `expert_products` says
+what they save.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ExpertsLayout(NamedTuple):
 
 
 class ParallelExperts(ShardedModule):
-    """This rank's parts of routed experts, in the place of a Hugging Face experts module.
+    """This rank's parts of routed experts; replaces a Hugging Face experts module.
 
     The forward is an attribute of the instance. A model structure would replace that of a class, because
     routed experts of other classes cannot run on fake tensors; these can, and their communications are to be
@@ -223,7 +223,7 @@ def _own_gate(full: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     gate = getattr(full, "_apply_gate", None)
     if gate is None or gate.__name__ == _DEFAULT_GATE or not ExpertsLayout.of(full).gated:
         return None
-    for name in ExpertsLayout.of(full).parameters:  # the method needs its module, which nobody else has now
+    for name in ExpertsLayout.of(full).parameters:  # the method needs its module, used nowhere else now
         del full._parameters[name]
     own: Callable[[torch.Tensor], torch.Tensor] = gate
     return own

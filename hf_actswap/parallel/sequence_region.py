@@ -74,13 +74,14 @@ class SequenceRegion:
 
     Args:
         group: tensor-parallel group.
-        enabled: sequence parallelism is wanted at all.
+        enabled: whether sequence parallelism is on.
         reduce_dtype: in which input gradients are summed; ``None``: their own.
 
     Attributes:
         head: of the model, if it is divided.
-        head_reads_parts: it reads parts of the sequence: nothing stands between the layers and it.
-        head_hands_on_parts: it hands on parts of the vocabulary: the loss is the replaced one.
+        head_reads_parts: whether it reads parts of the sequence, because no module is between the layers and
+            it.
+        head_hands_on_parts: whether it returns parts of the vocabulary, because the loss is replaced.
     """
 
     def __init__(
@@ -129,13 +130,13 @@ class SequenceRegion:
     def begin(
         self, owner: nn.Module, arguments: dict[str, Any], takes_cache: bool, calls_head: bool
     ) -> dict[str, Any]:
-        """Begin a forward; return its arguments, filled up where the ranks do not divide the sequence.
+        """Begin a forward; return its arguments, padded if the ranks do not divide the sequence.
 
         Args:
             owner: whose forward.
             arguments: of it, by name.
-            takes_cache: it knows ``use_cache``.
-            calls_head: it ends with the head; else it hands hidden states to somebody else.
+            takes_cache: whether it has an argument ``use_cache``.
+            calls_head: whether it ends with the head; if not, it returns hidden states.
 
         Raises:
             ValueError: the sequence would have to be filled up and cannot be.
@@ -439,7 +440,7 @@ _FILLED_WITH = {
     "shift_labels": IGNORED,
 }
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k")
-"""What flash attention is told about several sequences in one row: lengths of all of it."""
+"""Arguments of flash attention for several sequences in one row: lengths of the whole row."""
 
 
 def sequence_length(arguments: dict[str, Any]) -> int | None:

@@ -1,9 +1,9 @@
 """Modules that keep attributes on their parameters, and modules that hold parts of full parameters.
 
 Which gradients are summed, and how a norm counts a parameter, is said by attributes of the parameters (NxD's
-contract). PyTorch loses them wherever it makes a parameter anew; here they are kept by the module.
+contract). PyTorch loses them wherever it makes a new parameter object; here the module keeps them.
 
-A module of somebody else's, which keeps its class, can have parameters divided too: see `divide_parameter`.
+A module of another library, which keeps its class, can have parameters divided too: see `divide_parameter`.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def divide_parameter(module: nn.Module, name: str, partition: Partition, rank: i
 
 
 def cut_to_parts(module: nn.Module, state_dict: dict[str, Any], prefix: str, rank: int) -> None:
-    """Put this rank's parts in the place of full tensors of a state dict."""
+    """Replace full tensors of a state dict by this rank's parts."""
     for name, partition in partitions_in(module).items():
         parameter, given = module._parameters.get(name), state_dict.get(prefix + name)
         if parameter is None or given is None or given.shape == parameter.shape:

@@ -190,7 +190,7 @@ def _is_row(layer: nn.Module, path: str, style: str | Columns) -> bool:
 
 
 def _kind(path: str, style: str | Columns) -> Columns | None:
-    """How a projection is divided: not at all, if its style is none of a projection."""
+    """How a projection is divided; not at all, if its style is not one of a projection."""
     if isinstance(style, Columns):
         return style
     name = path.rpartition(".")[2]

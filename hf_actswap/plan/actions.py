@@ -38,7 +38,7 @@ Positive = Annotated[int, Rule("a whole number above 0", lambda value: value > 0
 LayerCount = Annotated[int, Rule("a number of layers, at most 10000", lambda count: 0 <= count <= 10_000)]
 
 OUTPUT = "output"
-"""Op path of the hidden state that a layer hands on. A module of that name (BERT's) is only its parts."""
+"""Op path of the hidden state that a layer returns. A module of that name (BERT's) has only its parts."""
 
 COMPILE_BUDGET = "compile_budget"
 """Parameter of a layer's row (op path ``""``): the share of its activation memory that its compiled region
@@ -83,7 +83,7 @@ class PlanRow:
         scope: index of the decoder layer in the model given; module path of a layer of another stack
             (``model.vision_tower.encoder.layers.3``); or ``embedding``, ``final_norm``, ``head``.
         op_path: op inside the scope (``self_attn.flash_attention``); ``""`` is the whole scope, ``output``
-            the hidden state that the layer hands on. A row covers everything below its path; the longest
+            the hidden state that the layer returns. A row covers everything below its path; the longest
             path wins.
         ordinal: which call of the op within the layer, from 0; ``None``: all. A row with one beats
             a row without.

@@ -1,4 +1,4 @@
-"""Applies what the user wrote to the layers of a model, and records what gives way to what.
+"""Applies what the user wrote to the layers of a model, and records which requests are dropped, and why.
 
 `RuleApplier` takes the rules in the reference's order; each method takes one key of the configuration in its
 normal form, applies the fates, and notes what the reference would log.
@@ -6,7 +6,7 @@ normal form, applies the fates, and notes what the reference would log.
 `CommunicationRuleApplier` applies what was written about communication inside layers: keep its results, or
 communicate again. A communication is a function of a layer like any other (``input_layernorm.all_gather``);
 MindFormers names the op that it stands beside (``attention_norm.norm``). A model without parallel layers has
-none: then the names are checked and logged, and `resolve.policies_without_effect` says the rest.
+none: then the names are checked and logged, and `resolve.policies_without_effect` adds the adjustments.
 """
 
 from __future__ import annotations

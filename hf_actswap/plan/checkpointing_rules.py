@@ -19,7 +19,7 @@ _ON = "gradient checkpointing switched on"
 def problems_of_checkpointing(
     layers: Mapping[Scope, nn.Module], plan: MemoryPlan, compiled: bool
 ) -> list[Problem]:
-    """Return what a plan asks for that cannot be done beside gradient checkpointing.
+    """Return what a plan requests that cannot be done with gradient checkpointing.
 
     Args:
         layers: of the model (`ModelStructure.layer_modules`).

@@ -2,7 +2,7 @@
 
 A compiled region saves what its partitioner chose: tensors in an order, without the names of the ops that
 made them. So its swap is a layer's, by size and order, and swap rules that name ops inside cannot be kept.
-Recomputation can: the tracer knows which module and function each op comes from, and the partitioner obeys
+Recomputation can: the tracer records which module and function each op comes from, and the partitioner obeys
 a tag on it (`engine/compiled_regions.py`).
 """
 
@@ -47,7 +47,7 @@ def by_layer(config: ActSwapConfig, structure: ModelStructure) -> tuple[ActSwapC
 
 
 def problems_of_compiled(plan: MemoryPlan, structure: ModelStructure) -> list[Problem]:
-    """Return what a plan asks of compiled layers that cannot be done, or of others that only those can do."""
+    """Return requests that compiled layers cannot carry out, and those that only compiled layers can."""
     problems = _problems_of_budgets(plan, structure)
     compiled = {layer.index for layer in structure.all_layers if layer.compiled}
     compiled |= {layer.index for layer in structure.layers if structure.compiled}

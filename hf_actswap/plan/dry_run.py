@@ -1,6 +1,6 @@
 """A dry run: one call of a model on fake tensors that leaves no trace. No hook, no kernel, nothing compiled.
 
-The call happens on a model that somebody else has set up already, so it must not set anything in motion. A
+The call happens on a model that is already set up for training, so it must not have side effects. A
 hook may gather sharded weights (FSDP2 keeps what it gathers: fake tensors would stay in the model for good)
 or count its calls. A Triton kernel that is given the address of a fake tensor would run on address 0, which
 ends the CUDA context.
@@ -253,7 +253,7 @@ def _stand_in(
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """A model that cannot run on fakes says so by an exception; PyTorch would print its traceback too."""
+    """A model that cannot run on fake tensors raises an exception; PyTorch would also print its traceback."""
     own = logging.getLogger("torch._subclasses.fake_tensor")
     before, own.disabled = own.disabled, True
     try:

@@ -76,14 +76,14 @@ Tracked = list[tuple[torch.Tensor, TrackedStorage | None]]
 class ForwardRecorder(TorchFunctionMode):
     """Follows scopes, module paths and functions as the engine does, and writes down every use and call.
 
-    All ops are named in all layers, whatever a plan might want to know.
+    All ops are named in all layers, because it is not known which of them a plan will need.
 
     Args:
         scopes: by scope, the path of its module.
         attention: by scope of each layer, the paths inside it of its attention modules. Of scopes that are
             missing here (embedding, final norm, head) no calls are written down.
         device: whose tensors can move; ``None``: none can, and only calls are written down.
-        enters: is told each time where execution has got to: in the call of a function, or, behind it, in a
+        enters: called each time with where execution is: in the call of a function, or, after it, in a
             module.
         compiles: whether compiled modules run compiled: each is one op then, and nothing is followed in it.
         parts: gives the plain tensors that a weight consists of; ``None``: all weights are unowned
@@ -206,7 +206,7 @@ class ForwardRecorder(TorchFunctionMode):
         return torch.autograd.graph.saved_tensors_hooks(partial(self._pack, hold), restore)
 
     def ran_unseen(self, path: str, received: torch.Tensor, outputs: list[torch.Tensor]) -> None:
-        """A module has run as one op, with nothing to see inside; tell it before its outputs are used.
+        """A module has run as one op, with nothing to see inside; call this before its outputs are used.
 
         Args:
             path: of the module inside its layer.
@@ -352,7 +352,7 @@ class ForwardRecorder(TorchFunctionMode):
         return self._unrecorded(before), self._unrecorded(after)
 
     def _unrecorded(self, hook: Hook) -> Hook:
-        """What a hook asks of tensors is no function of the model."""
+        """Functions that a hook calls on tensors are not functions of the model."""
 
         def run(*args: Any) -> None:
             self._writing = True

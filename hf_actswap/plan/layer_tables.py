@@ -135,7 +135,7 @@ def normalise_indices(value: LayerCounts, num_layers: int, where: str) -> tuple[
 
 
 def layers_from_indices(indices: Layers, num_layers: int) -> tuple[int, ...]:
-    """Return the global layer indices, ascending and each once, that `normalise_indices` stands for."""
+    """Return the global layer indices, ascending and each once, that `normalise_indices` means."""
     if isinstance(indices, bool):
         return tuple(range(num_layers)) if indices else ()
     return tuple(sorted(set(indices)))

@@ -95,8 +95,8 @@ def build_layout(
 ) -> tuple[PipelineLayout | None, list[Problem]]:
     """Lay ``num_layers`` out over ``pipeline_stage`` x ``pp_interleave_num`` chunks.
 
-    Each chunk has ``num_layers // chunks`` layers plus its ``offset``. A number or a row stands for every
-    chunk or interleave, and it is this whole table that must add up to the remainder: the reference adds
+    Each chunk has ``num_layers // chunks`` layers plus its ``offset``. A number or a row is repeated for
+    every chunk or interleave, and the whole table must add up to the remainder: the reference adds
     before it repeats, and so accepts offsets that yield more layers than the model has. As in MindFormers
     from 1.8 on, only the first and the last chunk may be empty, and none negative.
     """

@@ -1,7 +1,7 @@
 """MindFormers' names for the ops of a Hugging Face layer, read off the layer itself.
 
 What the reference's layer consists of (`spec: Llama layer of mindformers.models.llama`, and the Megatron-core
-names of its later versions) is found by structure where structure tells: an attention block holds an
+names of its later versions) is found by structure where possible: an attention block holds an
 attention core, a feed-forward network holds an activation, and the product of a gated one is called beside
 it. Which of three projections makes the queries is data: the names in Hugging Face's families, of which the
 first that a layer has counts.

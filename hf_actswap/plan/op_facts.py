@@ -1,8 +1,8 @@
 """What is known of PyTorch's functions and ops: random, collective, written arguments, views, run again.
 
-Two kinds of callables are asked about. A **function** is what a ``TorchFunctionMode`` sees (``F.dropout``,
+There are two kinds of callables. A **function** is what a ``TorchFunctionMode`` sees (``F.dropout``,
 ``tensor.mul_``); it is known by its name, which is also the last part of an op path. An **op** is what a
-dispatch mode sees (``aten.mul_.Tensor``); its schema and its tags tell.
+dispatch mode sees (``aten.mul_.Tensor``); its schema and its tags have the facts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNREPEATABLE_FUNCTIONS = _names(
     index_add index_put index_reduce put scatter_add scatter_reduce bincount histc
     """
 )
-"""Functions that do not give the same twice: memory as it is found, sums in the order of the threads."""
+"""Functions whose result differs each time: uninitialised memory, sums in the order of the threads."""
 
 _IN_PLACE_OPERATORS = _names(
     """
@@ -80,7 +80,7 @@ def can_run_again(func: Callable[..., Any], name: str, kwargs: Mapping[str, Any]
 def draws_random_numbers(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether a function may draw random numbers; of operators and functions that nobody knows: yes."""
+    """Whether a function may draw random numbers; for unknown operators and functions: yes."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     if isinstance(func, torch._ops.OpOverload):

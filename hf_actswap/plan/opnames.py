@@ -3,7 +3,7 @@
 Modules have names of their own. Functions called between them (``mul`` in an MLP, the attention core) are
 seen by a ``TorchFunctionMode`` in call order; this module turns what it sees into stable names that do not
 depend on the device or the kernel. The model structure and the engine name ops with the same code, so a path
-that a plan accepts is the path that the engine meets.
+that a plan accepts is the path that the engine finds.
 """
 
 from __future__ import annotations

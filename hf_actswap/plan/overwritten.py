@@ -4,7 +4,7 @@ An op that is run again holds what it was called with. If that is written afterw
 there is nothing to start from: a router divides its scores by their sum in place, so the sum alone cannot be
 run again. It can if the scores are rebuilt too, or with a module around both. The model structure has seen
 each write (`record.StaleRead`), so this is known before the first step; a layer that is recomputed whole
-rides on ``torch.utils.checkpoint``, which says it in its own words.
+rides on ``torch.utils.checkpoint``, which has its own message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plans in files: alone, beside a published configuration, or in the place of one."""
+"""Plans in files: alone, beside a published configuration, or instead of one."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""What a plan runs again, and what lies inside the modules that it runs again as one.
+"""What a plan recomputes, and what is inside the modules that it recomputes as a whole.
 
-One index of a plan for all who ask: the engine, the count of saved bytes, the rules that settle a plan, the
+This index of a plan is used by the engine, the count of saved bytes, the rules that settle a plan, and the
 planner. A *root* is a module that is run again as one; of roots inside each other the outermost counts.
 
 What a plan keeps or swaps inside a root is not run again (an excluded op, a communication whose result is
 kept, a swapped op): when the module runs again, the op's result is handed out in its place
 (`engine/kept_results.py`). MindSpore does the same: an op without the recompute flag is not duplicated, and
-its result lives as long as a duplicate reads it. Where autograd does not save that result, it costs bytes.
+its result is held as long as a duplicate reads it. Where autograd does not save that result, it costs bytes.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a parameter that autocast has cast, or a view of one.
 
-    The cast lives as long as autocast's cache, whoever else holds it, so moving it frees nothing. It is known
+    Autocast's cache holds the cast, so moving it frees nothing. It is recognised
     by its history: casts and views only, back to a parameter. (Of frozen parameters there is no history.)
     """
     node = tensor.grad_fn

@@ -300,7 +300,7 @@ class _Resolution:
         )
 
     def requested(self, swap_is_written: bool) -> Iterator[RequestedPolicy]:
-        """Yield what each entry asks for; where no swap rule is written, the default asks."""
+        """Yield what each entry requests; without a swap rule, what the default strategy requests."""
 
         def where(key: str, index: int) -> str:
             return (
@@ -544,7 +544,7 @@ def policies_without_effect(config: ActSwapConfig, structure: ModelStructure) ->
 
 
 def unsupported_policies(config: ActSwapConfig, structure: ModelStructure) -> tuple[str, ...]:
-    """Return what the configuration asks for that resolves and cannot be applied by this version."""
+    """Return requests of the configuration that are valid but not supported by this version."""
     policies = []
     size = config.parallel_config.tensor_parallel_size
     if size > 1 and not structure.communicates:

@@ -1,4 +1,4 @@
-"""Fates of the ops of one layer, and the rules by which requested policies give way to each other.
+"""Fates of the ops of one layer, and the rules that decide between conflicting requested policies.
 
 `LayerFates` is a tree of op paths; a requested policy applies to a subtree, later requested policies
 overwrite earlier ones, and the coupling rules are the methods that apply last. Each quotes its source.
@@ -84,7 +84,7 @@ class LayerFates:
         self._paint(path, lambda _: Painted("swap", windows))
 
     def recompute(self, path: str) -> list[str]:
-        """Recompute ``path`` as one; return the topmost op paths below it whose swap gives way (rule 1).
+        """Recompute ``path`` as one; return the topmost op paths below it whose swap is dropped (rule 1).
 
         A module without weights (an activation) is its functions: keeping its output would save nothing.
         """
@@ -132,7 +132,7 @@ class LayerFates:
         What it returns keeps its fate, and inside a larger module that is recomputed it is a part of that.
 
         Returns:
-            The topmost op paths, at or below it, whose own fate gives way, with that fate.
+            The topmost op paths, at or below it, whose own fate is dropped, with that fate.
         """
         own, around = self._nodes[path], self._nodes[path_around(path)]
         returned = KEEP if own.fate in RUN_AGAIN and own != around else own
@@ -148,7 +148,7 @@ class LayerFates:
         """Rule 2: keep what recomputed ops read.
 
         Returns:
-            The ops of this layer whose swap gives way, and whether the incoming hidden state is read.
+            The ops of this layer whose swap is dropped, and whether the incoming hidden state is read.
         """
         kept: list[OpKey] = []
         reads_input = False
@@ -205,7 +205,7 @@ class LayerFates:
         return path.rpartition(".")[2] == GATHER or rebuilt
 
     def communicate_again(self, path: str) -> bool:
-        """Communicate again in backward; return whether a swap gives way (rule 1).
+        """Communicate again in backward; return whether a swap is dropped (rule 1).
 
         Inside a recomputed module that happens anyway, unless the result leaves the module.
         """

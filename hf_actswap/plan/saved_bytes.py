@@ -5,7 +5,7 @@ Known before anything is computed: the model runs once on fake tensors of the re
 
 A plan is priced by the engine's rules, in the order in which the engine meets the tensors:
 
-* the fate is the producer's; one storage is copied once, whoever saves it;
+* the fate is the producer's; one storage is copied once, whichever ops save it;
 * a tensor under ``min_tensor_bytes`` stays, a larger view of the same storage may still move;
 * a view that shows under half of its storage moves alone; what the copy does not cover is copied again,
   whole;
@@ -38,7 +38,7 @@ class SavedBytes:
     """What one forward saves and hands around; weights and what comes from outside the layers left out.
 
     Args:
-        storages: in the order in which they were met.
+        storages: in the order of their first use.
         modules: by layer, the paths of its modules (``""`` is the layer itself).
     """
 
@@ -57,7 +57,7 @@ class SavedBytes:
 
 @dataclass(frozen=True, slots=True)
 class SwappedCopy:
-    """One copy to the host in one forward, and the row that asks for it."""
+    """One copy to the host in one forward, and the row that requests it."""
 
     row: PlanRow
     size_bytes: int
@@ -69,7 +69,7 @@ class AskedSwap:
 
     Args:
         use: at which it is asked.
-        row: that says so.
+        row: that decides it.
         copy: number of the copy among those of this storage.
         size_bytes: of the copy.
         is_new: whether the copy out starts here.
@@ -83,7 +83,7 @@ class AskedSwap:
 
 
 def swapped_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
-    """Return the bytes that ``plan`` swaps in one forward, if host memory has room for all of them.
+    """Return the bytes that ``plan`` swaps in one forward, if all of them fit in host memory.
 
     Rows whose windows are chosen by measurement count in full; the engine may keep some of it.
     """
@@ -134,7 +134,7 @@ def swapped_copies(saved: SavedBytes, plan: MemoryPlan) -> Iterator[SwappedCopy]
 def swap_tickets(
     storage: SavedStorage, recomputed: RecomputedModules, held: Use | None
 ) -> Iterator[AskedSwap]:
-    """Yield the tickets of one storage that are on the host during the turn.
+    """Yield the tickets of one storage that are on the host at the turn, which is the end of forward.
 
     Args:
         storage: with its uses.
@@ -228,7 +228,7 @@ def moved_range(view: _View, view_bytes: int, storage_bytes: int) -> tuple[int, 
     storage then has a copy of its own.
 
     Args:
-        view: tells its first byte, and the byte after the last that it can reach.
+        view: has its first byte, and the byte after the last that it can reach.
         view_bytes: of its elements.
         storage_bytes: of its storage.
     """

@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 @dataclass(frozen=True)
 class UserFunction:
-    """What a function mode is shown in the place of ``function.apply``; it may draw random numbers.
+    """The call that a function mode sees instead of ``function.apply``; it may draw random numbers.
 
     Args:
         function: a subclass of ``torch.autograd.Function``.
@@ -39,8 +39,8 @@ class UserFunction:
 def adapt_mem_func_wrapper(function: Any, *args: Any) -> Any:
     """Return ``function.apply(*args)``, under the name of ``function`` (`torch.autograd.Function`).
 
-    The same numbers, and the same graph. Functions that are applied as ever work, too: as a part of the
-    module that applies them.
+    Results and graph are the same as without it. Functions that are applied directly work too; they are then
+    a part of the module that applies them.
 
     Args:
         function: a subclass of ``torch.autograd.Function``. If it is recomputed, its forward runs again with

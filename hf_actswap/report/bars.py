@@ -1,4 +1,4 @@
-"""Progress bars for what takes its time, and whether bars are shown at all."""
+"""Progress bars for slow work, and whether bars are shown at all."""
 
 from __future__ import annotations
 
@@ -99,12 +99,12 @@ class PinningBar(BytesBar):
 class PlannerBar:
     """A ``progress`` callback of the planner, which measures and searches: give it to one rank only.
 
-    On a terminal a line on stderr, which goes when the plan is found; elsewhere nothing. It is drawn anew
-    after each step and by no thread, so the trainer's own bar and this one take turns.
+    On a terminal it is a line on stderr, which disappears when the plan is found; elsewhere nothing is
+    shown. It is drawn again after each step, not by a thread, so it does not disturb the trainer's own bar.
 
     Args:
         console: by default stderr.
-        title: what stands before the phase.
+        title: text before the phase.
     """
 
     def __init__(self, console: Console | None = None, title: str = "planner") -> None:

@@ -2,8 +2,8 @@
 
 * Memory over a step, by fate: stacked, measured or predicted.
 * The timeline of one step, measured: compute, copies out, copies in, and where compute waited.
-* Bytes by layer and op: a cell's colour is what becomes of it, and the stronger, the more bytes.
-* What a training logs of its steps: their time and their loss, the planner's stages told apart.
+* Bytes by layer and op: the colour of a cell is its fate, and it is stronger for more bytes.
+* What a training logs of its steps: their time and loss, with the planner's phases marked.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _steps(xs: Sequence[float], ys: Sequence[float], end: float) -> list[tuple[f
 def _thinned(
     points: Sequence[tuple[float, tuple[int, int, int, int]]],
 ) -> list[tuple[float, tuple[int, int, int, int]]]:
-    """Of many points the highest of each stretch."""
+    """Return the highest point of each of `_MOST_POINTS` intervals."""
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = -(-len(points) // _MOST_POINTS)

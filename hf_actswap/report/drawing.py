@@ -1,4 +1,4 @@
-"""Pictures as a few shapes: written as SVG for the page, painted by matplotlib for files (`write_report`).
+"""Pictures as a few shapes: written as SVG for the page, drawn by matplotlib for files (`write_report`).
 
 A shape says what it means, not how it looks: colours belong to `COLOURS`, in a light and a dark version.
 

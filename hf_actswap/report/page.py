@@ -276,7 +276,7 @@ def _adjustments(plan: MemoryPlan) -> str:
     if not plan.adjustments:
         return ""
     items = "".join(f"<li>{escape(str(item))}</li>" for item in plan.adjustments)
-    summary = "<summary>What was asked and gave way, and what was decided</summary>"
+    summary = "<summary>Requests that were changed, and decisions</summary>"
     return f"<details>{summary}<ul>{items}</ul></details>"
 
 

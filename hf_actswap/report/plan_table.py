@@ -26,7 +26,7 @@ def plan_table(plan: MemoryPlan, width: int = 110) -> str:
     console.print(_rows_table(plan))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     if plan.adjustments:
-        lines += ["What was asked and gave way:", *(f"  - {adjustment}" for adjustment in plan.adjustments)]
+        lines += ["Requests that were changed:", *(f"  - {adjustment}" for adjustment in plan.adjustments)]
     return "\n".join(lines)
 
 

@@ -147,9 +147,9 @@ class RecordedRun:
 
 
 class RunFiles:
-    """Writes the files of one run; each whole or not at all, but for the lines.
+    """Writes the files of one run; each whole or not at all, except for the file of lines.
 
-    No training ends because its record cannot be written: the first time that fails, a warning says so, and
+    No training ends because its record cannot be written: the first failure is a warning, and
     nothing more is written.
 
     Args:

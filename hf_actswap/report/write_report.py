@@ -153,7 +153,7 @@ def write_pictures(folder: Path, drawings: Mapping[str, Drawing]) -> list[Path]:
         figures: Any = importlib.import_module("matplotlib.figure")
         patches: Any = importlib.import_module("matplotlib.patches")
     except ImportError:
-        hint = "pip install 'hf_actswap[report]', or leave --png out: the page needs nothing."
+        hint = "pip install 'hf_actswap[report]', or remove --png: the page does not need it."
         raise ReportError([Problem("--png", "matplotlib", "it is not installed", hint)]) from None
     folder.mkdir(parents=True, exist_ok=True)
     written = []

@@ -120,7 +120,7 @@ def test_text_fits_into_80_columns(run: Run, write: Write, tiny: Path) -> None:
     assert ended.code == 0
     assert max(map(len, ended.out.splitlines())) <= 80
     assert "\x1b" not in ended.out
-    for part in ("Plan", "Names", "What was asked and gave way", "Predicted step", "No problems."):
+    for part in ("Plan", "Names", "Requests that were changed", "Predicted step", "No problems."):
         assert part in ended.out
 
 
@@ -202,7 +202,7 @@ def test_a_poor_deal_is_said_and_the_better_one_shown(
     assert better["peak_bytes"] <= written["peak_bytes"] < nothing["peak_bytes"]
     assert better["step_ms"] - nothing["step_ms"] < 0.5 * (written["step_ms"] - nothing["step_ms"])
     text = " ".join(run(*words, "--seq", "4096", "--device", "H200").out.split())
-    named = re.search(r"! A poor deal: .* `memory: {mode: adaptive, budget_gib: ([\d.]+)}", text)
+    named = re.search(r"! Costly: .* `memory: {mode: adaptive, budget_gib: ([\d.]+)}", text)
     assert named is not None, text
     asked = write(f"memory: {{mode: adaptive, budget_gib: {named[1]}}}\n")
     again = run("check", asked, "-m", model, "--seq", "4096", "--device", "H200", "--json").document

@@ -178,7 +178,7 @@ def test_a_quantised_base(at_peak: Any) -> None:
         rest = 2 * (OUTSIDE + 4 * (LAYER - LINEARS)) + BUFFERS + adapters
         assert parts["weights_bytes"] == rest + 4 * linears < plain["weights_bytes"]
         assert found["model"]["quantize"] == name
-        assert any("Linear layers of the decoder rest in" in line for line in found["assumed"])
+        assert any("Linear layers of the decoder are stored in" in line for line in found["assumed"])
 
 
 def test_a_quantised_weight_is_whole_while_its_module_runs() -> None:

@@ -1,6 +1,6 @@
-"""A step of the engine on paper: what decisions about windows would cost in time and memory.
+"""A simulated step of the engine: what decisions about windows would cost in time and memory.
 
-Compute walks through the hooks of a timeline; whatever makes it wait shifts everything after. At a hook the
+Compute passes the hooks of a timeline in order; each wait shifts everything after it. At a hook the
 engine's order holds: releases that are due, then the new copy out (`ForwardPass.pack`); at the end of forward
 everything is released; in backward the prefetches that are due, then the read (`Backward.reached`). The
 queues are the engine's own (`schedule`). Copies of one direction run one after another.

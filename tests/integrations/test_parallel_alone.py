@@ -27,7 +27,7 @@ def test_the_launcher_started_independent_trainings(
 ) -> None:
     trainer = make(None, tmp_path, kind)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(Exception, match="2 independent trainings, each of which believes to be alone"):
+    with pytest.raises(Exception, match="2 independent trainings of one process each"):
         trainer.callback_handler.on_init_end(trainer.args, trainer.state, trainer.control)
 
 

@@ -213,10 +213,10 @@ def test_the_saved_groups_name_their_parameters(two: Path) -> None:
         ("Trainer save_strategy", f"save_strategy: expected no, found steps. A callback cannot do that for a "
          f"model that several ranks hold: use {NAMED}"),
         ("Trainer load_best_model_at_end", "load_best_model_at_end: expected false, found true"),
-        ("Trainer torch_compile", "torch_compile: expected a setting that goes with tensor_parallel_size"),
-        ("ActSwapTrainer torch_compile", "torch_compile: expected a setting that goes with"),
+        ("Trainer torch_compile", "torch_compile: expected a setting that works with tensor_parallel_size"),
+        ("ActSwapTrainer torch_compile", "torch_compile: expected a setting that works with"),
         ("ActSwapTrainer auto_find_batch_size", "auto_find_batch_size: expected"),
-        ("ActSwapTrainer optim", "optim: expected a setting that goes with tensor_parallel_size above 1, "
+        ("ActSwapTrainer optim", "optim: expected a setting that works with tensor_parallel_size above 1, "
          "found adafactor."),
         ("ActSwapTrainer save_strategy", "nothing was raised"),
         ("save_model", f"Trainer.save_model: expected a model that one rank holds, found a part of it. A "
@@ -252,7 +252,7 @@ def test_ranks_that_differ_hear_it(two: Path) -> None:
 
 def test_a_missing_rank_is_named(two: Path) -> None:
     said = result(two, "missing rank", 0)
-    assert "expected an answer of all of ranks 0, 1 within 2 s, found none of rank 1." in said
+    assert "expected answers from all of ranks 0, 1 within 2 s, found none from rank 1." in said
 
 
 # --- four processes ----------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ def test_every_rank_hears_who_is_missing(folder: Path) -> None:
     for rank in TOGETHER:
         text, seconds = result(folder, "agreement", rank)["missing"]
         assert text.startswith(REFUSED)
-        assert "expected an answer of all of ranks 0, 1, 2, 3 within 1 s, found none of rank 3." in text
+        assert "expected answers from all of ranks 0, 1, 2, 3 within 1 s, found none from rank 3." in text
         assert LIMIT_S <= seconds < LIMIT_S + 5
 
 
@@ -135,7 +135,7 @@ def test_every_rank_hears_who_is_missing(folder: Path) -> None:
 def test_who_comes_too_late_does_not_go_on_alone(folder: Path) -> None:
     for rank in TOGETHER:
         text, seconds = result(folder, "agreement", rank)["late"]
-        assert "found none of rank 3." in text
+        assert "found none from rank 3." in text
         assert seconds < LATE_S
     text, _ = result(folder, "agreement", 3)["late"]
     assert "ranks: expected agreement of all, found none of ranks 0, 1, 2. They say: ranks: expected" in text

@@ -35,7 +35,7 @@ def test_windows_still_to_be_measured_are_auto_and_only_those_of_a_swap() -> Non
 def test_overrides_stand_below() -> None:
     adjustment = Adjustment("swap_config", (0,), "", "swap, backward_prefetch auto", "keep 4 bytes", "late")
     plan = MemoryPlan(PLAN.rows, PLAN.num_layers, adjustments=(adjustment,))
-    assert plan_table(plan).splitlines()[-2:] == ["What was asked and gave way:", f"  - {adjustment}"]
+    assert plan_table(plan).splitlines()[-2:] == ["Requests that were changed:", f"  - {adjustment}"]
 
 
 def test_a_notebook_has_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:

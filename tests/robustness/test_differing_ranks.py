@@ -41,7 +41,7 @@ def assert_named(name: str, found: Found) -> None:
     if "malformed" in name or "such file" in name:
         assert of_odd.startswith("ConfigError: 1 problem in the configuration"), of_odd
         said = "none.yaml" if "file" in name or name.startswith("ActSwap") else "swap_config.swapp: expected"
-        assert "rank 1: expected no error, as on all ranks, found ConfigError: " in of_right
+        assert "rank 1: expected no error on any rank, found ConfigError: " in of_right
         assert said in of_right
         return
     assert of_odd.startswith("RankAgreementError: "), of_odd

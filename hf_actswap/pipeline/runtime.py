@@ -3,7 +3,8 @@
 A rank gives each of its chunks to torch as a `PipelineStage`. What a stage is called with is a hidden state
 and the number of a micro-batch; the batch itself every rank of a pipeline has. Micro-batches may differ in
 shape: hidden states travel padded to the largest shape seen so far, and the padding is cut off before they
-enter a layer, so that it changes no value.
+enter a layer, so that it changes no value. Under sequence parallelism each rank sends its part of the
+sequence to the rank of the next stage that has the same part.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class PipelineRuntime:
     @torch.no_grad()
     def evaluate(self, batch: Batch, call: Call) -> torch.Tensor:
         """Run one forward; return its loss, an fp32 scalar, the same on every rank."""
-        stages, shape = self.staged.layout.pp, _shape_of(batch)
+        stages, shape = self.staged.layout.pp, _shape_of(batch)  # without gradients sequences are whole
         loss = torch.zeros((), device=self._device)
         for chunk in self.staged.own_chunks:
             received = None
@@ -108,7 +109,7 @@ class PipelineRuntime:
         return (*shape, self.staged.relay.hidden_size)
 
     def _schedule_for(self, batches: Sequence[Batch]) -> Any:
-        shapes = [self._shape, *map(_shape_of, batches)]
+        shapes = [self._shape, *(_shape_of(batch, self.staged.sequence_ranks) for batch in batches)]
         self._shape = max(rows for rows, _ in shapes), max(length for _, length in shapes)
         wanted = self._shape, len(batches)
         if wanted != self._made_for:
@@ -192,7 +193,7 @@ class _ChunkModule(nn.Module):
         """Return the hidden state ``[rows, length, hidden]``, padded; of the last chunk ``[1]``, the loss."""
         assert self.call is not None
         batch, (rows, length) = self.batches[int(micro_batch)], self.shape
-        own = _shape_of(batch)
+        own = _shape_of(batch, self.staged.sequence_ranks)
         hidden = received[0] if received else None
         if hidden is not None and own != self.shape:
             hidden = hidden[: own[0], : own[1]]
@@ -210,10 +211,11 @@ def _only(losses: torch.Tensor, _number: torch.Tensor) -> torch.Tensor:
     return losses.sum()
 
 
-def _shape_of(batch: Batch) -> tuple[int, int]:
+def _shape_of(batch: Batch, sequence_ranks: int = 1) -> tuple[int, int]:
+    """Rows of a micro-batch, and tokens of its hidden states on each of so many ranks."""
     ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor):
         found = ", ".join(batch)
         raise PipelineError([Problem("batch", "input_ids, [batch, seq]", found, "Stages embed ids only.")])
     rows, length = ids.shape[:2]
-    return rows, length
+    return rows, -(-length // sequence_ranks)

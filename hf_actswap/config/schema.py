@@ -151,8 +151,8 @@ class ParallelConfig:
             which runs if ``schedule`` is written.
         pp_interleave_num: interleaves of that pipeline, the rows of a table.
         offset: layers that a stage has more, or fewer, than its equal share.
-        schedule: order of forwards and backwards of the pipeline that `ActSwapTrainer` runs, one process per
-            stage (ours). Default ``None``: no pipeline runs.
+        schedule: order of forwards and backwards of the pipeline that `ActSwapTrainer` runs,
+            ``tensor_parallel_size`` processes per stage (ours). Default ``None``: no pipeline runs.
     """
 
     tensor_parallel_size: int = 1
@@ -166,6 +166,11 @@ class ParallelConfig:
     def runs_pipeline(self) -> bool:
         """Whether the layers are divided among processes, not only the tables among stages."""
         return self.schedule is not None and self.pipeline_stage > 1
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that divide hidden states between layers among them."""
+        return self.tensor_parallel_size if self.sequence_parallel_enabled else 1
 
 
 @dataclass(frozen=True)

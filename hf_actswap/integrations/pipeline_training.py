@@ -51,9 +51,9 @@ from ..pipeline import (
     prove_cut,
     whole_state,
 )
-from ..pipeline.runtime import Call, problem_of_schedule
-from ..plan import MemoryPlan, ModelStructure, model_structure
-from ..plan.layout import PipelineLayout, build_layout
+from ..pipeline.runtime import Call, bubble_share, problem_of_schedule
+from ..pipeline.stages import layout_of
+from ..plan import MemoryPlan, model_structure
 from .optimizer_parameters import names_of_parameters, own_entry, whole_entry
 from .parallel_limits import USE_OUR_TRAINER, problems_of_trainer
 from .parallel_training import ModelInParts
@@ -310,9 +310,9 @@ def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
     if problems := list(_problems_of_settings(trainer, config)):
         raise PipelineError(problems)
     structure = model_structure(trainer.model)
-    layout = _layout(structure, parallel)
+    layout = layout_of(structure, parallel)
     stage = trainer.args.process_index // size % stages
-    staged = StagedModel(trainer.model, structure, layout, stage, _sequence_ranks(parallel))
+    staged = StagedModel(trainer.model, structure, layout, stage, parallel.sequence_ranks)
     prove_cut(staged, trainer.accelerator.autocast)
     for stage in range(stages):
         if not any(
@@ -322,25 +322,9 @@ def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
     return staged
 
 
-def _sequence_ranks(parallel: ParallelConfig) -> int:
-    return parallel.tensor_parallel_size if parallel.sequence_parallel_enabled else 1
-
-
 def _named(trainer: Any) -> Iterator[tuple[str, nn.Parameter]]:
     named: Iterator[tuple[str, nn.Parameter]] = trainer.model.named_parameters()
     return named
-
-
-def _layout(structure: ModelStructure, parallel: ParallelConfig) -> PipelineLayout:
-    layers, chunks = len(structure.layers), parallel.pipeline_stage * parallel.pp_interleave_num
-    if layers < chunks:
-        hint = "Write fewer stages or interleaves."
-        where, found = "parallel_config.pipeline_stage", f"{chunks} chunks"
-        raise PipelineError([Problem(where, f"at most {layers}, the layers of the model", found, hint)])
-    layout, problems = build_layout(layers, parallel)
-    if layout is None:
-        raise PipelineError(problems)
-    return layout
 
 
 def pipeline_of(trainer: Any, staged: StagedModel, parallel: ParallelConfig) -> PipelineTraining:
@@ -352,13 +336,12 @@ def pipeline_of(trainer: Any, staged: StagedModel, parallel: ParallelConfig) -> 
     """
     count, stages = trainer.args.gradient_accumulation_steps, parallel.pipeline_stage
     if count < stages and trainer.args.process_index == 0:
-        idle = (stages - 1) / (parallel.pp_interleave_num * count + stages - 1)
         logger.warning(
             "gradient_accumulation_steps: %d micro-batches for %d stages; each stage waits for %.0f %% of a "
             "step. Four times as many as stages are usual.",
             count,
             stages,
-            100 * idle,
+            100 * bubble_share(count, stages, parallel.pp_interleave_num),
         )
     kind, size = trainer.accelerator.device.type, parallel.tensor_parallel_size
     models, timeout_s = trainer.args.world_size // (stages * size), trainer.args.ddp_timeout

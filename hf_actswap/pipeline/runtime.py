@@ -156,13 +156,39 @@ def schedule_class(name: PipelineSchedule, count: int, stages: int, interleaves:
         count: micro-batches.
         stages, interleaves: of the layout.
     """
-    fits = not problem_of_schedule(name, count, stages, interleaves)
-    if name == "gpipe" or not fits or (name == "1f1b" and count < stages):
+    if _is_gpipe(name, count, stages, interleaves):
         kind = "ScheduleGPipe" if interleaves == 1 else "ScheduleLoopedBFS"
     else:
         kind = _CLASSES[name]
     found: type = getattr(importlib.import_module(_ENGINE), kind)
     return found
+
+
+def _is_gpipe(name: PipelineSchedule, count: int, stages: int, interleaves: int) -> bool:
+    fits = not problem_of_schedule(name, count, stages, interleaves)
+    return name == "gpipe" or not fits or (name == "1f1b" and count < stages)
+
+
+def passes_in_flight(name: PipelineSchedule, count: int, stages: int, interleaves: int, stage: int) -> int:
+    """Return the most forwards of its chunks that a stage has run, and not their backwards.
+
+    That many passes' activations are held at once. 1F1B: ``stages - stage`` (Narayanan et al., 2006.09503);
+    interleaved: twice the distance from the last stage, after the rounds of all chunks but one (2104.04473).
+    Zero bubble: all. PyTorch's holds parts of each micro-batch to the end of the step.
+
+    Args:
+        name: as written.
+        count: micro-batches of a step.
+        stages, interleaves: of the layout.
+        stage: which.
+    """
+    if _is_gpipe(name, count, stages, interleaves) or name == "zero_bubble":
+        return count * interleaves
+    if name == "1f1b":
+        return stages - stage
+    of_round = count // max(1, count // stages)
+    warm_up = (interleaves - 1) * of_round + 2 * (stages - 1 - stage)
+    return min(count * interleaves, warm_up + 1)
 
 
 def problem_of_schedule(name: PipelineSchedule, count: int, stages: int, interleaves: int) -> str:
@@ -173,6 +199,11 @@ def problem_of_schedule(name: PipelineSchedule, count: int, stages: int, interle
     if name in ("interleaved_1f1b", "zero_bubble") and count % rounds:
         return f"{name} runs {rounds} rounds of equally many micro-batches, and {count} are not divisible"
     return ""
+
+
+def bubble_share(count: int, stages: int, interleaves: int) -> float:
+    """Return the part of a step of ``count`` micro-batches that each of equal stages waits (2104.04473)."""
+    return (stages - 1) / (interleaves * count + stages - 1)
 
 
 class _ChunkModule(nn.Module):

@@ -24,12 +24,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..config.schema import ParallelConfig
 from ..errors import ActSwapError, Problem
 from ..parallel.full_state import partitions_of
 from ..parallel.sequence_region import share_sequence_hooks
 from ..parallel.weights import Partition
 from ..plan.actions import MemoryPlan, Scope
-from ..plan.layout import PipelineLayout
+from ..plan.layout import PipelineLayout, build_layout
 from ..plan.model_structure import ModelStructure, unwrapped
 
 
@@ -343,6 +344,12 @@ class StagedModel:
                 slot.put(earlier)
 
     @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within the block stand-ins are in the places of other stages' parts; nothing is freed."""
+        with self._arranged(self._at_rest()):
+            yield
+
+    @contextmanager
     def whole(self) -> Iterator[None]:
         """Within the block every part stands in its place; those of other stages are on ``meta``."""
         with self._arranged([slot.original for slot in self._slots]):
@@ -395,6 +402,23 @@ class StagedModel:
             return output, relay.sent
         finally:
             relay.received = relay.sent = None
+
+
+def layout_of(structure: ModelStructure, parallel: ParallelConfig) -> PipelineLayout:
+    """Return which stage holds which layers.
+
+    Raises:
+        PipelineError: there are too few layers, or ``offset`` does not fit them.
+    """
+    layers, chunks = len(structure.layers), parallel.pipeline_stage * parallel.pp_interleave_num
+    if layers < chunks:
+        hint = "Write fewer stages or interleaves."
+        where, found = "parallel_config.pipeline_stage", f"{chunks} chunks"
+        raise PipelineError([Problem(where, f"at most {layers}, the layers of the model", found, hint)])
+    layout, problems = build_layout(layers, parallel)
+    if layout is None:
+        raise PipelineError(problems)
+    return layout
 
 
 def _parameter_names(model: nn.Module) -> list[str]:

@@ -22,7 +22,7 @@ from torch.func import functional_call
 
 from ..config import ActSwapConfig
 from ..config.schema import ParallelConfig
-from ..errors import PlanError, Problem
+from ..errors import ActSwapError, PlanError, Problem
 from ..pipeline import StagedModel, learn_form
 from ..pipeline.runtime import bubble_share, passes_in_flight, problem_of_schedule
 from ..pipeline.stages import layout_of
@@ -253,6 +253,8 @@ def _learn(staged: StagedModel, shape: StepShape) -> None:
             state = fake_weights(staged.model, cpu)
             call = fake_batch(named, cpu)
             learn_form(staged, lambda: functional_call(staged.model, state, (), call), batch_shape)
+    except ActSwapError:
+        raise
     except Exception as error:  # the model's own code runs: it may raise anything
         raise not_run("a model that runs on fake tensors", error) from error
 
@@ -274,7 +276,7 @@ def _problems(asked: PlanRequest, config: ActSwapConfig, count: int) -> Iterator
         hint = "Planning by stage is not built."
         yield Problem("memory.mode", "off beside a pipeline", config.memory.mode, hint)
     assert parallel.schedule is not None
-    shape = parallel.pipeline_stage, parallel.pp_interleave_num
+    shape = parallel.pipeline_stage, parallel.pp_interleave_num, parallel.tensor_parallel_size
     if why := problem_of_schedule(parallel.schedule, count, *shape):
         hint = "Change --micro-batches or the schedule."
         yield Problem("parallel_config.schedule", "one that fits the layout and the micro-batches", why, hint)

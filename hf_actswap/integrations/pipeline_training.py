@@ -380,10 +380,6 @@ def _problems_of_settings(trainer: Any, config: ActSwapConfig) -> Iterator[Probl
         yield replace(problem, expected=expected)
     if not getattr(trainer, "holds_parallel_models", False):
         yield Problem("Trainer", "hf_actswap.ActSwapTrainer", type(trainer).__name__, USE_OUR_TRAINER)
-    if parallel.tensor_parallel_size > 1 and parallel.schedule == "zero_bubble":
-        hint = "Divided layers make the gradients of inputs and of weights in one: write 1f1b."
-        expected = "another schedule beside tensor_parallel_size"
-        yield Problem("parallel_config.schedule", expected, "zero_bubble", hint)
     if config.memory.mode != "off":
         yield Problem(
             "memory.mode", "off beside a pipeline", config.memory.mode, "Planning by stage is not built."
@@ -399,7 +395,11 @@ def _problems_of_settings(trainer: Any, config: ActSwapConfig) -> Iterator[Probl
     count = args.gradient_accumulation_steps
     if parallel.schedule is not None and (
         why := problem_of_schedule(
-            parallel.schedule, count, parallel.pipeline_stage, parallel.pp_interleave_num
+            parallel.schedule,
+            count,
+            parallel.pipeline_stage,
+            parallel.pp_interleave_num,
+            parallel.tensor_parallel_size,
         )
     ):
         hint = "Change gradient_accumulation_steps, the number of micro-batches, or the schedule."

@@ -191,9 +191,16 @@ def passes_in_flight(name: PipelineSchedule, count: int, stages: int, interleave
     return min(count * interleaves, warm_up + 1)
 
 
-def problem_of_schedule(name: PipelineSchedule, count: int, stages: int, interleaves: int) -> str:
-    """Say why a schedule does not take so many micro-batches and interleaves; empty if it does."""
+def problem_of_schedule(
+    name: PipelineSchedule, count: int, stages: int, interleaves: int, tensor_ranks: int = 1
+) -> str:
+    """Say why a schedule does not take so many micro-batches, interleaves and ranks; empty if it does."""
     rounds = max(1, count // stages)
+    if name == "zero_bubble" and tensor_ranks > 1:
+        return (
+            "zero_bubble makes the gradients of inputs and of weights apart, and layers that "
+            "tensor_parallel_size divides make them together: write 1f1b"
+        )
     if name == "1f1b" and interleaves > 1:
         return f"1f1b runs one interleave, pp_interleave_num is {interleaves}: write interleaved_1f1b"
     if name in ("interleaved_1f1b", "zero_bubble") and count % rounds:

@@ -120,6 +120,11 @@ def test_text_fits_into_80_columns(run: Run, tiny: Path, write: Write) -> None:
         ("", ("--micro-batches", "4"), "--micro-batches: expected a configuration with"),
         (PIPELINE, ("--compare", "tp=1,2"), "--compare: expected nothing beside a pipeline"),
         (f"{PIPELINE}memory: {{mode: adaptive}}\n", (), "memory.mode: expected off beside a pipeline"),
+        (
+            "parallel_config: {pipeline_stage: 2, schedule: zero_bubble, tensor_parallel_size: 2}\n",
+            (),
+            "tensor_parallel_size divides make them together",
+        ),
         ("parallel_config: {pipeline_stage: 8, schedule: 1f1b}\n", (), "expected at most 4, the layers"),
     ],
 )

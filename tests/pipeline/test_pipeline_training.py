@@ -195,7 +195,7 @@ def test_ranks_of_a_divided_stage_log_its_layers(divided: Path) -> None:
 
 def test_a_schedule_that_takes_divided_layers_apart_is_rejected(divided: Path) -> None:
     for rank in range(4):
-        assert "parallel_config.schedule: expected another" in result(divided, "divided rejected", rank)
+        assert "tensor_parallel_size divides make them together" in result(divided, "divided rejected", rank)
 
 
 @pytest.fixture(scope="module")

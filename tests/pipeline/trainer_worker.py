@@ -248,8 +248,9 @@ ONE_AGAIN: dict[str, Any] = {
 """One process again."""
 
 TABLE = {"recompute_config": {"recompute": [1, 2]}}
+SLICED = {"recompute_config": {"recompute": [2, 1], "recompute_slice_activation": True}}
 DIVIDED: dict[str, dict[str, Any]] = {
-    "plain": {"sequence": False},
+    "plain": {"sequence": False, "sections": SLICED},
     "saving": {"sections": MIXED, **SAVING},
     "small norm": {"schedule": "interleaved_1f1b", "interleaves": 2, "sections": TABLE},
     "tied": {"schedule": "gpipe"},

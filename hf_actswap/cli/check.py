@@ -160,14 +160,18 @@ def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigErro
     found.notes = config.notes
     plan = resolve_plan(config, looked_at.shape)
     found.plan, found.policies = plan, requested_policies(config, looked_at.shape)
+    in_stages = config.parallel_config.runs_pipeline
     found.problems += [
         Problem("plan", "what this version can carry out", requested, "Remove it from the configuration.")
         for requested in plan.unsupported
+        if not in_stages
     ]
     if plan.streamed is not None:
         found.problems += problems_of_model(looked_at.model, looked_at.shape)
         found.not_known = "Bytes and times of a streamed sequence are not predicted."
-    if found.step is None or plan.streamed is not None:
+    if in_stages and found.step is not None:
+        found.not_known = "Bytes and times are those of stages: hf-actswap plan shows them."
+    if found.step is None or plan.streamed is not None or in_stages:
         return
     try:
         found.profile = profile_of(looked_at, found.step, plan.tiles)

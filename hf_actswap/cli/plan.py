@@ -145,6 +145,16 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    micro_batches: Annotated[
+        int | None,
+        typer.Option(
+            "--micro-batches",
+            min=1,
+            metavar="N",
+            help="Of a step of a pipeline (parallel_config.schedule); else four for each stage.",
+            show_default=False,
+        ),
+    ] = None,
     compare: Annotated[
         str | None,
         typer.Option(
@@ -197,6 +207,7 @@ def plan(
         windows=windows,
         full=full,
         host_bytes=None if host_memory_gib is None else round(host_memory_gib * 2**30),
+        micro_batches=micro_batches,
     )
 
     def ask() -> Answer:

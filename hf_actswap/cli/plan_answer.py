@@ -28,6 +28,7 @@ from .output import folded_by_layer, heading, listed, problems_document, size_te
 from .plan_request import PREDICTED, AskedStep, PlanRequest
 from .planned import NOTHING, PLANNED, MemoryParts, Planned, memory_in_force, planned, poor_deal
 from .profile_file import ProfileFile, read_profile
+from .stages import StagesAnswer, answer_stages
 from .step import StepShape, device_name, prediction_document, saved_by_row
 from .subject import Subject, subject, with_tp
 
@@ -179,17 +180,24 @@ def assumptions(subject: Subject, step: StepShape) -> Iterator[str]:
         )
 
 
-def answer_plan(asked: PlanRequest) -> PlanAnswer | ComparedSizes:
+def answer_plan(asked: PlanRequest) -> PlanAnswer | ComparedSizes | StagesAnswer:
     """Return what `plan` says.
 
     Raises:
         ActSwapError: there is no plan; says why.
     """
+    written = with_tp(load_config(asked.config), asked.tp)
+    if written.stream_config.tokens != "off":
+        raise PlanError([_STREAMED], written.source)
+    if written.parallel_config.runs_pipeline:
+        table = fate_table if asked.windows else summary_table if asked.full else short_table
+        with subject(asked.model, written) as seen:
+            return answer_stages(asked, written, seen, step_on_paper(asked.step), table)
+    if asked.micro_batches is not None:
+        raise PlanError([_NO_PIPELINE], written.source)
 
     def of(size: int | None, recorded: ProfileFile | None = None) -> Planned:
-        wanted = with_tp(load_config(asked.config), size)
-        if wanted.stream_config.tokens != "off":
-            raise PlanError([_STREAMED], wanted.source)
+        wanted = with_tp(written, size)
         memory = memory_in_force(wanted, asked.budget_bytes)
         step = step_on_paper(asked.step) if recorded is None else recorded.step(asked.step)
         with subject(asked.model, wanted) as found:
@@ -207,6 +215,12 @@ def answer_plan(asked: PlanRequest) -> PlanAnswer | ComparedSizes:
     return PlanAnswer(found, asked.save, asked.full, asked.windows, recorded)
 
 
+_NO_PIPELINE = Problem(
+    "--micro-batches",
+    "a configuration with parallel_config.pipeline_stage and parallel_config.schedule",
+    "none",
+    "The step of one micro-batch is planned without it.",
+)
 _STREAMED = Problem(
     "stream_config.tokens",
     "off: the step of a streamed sequence is not predicted yet",

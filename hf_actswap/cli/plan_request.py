@@ -108,7 +108,10 @@ class AskedStep:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The arguments and options of `plan`; see its help. ``host_bytes`` is for ``--longest``."""
+    """The arguments and options of `plan`; see its help.
+
+    ``host_bytes`` is for ``--longest``, ``micro_batches`` for a pipeline.
+    """
 
     model: ModelRequest
     config: str | None
@@ -121,3 +124,4 @@ class PlanRequest:
     windows: bool
     full: bool
     host_bytes: int | None = None
+    micro_batches: int | None = None

@@ -92,13 +92,21 @@ def kind_here() -> str | None:
     return device_kind(torch.cuda.get_device_name())
 
 
-def profile_of(found: Subject, step: StepShape, tiles: Iterable[Tile] = ()) -> Profile:
+def profile_of(
+    found: Subject,
+    step: StepShape,
+    tiles: Iterable[Tile] = (),
+    has_loss: bool = True,
+    gradients_exist: bool = False,
+) -> Profile:
     """Run the step on fake tensors, in tiles as a training would.
 
     Args:
         found: the model.
         step: its batch.
         tiles: of a plan.
+        has_loss: else backward begins at what the model returns (a stage before the last).
+        gradients_exist: of a micro-batch before.
 
     Raises:
         ModelError: the model does not run on fake tensors.
@@ -107,7 +115,8 @@ def profile_of(found: Subject, step: StepShape, tiles: Iterable[Tile] = ()) -> P
     parts = tiles_of(found, tiles)
     shape = (step.sequences, step.tokens)
     # One tensor each: a model may move or cut its labels.
-    batch = {name: torch.empty(shape, dtype=torch.long, device="meta") for name in ("input_ids", "labels")}
+    names = ("input_ids", "labels") if has_loss else ("input_ids",)
+    batch = {name: torch.empty(shape, dtype=torch.long, device="meta") for name in names}
     mixed = torch.autocast("cpu", DTYPES[step.autocast]) if step.autocast else nullcontext()
     try:
         with mixed, ExitStack() as tiled:
@@ -119,6 +128,7 @@ def profile_of(found: Subject, step: StepShape, tiles: Iterable[Tile] = ()) -> P
                 batch,
                 step.device,
                 optimizer_state_bytes=state_bytes(step.optimizer, found.model)[0],
+                gradients_exist=gradients_exist,
             )
     except Exception as error:  # the model's own code runs: it may raise anything
         raise not_run("a model that runs on fake tensors", error) from error

@@ -153,8 +153,8 @@ class ParallelConfig:
             written. The pipeline runs if ``schedule`` is written.
         pp_interleave_num: number of interleaves of that pipeline, which are the rows of a table.
         offset: how many layers a stage has more, or fewer (negative), than its equal share.
-        schedule: in which order `ActSwapTrainer` runs the forwards and backwards of the pipeline, with one
-            process per stage (ours). Default ``None``: no pipeline runs.
+        schedule: in which order `ActSwapTrainer` runs the forwards and backwards of the pipeline, with
+            ``tensor_parallel_size`` processes per stage (ours). Default ``None``: no pipeline runs.
     """
 
     tensor_parallel_size: int = 1
@@ -168,6 +168,11 @@ class ParallelConfig:
     def runs_pipeline(self) -> bool:
         """Whether the layers are divided among processes, not only the tables among stages."""
         return self.schedule is not None and self.pipeline_stage > 1
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks that divide hidden states between layers among them."""
+        return self.tensor_parallel_size if self.sequence_parallel_enabled else 1
 
 
 @dataclass(frozen=True)

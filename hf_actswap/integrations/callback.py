@@ -199,8 +199,8 @@ class ActSwapCallback(TrainerCallback):
         model = called_model(calling_trainer(self), model)
         requested, config, parallel = self._requested, self._config, self.parallel
         silent = PinningBar(shown=False) if args.disable_tqdm and state.is_world_process_zero else None
-        divided = parallel if isinstance(parallel, ParallelTraining) else None
-        with nullcontext() if divided is None else tensor_parallel_group(divided.patched.group):
+        group = None if parallel is None else parallel.tensor_group
+        with nullcontext() if group is None else tensor_parallel_group(group):
             with failing_together("plan", args.ddp_timeout):
                 if args.n_gpu > 1:
                     raise PlanError([_SEVERAL_DEVICES])

@@ -86,7 +86,7 @@ def full_optimizer_state(
     for index, name, parameter, entries in told(kept, [_bytes_of(item[-1]) for item in kept], progress):
         partition = partitions.get(name)
         found = {
-            key: _whole(value, f"{name}: {key}", parameter.shape, partition, patched.group)
+            key: whole_entry(value, f"{name}: {key}", parameter.shape, partition, patched.group)
             for key, value in entries.items()
         }
         if keeps:
@@ -129,7 +129,8 @@ def own_optimizer_state(
             if entries is not None:
                 own[index] = {
                     key: _shard(
-                        _part(value, f"{name}: {key}", parameter.shape, partitions.get(name), rank), parameter
+                        own_entry(value, f"{name}: {key}", parameter.shape, partitions.get(name), rank),
+                        parameter,
                     )
                     for key, value in entries.items()
                 }
@@ -141,20 +142,37 @@ def _bytes_of(entries: Mapping[str, Any]) -> int:
     return sum(value.nbytes for value in entries.values() if isinstance(value, torch.Tensor))
 
 
-def _whole(
-    value: Any, what: str, shape: torch.Size, partition: Partition | None, group: dist.ProcessGroup
+def whole_entry(
+    value: Any, what: str, shape: torch.Size, partition: Partition | None, group: dist.ProcessGroup | None
 ) -> Any:
+    """Return an entry of an optimizer's state whole, on the CPU; every rank of the group must call it.
+
+    Args:
+        value: a tensor like its parameter, or a number.
+        what: it is, for errors.
+        shape: of the parameter.
+        partition: of the parameter; ``None``: every rank has it whole.
+        group: tensor-parallel group; ``None``: nothing is divided.
+
+    Raises:
+        ValueError: a divided parameter has a tensor of another shape.
+    """
     if not isinstance(value, torch.Tensor):
         return value
     value = whole_over_data(value.detach())
-    if partition is None or value.dim() == 0:
+    if partition is None or group is None or value.dim() == 0:
         return value.cpu().clone()
     if value.shape != shape:
         raise ValueError(f"{what}: expected the parameter's shape {list(shape)}, found {list(value.shape)}")
     return whole_of_ranks(value, partition, group).cpu().clone()
 
 
-def _part(value: Any, what: str, shape: torch.Size, partition: Partition | None, rank: int) -> Any:
+def own_entry(value: Any, what: str, shape: torch.Size, partition: Partition | None, rank: int) -> Any:
+    """Return a rank's part of what `whole_entry` returned.
+
+    Raises:
+        ValueError: it has not the shape of the whole parameter.
+    """
     if not isinstance(value, torch.Tensor) or partition is None or value.dim() == 0:
         return value
     if not partition.fits(value.shape):

@@ -69,6 +69,11 @@ class ModelInParts(ABC):
         gather_one_of_each(accelerator, mesh)
         accelerator.clip_grad_norm_ = self.clip_grad_norm_
 
+    @property
+    @abstractmethod
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold each layer together; ``None``: one rank does."""
+
     @abstractmethod
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """In the place of ``accelerator.clip_grad_norm_``: clip by the norm of the whole model."""
@@ -131,6 +136,11 @@ class ParallelTraining(ModelInParts):
         super().__init__(accelerator, mesh, patched.bare, timeout_s)
         self.patched = patched
         self._gradients = TaggedGradients(patched.model, patched.group)
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup:
+        """The ranks that hold each layer together: all that hold the model."""
+        return self.patched.group
 
     def sum_gradients(self) -> None:
         """Sum the tagged gradients over the ranks of the group, those that are not summed yet."""

@@ -3,15 +3,16 @@
 ====================== ==================================================================================
 what                   how
 ====================== ==================================================================================
-who holds what         a mesh (data axis, stages); the model is proven, and cut, before the optimizer is
-                       built
+who holds what         a mesh (data axis, stages, tensor axis); the model is proven, and cut, before the
+                       optimizer is built. Layers are divided before that, and the cut is proven again
 batches                by data rank (`replicated_batches`); gradient accumulation steps are the micro-batches
 a step                 the whole schedule runs at the first micro-batch of an optimizer step; then the losses
                        are handed out one by one, as the Trainer adds them up
-gradients              of tied weights are summed over the stages that hold them, then all are averaged over
-                       the data axis, once per step
+gradients              of tied weights are summed over the stages that hold them, tagged ones over the
+                       tensor axis, then all are averaged over the data axis, once per step
 norm and clip          of the whole model, the same on every rank
-random numbers         each stage draws its own in a step, by the seed, the step and the stage
+random numbers         each stage draws its own in a step, by the seed, the step and the stage; the ranks of
+                       its tensor axis draw the same
 ====================== ==================================================================================
 """
 
@@ -32,6 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ..config import ActSwapConfig
 from ..config.schema import ParallelConfig
 from ..errors import Problem
+from ..parallel.gradients import TaggedGradients
 from ..parallel.mesh import (
     REPLICATED_DATA_AXIS,
     TENSOR_AXIS,
@@ -39,6 +41,7 @@ from ..parallel.mesh import (
     ParallelMesh,
     launch_command,
 )
+from ..parallel.patch_model import patch_model
 from ..pipeline import (
     PipelineError,
     PipelineRuntime,
@@ -48,10 +51,10 @@ from ..pipeline import (
     prove_cut,
     whole_state,
 )
-from ..pipeline.runtime import Call, problem_of_schedule
-from ..plan import MemoryPlan, ModelStructure, model_structure
-from ..plan.layout import PipelineLayout, build_layout
-from .optimizer_parameters import names_of_parameters
+from ..pipeline.runtime import Call, bubble_share, problem_of_schedule
+from ..pipeline.stages import layout_of
+from ..plan import MemoryPlan, model_structure
+from .optimizer_parameters import names_of_parameters, own_entry, whole_entry
 from .parallel_limits import USE_OUR_TRAINER, problems_of_trainer
 from .parallel_training import ModelInParts
 from .replicated_batches import answering
@@ -67,9 +70,11 @@ class PipelineTraining(ModelInParts):
     """A staged model in a training that a Trainer drives.
 
     Args:
-        accelerator, mesh, timeout_s: see `ModelInParts`; the mesh's second axis are the stages.
+        accelerator, mesh, timeout_s: see `ModelInParts`.
         staged: proven, and cut.
         parallel: the section of the configuration.
+        pipeline_group: ranks of all stages, each with this rank's part of its stage, in their order.
+        tensor_group: ranks that hold this rank's stage together; ``None``: it holds it alone.
 
     Attributes:
         staged: the model.
@@ -81,15 +86,24 @@ class PipelineTraining(ModelInParts):
         mesh: ParallelMesh,
         staged: StagedModel,
         parallel: ParallelConfig,
+        pipeline_group: dist.ProcessGroup,
+        tensor_group: dist.ProcessGroup | None,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(accelerator, mesh, staged.model, timeout_s)
         assert parallel.schedule is not None
-        self.staged, group = staged, mesh.tensor_parallel_group
-        self._runtime = PipelineRuntime(staged, group, parallel.schedule, accelerator.device)
-        self._gradients = StageGradients(staged, group, accelerator.device)
+        device = accelerator.device
+        self.staged, self._group, self._tensor_group = staged, pipeline_group, tensor_group
+        self._runtime = PipelineRuntime(staged, pipeline_group, parallel.schedule, device)
+        self._gradients = StageGradients(staged, pipeline_group, device, tensor_group)
+        self._tagged = None if tensor_group is None else TaggedGradients(staged.model, tensor_group)
         self._batches: Sequence[Mapping[str, Any]] = ()
         self._losses: Iterator[torch.Tensor] = iter(())
+
+    @property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold this rank's stage together; ``None``: it holds it alone."""
+        return self._tensor_group
 
     def wrap(self, model: nn.Module, _ddp_settings: Mapping[str, Any] | None = None) -> nn.Module:
         """Prepare a model for training: autocast, on the module that stages call too."""
@@ -121,6 +135,8 @@ class PipelineTraining(ModelInParts):
             with self._own_random_numbers(trainer):
                 losses = self._runtime.step(batches, self._call(trainer, num_items_in_batch, len(batches)))
             self._gradients.sum_shared()
+            if self._tagged is not None:
+                self._tagged.reduce()
             if self.mesh.data_parallel_size > 1:
                 self._gradients.average_over_data(self.mesh.data_parallel_group)
             self._losses = iter(losses)
@@ -157,7 +173,9 @@ class PipelineTraining(ModelInParts):
         devices = [] if device.type == "cpu" else [device]
         kind = {} if device.type == "cpu" else {"device_type": device.type}
         with torch.random.fork_rng(devices, **kind):
-            number = trainer.state.global_step * trainer.args.world_size + trainer.args.process_index
+            rank = trainer.args.process_index
+            rank -= 0 if self._tensor_group is None else self._tensor_group.rank()
+            number = trainer.state.global_step * trainer.args.world_size + rank
             torch.manual_seed(trainer.args.seed + 1 + number)
             yield
 
@@ -187,7 +205,7 @@ class PipelineTraining(ModelInParts):
 
     def whole_weights(self, keeps: bool) -> dict[str, torch.Tensor]:
         """Return the model's whole tensors on the CPU, on rank 0. Every rank must call it."""
-        found = whole_state(self.staged, self.mesh.tensor_parallel_group)
+        found = whole_state(self.staged, self._group, self._tensor_group)
         return found if keeps else {}
 
     @contextmanager
@@ -198,13 +216,17 @@ class PipelineTraining(ModelInParts):
         """
         inner: torch.optim.Optimizer = optimizer.optimizer
         state, names = inner.state_dict(), self._names(inner)
+        held, partitions, group = self.staged.own_state(), self.staged.own_partitions(), self._tensor_group
         own = {
-            name: _on_cpu(state["state"][index])
+            name: {
+                key: whole_entry(value, f"{name}: {key}", held[name].shape, partitions.get(name), group)
+                for key, value in state["state"][index].items()
+            }
             for of_group, settings in zip(names, state["param_groups"], strict=True)
             for index, name in zip(settings["params"], of_group, strict=True)
             if index in state["state"] and self.staged.holders(name)[0] == self.staged.stage
         }
-        found = collected(own, self.mesh.tensor_parallel_group)
+        found = collected(own, self._group)
         full: dict[str, Any] = {"state": {}, "param_groups": []}
         count = 0
         for whole, settings in zip(self._whole(names), state["param_groups"], strict=True):
@@ -230,6 +252,8 @@ class PipelineTraining(ModelInParts):
         """
         own: dict[str, Any] = {"state": {}, "param_groups": []}
         names, count = self._names(optimizer), 0
+        rank = 0 if self._tensor_group is None else self._tensor_group.rank()
+        held, partitions = self.staged.own_state(), self.staged.own_partitions()
         for of_group, whole, saved in zip(names, self._whole(names), full["param_groups"], strict=True):
             order = saved.get("param_names", whole)
             number_of = dict(zip(order, saved["params"], strict=True)) if len(order) == len(whole) else {}
@@ -238,7 +262,10 @@ class PipelineTraining(ModelInParts):
                 raise ValueError(f"optimizer.pt: a group of {len(order)} parameters, {expected}")
             for index, name in enumerate(of_group, count):
                 if number_of[name] in full["state"]:
-                    own["state"][index] = full["state"][number_of[name]]
+                    own["state"][index] = {
+                        key: own_entry(value, f"{name}: {key}", held[name].shape, partitions.get(name), rank)
+                        for key, value in full["state"][number_of[name]].items()
+                    }
             numbers = list(range(count, count := count + len(of_group)))
             settings = {key: value for key, value in saved.items() if key != "param_names"}
             own["param_groups"].append({**settings, "params": numbers})
@@ -260,10 +287,6 @@ class PipelineTraining(ModelInParts):
         ]
 
 
-def _on_cpu(entries: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in entries.items()}
-
-
 def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
     """Prove that a Trainer's model can be cut into stages, and make this rank's; nothing is freed yet.
 
@@ -276,16 +299,20 @@ def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
     """
     parallel = config.parallel_config
     stages, world_size = parallel.pipeline_stage, trainer.args.world_size
-    if world_size % stages:
+    size = parallel.tensor_parallel_size
+    if world_size % (stages * size):
         found = f"{world_size} process{'' if world_size == 1 else 'es'}"
-        hint = f"Start with: {launch_command(stages)}."
-        expected = f"{stages} processes, one per stage, or a multiple (with parallel_config.schedule)"
+        hint = f"Start with: {launch_command(stages * size)}."
+        each = "one" if size == 1 else f"{size} (tensor_parallel_size)"
+        count = f"{stages * size} processes, {each} per stage"
+        expected = f"{count}, or a multiple (with parallel_config.schedule)"
         raise MeshError([Problem("parallel_config.pipeline_stage", expected, found, hint)])
     if problems := list(_problems_of_settings(trainer, config)):
         raise PipelineError(problems)
     structure = model_structure(trainer.model)
-    layout = _layout(structure, parallel)
-    staged = StagedModel(trainer.model, structure, layout, trainer.args.process_index % stages)
+    layout = layout_of(structure, parallel)
+    stage = trainer.args.process_index // size % stages
+    staged = StagedModel(trainer.model, structure, layout, stage, parallel.sequence_ranks)
     prove_cut(staged, trainer.accelerator.autocast)
     for stage in range(stages):
         if not any(
@@ -300,36 +327,37 @@ def _named(trainer: Any) -> Iterator[tuple[str, nn.Parameter]]:
     return named
 
 
-def _layout(structure: ModelStructure, parallel: ParallelConfig) -> PipelineLayout:
-    layers, chunks = len(structure.layers), parallel.pipeline_stage * parallel.pp_interleave_num
-    if layers < chunks:
-        hint = "Write fewer stages or interleaves."
-        where, found = "parallel_config.pipeline_stage", f"{chunks} chunks"
-        raise PipelineError([Problem(where, f"at most {layers}, the layers of the model", found, hint)])
-    layout, problems = build_layout(layers, parallel)
-    if layout is None:
-        raise PipelineError(problems)
-    return layout
-
-
 def pipeline_of(trainer: Any, staged: StagedModel, parallel: ParallelConfig) -> PipelineTraining:
-    """Cut a Trainer's model and set its accelerator up for the stages. Every rank must call it."""
+    """Divide a Trainer's model, cut it and set its accelerator up for the stages. Every rank must call it.
+
+    Raises:
+        PatchError: its layers cannot be divided.
+        PipelineError: the divided model computes something else in stages.
+    """
     count, stages = trainer.args.gradient_accumulation_steps, parallel.pipeline_stage
     if count < stages and trainer.args.process_index == 0:
-        idle = (stages - 1) / (parallel.pp_interleave_num * count + stages - 1)
         logger.warning(
             "gradient_accumulation_steps: %d micro-batches for %d stages; each stage waits for %.0f %% of a "
             "step. Four times as many as stages are usual.",
             count,
             stages,
-            100 * idle,
+            100 * bubble_share(count, stages, parallel.pp_interleave_num),
         )
-    kind = trainer.accelerator.device.type
-    shape = (trainer.args.world_size // stages, stages)
-    mesh = init_device_mesh(kind, shape, mesh_dim_names=(REPLICATED_DATA_AXIS, TENSOR_AXIS))
+    kind, size = trainer.accelerator.device.type, parallel.tensor_parallel_size
+    models, timeout_s = trainer.args.world_size // (stages * size), trainer.args.ddp_timeout
+    names = (REPLICATED_DATA_AXIS, TENSOR_AXIS)
+    mesh = ParallelMesh(init_device_mesh(kind, (models, stages * size), mesh_dim_names=names))
+    pipeline_group, tensor_group = mesh.tensor_parallel_group, None
+    if size > 1:
+        axes = init_device_mesh(kind, (models, stages, size), mesh_dim_names=(names[0], "pp", names[1]))
+        pipeline_group, tensor_group = axes.get_group("pp"), axes.get_group(TENSOR_AXIS)
+        patch_model(trainer.model, parallel, tensor_group, timeout_s=timeout_s)
+        whole = staged
+        staged = StagedModel(trainer.model, whole.structure, whole.layout, whole.stage, whole.sequence_ranks)
+        prove_cut(staged, trainer.accelerator.autocast)
     staged.cut()
     return PipelineTraining(
-        trainer.accelerator, ParallelMesh(mesh), staged, parallel, trainer.args.ddp_timeout
+        trainer.accelerator, mesh, staged, parallel, pipeline_group, tensor_group, timeout_s
     )
 
 
@@ -352,9 +380,6 @@ def _problems_of_settings(trainer: Any, config: ActSwapConfig) -> Iterator[Probl
         yield replace(problem, expected=expected)
     if not getattr(trainer, "holds_parallel_models", False):
         yield Problem("Trainer", "hf_actswap.ActSwapTrainer", type(trainer).__name__, USE_OUR_TRAINER)
-    if parallel.tensor_parallel_size > 1:
-        found, hint = str(parallel.tensor_parallel_size), "Tensor parallelism inside stages is not built."
-        yield Problem("parallel_config.tensor_parallel_size", "1 beside a pipeline", found, hint)
     if config.memory.mode != "off":
         yield Problem(
             "memory.mode", "off beside a pipeline", config.memory.mode, "Planning by stage is not built."
@@ -370,7 +395,11 @@ def _problems_of_settings(trainer: Any, config: ActSwapConfig) -> Iterator[Probl
     count = args.gradient_accumulation_steps
     if parallel.schedule is not None and (
         why := problem_of_schedule(
-            parallel.schedule, count, parallel.pipeline_stage, parallel.pp_interleave_num
+            parallel.schedule,
+            count,
+            parallel.pipeline_stage,
+            parallel.pp_interleave_num,
+            parallel.tensor_parallel_size,
         )
     ):
         hint = "Change gradient_accumulation_steps, the number of micro-batches, or the schedule."

@@ -48,7 +48,7 @@ def begin_pipeline_for_trainer(trainer: Any, config: ActSwapConfig) -> PipelineT
     """Cut a Trainer's model into stages, of which this rank keeps one. Every rank must call it.
 
     Raises:
-        MeshError, PipelineError: it cannot be; see `stage_model`.
+        MeshError, PipelineError, PatchError: it cannot be; see `stage_model` and `patch_model`.
         RankAgreementError: ranks differ in what they were given, or do not answer in time.
     """
     with failing_together("pipeline", trainer.args.ddp_timeout) as facts:

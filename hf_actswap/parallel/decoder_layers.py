@@ -149,7 +149,7 @@ def divide_layers(decoder: Decoder, region: SequenceRegion, tags: ParameterTags)
     for place, layer in enumerate(decoder.layers):
         if place == 0 or family.token_arguments:
             first_dim = None if place else family.sequence_dim
-            scatter = ScatterHook(region, family.token_arguments, first_dim)
+            scatter = ScatterHook(layer, region, family.token_arguments, first_dim)
             layer.register_forward_pre_hook(scatter, with_kwargs=True)
     if decoder.reshapes:
         decoder.layers[-1].register_forward_hook(WholeAgainHook(region))

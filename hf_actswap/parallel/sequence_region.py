@@ -324,6 +324,7 @@ class ScatterHook:
     """Pre-hook of a layer: keeps this rank's part of the sequence.
 
     Args:
+        layer: whose arguments they are. In a pipeline the hook is put on what stands in its place, too.
         region: of the model.
         names: arguments that have a row for each token, ``[.., S, n]``.
         first_dim: of the sequence in the first argument, which is cut too; ``None``: it is cut already.
@@ -331,17 +332,20 @@ class ScatterHook:
 
     part_of_the_model = True
 
-    def __init__(self, region: SequenceRegion, names: Sequence[str], first_dim: int | None) -> None:
+    def __init__(
+        self, layer: nn.Module, region: SequenceRegion, names: Sequence[str], first_dim: int | None
+    ) -> None:
+        self._arguments = argument_names(layer)
         self._region, self._names, self._first_dim = region, names, first_dim
 
     def __call__(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if not self._region.is_active:
             return None
         if self._first_dim is not None and self._region.current is not None:
             self._region.current.is_cut = True
-        names = argument_names(layer)
+        names = self._arguments
         dims = dict.fromkeys(self._names, SEQUENCE_DIM)
         if self._first_dim is not None:
             dims[names[0]] = self._first_dim
@@ -372,6 +376,16 @@ class WholeAgainHook:
         hidden = gather_from_sequence_parallel_region(hidden, SEQUENCE_DIM, False, region.group)
         current.is_cut = False
         return type(output)((hidden, *output[1:])) if is_several else hidden
+
+
+def share_sequence_hooks(layer: nn.Module, stand_in: nn.Module) -> None:
+    """Let what stands in the place of a layer cut the sequence, or make it whole, where the layer does."""
+    for before in layer._forward_pre_hooks.values():
+        if isinstance(before, ScatterHook):
+            stand_in.register_forward_pre_hook(before, with_kwargs=True)
+    for behind in layer._forward_hooks.values():
+        if isinstance(behind, WholeAgainHook):
+            stand_in.register_forward_hook(behind)
 
 
 class PartsHook:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -196,10 +196,12 @@ class _ModelExitHook:
         self._region, self._vocabulary_size = region, vocabulary_size
 
     def __call__(self, model: nn.Module, _args: tuple[Any, ...], output: Any) -> Any:
-        region, current = self._region, self._region.current
+        region, current, root = self._region, self._region.current, cast(Any, model)
         try:
             if output is None or current is None or current.owner is not model:
                 return None
+            if root.get_output_embeddings() is not region.head:
+                return None  # an earlier stage of a pipeline, whose head is another's
             if current.labelled and not current.lost:
                 raise RuntimeError(
                     "the forward of a patched model computed its loss without model.loss_function (a fused "

@@ -4,7 +4,7 @@ In: a model whose structure is known, the layout of its layers over stages, batc
 gradients on each stage's own parameters. The schedules are those of `torch.distributed.pipelining`.
 """
 
-from .proof import prove_cut
+from .proof import learn_form, prove_cut
 from .runtime import PipelineRuntime
 from .shared_state import StageGradients, collected, whole_state
 from .stages import PipelineError, StagedModel
@@ -15,6 +15,7 @@ __all__ = [
     "StageGradients",
     "StagedModel",
     "collected",
+    "learn_form",
     "prove_cut",
     "whole_state",
 ]

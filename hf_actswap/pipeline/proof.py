@@ -37,14 +37,7 @@ def prove_cut(staged: StagedModel, autocast: Callable[[], Any]) -> None:
     model.eval()
     try:
         with torch.no_grad(), autocast():
-            hidden: list[Any] = []
-            first = model.get_submodule(staged.structure.layers[0].module_path)
-            watching = first.register_forward_hook(lambda _m, _a, output: hidden.append(output))
-            try:
-                expected = _tensors(model(**batch))
-            finally:
-                watching.remove()
-            _note_form(staged, hidden, batch["input_ids"].shape)
+            expected = _tensors(learn_form(staged, lambda: model(**batch), batch["input_ids"].shape))
             received = None
             for chunk in staged.chunks:
                 given = batch if chunk.is_last else {k: v for k, v in batch.items() if k != "labels"}
@@ -57,6 +50,28 @@ def prove_cut(staged: StagedModel, autocast: Callable[[], Any]) -> None:
     if differing:
         raise PipelineError([_differs(staged, differing)])
     assert relay.received is None
+
+
+def learn_form(staged: StagedModel, call: Callable[[], Any], shape: torch.Size) -> Any:
+    """Call the whole model, and note what its layers return; return what it returns.
+
+    Args:
+        staged: before `StagedModel.cut`.
+        call: calls the model, without gradients.
+        shape: of the ids that it is called with, ``[batch, seq]``.
+
+    Raises:
+        PipelineError: its layers return something else than hidden states.
+    """
+    hidden: list[Any] = []
+    first = staged.model.get_submodule(staged.structure.layers[0].module_path)
+    watching = first.register_forward_hook(lambda _m, _a, output: hidden.append(output))
+    try:
+        found = call()
+    finally:
+        watching.remove()
+    _note_form(staged, hidden, shape)
+    return found
 
 
 def _few_tokens(staged: StagedModel) -> dict[str, torch.Tensor]:

@@ -3,7 +3,8 @@
 A rank gives each of its chunks to torch as a `PipelineStage`. What a stage is called with is a hidden state
 and the number of a micro-batch; the batch itself every rank of a pipeline has. Micro-batches may differ in
 shape: hidden states travel padded to the largest shape seen so far, and the padding is cut off before they
-enter a layer, so that it changes no value.
+enter a layer, so that it changes no value. Under sequence parallelism each rank sends its part of the
+sequence to the rank of the next stage that has the same part.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class PipelineRuntime:
     @torch.no_grad()
     def evaluate(self, batch: Batch, call: Call) -> torch.Tensor:
         """Run one forward; return its loss, an fp32 scalar, the same on every rank."""
-        stages, shape = self.staged.layout.pp, _shape_of(batch)
+        stages, shape = self.staged.layout.pp, _shape_of(batch)  # without gradients sequences are whole
         loss = torch.zeros((), device=self._device)
         for chunk in self.staged.own_chunks:
             received = None
@@ -108,7 +109,7 @@ class PipelineRuntime:
         return (*shape, self.staged.relay.hidden_size)
 
     def _schedule_for(self, batches: Sequence[Batch]) -> Any:
-        shapes = [self._shape, *map(_shape_of, batches)]
+        shapes = [self._shape, *(_shape_of(batch, self.staged.sequence_ranks) for batch in batches)]
         self._shape = max(rows for rows, _ in shapes), max(length for _, length in shapes)
         wanted = self._shape, len(batches)
         if wanted != self._made_for:
@@ -155,8 +156,7 @@ def schedule_class(name: PipelineSchedule, count: int, stages: int, interleaves:
         count: micro-batches.
         stages, interleaves: of the layout.
     """
-    fits = not problem_of_schedule(name, count, stages, interleaves)
-    if name == "gpipe" or not fits or (name == "1f1b" and count < stages):
+    if _is_gpipe(name, count, stages, interleaves):
         kind = "ScheduleGPipe" if interleaves == 1 else "ScheduleLoopedBFS"
     else:
         kind = _CLASSES[name]
@@ -164,14 +164,53 @@ def schedule_class(name: PipelineSchedule, count: int, stages: int, interleaves:
     return found
 
 
-def problem_of_schedule(name: PipelineSchedule, count: int, stages: int, interleaves: int) -> str:
-    """Say why a schedule does not take so many micro-batches and interleaves; empty if it does."""
+def _is_gpipe(name: PipelineSchedule, count: int, stages: int, interleaves: int) -> bool:
+    fits = not problem_of_schedule(name, count, stages, interleaves)
+    return name == "gpipe" or not fits or (name == "1f1b" and count < stages)
+
+
+def passes_in_flight(name: PipelineSchedule, count: int, stages: int, interleaves: int, stage: int) -> int:
+    """Return the most forwards of its chunks that a stage has run, and not their backwards.
+
+    That many passes' activations are held at once. 1F1B: ``stages - stage`` (Narayanan et al., 2006.09503);
+    interleaved: twice the distance from the last stage, after the rounds of all chunks but one (2104.04473).
+    Zero bubble: all. PyTorch's holds parts of each micro-batch to the end of the step.
+
+    Args:
+        name: as written.
+        count: micro-batches of a step.
+        stages, interleaves: of the layout.
+        stage: which.
+    """
+    if _is_gpipe(name, count, stages, interleaves) or name == "zero_bubble":
+        return count * interleaves
+    if name == "1f1b":
+        return stages - stage
+    of_round = count // max(1, count // stages)
+    warm_up = (interleaves - 1) * of_round + 2 * (stages - 1 - stage)
+    return min(count * interleaves, warm_up + 1)
+
+
+def problem_of_schedule(
+    name: PipelineSchedule, count: int, stages: int, interleaves: int, tensor_ranks: int = 1
+) -> str:
+    """Say why a schedule does not take so many micro-batches, interleaves and ranks; empty if it does."""
     rounds = max(1, count // stages)
+    if name == "zero_bubble" and tensor_ranks > 1:
+        return (
+            "zero_bubble makes the gradients of inputs and of weights apart, and layers that "
+            "tensor_parallel_size divides make them together: write 1f1b"
+        )
     if name == "1f1b" and interleaves > 1:
         return f"1f1b runs one interleave, pp_interleave_num is {interleaves}: write interleaved_1f1b"
     if name in ("interleaved_1f1b", "zero_bubble") and count % rounds:
         return f"{name} runs {rounds} rounds of equally many micro-batches, and {count} are not divisible"
     return ""
+
+
+def bubble_share(count: int, stages: int, interleaves: int) -> float:
+    """Return the part of a step of ``count`` micro-batches that each of equal stages waits (2104.04473)."""
+    return (stages - 1) / (interleaves * count + stages - 1)
 
 
 class _ChunkModule(nn.Module):
@@ -192,7 +231,7 @@ class _ChunkModule(nn.Module):
         """Return the hidden state ``[rows, length, hidden]``, padded; of the last chunk ``[1]``, the loss."""
         assert self.call is not None
         batch, (rows, length) = self.batches[int(micro_batch)], self.shape
-        own = _shape_of(batch)
+        own = _shape_of(batch, self.staged.sequence_ranks)
         hidden = received[0] if received else None
         if hidden is not None and own != self.shape:
             hidden = hidden[: own[0], : own[1]]
@@ -210,10 +249,11 @@ def _only(losses: torch.Tensor, _number: torch.Tensor) -> torch.Tensor:
     return losses.sum()
 
 
-def _shape_of(batch: Batch) -> tuple[int, int]:
+def _shape_of(batch: Batch, sequence_ranks: int = 1) -> tuple[int, int]:
+    """Rows of a micro-batch, and tokens of its hidden states on each of so many ranks."""
     ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor):
         found = ", ".join(batch)
         raise PipelineError([Problem("batch", "input_ids, [batch, seq]", found, "Stages embed ids only.")])
     rows, length = ids.shape[:2]
-    return rows, length
+    return rows, -(-length // sequence_ranks)

@@ -3,7 +3,8 @@
 A parameter that several stages hold (tied embeddings: the first and the last) has the sum of their
 gradients on each of them, so that their optimizers make the same step, and counts once in the norm. The norm
 is taken as `torch.nn.utils.clip_grad_norm_` takes it in one process, of the norms of all parameters in the
-model's order, so that it is equal bit for bit.
+model's order, so that it is equal bit for bit. Where ranks of tensor parallelism hold parts of parameters, it
+is the norm of the norms of the stages.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..parallel.gradient_norm import get_grad_norm
+from ..parallel.weights import whole_of_ranks
 from .stages import StagedModel
 
 Value = TypeVar("Value")
@@ -26,10 +29,18 @@ class StageGradients:
         staged: after `StagedModel.cut`.
         group: the ranks of the pipeline, in the order of the stages.
         device: of this rank.
+        tensor_group: the ranks that hold this rank's stage together; ``None``: it holds it alone.
     """
 
-    def __init__(self, staged: StagedModel, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        staged: StagedModel,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        tensor_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._staged, self._group, self._device = staged, group, device
+        self._tensor_group = tensor_group
         self._names = list(dict.fromkeys(staged.entries.values()))
         self._shared: dict[tuple[int, ...], list[str]] = {}
         for name in self._names:
@@ -62,12 +73,18 @@ class StageGradients:
 
     def norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """Return the norm of the whole model's gradients, an fp32 scalar, the same on every rank."""
-        place = {name: index for index, name in enumerate(self._names)}
-        gradients = {
-            name: parameter.grad.detach()
+        stage, place = self._staged.stage, {name: index for index, name in enumerate(self._names)}
+        counted = {
+            name: parameter
             for name, parameter in self._own().items()
-            if parameter.grad is not None and self._staged.holders(name)[0] == self._staged.stage
+            if self._staged.holders(name)[0] == stage
         }
+        if self._tensor_group is not None:
+            of_stages = torch.zeros(self._staged.layout.pp, device=self._device)
+            of_stages[stage] = get_grad_norm(counted.values(), norm_type, process_group=self._tensor_group)
+            dist.all_reduce(of_stages, group=self._group)
+            return torch.linalg.vector_norm(of_stages, norm_type)
+        gradients = {name: p.grad.detach() for name, p in counted.items() if p.grad is not None}
         found = torch.zeros(2, len(place), device=self._device)
         if gradients:
             at = torch.tensor([place[name] for name in gradients], device=self._device)
@@ -117,17 +134,25 @@ def _received(source: int, group: dist.ProcessGroup) -> list[Any]:
     return received
 
 
-def whole_state(staged: StagedModel, group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+def whole_state(
+    staged: StagedModel, group: dist.ProcessGroup, tensor_group: dist.ProcessGroup | None = None
+) -> dict[str, torch.Tensor]:
     """Return the whole model's state dict on the CPU, on the first stage; on the others an empty dict.
 
     Args:
         staged: after `StagedModel.cut`.
         group: the ranks of the pipeline; every one must call this.
+        tensor_group: the ranks that hold this rank's stage together, which must call it too; ``None``: it
+            holds it alone.
     """
-    own = {
-        name: tensor.detach().cpu()
-        for name, tensor in staged.own_state().items()
-        if staged.holders(name)[0] == staged.stage
-    }
+    own, partitions = {}, staged.own_partitions()
+    for name, tensor in staged.own_state().items():
+        if staged.holders(name)[0] == staged.stage:
+            whole, partition = tensor.detach(), partitions.get(name)
+            if partition is not None and tensor_group is not None:
+                whole = whole_of_ranks(whole, partition, tensor_group)
+            own[name] = whole.cpu()
+    if tensor_group is not None and tensor_group.rank() > 0:
+        own = {}  # the first rank of each stage speaks for it
     found = collected(own, group)
     return {name: found[first] for name, first in staged.entries.items()} if found else {}

@@ -24,9 +24,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..config.schema import ParallelConfig
 from ..errors import ActSwapError, Problem
+from ..parallel.full_state import partitions_of
+from ..parallel.sequence_region import share_sequence_hooks
+from ..parallel.weights import Partition
 from ..plan.actions import MemoryPlan, Scope
-from ..plan.layout import PipelineLayout
+from ..plan.layout import PipelineLayout, build_layout
 from ..plan.model_structure import ModelStructure, unwrapped
 
 
@@ -122,7 +126,10 @@ class Exit(HandOn):
 
 
 class NoEmbedding(nn.Module):
-    """Stands where the embedding was: returns the hidden state received, without a gradient."""
+    """Stands where the embedding was: returns the hidden state received, without a gradient.
+
+    Where that is a part of the sequence, zeros of the whole length are returned in its place.
+    """
 
     def __init__(self, relay: Relay) -> None:
         super().__init__()
@@ -130,10 +137,11 @@ class NoEmbedding(nn.Module):
 
     def forward(self, ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Return ``[batch, seq, hidden]`` for ids of ``[batch, seq]``."""
-        received = self.relay.received
+        received, shape = self.relay.received, (*ids.shape, self.relay.hidden_size)
         if received is not None and not isinstance(ids, FakeTensor):
-            return received.detach()
-        shape, trains = (*ids.shape, self.relay.hidden_size), torch.is_grad_enabled()
+            is_whole = received.shape == shape
+            return received.detach() if is_whole else received.new_zeros(()).expand(shape)
+        trains = torch.is_grad_enabled()
         return torch.zeros(shape, dtype=self.relay.dtype, device=ids.device, requires_grad=trains)
 
 
@@ -166,10 +174,12 @@ class StagedModel:
         structure: of it.
         layout: layers of each chunk.
         stage: of this rank.
+        sequence_ranks: by how many ranks of tensor parallelism hidden states are divided between the layers,
+            in forwards with gradients.
 
     Attributes:
         model: inside its wrappers.
-        structure, layout, stage: as given.
+        structure, layout, stage, sequence_ranks: as given.
         chunks: of all stages, in the order of the layers.
         relay: see `Relay`.
         layer_outputs: how many values a layer returns in a tuple; 0: it returns a tensor.
@@ -180,9 +190,15 @@ class StagedModel:
     """
 
     def __init__(
-        self, model: nn.Module, structure: ModelStructure, layout: PipelineLayout, stage: int
+        self,
+        model: nn.Module,
+        structure: ModelStructure,
+        layout: PipelineLayout,
+        stage: int,
+        sequence_ranks: int = 1,
     ) -> None:
         self.model, self.structure, self.layout, self.stage = unwrapped(model), structure, layout, stage
+        self.sequence_ranks = sequence_ranks
         last = layout.pp * layout.vpp - 1
         places = [(v, s, v * layout.pp + s) for v in range(layout.vpp) for s in range(layout.pp)]
         self.chunks = tuple(Chunk(i, layout.chunk(v, s), i == 0, i == last) for v, s, i in places)
@@ -229,6 +245,10 @@ class StagedModel:
         held = {name: self.entries[name] for name in state if name in self.entries}
         return {first: state[name] for name, first in held.items() if self.stage in self._holders[first]}
 
+    def own_partitions(self) -> dict[str, Partition]:
+        """Return how tensor parallelism divides what this rank holds, by the names of `own_state`."""
+        return {self.entries[name]: found for name, found in partitions_of(self.model)}
+
     def plan_of_stage(self, plan: MemoryPlan) -> MemoryPlan:
         """Return a plan of the whole model with the rows and log lines of this rank's own layers."""
         own: set[Scope] = set(self.layout.layers_of(self.stage))
@@ -258,8 +278,10 @@ class StagedModel:
         if not chunks[0].layers:
             hint = "The embedding alone is no stage here: change parallel_config.offset."
             yield Problem("parallel_config.offset", "at least one layer on stage 0", "none", hint)
-        elif not chunks[-1].layers and structure.final_norm is None:
+        elif not chunks[-1].layers and (structure.final_norm is None or self.sequence_ranks > 1):
             hint = "This model has no norm behind its layers: change parallel_config.offset."
+            if structure.final_norm is not None:
+                hint = "Beside sequence_parallel_enabled the head alone is no stage: change the offset."
             yield Problem("parallel_config.offset", "at least one layer on the last stage", "none", hint)
 
     def _slot(self, path: str, stage: int) -> _Slot:
@@ -280,12 +302,15 @@ class StagedModel:
             outputs = self.layer_outputs
             if index in chunk.layers:
                 made.append(slot.original)
-            elif index == chunk.layers.start - 1:
-                made.append(Entrance(slot.original, outputs, self.relay))
+                continue
+            if index == chunk.layers.start - 1:
+                stand_in: HandOn = Entrance(slot.original, outputs, self.relay)
             elif index == chunk.layers.stop:
-                made.append(Exit(slot.original, outputs, self.relay))
+                stand_in = Exit(slot.original, outputs, self.relay)
             else:
-                made.append(HandOn(slot.original, outputs))
+                stand_in = HandOn(slot.original, outputs)
+            share_sequence_hooks(slot.original, stand_in)
+            made.append(stand_in)
         for slot in self._slots[len(self._layers) :]:
             belongs = chunk.is_first if slot is self._embedding else chunk.is_last
             if belongs:
@@ -317,6 +342,12 @@ class StagedModel:
             for slot, earlier in zip(self._slots, before, strict=True):
                 assert earlier is not None
                 slot.put(earlier)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Within the block stand-ins are in the places of other stages' parts; nothing is freed."""
+        with self._arranged(self._at_rest()):
+            yield
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -371,6 +402,23 @@ class StagedModel:
             return output, relay.sent
         finally:
             relay.received = relay.sent = None
+
+
+def layout_of(structure: ModelStructure, parallel: ParallelConfig) -> PipelineLayout:
+    """Return which stage holds which layers.
+
+    Raises:
+        PipelineError: there are too few layers, or ``offset`` does not fit them.
+    """
+    layers, chunks = len(structure.layers), parallel.pipeline_stage * parallel.pp_interleave_num
+    if layers < chunks:
+        hint = "Write fewer stages or interleaves."
+        where, found = "parallel_config.pipeline_stage", f"{chunks} chunks"
+        raise PipelineError([Problem(where, f"at most {layers}, the layers of the model", found, hint)])
+    layout, problems = build_layout(layers, parallel)
+    if layout is None:
+        raise PipelineError(problems)
+    return layout
 
 
 def _parameter_names(model: nn.Module) -> list[str]:

@@ -227,6 +227,76 @@ def run_case(case: Case, group: dist.ProcessGroup | None) -> Result:
     return Result(differing, losses, norms, same, held, equal, calls, offloads, restored)
 
 
+@dataclass(frozen=True)
+class InFlight:
+    """What a rank holds for backward at most in a step.
+
+    Args:
+        passes: calls of its chunks of which something is held.
+        held_bytes: storages that autograd saves, parameters apart.
+        one_bytes: the same in a step of one micro-batch.
+    """
+
+    passes: int
+    held_bytes: int
+    one_bytes: int
+
+
+class Meter:
+    """Counts what autograd holds for backward, by storages and by calls of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._owned = {p.untyped_storage().data_ptr() for p in model.parameters() if not p.is_meta}
+        self._storages: Counter[tuple[int, int]] = Counter()
+        self._calls: Counter[int] = Counter()
+        self.call, self.most_calls, self.most_bytes = 0, 0, 0
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Autograd saves a tensor."""
+        storage = tensor.untyped_storage()
+        key = storage.data_ptr(), storage.nbytes()
+        if key[0] in self._owned:
+            return _Held(tensor, lambda: None)
+        self._storages[key] += 1
+        self._calls[self.call] += 1
+        held = sum(size for (_, size), count in self._storages.items() if count)
+        self.most_bytes = max(self.most_bytes, held)
+        self.most_calls = max(self.most_calls, sum(count > 0 for count in self._calls.values()))
+        return _Held(tensor, partial(self._freed, key, self.call))
+
+    def _freed(self, key: tuple[int, int], call: int) -> None:
+        self._storages[key] -= 1
+        self._calls[call] -= 1
+
+
+class _Held:
+    def __init__(self, tensor: torch.Tensor, freed: Any) -> None:
+        self.tensor, self._freed = tensor, freed
+
+    def __del__(self) -> None:
+        self._freed()
+
+
+def in_flight(case: Case, group: dist.ProcessGroup | None) -> InFlight:
+    """Run a step of equal micro-batches, and one of a single micro-batch."""
+    assert group is not None
+    model = tiny_model(case.family, case.layers)
+    staged, applied = staged_of(case, model, dist.get_world_size(group), dist.get_rank(group))
+    applied.remove()
+    found = []
+    for count in (case.micro_batches, 1):
+        runtime, meter = PipelineRuntime(staged, group, case.schedule, torch.device("cpu")), Meter(model)
+
+        def counted_call(batch: dict[str, torch.Tensor], is_last: bool, meter: Meter = meter) -> Any:
+            meter.call += 1
+            return call(model, 1, batch, is_last)
+
+        with torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda held: held.tensor):
+            runtime.step([batches_of(case)[1] for _ in range(count)], counted_call)
+        found.append(meter)
+    return InFlight(found[0].most_calls, found[0].most_bytes, found[1].most_bytes)
+
+
 def differences(staged: StagedModel, reference: nn.Module) -> dict[str, float]:
     """Gradients that are not bitwise those of the whole model."""
     expected, found = dict(reference.named_parameters()), {}
@@ -307,6 +377,9 @@ TWO: dict[str, Case] = {
     "ops 1f1b": Case("1f1b", OPS, "sdpa"),
     "ops interleaved": Case("interleaved_1f1b", OPS, "sdpa", interleaves=2),
     "head alone": Case("1f1b", {}, layers=4, offset=[2, -2]),
+    "in flight 1f1b": Case("1f1b"),
+    "in flight gpipe": Case("gpipe"),
+    "in flight interleaved": Case("interleaved_1f1b", interleaves=2),
 }
 """Two stages."""
 
@@ -326,6 +399,10 @@ FOUR: dict[str, Case] = {
     "four zero_bubble": Case("zero_bubble", SWAP),
     "four tied": Case("1f1b", SWAP, family="tied"),
     "three of four": Case("1f1b", SWAP, micro_batches=3),
+    "in flight 1f1b": Case("1f1b"),
+    "in flight few": Case("1f1b", micro_batches=3),
+    "in flight interleaved": Case("interleaved_1f1b", layers=8, interleaves=2, micro_batches=8),
+    "in flight zero_bubble": Case("zero_bubble", micro_batches=8),
 }
 """Four stages."""
 
@@ -344,5 +421,8 @@ FIVE: dict[str, Case] = {
 
 def run_on_rank(cases: dict[str, Case], world_size: int, rank: int, folder: str) -> None:
     """Run the cases of so many stages."""
-    runs: Any = {name: partial(run_case, case) for name, case in cases.items()}
+    runs: Any = {
+        name: partial(in_flight if name.startswith("in flight") else run_case, case)
+        for name, case in cases.items()
+    }
     run_cases(rank, folder, world_size, runs, {name: [list(range(world_size))] for name in cases})

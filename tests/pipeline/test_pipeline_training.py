@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from tests.pipeline.trainer_worker import CASES, ONE_AGAIN, TWO, Run, lose_a_stage
+from tests.pipeline.trainer_worker import CASES, DIVIDED, DIVIDED_MORE, ONE_AGAIN, TWO, Run, lose_a_stage
 from tests.processes import launch, launch_trainers, result
 
 pytestmark = pytest.mark.dist
@@ -134,6 +134,89 @@ def test_a_stage_that_has_ended_is_named(tmp_path: Path) -> None:
     assert took_s < 60
 
 
+@pytest.fixture(scope="module")
+def divided(runs: Path) -> Path:
+    """Two stages of two ranks each, and one process again, beside the trainings of one process."""
+    for cases, world_size in (("FOUR_DIVIDED", 4), ("ONE_AFTER", 1)):
+        launch_trainers(f"{WORKER}:{cases}", runs, world_size, LIMIT_S)
+    return runs
+
+
+def close(found: Run, expected: Run) -> None:
+    """Every number of the log is the same but for the order of sums over the ranks."""
+    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert found.norms == pytest.approx(expected.norms, rel=1e-5)
+    assert found.evaluations == pytest.approx(expected.evaluations, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_divided_stages_train_as_one_process(name: str, divided: Path) -> None:
+    expected = result(divided, "saving one" if name.startswith("resumed") else f"{name} one")
+    found = [result(divided, f"divided {name}", rank) for rank in range(4)]
+    for of_rank in found:
+        alike(of_rank, found[0])
+        close(of_rank, expected)
+    assert sum(of_rank.trained for of_rank in found[::2]) < 0.6 * expected.trained
+
+
+def test_one_process_goes_on_from_divided_stages(divided: Path) -> None:
+    close(result(divided, "resumed from four"), result(divided, "saving one"))
+
+
+@pytest.mark.parametrize("name", ["plain", "saving", "tied"])
+def test_divided_stages_save_the_model_of_one_process(name: str, divided: Path) -> None:
+    schedule = DIVIDED[name].get("schedule", "1f1b")
+    found = load_file(divided / f"divided {name} {schedule} 2" / "last" / "model.safetensors")
+    expected = load_file(divided / f"{name} one 1" / "last" / "model.safetensors")
+    assert list(found) == list(expected)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=2e-6, msg=key)
+
+
+def test_the_optimizer_of_divided_stages_is_saved_whole(divided: Path) -> None:
+    files = [
+        divided / f"{kind}" / "checkpoint-4" / "optimizer.pt"
+        for kind in ("divided saving 1f1b 2", "saving one 1")
+    ]
+    found, expected = (torch.load(file, weights_only=True)["state"] for file in files)
+    assert list(found) == list(expected)
+    for number, entries in expected.items():
+        for key, value in entries.items():
+            torch.testing.assert_close(found[number][key], value, rtol=2e-3, atol=1e-6)
+
+
+def test_ranks_of_a_divided_stage_log_its_layers(divided: Path) -> None:
+    for rank in range(4):
+        lines = result(divided, "divided small norm", rank).log.splitlines()
+        own = {line for line in lines if "Set full recompute" in line}
+        layers = [0] if rank < 2 else [1, 3]
+        assert own == {f"-INFO - Set full recompute at layer {layer}" for layer in layers}
+
+
+def test_a_schedule_that_takes_divided_layers_apart_is_rejected(divided: Path) -> None:
+    for rank in range(4):
+        assert "tensor_parallel_size divides make them together" in result(divided, "divided rejected", rank)
+
+
+@pytest.fixture(scope="module")
+def divided_more(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """More families in divided stages, and two such pipelines, beside one process."""
+    folder = tmp_path_factory.mktemp("divided")
+    for cases, world_size in (("ONE_MORE", 1), ("FOUR_MORE", 4), ("EIGHT", 8)):
+        launch_trainers(f"{WORKER}:{cases}", folder, world_size, LIMIT_S)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*DIVIDED_MORE, "wide"])
+def test_more_divided_stages(name: str, divided_more: Path) -> None:
+    found = [result(divided_more, f"divided {name}", rank) for rank in range(8 if name == "wide" else 4)]
+    for of_rank in found:
+        alike(of_rank, found[0])
+        if name != "dropout":
+            close(of_rank, result(divided_more, f"{name} one"))
+
+
 REJECTED = {
     "Trainer": "Trainer: expected hf_actswap.ActSwapTrainer",
     "compute_metrics": "compute_metrics: expected a setting that goes with a pipeline",
@@ -142,7 +225,7 @@ REJECTED = {
     "torch_compile": "torch_compile: expected a setting that goes with a pipeline",
     "planner": "memory.mode: expected off beside a pipeline",
     "auto": "swap_config: expected windows in numbers beside a pipeline, found auto",
-    "tensor parallel": "tensor_parallel_size: expected 1 beside a pipeline, found 2",
+    "tensor parallel": "expected 4 processes, 2 (tensor_parallel_size) per stage, or a multiple",
     "embeds": "batch: expected input_ids",
     "rounds": "interleaved_1f1b runs 2 rounds of equally many micro-batches, and 5 are not divisible",
     "1f1b": "write interleaved_1f1b",

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pipeline.staged_worker import FIVE, FOUR, TWO, TWO_MORE, Case, Result, run_on_rank
+from hf_actswap.pipeline.runtime import passes_in_flight
+from tests.pipeline.staged_worker import FIVE, FOUR, TWO, TWO_MORE, Case, InFlight, Result, run_on_rank
 from tests.processes import launch, result
 
 pytestmark = pytest.mark.dist
@@ -65,7 +66,44 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(tmp_path_factory.mktemp("four"), FOUR, 4, 300)
 
 
-@pytest.mark.parametrize("name", TWO)
+def compared(cases: dict[str, Case]) -> list[str]:
+    """Those whose results are compared with one process."""
+    return [name for name in cases if not name.startswith("in flight")]
+
+
+def counted(cases: dict[str, Case]) -> list[str]:
+    """Those whose bytes in flight are counted."""
+    return [name for name in cases if name.startswith("in flight")]
+
+
+@pytest.mark.parametrize("name", counted(TWO))
+def test_passes_in_flight(name: str, two: Path) -> None:
+    check_in_flight(TWO[name], [result(two, name, rank) for rank in range(2)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", counted(FOUR))
+def test_passes_in_flight_of_four_stages(name: str, four: Path) -> None:
+    check_in_flight(FOUR[name], [result(four, name, rank) for rank in range(4)])
+
+
+def check_in_flight(case: Case, ranks: list[InFlight]) -> None:
+    """What autograd holds at most is the formula's number of passes, and that many times one pass's bytes."""
+    shape = case.schedule, case.micro_batches, len(ranks), case.interleaves
+    for stage, found in enumerate(ranks):
+        expected = passes_in_flight(*shape, stage)
+        if case.schedule == "zero_bubble":
+            assert found.passes <= expected
+            assert found.held_bytes <= expected * found.one_bytes
+            continue
+        assert found.passes == expected
+        if case.interleaves == 1:
+            assert found.held_bytes == expected * found.one_bytes
+    if case.schedule == "1f1b" and case.micro_batches >= len(ranks):
+        assert [found.passes for found in ranks] == list(range(len(ranks), 0, -1))
+
+
+@pytest.mark.parametrize("name", compared(TWO))
 def test_two_stages(name: str, two: Path) -> None:
     check(name, [result(two, name, rank) for rank in range(2)])
 
@@ -77,7 +115,7 @@ def test_two_stages_more(name: str, two_more: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FOUR)
+@pytest.mark.parametrize("name", compared(FOUR))
 def test_four_stages(name: str, four: Path) -> None:
     check(name, [result(four, name, rank) for rank in range(4)])
 

@@ -247,6 +247,61 @@ ONE_AGAIN: dict[str, Any] = {
 }
 """One process again."""
 
+TABLE = {"recompute_config": {"recompute": [1, 2]}}
+SLICED = {"recompute_config": {"recompute": [2, 1], "recompute_slice_activation": True}}
+DIVIDED: dict[str, dict[str, Any]] = {
+    "plain": {"sequence": False, "sections": SLICED},
+    "saving": {"sections": MIXED, **SAVING},
+    "small norm": {"schedule": "interleaved_1f1b", "interleaves": 2, "sections": TABLE},
+    "tied": {"schedule": "gpipe"},
+    "resumed": {"resume": "divided saving 1f1b 2/checkpoint-2", "sequence": False},
+    "resumed from one": {"resume": "saving one 1/checkpoint-2"},
+}
+"""By name of the training in one process."""
+DIVIDED_MORE: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "checkpointing": {},
+    "gpt2": {"family": "gpt2"},
+    "mixtral": {"family": "mixtral"},
+    "dropout": {"family": "dropout"},
+}
+
+
+def divided(name: str, folder: Path, sequence: bool = True, **more: Any) -> Run:
+    """Train in stages of two ranks each, which divide the layers, and with ``sequence`` the sequence too."""
+    parallel = {"tensor_parallel_size": 2, "sequence_parallel_enabled": sequence}
+    given = {"schedule": "1f1b", **CASES.get(name, {}), **more}
+    given["sections"] = {**given.get("sections", {}), "parallel_config": parallel}
+    return trained(2, f"divided {name}", given.pop("schedule"), folder, **given)
+
+
+def rejected_divided(folder: Path) -> str:
+    """What is said of a schedule that does not go with divided layers."""
+    return told(lambda: divided("rejected", folder, schedule="zero_bubble"))
+
+
+FOUR_DIVIDED: dict[str, Any] = {
+    **{f"divided {name}": partial(divided, name, **settings) for name, settings in DIVIDED.items()},
+    "divided rejected": rejected_divided,
+}
+"""Two stages of two ranks each."""
+FOUR_MORE: dict[str, Any] = {
+    f"divided {name}": partial(divided, name, **settings) for name, settings in DIVIDED_MORE.items()
+}
+EIGHT: dict[str, Any] = {
+    "divided wide": partial(divided, "wide", per_device_train_batch_size=1, per_device_eval_batch_size=3),
+}
+"""Two such pipelines."""
+ONE_AFTER: dict[str, Any] = {
+    "resumed from four": partial(
+        trained, 1, "resumed from four", "one", resume="divided saving 1f1b 2/checkpoint-2"
+    ),
+}
+ONE_MORE: dict[str, Any] = {
+    **{f"{name} one": partial(trained, 1, name, "one", family=name) for name in ("gpt2", "mixtral")},
+    **{f"{name} one": partial(trained, 1, name, "one") for name in ("lora", "checkpointing", "wide")},
+}
+
 
 def lost_stage(folder: Path) -> None:
     """The last stage ends in the third micro-batch of the second step; the first writes what it is told."""

@@ -1,0 +1,141 @@
+"""``plan`` of a pipeline: stages side by side, held against stages that run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_actswap import load_config, model_structure
+from hf_actswap.pipeline import StagedModel, prove_cut
+from hf_actswap.pipeline.stages import layout_of
+from tests.pipeline.staged_worker import Meter
+
+from .conftest import TINY, Run
+
+Write = Callable[[str], Path]
+
+TOKENS, ROWS, HIDDEN_BYTES = 64, 2, 64 * 2 * 32 * 2
+STEP = ("--seq", str(TOKENS), "--batch", str(ROWS), "--optimizer", "none")
+PIPELINE = "parallel_config: {pipeline_stage: 2, schedule: 1f1b}\n"
+
+
+@pytest.fixture(scope="module")
+def staged(run: Run, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The document of two stages, of which the first runs one of its layers again."""
+    path = tmp_path_factory.mktemp("stages") / "config.yaml"
+    path.write_text(f"{PIPELINE}recompute_config: {{recompute: [1, 0]}}\n")
+    ended = run("plan", tiny, path, *STEP, "--micro-batches", "6", "--json")
+    assert ended.code == 0
+    return ended.document
+
+
+def test_what_the_schedule_adds(staged: Any) -> None:
+    first, last = staged["stages"]
+    assert [stage["layers"] for stage in (first, last)] == [[0, 1], [2, 3]]
+    assert [stage["in_flight"] for stage in (first, last)] == [2, 1]
+    assert staged["bubble_share"] == 1 / 7
+    for stage in (first, last):
+        kept = stage["micro_batch"]["kept_bytes"]
+        assert stage["held_bytes"] == stage["in_flight"] * kept
+        assert stage["buffer_bytes"] == 6 * HIDDEN_BYTES  # gradients on one, hidden states on the other
+        others = (stage["in_flight"] - 1) * (kept + stage["loss_bytes"]) + stage["buffer_bytes"]
+        assert stage["peak_bytes"] == stage["micro_batch"]["peak_bytes"] + others
+    times = [stage["micro_batch_ms"] for stage in (first, last)]
+    assert staged["step_ms"] == pytest.approx(6 * max(times) + min(times))
+    logits_bytes = ROWS * TOKENS * TINY["vocab_size"] * 4
+    assert first["loss_bytes"] == 0 < logits_bytes < last["loss_bytes"] < 3 * logits_bytes
+    assert [row["scope"] for row in first["plan"]["rows"] if row["fate"] == "recompute"] == [0]
+    assert not last["plan"]["rows"]
+    assert first["micro_batch"]["recomputed_bytes"] > 0 == last["micro_batch"]["recomputed_bytes"]
+
+
+def held_by(stage: int, layout: Any) -> tuple[int, int]:
+    """Bytes that autograd holds of a micro-batch on a stage that runs, and those of its parameters."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY), dtype=torch.bfloat16).train()
+    found = StagedModel(model, model_structure(model), layout, stage)
+    prove_cut(found, nullcontext)
+    ids, meter = torch.zeros(ROWS, TOKENS, dtype=torch.long), Meter(model)
+    hidden = torch.zeros(ROWS, TOKENS, 32, dtype=torch.bfloat16, requires_grad=True)
+    batch = {"input_ids": ids, "labels": ids} if found.is_last else {"input_ids": ids}
+    with torch.autograd.graph.saved_tensors_hooks(meter.pack, lambda held: held.tensor):
+        found.run(found.own_chunks[0], hidden if stage else None, lambda: model(**batch))
+    return meter.most_bytes, sum(tensor.nbytes for tensor in found.own_state().values())
+
+
+def test_bytes_are_those_of_stages_that_run(run: Run, tiny: Path, write: Write) -> None:
+    found = run("plan", tiny, write(PIPELINE), *STEP, "--json").document["stages"]
+    config = load_config({"parallel_config": {"pipeline_stage": 2}}).parallel_config
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY))
+    layout = layout_of(model_structure(model), config)
+    for number, stage in enumerate(found):
+        held, weights = held_by(number, layout)
+        kept = stage["micro_batch"]["kept_bytes"]
+        assert 0.98 * held - stage["loss_bytes"] <= kept <= held  # besides, tables of positions and ids
+        assert stage["fixed_bytes"] == pytest.approx(2 * weights, rel=0.01)  # and as many of gradients
+        assert stage["in_flight"] == 2 - number
+
+
+@pytest.mark.parametrize(
+    ("schedule", "in_flight"), [("gpipe", [8, 8]), ("interleaved_1f1b", [2.5, 1.5]), ("zero_bubble", [8, 8])]
+)
+def test_schedules(run: Run, tiny: Path, write: Write, schedule: str, in_flight: list[float]) -> None:
+    interleaves = 2 if schedule == "interleaved_1f1b" else 1
+    text = f"{{pipeline_stage: 2, schedule: {schedule}, pp_interleave_num: {interleaves}}}"
+    found = run("plan", tiny, write(f"parallel_config: {text}\n"), *STEP, "--json").document
+    assert found["micro_batches"] == 8
+    assert [stage["in_flight"] for stage in found["stages"]] == in_flight
+    assert found["bubble_share"] == 1 / (8 * interleaves + 1)
+
+
+def test_stages_that_ranks_divide(run: Run, tiny: Path, write: Write) -> None:
+    divided = "tensor_parallel_size: 2, sequence_parallel_enabled: true"
+    text = f"parallel_config: {{pipeline_stage: 2, schedule: 1f1b, {divided}}}\n"
+    whole, half = (
+        run("plan", tiny, write(config), *STEP, "--json").document["stages"] for config in (PIPELINE, text)
+    )
+    for one, other in zip(whole, half, strict=True):
+        assert other["buffer_bytes"] == one["buffer_bytes"] / 2
+        assert other["fixed_bytes"] == pytest.approx(one["fixed_bytes"] / 2, rel=0.05)
+
+
+def test_text_fits_into_80_columns(run: Run, tiny: Path, write: Write) -> None:
+    config = write(f"{PIPELINE}recompute_config: {{recompute: [1, 0]}}\n")
+    ended = run("plan", tiny, config, *STEP, "--full")
+    assert ended.code == 0
+    assert max(map(len, ended.out.splitlines())) <= 80
+    assert "Stage 0: a micro-batch" in ended.out
+    assert "Stage 1: a micro-batch" not in ended.out
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [
+        ("", ("--micro-batches", "4"), "--micro-batches: expected a configuration with"),
+        (PIPELINE, ("--compare", "tp=1,2"), "--compare: expected nothing beside a pipeline"),
+        (f"{PIPELINE}memory: {{mode: adaptive}}\n", (), "memory.mode: expected off beside a pipeline"),
+        (
+            "parallel_config: {pipeline_stage: 2, schedule: zero_bubble, tensor_parallel_size: 2}\n",
+            (),
+            "tensor_parallel_size divides make them together",
+        ),
+        ("parallel_config: {pipeline_stage: 8, schedule: 1f1b}\n", (), "expected at most 4, the layers"),
+    ],
+)
+def test_rejections(run: Run, tiny: Path, write: Write, text: str, words: tuple[str, ...], said: str) -> None:
+    ended = run("plan", tiny, write(text or "{}\n"), *STEP, *words)
+    assert ended.code == 1
+    assert said in " ".join(ended.out.split())
+
+
+def test_check_leaves_stages_to_plan(run: Run, tiny: Path, write: Write) -> None:
+    ended = run("check", write(PIPELINE), "--model", tiny, "--seq", "64", "--json")
+    assert ended.code == 0
+    assert ended.document["predicted"] == {}
+    assert "hf-actswap plan shows them" in ended.document["not_known"]

@@ -8,11 +8,13 @@ the logits, and the aten ops that come of it tell what it is.
 * Pointwise ops with numbers or with one value per vocabulary entry (casts, scales, softcapping), and
   softmaxes over the vocabulary, are written down and done to each chunk.
 * Views that leave the vocabulary's dimension alone (slices, reshapes) choose rows.
-* `torch.nn.functional.cross_entropy` of rows is the loss. Forward runs head, what was written down and the
+* `torch.nn.functional.cross_entropy` of rows is the loss, or that of the part of the vocabulary that a
+  tensor-parallel rank has (`parallel_cross_entropy`). Forward runs head, what was written down and the
   loss for one chunk after the other, and each chunk's backward at once; the sums of the gradients wait, and
   backward multiplies them by the gradient of the loss. The head runs as often as without chunks.
 * Other functions that give each row its values (``gather``, ``sum``, ``argmax`` ... over the vocabulary) run
   chunk by chunk, and once more in backward, because the gradients that they will get are not known before.
+* Where ranks divide the vocabulary, `full_logits` gathers that of each chunk for whatever comes behind it.
 * Everything else reads the logits: they are made whole then, and kept, and in training this is said.
 
 Each weight gets one gradient per backward, from one autograd node.
@@ -36,7 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..plan.actions import Tile
 from ..plan.fsdp2 import FSDP2_METHOD
-from ..plan.op_facts import argument_of
+from ..plan.op_facts import FULL_LOGITS, ROW_LOSSES, argument_of
 from .head_chunks import Head, HeadCall, Here, RowCall, RowsForm, is_same_for_rows, layout_of
 from .hook_wrappers import Undo, replace_forward
 from .pieces import no_saved_tensor_hooks as no_hooks
@@ -55,7 +57,6 @@ _ROW_WISE = (
 _COPIES = (torch.Tensor.contiguous, torch.Tensor.clone, torch.clone)
 _RESHAPES = (torch.Tensor.reshape, torch.Tensor.view, torch.Tensor.flatten, torch.flatten, torch.reshape)
 _LEAVES_TORCH = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__)
-_LOSS_SIGNATURE = inspect.signature(F.cross_entropy)
 
 Say = Callable[[str], None]
 """Is told why the logits are whole in training after all."""
@@ -103,16 +104,19 @@ class _ChunkedHead:
             or not hidden.numel()
         ):
             return own(hidden, *args, **kwargs)
-        rows = hidden.numel() // hidden.shape[-1]
+        rows = self._head.rows_of(hidden)
         if self._tile.tiles is not None:
             tokens = math.ceil(rows / self._tile.tiles)
         else:
-            tokens = self._tile.tokens or auto_tokens(rows, hidden.shape[-1], self._kind(hidden)[0])
-        reason = _released_after_the_call(module) if tokens < rows else ""
+            size = module.output_size if self._head.is_divided else self._kind(hidden)[0]
+            tokens = self._tile.tokens or auto_tokens(rows, hidden.shape[-1], size)
+        reason = _why_whole(self._head) if tokens < rows else ""
         if reason:
             self._say(reason)
         if reason or tokens >= rows:
             return own(hidden)
+        if self._head.is_divided:
+            hidden = module.whole_input(hidden)
         vocabulary, dtype = self._kind(hidden)
         trained = {name: item for name, item in module.named_parameters() if item.requires_grad}
         call = HeadCall(self._head, tuple(trained), tokens, dtype, hidden.device)
@@ -128,17 +132,22 @@ class _ChunkedHead:
             own = {name: item.detach() for name, item in self._head.module.named_parameters()}
             row = hidden.detach().reshape(-1, hidden.shape[-1])[:1]
             with torch.no_grad(), CallState(hidden.device, True, ()).restored():
-                made = self._head.with_parameters(own, row)
+                if self._head.is_divided:  # its call would communicate
+                    made = F.linear(row, own["weight"], own.get("bias"))
+                else:
+                    made = self._head.with_parameters(own, row)
             self._kinds[key] = made.shape[-1], made.dtype
         return self._kinds[key]
 
 
-def _released_after_the_call(head: nn.Module) -> str:
-    """Why the head's weight is not there any more after its call; empty where it is."""
-    if any(hasattr(type(module), FSDP2_METHOD) for module in head.modules()):
+def _why_whole(head: Head) -> str:
+    """Why a head cannot run in chunks; empty where it can."""
+    if any(hasattr(type(module), FSDP2_METHOD) for module in head.module.modules()):
         return "fully_shard on the head itself frees its weight after its call"
-    if any(hasattr(item, "ds_id") for item in head.parameters()):
+    if any(hasattr(item, "ds_id") for item in head.module.parameters()):
         return "ZeRO-3 frees the head's weight after its call"
+    if head.is_divided and not head.is_linear:
+        return "something has replaced the forward of the divided head"
     return ""
 
 
@@ -327,13 +336,18 @@ class _Loss(torch.autograd.Function):
 def _unread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return what a call gives without reading logits, or ``NotImplemented``."""
     found = {id(item): item for item in tree_leaves((args, kwargs)) if isinstance(item, ChunkedLogits)}
-    if len(found) != 1 or getattr(func, "__name__", "") in ("__get__", "__set__"):
+    name = getattr(func, "__name__", "")
+    if len(found) != 1 or name in ("__get__", "__set__"):
         return NotImplemented
     (logits,) = found.values()
     if logits.whole is not None or (logits.requires_grad and logits.is_leaf):
         return NotImplemented
-    if func is F.cross_entropy:
-        return _cross_entropy(logits, args, kwargs)
+    if name in ROW_LOSSES:
+        return _row_loss(logits, func, args, kwargs)
+    if name == FULL_LOGITS:
+        held, state = (Here(), *args[1:3]), CallState(logits.form.call.device, False, ())
+        gather = RowCall(func, held, {}, logits.form.lead, state)
+        return _derived(logits, logits.form.and_then(gather, args[1]))
     if func in _COPIES:
         return _derived(logits, logits.form.copied())
     made = _traced(logits, logits.form, func, args, kwargs)
@@ -356,38 +370,41 @@ def _row_values(logits: ChunkedLogits, form: RowsForm, function: RowCall) -> tor
     return values
 
 
-def _cross_entropy(logits: ChunkedLogits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """`torch.nn.functional.cross_entropy` of logits ``[N, V]`` and targets ``[N]`` without class weights."""
-    asked = _LOSS_SIGNATURE.bind(*args, **kwargs)
+def _row_loss(logits: ChunkedLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A loss (`ROW_LOSSES`) of logits and one target for each row, without class weights."""
+    asked = inspect.signature(func).bind(*args, **kwargs)
     asked.apply_defaults()
-    given, form = asked.arguments, logits.form
-    target, reduction = given["target"], given["reduction"]
-    unusual = [given[name] for name in ("weight", "size_average", "reduce") if given[name] is not None]
-    if given["input"] is not logits or unusual or reduction not in ("none", "mean", "sum"):
+    given, form, is_torchs = dict(asked.arguments), logits.form, func is F.cross_entropy
+    first, target, reduction = given.pop(next(iter(given))), given.pop("target"), given.pop("reduction")
+    unusual = [name for name in ("weight", "size_average", "reduce") if given.pop(name, None) is not None]
+    if first is not logits or unusual or reduction not in ("none", "mean", "sum"):
         return NotImplemented
-    if target.is_floating_point() or len(form.lead) != 1 or target.shape != form.lead:
+    if target.is_floating_point() or target.shape != form.lead or (is_torchs and target.dim() != 1):
         return NotImplemented
-    options = {name: given[name] for name in ("ignore_index", "label_smoothing")}
     state = CallState(form.call.device, False, ())
-    function = RowCall(_losses, (Here(), target.unsqueeze(-1)), options, form.lead, state)
+    function = RowCall(_losses, (func, Here(), target.unsqueeze(-1)), given, form.lead, state)
 
     def reduce(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # By the kernel that would have reduced them, in its order: as log-probabilities of one class.
         counts = target != given["ignore_index"]
-        loss = F.nll_loss(-values.unsqueeze(1), torch.where(counts, 0, -100), reduction=reduction)
         count = counts.sum() if reduction == "mean" else counts.new_ones((), dtype=torch.long)
+        if is_torchs:
+            # By the kernel that would have reduced them, in its order: as log-probabilities of one class.
+            loss = F.nll_loss(-values.unsqueeze(1), torch.where(counts, 0, -100), reduction=reduction)
+        else:
+            loss = values.sum() / count
         return loss, torch.where(count > 0, 1.0 / count, 0.0)
 
     if reduction == "none":
-        return _row_values(logits, form, function)
+        return _row_values(logits, form, function).reshape(form.lead)
     if not _in_graph(logits):
         return reduce(form.values(function, logits.hidden, logits.parameters))[0]
     with no_hooks():
         return _Loss.apply(form, function, reduce, logits, logits.hidden, *logits.parameters)
 
 
-def _losses(logits: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
-    return F.cross_entropy(logits, target.squeeze(-1), reduction="none", **options)
+def _losses(func: Any, logits: torch.Tensor, target: torch.Tensor, **options: Any) -> torch.Tensor:
+    losses: torch.Tensor = func(logits, target.squeeze(-1), reduction="none", **options)
+    return losses
 
 
 class _Ops(TorchDispatchMode):

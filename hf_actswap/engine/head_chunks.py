@@ -31,12 +31,21 @@ class Head(Exchangeable):
     """A head without its hooks.
 
     Args:
-        module: a linear layer, or a module around one.
+        module: a linear layer, or a module around one; or a linear layer of which each rank has a part, with
+            ``input_parts`` and ``whole_input`` (`ColumnParallelLinear`), and ``output_size`` in all.
     """
+
+    module: Any
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, module.forward)
-        self.is_linear = type(module) is nn.Linear and "forward" not in vars(module)
+        self.is_divided = hasattr(module, "whole_input")
+        self.is_linear = (type(module) is nn.Linear or self.is_divided) and "forward" not in vars(module)
+
+    def rows_of(self, hidden: torch.Tensor) -> int:
+        """Return how many rows of hidden states a call multiplies on each rank."""
+        parts = self.module.input_parts if self.is_divided else 1
+        return int(hidden.shape[:-1].numel() * parts)
 
 
 class HeadCall:
@@ -161,13 +170,20 @@ class RowsForm:
         fresh = layout_of(self.lead, self.layout.shape[-1], self.layout.dtype)
         return replace(self, layout=fresh, numbers=self._row_numbers())
 
-    def and_then(self, step: RowCall) -> RowsForm:
-        """Return the form with one step more, which leaves the shape as it is."""
-        vocabulary, apart = self.layout.shape[-1], self.layout.stride(-1)
-        # The dtype is that of a row that is there: autocast leaves those on meta as they are.
-        row = torch.zeros(1, vocabulary, dtype=self.layout.dtype, device=self.call.device)
-        fresh = layout_of((apart,), vocabulary, step(row, slice(0, 1)).dtype)
-        layout = fresh.as_strided(self.layout.shape, self.layout.stride(), self.layout.storage_offset())
+    def and_then(self, step: RowCall, vocabulary: int | None = None) -> RowsForm:
+        """Return the form with one step more.
+
+        Args:
+            step: leaves the shape as it is, or the dtype.
+            vocabulary: entries that it gives each row; ``None``: as many as before.
+        """
+        apart, dtype = self.layout.stride(-1), self.layout.dtype
+        if vocabulary is None:
+            vocabulary = self.layout.shape[-1]
+            # The dtype is that of a row that is there: autocast leaves those on meta as they are.
+            dtype = step(torch.zeros(1, vocabulary, dtype=dtype, device=self.call.device), slice(0, 1)).dtype
+        fresh, shape = layout_of((apart,), vocabulary, dtype), (*self.lead, vocabulary)
+        layout = fresh.as_strided(shape, self.layout.stride(), self.layout.storage_offset())
         return replace(self, layout=layout, steps=(*self.steps, step))
 
     def values(

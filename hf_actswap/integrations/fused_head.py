@@ -28,6 +28,8 @@ from .parallel_limits import ParallelTrainingError
 
 _FLAG = "fused_lm_head"
 _FIELDS = frozenset({"log_probs", "entropy", "is_top1"})
+_PIECE_TOKENS = 1024
+"""Tokens whose logits are there in fp32 at once; if the head runs in tiles, others are not computed."""
 
 
 @dataclass
@@ -114,7 +116,10 @@ class _ParallelFusedForward:
             shard, targets, process_group=group, vocabulary_size=vocabulary_size, ignore_index=IGNORED
         )
         with torch.no_grad():
-            entropy, is_top1 = _statistics(shard.detach().float(), targets, vocabulary_size, group)
+            own, tokens = shard.detach(), max(1, _PIECE_TOKENS // len(targets))
+            some = [slice(first, first + tokens) for first in range(0, targets.shape[1], tokens)]
+            found = [_statistics(own[:, at].float(), targets[:, at], vocabulary_size, group) for at in some]
+            entropy, is_top1 = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
         loss = losses.sum() / (mask.sum().clamp(min=1) if count is None else count)
         return ParallelFusedOutput(
             loss=loss,

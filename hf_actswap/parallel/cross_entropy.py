@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from .collectives import reduce_in_place
 from .group import group_or_enclosing
@@ -61,6 +62,12 @@ def parallel_cross_entropy(
             look would make the host wait for the device.
     """
     group = group_or_enclosing(process_group)
+    if has_torch_function_unary(vocab_parallel_logits):
+        settings = (target, label_smoothing, ignore_index, reduction, group, vocabulary_size)
+        computed: torch.Tensor = handle_torch_function(
+            parallel_cross_entropy, (vocab_parallel_logits,), vocab_parallel_logits, *settings
+        )
+        return computed
     shard = _shard_of(vocab_parallel_logits, vocabulary_size, group)
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise ValueError(

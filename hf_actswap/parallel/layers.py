@@ -242,13 +242,22 @@ class ColumnParallelLinear(ParallelLinear):
             in_autocast_dtype,
         )
 
+    @property
+    def input_parts(self) -> int:
+        """How many parts of an input the ranks hold."""
+        return self.tensor_model_parallel_group.size() if self.sequence_parallel_enabled else 1
+
+    def whole_input(self, input_: torch.Tensor, weights: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+        """Return what is multiplied; only the gradients of ``weights`` are made here, see `column_input`."""
+        return column_input(input_, weights, self.input_settings(in_autocast_dtype=True))
+
     def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output; with ``skip_bias_add`` the output and the bias."""
         group = self.tensor_model_parallel_group
         if group.size() == 1 and not self.skip_bias_add:
             return F.linear(input_, weight_of_linear(self.weight, self.transposed), self.bias)
         if not self.input_is_shared:
-            input_ = column_input(input_, [self.weight], self.input_settings(in_autocast_dtype=True))
+            input_ = self.whole_input(input_, [self.weight])
         output = linear(input_, self.weight, group, self.transposed)
         if self.gather_output:
             output = gather_from_tensor_model_parallel_region(output, group)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function_unary
 from torch.utils._pytree import tree_map_only
 
 from ..errors import Problem
@@ -231,22 +232,27 @@ class _ModelExitHook:
         if current.length:
             logits = without_padding(logits, SEQUENCE_DIM, current.length)
         reads_later = current.labelled and torch.is_grad_enabled()
-        make = lazy_full_logits if reads_later else full_logits
-        return make(logits, self._vocabulary_size, region.group)
+        return full_logits(logits, self._vocabulary_size, region.group, reads_later)
 
 
 _aten = torch.ops.aten
 
 
-def full_logits(shard: torch.Tensor, vocabulary_size: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather logits ``[.., V / tp]`` to ``[.., vocabulary_size]``; every rank goes on with them alike."""
-    return gather_from_tensor_model_parallel_region(shard, group)[..., :vocabulary_size]
+def full_logits(
+    shard: torch.Tensor, vocabulary_size: int, group: dist.ProcessGroup, when_read: bool = False
+) -> torch.Tensor:
+    """Gather logits ``[.., V / tp]`` to ``[.., vocabulary_size]``; every rank goes on with them alike.
 
-
-def lazy_full_logits(shard: torch.Tensor, vocabulary_size: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return what `full_logits` does, gathered when it is read."""
-    shown: torch.Tensor = _Show.apply(shard, vocabulary_size, group)
-    return shown
+    With ``when_read`` they are gathered when they are read.
+    """
+    made: torch.Tensor
+    if has_torch_function_unary(shard):
+        made = handle_torch_function(full_logits, (shard,), shard, vocabulary_size, group, when_read)
+    elif when_read:
+        made = _Show.apply(shard, vocabulary_size, group)
+    else:
+        made = gather_from_tensor_model_parallel_region(shard, group)[..., :vocabulary_size]
+    return made
 
 
 class _Source:

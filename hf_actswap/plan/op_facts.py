@@ -22,6 +22,13 @@ GATHER = "all_gather"
 """The communication whose result is larger than its input."""
 
 
+ROW_LOSSES = frozenset({"cross_entropy", "parallel_cross_entropy"})
+"""Losses of logits and targets that are a sum, or a mean, of one value for each row of the logits."""
+
+FULL_LOGITS = "full_logits"
+"""Function ``(part, vocabulary size, ..)`` that gathers rows of logits whose vocabulary ranks divide."""
+
+
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 

@@ -336,8 +336,6 @@ class _Resolution:
         reason = ""
         if self._structure.head is None:
             reason = "a model with a head (get_output_embeddings)"
-        elif self._config.parallel_config.tensor_parallel_size > 1 or self._structure.communicates:
-            reason = "tensor_parallel_size 1: a divided head has the loss of the divided vocabulary"
         elif self._structure.compiled:
             reason = "a head outside of compiled code (compile the layers, not the model)"
         if reason and loss != "auto":

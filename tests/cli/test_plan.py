@@ -161,6 +161,26 @@ def test_compare(run: Run, tiny: Path) -> None:
         assert run("plan", tiny, "--compare", wrong).code == 2
 
 
+@pytest.mark.parametrize("sequence_parallel", ["true", "false"])
+def test_head_and_loss_in_tiles_of_two_ranks(
+    sequence_parallel: str, run: Run, tiny: Path, write: Write, tmp_path: Path
+) -> None:
+    """Of a predicted peak the rank's part of the logits is gone, 8 bytes for each, but for what is left."""
+    vocabulary, tokens = 4096, 4096
+    own = json.loads((tiny / "config.json").read_text()) | {"vocab_size": vocabulary}
+    (tmp_path / "config.json").write_text(json.dumps(own))
+    ranks = f"{{tensor_parallel_size: 2, sequence_parallel_enabled: {sequence_parallel}}}"
+    peaks = []
+    for loss in ("off", "{tokens: 64}"):
+        recompute = "recompute_config: {recompute: true}"
+        config = write(f"parallel_config: {ranks}\ntile_config: {{loss: {loss}}}\n{recompute}\n")
+        options = ("--seq", str(tokens), "--optimizer", "none", "--json")
+        found = run("plan", tmp_path, config, *options).document
+        peaks.append(found["predicted"]["as written"]["peak_bytes"])
+    whole, tiled = peaks
+    assert 7 < (whole - tiled) / (tokens * vocabulary // 2) < 8
+
+
 # Of `TINY`: embedding and head 2 x 64 x 32, final norm 32; in each of 4 layers q and o 2 x 32 x 32, k and v
 # 2 x 16 x 32, gate, up and down 3 x 32 x 48, norms 2 x 32.
 WEIGHTS = 2 * 64 * 32 + 32 + 4 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48 + 2 * 32)

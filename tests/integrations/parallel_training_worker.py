@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -52,14 +53,27 @@ SWAP_AND_RECOMPUTE = {
     },
     "recompute_config": {"select_recompute": {"feed_forward": [0, 1]}},
 }
+SMOOTHING = {"label_smoothing_factor": 0.1}
 SAVING = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
-def trained(settings: str, folder: Path, size: int, data_parallel_size: int = 1, **more: Any) -> Run:
+TILED = {"tile_config": {"loss": {"tokens": 7}}}
+"""A tile ends inside of a sequence."""
+
+
+def trained(
+    settings: str,
+    folder: Path,
+    size: int,
+    data_parallel_size: int = 1,
+    sections: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
+) -> Run:
     """A training of ours whose global batch is the same for every number of processes."""
     asked = {"per_device_train_batch_size": 4, **SETTINGS[settings], **more}
     asked["per_device_train_batch_size"] //= data_parallel_size
-    return train(make(parallel(size), folder, eval_strategy="steps", eval_steps=2, **asked))
+    config = parallel(size, **sections)
+    return train(make(config, folder, eval_strategy="steps", eval_steps=2, **asked))
 
 
 def callback_only(settings: str, folder: Path, size: int) -> Run:
@@ -243,9 +257,11 @@ def saved(folder: Path, state: dict[str, Any]) -> Path:
     return file
 
 
-def metrics(folder: Path, size: int, **more: Any) -> dict[str, Any]:
+def metrics(
+    folder: Path, size: int, sections: Mapping[str, Any] = MappingProxyType({}), **more: Any
+) -> dict[str, Any]:
     """Evaluation and prediction see each sample once."""
-    trainer = make(parallel(size), folder / "metrics", **more)
+    trainer = make(parallel(size, **sections), folder / "metrics", **more)
     predicted = trainer.predict(trainer.eval_dataset)
     found = trainer.evaluate()
     return {"loss": found["eval_loss"], "shape": predicted.predictions.shape, "labels": predicted.label_ids}
@@ -313,6 +329,9 @@ TWO: dict[str, Callable[[Path], Any]] = {
     "own loop": lambda folder: own_loop(folder, 2),
     "own loop without clip": lambda folder: own_loop(folder, 2, clips=False),
     "metrics": lambda folder: metrics(folder, 2),
+    "metrics in tiles": lambda folder: metrics(folder, 2, TILED),
+    "tiled accumulation": lambda folder: trained("accumulation", folder / "runs", 2, sections=TILED),
+    "tiled smoothing": lambda folder: trained("plain", folder / "runs", 2, sections=TILED, **SMOOTHING),
     "published": lambda folder: published(folder, dist.get_rank()),
     "differing ranks": differing_ranks,
     "missing rank": missing_rank,

@@ -76,6 +76,13 @@ def test_two_ranks_train_as_one(name: str, two: Path) -> None:
         assert_same(result(two, f"two {name}", rank), alone(name))
 
 
+def test_head_and_loss_in_tiles_train_as_one(two: Path) -> None:
+    assert_same(result(two, "tiled accumulation"), alone("accumulation"))
+    smoothed = alone("plain", **worker.SMOOTHING)
+    assert smoothed.losses != alone("plain").losses
+    assert_same(result(two, "tiled smoothing"), smoothed)
+
+
 @pytest.mark.parametrize("name", ["plain", "accumulation"])
 def test_a_callback_alone_trains_one_model(name: str, two: Path) -> None:
     assert_same(result(two, f"callback {name}"), alone(name), evaluates=False)
@@ -101,8 +108,9 @@ def test_an_optimizer_of_the_whole_model_is_given_its_parts(two: Path) -> None:
     assert_same(result(two, "given optimizer"), worker.given_optimizer(Path("given"), 1), evaluates=False)
 
 
-def test_evaluation_and_prediction_see_each_sample_once(two: Path) -> None:
-    found, expected = result(two, "metrics"), worker.metrics(Path("metrics"), 1)
+@pytest.mark.parametrize("name", ["metrics", "metrics in tiles"])
+def test_evaluation_and_prediction_see_each_sample_once(name: str, two: Path) -> None:
+    found, expected = result(two, name), worker.metrics(Path("metrics"), 1)
     assert found["shape"] == expected["shape"]
     assert found["loss"] == pytest.approx(expected["loss"], **CLOSE)
     assert (found["labels"] == expected["labels"]).all()

@@ -72,6 +72,7 @@ CASES: dict[str, Case] = {
     "llama_not_resharded": Case(sharding={"reshard_after_forward": False}, sequence_parallel=False),
     "llama_checkpointed": Case(checkpointing=True),
     "llama_planned": Case(plan=PLAN),
+    "llama_tiled": Case(plan={**PLAN, "tile_config": {"loss": {"tokens": 7}}}, accumulation=2),
     "qwen2_tied": Case("qwen2", {**ONE_KV_HEAD, "vocab_size": 129, "tie_word_embeddings": True}),
     "qwen3": Case("qwen3", accumulation=2, by_hand=True),
     "phi3": Case("phi3", ONE_KV_HEAD),

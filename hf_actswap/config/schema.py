@@ -202,12 +202,13 @@ class TileConfig:
     Args:
         loss: whether head and loss of a causal language model run in tiles, so that all logits are never
             there at once. ``auto``: in tiles whose logits are half as large as the hidden states, of 1,024
-            tokens or more, and whole for batches of no more tokens; a number: so many tiles.
+            tokens or more, and whole for batches of no more tokens; a number: so many tiles; ``off``: whole.
+            Default ``None``: whole, unless the planner's ``adaptive`` finds that nothing else fits.
         tile: modules of layers that run in tiles and save their input alone; each tile runs again in
             backward. The first entry that names a module of a layer wins.
     """
 
-    loss: Literal["off", "auto"] | int | TileTokens = "off"
+    loss: Literal["off", "auto"] | int | TileTokens | None = None
     tile: tuple[OpTileRule, ...] = ()
 
 

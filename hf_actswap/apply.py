@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .config import ActSwapConfig
 from .config.schema import MemoryConfig
 from .engine import AppliedPlan, Resources, Transfer, install
 from .engine.host_budget import HostMemory, Progress
@@ -31,8 +32,10 @@ from .plan import (
     resolve_plan,
     with_problems_of_model,
 )
+from .plan.actions import Tile
 from .plan.checkpointing_rules import problems_of_checkpointing
 from .plan.model_structure import unwrapped
+from .plan.tile_ladder import tile_ladder
 from .planner import Meter, Planner, start_planner
 from .report import PinningBar, PlannerBar
 from .stream import problems_of_model, stream_sequences
@@ -98,6 +101,7 @@ def apply(
         transfer=transfer,
         progress=progress,
         meter=meter,
+        written=requested,
     )
 
 
@@ -120,6 +124,7 @@ def plan_while_training(
     transfer: Transfer | None = None,
     progress: Progress | None = None,
     meter: Meter | None = None,
+    written: ActSwapConfig | None = None,
 ) -> Planner:
     """Search a plan for the decoder while a model trains; see `apply`.
 
@@ -134,18 +139,37 @@ def plan_while_training(
         counts_steps: whether the optimizer's step ends a training step; if not, the caller calls
             `Planner.step_ended`.
         transfer, progress, meter: see `apply`.
+        written: what the user wrote; under ``adaptive`` more of the model runs in tiles than that where no
+            plan fits. ``None``: no more does.
 
     Raises:
         PlanError: something does not go with the planner, or the plan file is malformed.
     """
-    shape, host, group = shape.decoder, HostMemory(fixed), enclosing_group()
-    parts = tile_parts(unwrapped(model), fixed.tiles, shape, enclosing_replicas())
+    whole, shape, host, group = shape, shape.decoder, HostMemory(fixed), enclosing_group()
+    root, replicas = unwrapped(model), enclosing_replicas()
+
+    def in_group() -> AbstractContextManager[Any]:
+        return nullcontext() if group is None else tensor_parallel_group(group)
 
     def put(plan: MemoryPlan, pack_handler: PackHandler | None) -> AppliedPlan:
-        with nullcontext() if group is None else tensor_parallel_group(group):
-            plan = replace(plan, tiles=fixed.tiles)  # on for as long as the planner
-            given = Resources(transfer, progress, pack_handler=pack_handler, host=host)
+        given = Resources(transfer, progress, pack_handler=pack_handler, host=host)
+        with in_group():
             return apply_plan(model, plan, shape, given)
+
+    def tiles_on(tiles: Iterable[Tile]) -> list[Callable[[], None]]:
+        with in_group():
+            return put_tiles(root, tile_parts(root, tiles, shape, replicas), shape)
+
+    def ladder() -> Iterator[MemoryPlan]:
+        if written is None or memory.mode != "adaptive":
+            return
+        found = tile_ladder(written, root, whole, 1 if replicas is None else replicas.size)
+        while True:
+            with in_group():
+                _, plan = next(found, (None, None))
+            if plan is None:
+                return
+            yield plan
 
     planner = start_planner(
         model,
@@ -153,15 +177,15 @@ def plan_while_training(
         fixed,
         memory,
         put,
+        tiles_on,
         host,
         optimizer=optimizer,
         counts_steps=counts_steps,
         transfer=transfer,
         meter=meter,
+        ladder=ladder(),
     )
     planner.on_remove(host.close)
-    for step in put_tiles(unwrapped(model), parts, shape):
-        planner.on_remove(step)
     if _is_rank_0():
         bar = PlannerBar()
         planner.progress = bar

@@ -14,13 +14,14 @@ from ..errors import ActSwapError, ConfigError, Problem
 from ..plan import MemoryPlan, resolve_plan, with_problems_of_model
 from ..plan.actions import folded
 from ..plan.resolve import RequestedPolicy, requested_policies
+from ..plan.tile_ladder import named
 from ..planner.profile import Prediction, Profile
 from ..stream import problems_of_model
 from . import options
 from .output import answer, heading, listed, problems_document, shown_problems
 from .plan_answer import fate_table, step_table
 from .plan_request import ModelRequest
-from .planned import PLANNED, poor_deal, search, usual_steps
+from .planned import PLANNED, planned, poor_deal, usual_steps
 from .step import StepShape, device_name, prediction_document, profile_of
 from .subject import ModelError, Subject, subject, with_tp
 
@@ -181,9 +182,11 @@ def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigErro
     if config.memory.mode == "off":
         found.predicted = usual_steps(found.profile, plan)
         return
-    steps = dict(search(looked_at, found.step, config.memory, found.profile, plan).steps)
-    planned = steps.pop(PLANNED)
-    found.predicted = {**steps, f"{PLANNED} ({config.memory.mode})": planned}
+    best = planned(looked_at, found.step, config, config.memory, found.profile)
+    steps = dict(best.steps)
+    tiles = "" if best.chosen_tiles is None else f", in tiles: {named(best.plan.tiles)}"
+    step = steps.pop(PLANNED)  # it is the last that is shown
+    found.predicted = {**steps, f"{PLANNED} ({config.memory.mode}{tiles})": step}
 
 
 def _meaning(requested: RequestedPolicy) -> str:

@@ -15,8 +15,7 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from ..config import ActSwapConfig, load_config
-from ..errors import PlanError
+from ..config import ActSwapConfig, TileConfig, load_config
 from ..plan import MemoryPlan, resolve_plan
 from ..planner.budget import budget_bytes
 from ..planner.cost.simulate import predict
@@ -26,15 +25,12 @@ from .output import busy, heading, listed, size_text, step_ms_text
 from .plan_answer import ALONE, assumptions, memory_table, step_on_paper
 from .plan_request import PlanRequest
 from .planned import MemoryParts, memory_in_force, memory_parts
-from .step import StepShape, prediction_document, profile_of, tiles_of
+from .step import StepShape, ladder_of, prediction_document, profile_of
 from .subject import Subject, subject, with_tp
 
 TILED, SWAPPED, CHECKPOINTED = "tiles, inputs swapped", "inputs swapped", "checkpointing"
 UNIT_TOKENS = 1024
 """Lengths are multiples of it."""
-
-EACH_TOKEN = ("feed_forward", "attention_norm", "ffn_norm", "final_norm")
-"""Modules that treat tokens one by one in most models."""
 
 _FIRST_TOKENS = 64 * UNIT_TOKENS
 _MOST_RECORDS = 8
@@ -166,21 +162,16 @@ class _Lengths:
         return LongestAnswer(self._found, shape, self._budget_bytes, self._host, found, tiled)
 
     def _plan(self, text: str) -> MemoryPlan:
-        read = load_config(text)
-        return resolve_plan(replace(read, parallel_config=self._config.parallel_config), self._found.shape)
+        return resolve_plan(self._read(text), self._found.shape)
+
+    def _read(self, text: str) -> ActSwapConfig:
+        return replace(load_config(text), parallel_config=self._config.parallel_config)
 
     def _tiled(self) -> str:
-        """The configuration with all in tiles that can be, of the modules that models have by name."""
-
-        def can(names: Iterable[str]) -> bool:
-            try:
-                tiles_of(self._found, self._plan(tiled_text(names)).tiles)
-            except PlanError:
-                return False
-            return True
-
-        names = EACH_TOKEN if can(EACH_TOKEN) else tuple(name for name in EACH_TOKEN if can([name]))
-        return tiled_text(names)
+        """The configuration with all in tiles that can be."""
+        read = self._read(_INPUTS + _RECOMPUTED)
+        *_, most = [TileConfig("auto"), *(tiles for tiles, _ in ladder_of(self._found, read))]
+        return _INPUTS + _RECOMPUTED + ActSwapConfig(tile_config=most).to_yaml()
 
     def _longest(self, plan: MemoryPlan) -> Longest:
         def over_bytes(tokens: int) -> int:
@@ -207,13 +198,6 @@ class _Lengths:
 
     def _step(self, plan: MemoryPlan, tokens: int) -> Prediction:
         return predict(self._profile(plan, tokens), plan)
-
-
-def tiled_text(names: Iterable[str]) -> str:
-    """Return the configuration of the longest sequences, with modules of these names in tiles."""
-    joined = ", ".join(names)
-    tile = f"  tile:\n    - {{op_name: [{joined}], tokens: auto}}\n" if joined else ""
-    return f"{_INPUTS}{_RECOMPUTED}tile_config:\n  loss: auto\n{tile}"
 
 
 def longest_of(over_bytes: Callable[[int], int]) -> int:

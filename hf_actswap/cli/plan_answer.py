@@ -16,10 +16,11 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from ..config import load_config
+from ..config import ActSwapConfig, TileConfig, load_config
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import COMPILE_BUDGET, SCOPES, Scope, folded, folded_tiles
+from ..plan.tile_ladder import SECOND_CLASS
 from ..planner.cost.tensor_axis import Exchanged, exchanged, tensor_axis
 from ..planner.profile import Prediction, Profile
 from ..planner.record.devices import DEVICES, Fabric
@@ -60,6 +61,7 @@ class PlanAnswer:
             "memory": {name: parts.document() for name, parts in found.parts.items()},
             "assumed": list(assumptions(found.subject, found.step)),
             "saved_to": self.saved_to,
+            "chosen_tiles": None if found.chosen_tiles is None else _tile_document(found.chosen_tiles),
             "plan": json.loads(found.plan.to_json()),
         }
 
@@ -76,6 +78,10 @@ class PlanAnswer:
             yield summary_table(found.plan, found.profile)
         else:
             yield short_table(found.plan, found.profile)
+        if found.chosen_tiles is not None:
+            yield heading("Nothing else fits: in tiles")
+            yield ActSwapConfig(tile_config=found.chosen_tiles).to_yaml()
+            yield f"Chosen because {SECOND_CLASS}."
         yield heading("Predicted")
         yield step_table(found.steps, found.budget_bytes)
         if any(step.peak_bytes > found.budget_bytes for step in found.steps.values()):
@@ -240,6 +246,11 @@ def step_on_paper(asked: AskedStep) -> StepShape:
         asked.gradient_dtype,
         asked.sharding,
     )
+
+
+def _tile_document(tiles: TileConfig) -> dict[str, Any]:
+    document: dict[str, Any] = ActSwapConfig(tile_config=tiles).to_dict()["tile_config"]
+    return document
 
 
 def _or_why_not(of: Any, size: int) -> Planned | ActSwapError:

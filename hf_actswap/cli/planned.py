@@ -7,16 +7,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from ..config import ActSwapConfig, MemoryConfig
+from ..config import ActSwapConfig, MemoryConfig, TileConfig
 from ..engine.stats import GIB
+from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..errors import PlanError
 from ..plan import MemoryPlan, resolve_plan
-from ..planner.budget import BudgetError, budget_bytes, impossible, limits_of
+from ..plan.tile_ladder import named
+from ..planner.budget import BudgetError, budget_bytes, impossible, limits_of, rests_within
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
 from ..planner.search.find_plan import find_plan, least_peak
 from .output import busy, size_text, step_ms_text
-from .step import StepShape, profile_of, recompute_everything
+from .step import StepShape, ladder_of, profile_of, recompute_everything
 from .subject import Subject
 
 LEAST = "least budget"
@@ -87,6 +89,7 @@ class Planned:
         plan: that was found.
         budget_bytes: that it keeps within.
         steps: predictions by what is done: see `usual_steps`, `PLANNED`, and `LEAST` where it was asked for.
+        chosen_tiles: ``tile_config`` of the plan, where it has more than the user wrote: nothing else fits.
     """
 
     subject: Subject
@@ -96,6 +99,7 @@ class Planned:
     plan: MemoryPlan
     budget_bytes: int
     steps: Mapping[str, Prediction]
+    chosen_tiles: TileConfig | None = None
 
     @property
     def prediction(self) -> Prediction:
@@ -173,6 +177,9 @@ def planned(
 ) -> Planned:
     """Search a plan; what is written by hand stays as it is.
 
+    Where no plan fits, parts of the model run in tiles that the user has not written, as few as will do; not
+    where ``smart_swap`` is written, nor with a profile that was measured, which knows no tiles.
+
     Args:
         found: the model.
         step: to plan for.
@@ -190,32 +197,68 @@ def planned(
     if profile is None:
         with busy(f"profile of {found.described()}"):
             profile = profile_of(found, step, fixed.tiles)
-    with busy("search"):
-        return search(found, step, memory, profile, fixed, with_least)
-
-
-def search(
-    found: Subject,
-    step: StepShape,
-    memory: MemoryConfig,
-    profile: Profile,
-    fixed: MemoryPlan,
-    with_least: bool = False,
-) -> Planned:
-    """Search a plan for a profile; see `planned`."""
     moved = memory.preference == "memory_saving"
-    unplanned = Simulator(profile).predict(fixed, optimizer_states_moved=moved, curve=False)
-    budget = budget_bytes(memory, profile.device_bytes, unplanned.peak_bytes)
-    limits = limits_of(memory, budget, fixed.min_tensor_bytes)
+    unplanned = Simulator(profile).predict(fixed, optimizer_states_moved=moved, curve=False).peak_bytes
+    budget = budget_bytes(memory, profile.device_bytes, unplanned)
+    on_paper = _Search(found, step, memory, profile, fixed, with_least, unplanned, budget)
     try:
-        best = find_plan(profile, fixed, limits)
-    except BudgetError:
-        least = least_peak(profile, fixed, limits)
-        (problem,) = impossible(memory, budget, least.peak_bytes, unplanned.peak_bytes).problems
-        parts = memory_parts(profile, least, moved)
-        needs = "" if parts is None else f" The least is {parts}."
-        raise BudgetError([replace(problem, hint=f"{problem.hint}{needs}".strip())]) from None
-    steps = {**usual_steps(profile, fixed), PLANNED: best.prediction}
-    if with_least:
-        steps[LEAST] = least_peak(profile, fixed, limits)
-    return Planned(found, step, memory, profile, best.plan, budget, steps)
+        return on_paper.planned(profile, fixed)
+    except BudgetError as error:
+        errors = [error]
+    chosen = config.memory.mode != "smart_swap" and profile.source == "shapes"
+    if chosen and step.sequences * step.tokens > AUTO_LEAST_TOKENS and rests_within(profile, memory, budget):
+        for tiles, tiled in ladder_of(found, config):
+            with busy(f"profile of {found.described()}, {named(tiled.tiles)} in tiles"):
+                profile = profile_of(found, step, tiled.tiles)
+            try:
+                return replace(on_paper.planned(profile, tiled), chosen_tiles=tiles)
+            except BudgetError as error:
+                errors.append(error)
+    raise min(errors, key=lambda error: error.least_bytes)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Searches for one budget.
+
+    Args:
+        found, step, memory, with_least: see `planned`.
+        profile: of the step in which nothing happens but what the user wrote.
+        written: the plan of that.
+        unplanned_bytes: its peak.
+        budget_bytes: the budget.
+    """
+
+    found: Subject
+    step: StepShape
+    memory: MemoryConfig
+    profile: Profile
+    written: MemoryPlan
+    with_least: bool
+    unplanned_bytes: int
+    budget_bytes: int
+
+    def planned(self, profile: Profile, fixed: MemoryPlan) -> Planned:
+        """Search a plan.
+
+        Args:
+            profile: of the step in the tiles of ``fixed``.
+            fixed: what is not decided again.
+
+        Raises:
+            BudgetError: nothing fits.
+        """
+        memory, budget = self.memory, self.budget_bytes
+        limits = limits_of(memory, budget, fixed.min_tensor_bytes)
+        try:
+            with busy("search"):
+                best = find_plan(profile, fixed, limits)
+        except BudgetError:
+            least = least_peak(profile, fixed, limits)
+            error = impossible(memory, budget, least.peak_bytes, self.unplanned_bytes, fixed.tiles)
+            parts = memory_parts(profile, least, memory.preference == "memory_saving")
+            raise error.with_hint("" if parts is None else f"The least is {parts}.") from None
+        steps = {**usual_steps(self.profile, self.written), PLANNED: best.prediction}
+        if self.with_least:
+            steps[LEAST] = least_peak(profile, fixed, limits)
+        return Planned(self.found, self.step, memory, profile, best.plan, budget, steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config import ActSwapConfig, TileConfig
 from ..config.sizes import device_kind
 from ..engine.install import put_tiles, tile_parts
 from ..errors import Problem
 from ..parallel import enclosing_replicas
 from ..plan import MemoryPlan, PlanRow
 from ..plan.actions import Scope, Tile
+from ..plan.tile_ladder import tile_ladder
 from ..planner.profile import Prediction, Profile
 from ..planner.record.baseline import Baseline, with_baseline
 from ..planner.record.devices import device_rates
@@ -112,7 +114,7 @@ def profile_of(
         ModelError: the model does not run on fake tensors.
         PlanError: something cannot run over pieces of the tokens in this model.
     """
-    parts = tiles_of(found, tiles)
+    parts = tile_parts(found.model, tiles, found.shape, enclosing_replicas())
     shape = (step.sequences, step.tokens)
     # One tensor each: a model may move or cut its labels.
     names = ("input_ids", "labels") if has_loss else ("input_ids",)
@@ -137,13 +139,10 @@ def profile_of(
     return with_baseline(profile, _baseline(found, step, profile))
 
 
-def tiles_of(found: Subject, tiles: Iterable[Tile]) -> dict[Tile, int]:
-    """Return what `engine.install.tile_parts` says of a model.
-
-    Raises:
-        PlanError: something cannot run over pieces of the tokens in this model.
-    """
-    return tile_parts(found.model, tiles, found.shape, enclosing_replicas())
+def ladder_of(found: Subject, config: ActSwapConfig) -> Iterator[tuple[TileConfig, MemoryPlan]]:
+    """Yield what `plan.tile_ladder` does for a model."""
+    replicas = enclosing_replicas()
+    return tile_ladder(config, found.model, found.shape, 1 if replicas is None else replicas.size)
 
 
 def _baseline(found: Subject, step: StepShape, profile: Profile) -> Baseline:

@@ -210,11 +210,13 @@ class TileConfig:
         loss: whether head and loss of a causal language model run in tiles, so that the logits never exist
             all at once. ``auto``: tiles of at least 1,024 tokens whose logits are half as large as the
             hidden states; a batch of no more tokens runs whole. A number: that many tiles.
+            ``off``: whole. Default ``None``: whole, unless the planner's ``adaptive`` finds that nothing else
+            fits.
         tile: modules of layers that run in tiles and save only their input; each tile runs again in
             backward. The first entry that names a module of a layer applies.
     """
 
-    loss: Literal["off", "auto"] | int | TileTokens = "off"
+    loss: Literal["off", "auto"] | int | TileTokens | None = None
     tile: tuple[OpTileRule, ...] = ()
 
 

@@ -15,7 +15,7 @@ EXPECTED_TOKENS = "a whole number of tokens, at least 1, or auto"
 
 _ENTRY_KEYS = ("op_name", "tokens", "layers")
 
-Loss = Literal["off", "auto"] | int | TileTokens
+Loss = Literal["off", "auto"] | int | TileTokens | None
 
 
 def read_tiles(findings: Findings) -> TileConfig:
@@ -40,7 +40,9 @@ def read_stream(findings: Findings) -> StreamConfig:
 
 
 def _read_loss(findings: Findings, path: Path, value: object) -> Loss:
-    if value is None or value is False or value == "off":  # YAML 1.1 reads a bare `off` as false
+    if value is None:
+        return None
+    if value is False or value == "off":  # YAML 1.1 reads a bare `off` as false
         return "off"
     if isinstance(value, Mapping) and "tokens" in value:
         check_keys(findings, path, value, ("tokens",))

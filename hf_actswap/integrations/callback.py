@@ -224,6 +224,7 @@ class ActSwapCallback(TrainerCallback):
                         optimizer=kwargs.get("optimizer"),
                         counts_steps=False,
                         progress=silent,
+                        written=config,
                     )
                 if args.disable_tqdm:
                     self.applied.progress = None

@@ -331,7 +331,7 @@ class _Resolution:
     def _head_tile(self) -> tuple[Tile, ...]:
         """Return head and loss in tiles. If they cannot: an error; an adjustment where ``auto`` was asked."""
         loss = self._config.tile_config.loss
-        if loss == "off":
+        if loss is None or loss == "off":
             return ()
         reason = ""
         if self._structure.head is None:

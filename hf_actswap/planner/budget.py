@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
 from ..config.schema import MemoryConfig
 from ..engine.stats import GIB, gib_text
 from ..errors import PlanError, Problem
-from .profile import Limits
+from ..plan.actions import Tile
+from ..plan.tile_ladder import named
+from .profile import Limits, Profile
 
 MARGIN_SHARE = 0.03
 """Of the device's memory, what stays free where the user names no budget: for kernels' own needs, and for
@@ -15,9 +20,24 @@ what an allocator cannot place although it is free."""
 
 
 class BudgetError(PlanError):
-    """No plan keeps within the budget."""
+    """No plan keeps within the budget.
+
+    Attributes:
+        least_bytes: the least peak that any plan reaches; 0: nothing was searched.
+    """
 
     subject = "memory budget"
+    least_bytes = 0
+
+    def with_hint(self, hint: str) -> BudgetError:
+        """Return the same error, with one hint more."""
+        (problem,) = self.problems
+        error = BudgetError([replace(problem, hint=f"{problem.hint} {hint}".strip())])
+        error.least_bytes = self.least_bytes
+        return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (*super().__reduce__(), vars(self))
 
 
 def budget_bytes(memory: MemoryConfig, device_bytes: int, unplanned_peak_bytes: int) -> int:
@@ -71,15 +91,41 @@ def limits_of(memory: MemoryConfig, device_bytes: int, engine_min_bytes: int) ->
     )
 
 
-def impossible(memory: MemoryConfig, budget: int, least_bytes: int, unplanned_peak_bytes: int) -> BudgetError:
-    """Return the error that names what would be possible, in the unit in which the user asked."""
+def rests_within(profile: Profile, memory: MemoryConfig, budget: int) -> bool:
+    """Whether a budget holds what is there outside forward and backward, which tiles do not change."""
+    moved = profile.optimizer_state_bytes if memory.preference == "memory_saving" else 0
+    return profile.outside_base_bytes - moved <= budget
+
+
+def impossible(
+    memory: MemoryConfig, budget: int, least_bytes: int, unplanned_peak_bytes: int, tiles: Iterable[Tile] = ()
+) -> BudgetError:
+    """Return the error that names what would be possible, in the unit in which the user asked.
+
+    Args:
+        memory: what the user wrote.
+        budget: that it comes to, in bytes.
+        least_bytes: the least peak that any plan reaches.
+        unplanned_peak_bytes: see `budget_bytes`.
+        tiles: in which the step runs.
+    """
+    names = named(tiles)
+    tiled = f", with {names} in tiles" if names else ""
+    error = BudgetError([_impossible(memory, budget, least_bytes, unplanned_peak_bytes, tiled)])
+    error.least_bytes = least_bytes
+    return error
+
+
+def _impossible(
+    memory: MemoryConfig, budget: int, least_bytes: int, unplanned_peak_bytes: int, tiled: str
+) -> Problem:
     if memory.reduce_by_gib is not None:
         most = gib_text(max(unplanned_peak_bytes - least_bytes, 0), math.floor)
-        expected = f"at most {most}, the largest reduction that any plan reaches"
-        return BudgetError([Problem("memory.reduce_by_gib", expected, f"{memory.reduce_by_gib:g} GiB")])
+        expected = f"at most {most}, the largest reduction that any plan reaches{tiled}"
+        return Problem("memory.reduce_by_gib", expected, f"{memory.reduce_by_gib:g} GiB")
     found = gib_text(budget) if memory.budget_gib is None else f"{memory.budget_gib:g} GiB"
     hint = "Shorter sequences, a smaller batch, or more ranks in the tensor-parallel group need less."
     if memory.preference == "performance":
         hint = "`preference: memory_saving` moves the optimizer's states away too. " + hint
-    expected = f"at least {gib_text(least_bytes, math.ceil)}, the least that any plan reaches"
-    return BudgetError([Problem("memory.budget_gib", expected, found, hint)])
+    expected = f"at least {gib_text(least_bytes, math.ceil)}, the least that any plan reaches{tiled}"
+    return Problem("memory.budget_gib", expected, found, hint)

@@ -13,7 +13,7 @@ import contextvars
 import logging
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from ..config.sizes import device_kind
 from ..engine.stats import gib_text
 from ..plan.actions import MemoryPlan
 from ..plan.model_structure import ModelStructure, unwrapped
+from ..plan.tile_ladder import named
 from .budget import limits_of
 from .record.devices import DEVICES
 from .record.shapes import profile_from_shapes
@@ -45,7 +46,7 @@ class LeastBudget:
     Args:
         model: in training, in its wrappers.
         structure: of it.
-        fixed: what is written by hand.
+        fixed: says what is written by hand, with what runs in tiles.
         memory: what the user wrote.
         optimizer: of the model, if it is known. States that it has yet to make are counted for Adam's family.
         device: name of the model's device.
@@ -55,7 +56,7 @@ class LeastBudget:
         self,
         model: nn.Module,
         structure: ModelStructure,
-        fixed: MemoryPlan,
+        fixed: Callable[[], MemoryPlan],
         memory: MemoryConfig,
         optimizer: torch.optim.Optimizer | None,
         device: str,
@@ -85,7 +86,8 @@ class LeastBudget:
         Args:
             least_bytes: device memory that is known to be needed in any case.
         """
-        key = self._shape, self._gradients_exist
+        tiled = named(self._fixed().tiles)
+        key = self._shape, self._gradients_exist, tiled
         if key not in self._known:
             self._known[key] = self._computed()
         found = self._known[key]
@@ -93,6 +95,7 @@ class LeastBudget:
             return ""
         least_bytes = max(found, least_bytes)
         states = "" if self._state_bytes() is None else ", optimizer states included"
+        states += f", with {tiled} in tiles" if tiled else ""
         return (
             f"The least budget that would do for a batch of {self._shape} is about "
             f"{gib_text(least_bytes, math.ceil)} (computed from shapes{states})."
@@ -118,8 +121,9 @@ class LeastBudget:
                 optimizer_state_bytes=self._state_bytes() or 0,
                 gradients_exist=self._gradients_exist,
             )
-            limits = limits_of(self._memory, profile.device_bytes, self._fixed.min_tensor_bytes)
-            found.append(least_peak_bytes(profile, self._fixed, limits))
+            fixed = self._fixed()
+            limits = limits_of(self._memory, profile.device_bytes, fixed.min_tensor_bytes)
+            found.append(least_peak_bytes(profile, fixed, limits))
         except Exception:  # an error is on its way already, and it is the one that counts
             logger.debug("the least budget is not known", exc_info=True)
 

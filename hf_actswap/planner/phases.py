@@ -25,18 +25,20 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..engine.agreement import rank
+from ..engine.agreement import rank, world_size
 from ..engine.install import AppliedPlan
 from ..engine.stats import GIB, SwapStats, gib_text
+from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..errors import short_traceback
 from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan
 from ..plan.model_structure import ModelStructure
 from .bucket_plans import BucketPlans, ShapeBucket
-from .budget import BudgetError
+from .budget import BudgetError, rests_within
 from .cost.simulate import predict
 from .plan_file import FilePlan, MadeFor, write_plan
 from .planning import Task, task_of
+from .profile import Prediction
 from .record.recorder import batch_shape
 from .rescue.out_of_memory import Failure
 from .retry import Retry
@@ -93,6 +95,8 @@ class Planner:
         self._warm_up_peak_bytes: int | None = None
         self._plans = self._beyond_bytes = 0
         self._last: MemoryPlan | None = None
+        self._without_tiles: Prediction | None = None
+        self._impossible: list[BudgetError] = []
         self._retry = Retry(run.model, run.idle.device, self._can_try_again, self._ran_out)
         self._undo: list[Callable[[], None]] = []
         self._phase: WarmUp | SearchPhase | Stable
@@ -112,7 +116,8 @@ class Planner:
     def plan(self) -> MemoryPlan:
         """What is on the model."""
         if self._run.applied is None:
-            return MemoryPlan((), len(self.structure.layers), self.structure.family)
+            tiles = self._run.fixed.tiles
+            return MemoryPlan((), len(self.structure.layers), self.structure.family, tiles=tiles)
         return self._run.applied.plan
 
     @property
@@ -167,6 +172,7 @@ class Planner:
                 self._recorded = None
             if phase.smaller is not None:
                 self.planning_s += phase.smaller.planning_s
+            self._impossible = []
             self._phase = WarmUp(self._run, 1)
         if self.progress is not None and not (phase is self._phase and isinstance(phase, Stable)):
             now = self._phase
@@ -235,7 +241,7 @@ class Planner:
         own, step = step, _more_telling(step, self._recorded)
         self._recorded = step
         if step is own:
-            self._warm_up_peak_bytes = phase.peak_bytes
+            self._warm_up_peak_bytes = self._warm_up_peak_bytes if self._without_tiles else phase.peak_bytes
         self._plans += 1
         if self.progress is not None:  # what follows may take seconds
             self.progress(SearchPhase.name, max(self._run.memory.search_steps, 1))
@@ -246,21 +252,49 @@ class Planner:
                 raise
             self._go_on_guarded(self._last, error)
 
-    def _begin_search(self, step: RecordedStep, largest: BatchSize | None) -> SearchPhase:
-        """Search for the largest batch; where nothing fits that, for the recorded one: it has trained."""
+    def _begin_search(self, step: RecordedStep, largest: BatchSize | None) -> SearchPhase | WarmUp:
+        """Search for the largest batch; where nothing fits that, in more tiles, or for the recorded one."""
         run, again = self._run, self._last is not None
         states_bytes = 0 if run.states is None else run.states.state_bytes
         device_bytes, beyond_bytes = run.meter.limit_bytes(), self._beyond_bytes
-        task = task_of(step, run.fixed, run.memory, device_bytes, states_bytes, beyond_bytes, again, largest)
+        without = self._without_tiles
+        task = task_of(
+            step, run.fixed, run.memory, device_bytes, states_bytes, beyond_bytes, again, largest, without
+        )
         try:
             return SearchPhase(run, task, max(run.memory.search_steps, 1))
         except BudgetError as error:
+            self._impossible.append(error)
+            rests = rests_within(task.profile, run.memory, task.budget_bytes)
+            if rests and (anew := self._more_tiles(task.size, task.unplanned)) is not None:
+                return anew
             if largest is None or task.step is None or task.size == task.step.size:
-                raise
+                raise min(self._impossible, key=lambda error: error.least_bytes) from None
             logger.warning(
                 "%s: not for the largest batch so far, which would be guarded: %s", run.name, error
             )
             return self._begin_search(step, None)
+
+    def _more_tiles(self, size: BatchSize | None, without: Prediction | None) -> WarmUp | None:
+        """Let more of the model run in tiles, on all ranks, and warm up anew; ``None``: nothing more can.
+
+        Args:
+            size: of the largest batch.
+            without: the step so far; ``None``: it has not been recorded.
+        """
+        run = self._run
+        if size is None or size.tokens <= AUTO_LEAST_TOKENS:
+            return None
+        tiled = next((plan for plan in run.ladder if len(plan.tiles) > len(run.fixed.tiles)), None)
+        if tiled is None:
+            return None
+        logger.warning("%s: %s", run.name, tiled.adjustments[-1])
+        if isinstance(self._phase, WarmUp):
+            self._phase.close()
+        run.take_off()
+        run.tile(tiled)
+        self._without_tiles, self._recorded = self._without_tiles or without, None
+        return WarmUp(run, first_steps(run))
 
     def _go_on_guarded(self, plan: MemoryPlan, error: BudgetError) -> None:
         """Nothing fits any more: a training that has come so far is not ended for that."""
@@ -269,12 +303,20 @@ class Planner:
         run.switch(plan, guarded=True)
         self._phase = Stable(run, run.meter.limit_bytes(), self._largest, MOST_PLANS, stays_guarded=True)
 
-    def _can_try_again(self) -> bool:
-        return isinstance(self._phase, Stable) and not self._run.guarded
+    def _can_try_again(self) -> str:
+        """The stage in which memory may run out once, or nothing. Of several ranks none tiles alone."""
+        if isinstance(self._phase, WarmUp):
+            known, alone = self._largest, world_size() == 1 and self._run.memory.mode == "adaptive"
+            return self.phase if alone and (known is None or known.tokens > AUTO_LEAST_TOKENS) else ""
+        return self.phase if isinstance(self._phase, Stable) and not self._run.guarded else ""
 
     def _ran_out(self, failure: Failure) -> None:
         if isinstance(self._phase, Stable):
             self._phase.ran_out(failure)
+        elif (anew := self._more_tiles(self._largest, None)) is not None:
+            self._phase, self._in_step = anew, False
+        else:
+            raise failure.kind(failure.text)
 
     def _settle(self, search: SearchPhase) -> None:
         run, best = self._run, search.best
@@ -283,6 +325,9 @@ class Planner:
         self.planning_s += search.planning_s
         budget = search.task.budget_bytes
         fits = best.fits(budget)
+        if not fits and (anew := self._more_tiles(search.task.size, search.task.unplanned)) is not None:
+            self._phase = anew
+            return
         if not fits:
             logger.warning(
                 "%s: no plan that was tried stays within %s; the one that needs least stays on, under the "
@@ -306,11 +351,14 @@ class Planner:
                 logger.warning(said, run.name, run.memory.plan_file, error.strerror)
 
     def _outcome(self, task: Task, best: Trial) -> Outcome:
-        without = predict(task.profile, MemoryPlan((), task.profile.num_layers, task.profile.family))
+        nothing = MemoryPlan((), task.profile.num_layers, task.profile.family)
+        without = self._without_tiles or predict(task.profile, nothing)
         peak_bytes, source = without.peak_bytes, "predicted from the recorded step"
         recorded = task.step is not None and task.step.size == task.size
         if self._warm_up_peak_bytes is not None and recorded:
             peak_bytes, source = self._warm_up_peak_bytes, "measured in warm-up"
+        if self._run.fixed.tiles and self._without_tiles is None:
+            source += ", in tiles"  # nothing was recorded without
         used_bytes = max(step.peak_bytes for step in best.steps)
         # A step that is recorded or guarded takes longer than others: of times only the relation is taken.
         predicted_ms = best.prediction.step_ms

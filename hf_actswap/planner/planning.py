@@ -30,7 +30,7 @@ class Task:
         fixed: fates written by hand.
         memory: what the user wrote.
         budget_bytes: the most that a step may use, fragments included.
-        unplanned: a step with nothing but what is written by hand.
+        unplanned: a step with nothing but what is written by hand; not with tiles that the planner chose.
         states_bytes: host memory that the optimizer's states take.
         beyond_bytes: the most that a step so far used beyond the prediction of its plan.
         step: what was recorded, of which ``profile`` is that of ``size``; ``None``: it cannot be scaled.
@@ -66,7 +66,7 @@ class Task:
         size = self.size.joined(size)
         profile = self.at(size)
         unplanned = predict(profile, self.fixed)
-        more_bytes = unplanned.peak_bytes - self.unplanned.peak_bytes
+        more_bytes = unplanned.peak_bytes - predict(self.profile, self.fixed).peak_bytes
         budget = self.budget_bytes + (0 if self.memory.reduce_by_gib is None else more_bytes)
         return replace(self, profile=profile, unplanned=unplanned, budget_bytes=budget, size=size)
 
@@ -96,6 +96,7 @@ def task_of(
     beyond_bytes: int = 0,
     again: bool = False,
     largest: BatchSize | None = None,
+    unplanned: Prediction | None = None,
 ) -> Task:
     """Put together what all ranks recorded; every rank must call it.
 
@@ -108,6 +109,7 @@ def task_of(
         again: there was a plan before; a device that is smaller than ``budget_gib`` by now is the budget.
         largest: the largest batch that this rank has seen, which is planned for if it is larger than what was
             recorded; ``None``: not known.
+        unplanned: see `Task`; ``None``: as recorded.
 
     Raises:
         BudgetError: the budget is larger than a rank's device, or the reduction larger than the peak.
@@ -121,7 +123,7 @@ def task_of(
     least_device_bytes = min(from_all_ranks(device_bytes))
     if again and memory.budget_gib is not None:
         memory = replace(memory, budget_gib=min(memory.budget_gib, least_device_bytes / GIB))
-    unplanned = predict(profile, fixed)
+    unplanned = unplanned or predict(profile, fixed)
     budget = budget_bytes(memory, least_device_bytes, unplanned.peak_bytes + profile.reserved_bytes)
     states_bytes = max(from_all_ranks(states_bytes))
     return Task(profile, fixed, memory, budget, unplanned, states_bytes, beyond_bytes, step, size)
@@ -177,6 +179,7 @@ def best_plans(task: Task, count: int) -> Sequence[Found]:
             least = least_peak_bytes(task.profile, task.fixed, limits)
             beyond = task.budget_bytes - limits.device_bytes
             peak = task.unplanned.peak_bytes + task.profile.reserved_bytes
-            raise impossible(task.memory, task.budget_bytes, least + beyond, peak) from None
+            tiles = task.fixed.tiles
+            raise impossible(task.memory, task.budget_bytes, least + beyond, peak, tiles) from None
 
     return found_by_rank_0(search)

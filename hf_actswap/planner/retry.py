@@ -1,7 +1,8 @@
 """A retry for a step that runs out of memory in the stable stage, where no guard watches its ops.
 
-Two things can be run again as a whole, with the same random numbers and the guard on, because nothing of the
-first attempt is left when it has failed:
+And in warm-up, where the guard had nothing to move and more of the model can run in tiles. Two things can be
+run again as a whole, with the same random numbers and the guard on, because nothing of the first attempt is
+left when it has failed:
 
 * a **forward**: a function of its inputs, unless it has written into a buffer or an input. Among several
   ranks it is this rank's alone where nothing communicates inside it (`Exchanges`): that of the model inside
@@ -52,15 +53,15 @@ class Retry:
     Args:
         model: in training.
         device: that it is on.
-        ready: whether an error is to be caught now: the stage is stable, and the guard off.
-        ran_out: switches the guard on; told of each error before its retry.
+        ready: the stage, if an error is to be caught now, else nothing.
+        ran_out: switches the guard on, or tiles; told of each error before its retry.
     """
 
     def __init__(
         self,
         model: nn.Module,
         device: torch.device,
-        ready: Callable[[], bool],
+        ready: Callable[[], str],
         ran_out: Callable[[Failure], None],
     ) -> None:
         self._ready, self._ran_out = ready, ran_out
@@ -74,12 +75,14 @@ class Retry:
         """Give the forwards of ``module`` a retry, hooks on it included."""
 
         def tried_twice(inner: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda *args, **kwargs: self.forward(inner, args, kwargs)
+            return lambda *args, **kwargs: self.forward(inner, args, kwargs, module)
 
         return [replace_call(module, tried_twice)]
 
-    def forward(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model; it runs out of memory: call it again under the guard."""
+    def forward(
+        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module
+    ) -> Any:
+        """Call the model; it runs out of memory: call it again under the guard, with what is on it then."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         call = self._exchanges.learned_from(call)
@@ -95,7 +98,8 @@ class Retry:
 
         mark = self._exchanges.mark()
         before = [tensor._version for tensor in written]
-        return self._twice(lambda: call(*args, **kwargs), "forward", why_not, lambda: None)
+        run, again = (lambda: call(*args, **kwargs)), (lambda: module(*args, **kwargs))
+        return self._twice(run, "forward", why_not, lambda: None, again)
 
     def micro_batch(self, step: Callable[[], Value]) -> Value:
         """Run forward and backward of a micro-batch; memory runs out: run them again under the guard.
@@ -126,7 +130,7 @@ class Retry:
             for weight in weights:
                 weight.grad = None
 
-        return self._twice(step, "a micro-batch", why_not, drop_gradients)
+        return self._twice(step, "a micro-batch", why_not, drop_gradients, step)
 
     def _weights_and_buffers(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
         """Walked once, and not before the first stable step: FSDP2 may take their places when it shards."""
@@ -136,38 +140,47 @@ class Retry:
         return self._known
 
     def _twice(
-        self, run: Callable[[], Value], what: str, why_not: Callable[[], str | None], undo: Callable[[], None]
+        self,
+        run: Callable[[], Value],
+        what: str,
+        why_not: Callable[[], str | None],
+        undo: Callable[[], None],
+        again: Callable[[], Value],
     ) -> Value:
         restore = [state for state in (item.saved(None) for item in self._random) if state is not None]
         try:
             return run()
         except RuntimeError as error:
             failure = failure_of(error)
-            if failure is None or not self._ready() or _is_explained(error):  # or a retry inside failed
+            stage = self._ready()
+            if failure is None or not stage or _is_explained(error):  # or a retry inside failed
                 raise
             why = why_not()
             if len(restore) < len(self._random):
                 why = "a graph of the accelerator is being captured"
             if why is not None:
-                raise _explained(failure, what, why) from error
+                raise _explained(failure, what, why, stage) from error
         # The handler has been left: its traceback held tensors.
         undo()
         gc.collect()
-        logger.warning("%s ran out of memory (%s) and is run again under the guard", what, failure.text)
         self._ran_out(failure)
+        logger.warning("%s ran out of memory (%s) and is run again under the guard", what, failure.text)
         for state in restore:
             state()
-        return run()
+        return again()
 
 
 def _is_explained(error: RuntimeError) -> bool:
     return error.__cause__ is not None and failure_of(error.__cause__) is not None
 
 
-def _explained(failure: Failure, what: str, why: str) -> RuntimeError:
+def _explained(failure: Failure, what: str, why: str, stage: str) -> RuntimeError:
+    hint = "A smaller `memory.budget_gib` leaves more room beside the plan."
+    if stage != "stable":
+        hint = "With `tile_config: {loss: auto}` head and loss run in tiles from the first step on."
     return failure.kind(
-        f"{what} ran out of memory in the planner's stable stage, and cannot be run again: {why}. "
-        f"A smaller `memory.budget_gib` leaves more room beside the plan. ({failure.text})"
+        f"{what} ran out of memory in the planner's {stage} stage, and cannot be run again: {why}. {hint} "
+        f"({failure.text})"
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from ..engine.swapped_storages import PackHandler
 from ..engine.transfer import Stamp, Transfer
 from ..errors import ActSwapError
 from ..interrupts import uninterrupted
-from ..plan.actions import MemoryPlan
+from ..plan.actions import MemoryPlan, Tile
 from ..plan.model_structure import ModelStructure, unwrapped
 from .meter import Meter
 from .rescue.oom_guard import OomGuard, guard_compiled
@@ -32,6 +32,9 @@ from .trials import MeasuredStep
 Put = Callable[[MemoryPlan, PackHandler | None], AppliedPlan]
 """Puts a plan on the model."""
 
+PutTiles = Callable[[Iterable[Tile]], list[Undo]]
+"""Lets parts of the model run in tiles; returns what restores them."""
+
 
 @dataclass
 class Run:
@@ -40,16 +43,18 @@ class Run:
     Args:
         model: as it is called, in its wrappers.
         structure: of the model inside.
-        fixed: what the user wrote by hand: constraints.
+        fixed: what the user wrote by hand: constraints. Its tiles, to which the planner may add, are on the
+            model, whatever plan is.
         memory: what the user wrote of the planner.
         meter: of device memory.
         transfer: marks time, measures the link.
         guard: survives running out of memory while it is on.
         idle: what the guard can evict.
-        put: puts a plan on the model.
+        put, put_tiles: put a plan, and tiles, on the model.
         device_name: for people.
         optimizer: of the model, if it is known.
         states: of the optimizer, where they are kept on the host between its steps.
+        ladder: what may be fixed where no plan fits, with more and more in tiles.
     """
 
     model: nn.Module
@@ -61,11 +66,14 @@ class Run:
     guard: OomGuard
     idle: IdleTensors
     put: Put
+    put_tiles: PutTiles
     device_name: str
     optimizer: torch.optim.Optimizer | None = None
     states: OptimizerStates | None = None
+    ladder: Iterator[MemoryPlan] = field(default_factory=lambda: iter(()))
     applied: AppliedPlan | None = None
     guarded: bool = False
+    _tiled: list[Undo] = field(default_factory=list)
     _plans: list[AppliedPlan] = field(default_factory=list)
     _watching: list[Callable[[], list[Undo]]] = field(default_factory=list)
     _around: list[Undo] = field(default_factory=list)
@@ -93,6 +101,20 @@ class Run:
         return total
 
     @uninterrupted()
+    def tile(self, fixed: MemoryPlan) -> None:
+        """Let ``fixed`` be what is written by hand; what runs in tiles from now on is what it says.
+
+        Between two forwards, with no plan on the model.
+
+        Raises:
+            PlanError: something cannot run in tiles in this model.
+        """
+        undo, self._tiled = self._tiled, []
+        for step in reversed(undo):
+            step()
+        self.fixed, self._tiled = fixed, self.put_tiles(fixed.tiles)
+
+    @uninterrupted()
     def switch(self, plan: MemoryPlan | None, guarded: bool) -> None:
         """Take off what is on, and put ``plan`` on (``None``: nothing is swapped or recomputed).
 
@@ -103,7 +125,7 @@ class Run:
         self.take_off()
         self.meter.give_back()
         wanted = MemoryPlan((), len(self.structure.layers), self.structure.family) if plan is None else plan
-        self.applied = self.put(wanted, self.pack_handler)
+        self.applied = self._put(wanted)
         self._plans = [self.applied]
         self.wrap()
         self.rescue(guarded)
@@ -129,7 +151,7 @@ class Run:
             before.suspend()
         try:
             if isinstance(plan, MemoryPlan):
-                self.applied = self.put(plan, self.pack_handler)
+                self.applied = self._put(plan)
                 self._plans.append(self.applied)
             else:
                 plan.handle_packs_by(self.pack_handler)  # its hooks are there even if nothing is swapped
@@ -144,6 +166,9 @@ class Run:
             self._guard_calls()
             self.rescue(self.guarded)
         return self.applied
+
+    def _put(self, plan: MemoryPlan) -> AppliedPlan:
+        return self.put(replace(plan, tiles=self.fixed.tiles), self.pack_handler)
 
     def drop(self, applied: AppliedPlan) -> None:
         """Take a suspended plan off for good, and keep what it counted."""
@@ -248,6 +273,7 @@ class Run:
         self._guard(False)
         if self.states is not None:
             self.states.remove()
+        self.tile(replace(self.fixed, tiles=()))
 
     def _guard(self, on: bool) -> None:
         """Enter or leave the guard's mode, the meter's around it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,7 @@ from ..engine.transfer import Transfer
 from ..engine.transfer_streams import transfer_of
 from ..errors import ActSwapError, PlanError, Problem
 from ..interrupts import uninterrupted
-from ..plan.actions import MemoryPlan, PlanRow, Scope, Windows, folded
+from ..plan.actions import MemoryPlan, PlanRow, Scope, Tile, Windows, folded
 from ..plan.checkpointing_rules import problems_of_checkpointing
 from ..plan.gradient_checkpointing import is_checkpointed
 from ..plan.model_structure import OUTPUT, ModelStructure, unwrapped
@@ -33,7 +33,7 @@ from .meter import AllocatorMeter, CountingMeter, Meter, baseline_tensors, devic
 from .phases import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
 from .rescue.oom_guard import OomGuard
-from .run import Put, Run
+from .run import Put, PutTiles, Run
 from .states.optimizer_kinds import inner_optimizer
 from .states.optimizer_states import OptimizerStates
 
@@ -56,12 +56,14 @@ def start_planner(
     fixed: MemoryPlan,
     memory: MemoryConfig,
     put: Put,
+    put_tiles: PutTiles,
     host: HostMemory,
     *,
     optimizer: torch.optim.Optimizer | None = None,
     counts_steps: bool = True,
     transfer: Transfer | None = None,
     meter: Meter | None = None,
+    ladder: Iterable[MemoryPlan] = (),
 ) -> Planner:
     """Begin to plan for a model in training; every rank must call it.
 
@@ -70,13 +72,14 @@ def start_planner(
         structure: of the model inside its wrappers.
         fixed: the plan of what is written by hand; its rows are constraints.
         memory: the ``memory`` section; its mode is not ``off``.
-        put: puts a plan on the model.
+        put, put_tiles: put a plan, and tiles, on the model.
         host: the host memory of all plans, which the optimizer's states share (``memory_saving``).
         optimizer: of the model.
         counts_steps: whether its step ends a training step; else call `Planner.step_ended`.
         transfer: how bytes move; by default streams on an accelerator, blocking copies on the CPU.
         meter: of device memory; by default the allocator's own, and on the CPU a count of storages, which
             rejects what exceeds ``budget_gib`` as an accelerator would.
+        ladder: see `Run`.
 
     Raises:
         PlanError: something is on or in use that does not go with the planner; the plan file is malformed;
@@ -92,11 +95,11 @@ def start_planner(
     meter = meter or _meter_of(device, model, optimizer, memory)
     pool = host.pool(device, transfer.overlaps, None)
     idle = IdleTensors(device, pool if transfer.overlaps else None, fixed.min_tensor_bytes)
-    least = LeastBudget(model, structure, fixed, memory, optimizer, device_name(device))
+    least = LeastBudget(model, structure, lambda: run.fixed, memory, optimizer, device_name(device))
     guard = OomGuard(meter, idle, least_budget=least.in_words)
-    run = Run(
-        model, structure, fixed, memory, meter, transfer, guard, idle, put, device_name(device), optimizer
-    )
+    on = device_name(device)
+    run = Run(model, structure, fixed, memory, meter, transfer, guard, idle, put, put_tiles, on, optimizer)
+    run.ladder = iter(ladder)
 
     if memory.preference == "memory_saving":
         run.states = _states_on_host(model, structure, optimizer, transfer, pool, fixed.min_tensor_bytes)
@@ -106,13 +109,23 @@ def start_planner(
 
     known, ours = _known_plan(memory, structure, made_for(()))
     with uninterrupted():
-        planner = Planner(run, made_for if ours else None, known)
+        run.tile(fixed if known is None else replace(fixed, tiles=_of_both(known.plan.tiles, fixed.tiles)))
+        try:
+            planner = Planner(run, made_for if ours else None, known)
+        except BaseException:
+            run.close()
+            raise
         batches = unwrapped(model).register_forward_pre_hook(Hook(least.forward_starts), with_kwargs=True)
         planner.on_remove(batches.remove)
         if optimizer is not None and counts_steps:
             steps = inner_optimizer(optimizer).register_step_post_hook(lambda *_: planner.step_ended())
             planner.on_remove(steps.remove)
     return planner
+
+
+def _of_both(found: Iterable[Tile], written: Iterable[Tile]) -> tuple[Tile, ...]:
+    """What a plan file has in tiles, and what is written, which wins."""
+    return tuple({(tile.scope, tile.op_path): tile for tile in (*found, *written)}.values())
 
 
 _NO_OPTIMIZER = Problem(

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_actswap import apply
-from hf_actswap.plan import load_plan
+from hf_actswap.plan import MemoryPlan, load_plan
 
-from .conftest import Ended, Run
+from .conftest import TINY, Ended, Run
 
 pytest.importorskip("scipy")
 
@@ -137,10 +137,54 @@ def test_a_budget_below_the_least_names_one_that_does(
     assert ended.code == 1
     text = " ".join(ended.out.split())
     named = re.search(
-        r"expected at least ([\d.]+) GiB, the least that any plan reaches, found [\d.]+ GiB", text
+        r"expected at least ([\d.]+) GiB, the least that any plan reaches, with head, mlp, [\w, ]+ in tiles, "
+        r"found [\d.]+ GiB",
+        text,
     )
     assert named is not None, text
     assert run("plan", tiny, *STEP, "--budget-gib", named[1]).code == 0
+
+
+@pytest.fixture(scope="module")
+def wordy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a model whose logits are most of a step."""
+    folder = tmp_path_factory.mktemp("wordy")
+    (folder / "config.json").write_text(json.dumps({**TINY, "vocab_size": 2048, "num_hidden_layers": 2}))
+    return folder
+
+
+def test_tiles_are_chosen_where_nothing_else_fits(
+    run: Run, wordy: Path, tmp_path: Path, write: Write
+) -> None:
+    asked = ("plan", wordy, *STEP, "--device", "H100", "--json")
+    path = tmp_path / "plan.json"
+    found = run(*asked, "--budget", "64MiB", "--save", path).document
+    steps, peak = found["predicted"], found["predicted"]["planned"]["peak_bytes"]
+    assert peak <= 64 * 2**20 < min(steps["nothing"]["peak_bytes"], steps["recompute all"]["peak_bytes"])
+    assert found["chosen_tiles"] == {"loss": "auto"}  # no more than is needed
+    assert [tile["scope"] for tile in found["plan"]["tiles"]] == ["head"]
+    (said,) = found["plan"]["adjustments"]
+    assert "equal up to rounding" in said["reason"]
+    assert load_plan(path).tiles == MemoryPlan.from_json(json.dumps(found["plan"])).tiles != ()
+    pasted = write(json.dumps({"tile_config": found["chosen_tiles"]}))
+    written = run(*asked, pasted, "--budget", "64MiB").document
+    assert written["chosen_tiles"] is None
+    assert written["predicted"]["planned"]["peak_bytes"] == peak
+    shown = " ".join(run(*asked[:-1], "--budget", "64MiB").out.split())
+    assert "tile_config: loss: auto Chosen because no mix of keep, swap and recompute" in shown
+
+
+@pytest.mark.parametrize(
+    ("written", "tiled"),
+    [("memory: {mode: smart_swap}", ""), ("tile_config: {loss: off}", ", with mlp, [a-z_, ]+ in tiles")],
+    ids=["smart_swap", "off"],
+)
+def test_what_is_written_of_tiles_stays(
+    run: Run, wordy: Path, write: Write, written: str, tiled: str
+) -> None:
+    ended = run("plan", wordy, write(written), *STEP, "--device", "H100", "--budget", "64MiB")
+    assert ended.code == 1
+    assert re.search(f"the least that any plan reaches{tiled}, found", " ".join(ended.out.split()))
 
 
 def test_compare(run: Run, tiny: Path) -> None:

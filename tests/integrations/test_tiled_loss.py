@@ -182,3 +182,26 @@ def test_the_planner_plans_beside_it() -> None:
     assert len(applied.plan.tiles) == 1 + 2 * 4
     applied.remove()
     assert "forward" not in vars(model.lm_head)
+
+
+def test_adaptive_tiles_what_does_not_fit(
+    make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first backward runs out of memory, and its step is run again in tiles."""
+    ids = torch.randint(0, 1024, (4, 2560), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    budget_bytes = 24_000_000
+    memory = {"mode": "adaptive", "budget_gib": budget_bytes / 2**30, "warmup_steps": 1, "search_steps": 1}
+    runs = []
+    for config in (None, {"memory": memory}):
+        model = a_llama(vocab_size=1024, num_hidden_layers=2, max_position_embeddings=2560)
+        trainer = make_trainer(config, model, data=data, max_steps=3, per_device_train_batch_size=1)
+        with caplog.at_level(logging.INFO, logger="hf_actswap"):
+            metrics = trainer.train().metrics
+        runs.append(losses(trainer))
+    assert runs[1] == pytest.approx(runs[0], rel=1e-5)
+    assert metrics["actswap_peak_gib"] * 2**30 <= budget_bytes
+    assert "a micro-batch ran out of memory" in caplog.text
+    assert "tile_config head: asked nothing, got tiles: no mix of keep, swap and recompute" in caplog.text
+    assert "adaptive: stable" in caplog.text
+    assert "forward" not in vars(trainer.model.lm_head)

@@ -225,6 +225,20 @@ def no_budget_is_enough() -> Results:
     return {"plain": plain, "planned": train(ddp, memory, 8, shape=shape), "after": train(ddp, None, 2)}
 
 
+def tiles_on_all() -> Results:
+    """Nothing fits but with head and loss in tiles."""
+
+    def build() -> nn.Module:
+        return tiny_llama(use_cache=False, vocab_size=1024, num_hidden_layers=1)
+
+    def shape(_step: int) -> tuple[int, int]:
+        return (1, 2048 + 512 * dist.get_rank())
+
+    plain = train(ddp, None, 7, shape=shape, build=build)
+    memory = {"mode": "adaptive", "budget_gib": 0.7 * max(peaks_of_all(plain)) / GIB}
+    return {"plain": plain, "planned": train(ddp, memory, 7, shape=shape, build=build)}
+
+
 def a_plan_file(folder: str) -> Results:
     """Only rank 0's path leads anywhere."""
     plain = train(ddp, None, 8)
@@ -382,6 +396,7 @@ def run_two_more(rank: int, folder: str) -> None:
         "lengths": lambda _: batches_of_different_length(),
         "turns": lambda _: lengths_that_take_turns(),
         "plan_file": lambda _: a_plan_file(folder),
+        "tiles": lambda _: tiles_on_all(),
         "states": lambda _: states_on_the_host(),
         "fsdp2": lambda _: sharded_weights(),
         "sequence_parallel": lambda group: divided_model(group, True),

@@ -94,7 +94,7 @@ def known(model: Any, *, sharded: bool = False, autocast: bool = False, **settin
     shape = replace(model_structure(model), sharded=sharded)
     optimizer = torch.optim.AdamW(model.parameters())
     memory = MemoryConfig(mode="adaptive", **settings)
-    found = LeastBudget(model, shape, MemoryPlan((), len(shape.layers)), memory, optimizer, "cpu")
+    found = LeastBudget(model, shape, lambda: MemoryPlan((), len(shape.layers)), memory, optimizer, "cpu")
     ids = torch.zeros(2, 16, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found.forward_starts(model, (), {"input_ids": ids, "labels": ids})

@@ -127,6 +127,20 @@ def test_no_plan_is_the_same_error_on_all(two: Path) -> None:
 
 
 @pytest.mark.slow
+def test_tiles_are_chosen_on_all_ranks(two_more: Path) -> None:
+    found = of_ranks(two_more, "tiles")
+    budget = 0.7 * max(runs["plain"].peak_bytes for runs in found)
+    for runs in found:
+        run = runs["planned"]
+        assert run.problem is None
+        assert run.phases == ["warm-up"] * 4 + ["search"] * 2 + ["stable"]
+        assert [tile["scope"] for tile in json.loads(run.plans[-1])["tiles"]] == ["head"]
+        assert run.losses == pytest.approx(runs["plain"].losses, rel=1e-5)
+        assert max(stable_peaks(run)) <= budget
+        assert run.left_over == []
+
+
+@pytest.mark.slow
 def test_four_ranks(four: Path) -> None:
     check_devices(of_ranks(four, "devices", 4))
     check_lengths(of_ranks(four, "lengths", 4))

@@ -1,0 +1,84 @@
+"""More and more of a model in tiles, for a budget within which no mix of keep, swap and recompute keeps.
+
+First head and loss, which cost next to no time; then the MLP, then the norms: they run once more in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cache
+
+from torch import nn
+
+from ..config.loader import ActSwapConfig
+from ..config.schema import OpTileRule, TileConfig
+from ..errors import PlanError
+from .actions import Adjustment, MemoryPlan, Tile
+from .model_structure import ModelStructure
+from .resolve import resolve_plan
+from .token_mixing import checked_tiles
+
+EACH_TOKEN = ("feed_forward", "attention_norm", "ffn_norm", "final_norm")
+"""Modules that treat tokens one by one in most models; the first is worth most."""
+
+SECOND_CLASS = (
+    "no mix of keep, swap and recompute keeps within the budget without. Losses stay; gradients of weights "
+    "are sums over tiles, equal up to rounding (1e-6 in fp32) and not bitwise"
+)
+
+
+def tile_ladder(
+    config: ActSwapConfig, model: nn.Module, structure: ModelStructure, parts: int = 1
+) -> Iterator[tuple[TileConfig, MemoryPlan]]:
+    """Yield what the user wrote with more and more in tiles (``auto``), and the plan of it.
+
+    What is written of ``tile_config`` stays: a ``loss``, also ``off``, and entries of ``tile``. So does every
+    fate that is written: tiles in whose place one would give way are left out, as is what mixes tokens.
+
+    Args:
+        config: what the user wrote.
+        model: inside its wrappers.
+        structure: of it.
+        parts: ranks of the tensor-parallel group, which may divide the sequence.
+    """
+    last = resolve_plan(config, structure)
+    rows = last.rows
+
+    @cache
+    def resolved(tiles: TileConfig) -> MemoryPlan | None:
+        try:
+            plan = resolve_plan(replace(config, tile_config=tiles), structure)
+            checked_tiles(model, plan.tiles, structure, parts)
+        except PlanError:
+            return None
+        return plan if plan.rows == rows else None
+
+    def rungs() -> Iterator[TileConfig]:
+        tiles = config.tile_config
+        if tiles.loss is None:
+            tiles = replace(tiles, loss="auto")
+            yield tiles
+        if tiles.tile:
+            return
+
+        def with_modules(names: Iterable[str]) -> TileConfig:
+            return replace(tiles, tile=tuple(map(OpTileRule, names)))
+
+        names: tuple[str, ...] = EACH_TOKEN
+        if resolved(with_modules(names)) is None:
+            names = tuple(name for name in names if resolved(with_modules([name])) is not None)
+        for count in (1, len(names)):
+            yield with_modules(names[:count])
+
+    for tiles in rungs():
+        plan = resolved(tiles)
+        if plan is not None and len(plan.tiles) > len(last.tiles):
+            last = plan
+            asked = Adjustment("tile_config", (), named(plan.tiles), "nothing", "tiles", SECOND_CLASS)
+            yield tiles, replace(plan, adjustments=(*plan.adjustments, asked))
+
+
+def named(tiles: Iterable[Tile]) -> str:
+    """Return what runs in tiles in words, each op once."""
+    return ", ".join(dict.fromkeys(tile.op_path or str(tile.scope) for tile in tiles))

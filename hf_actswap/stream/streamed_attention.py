@@ -19,7 +19,6 @@ made, and a rule that is not known here is an error and not another result.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,27 +27,11 @@ from torch.autograd.function import once_differentiable
 
 from ..errors import PlanError, Problem
 from .host_sequence import HostSequence
+from .on_paper import LayerTrace, first_seen, left_by
 from .piecewise_attention import Scores, Visibility, attend, attend_backward, merge
 
 _UNKNOWN = ("s_aux", "position_bias", "cache", "head_mask", "cu_seq_lens_q", "block_table")
 """Arguments of attention functions that change the result, and are not known here."""
-
-
-@dataclass(frozen=True)
-class LayerTrace:
-    """What one layer leaves on the host, as its first call shows it.
-
-    Args:
-        visible: which keys it sees.
-        key_bytes: of keys and values of one token of the batch.
-        gradient_bytes: of their gradients.
-        output_bytes: of the output and the log-sum-exp of one token of the batch.
-    """
-
-    visible: Visibility
-    key_bytes: int
-    gradient_bytes: int
-    output_bytes: int
 
 
 class ChunkAttention:
@@ -87,19 +70,7 @@ class ChunkAttention:
 
     def left_by(self, chunk: int, visible: Visibility) -> range:
         """Return the positions of a chunk whose keys a later one sees."""
-        own = self.positions_of(chunk)
-        if chunk == len(self.bounds) - 2:
-            return range(own.stop, own.stop)
-        return range(min(max(own.start, visible.first(own.stop)), own.stop), own.stop)
-
-    def host_bytes(self) -> int:
-        """Return the most bytes of host memory that the sequence takes, once all layers were called."""
-        return sum(
-            len(self.positions_of(chunk)) * trace.output_bytes
-            + len(self.left_by(chunk, trace.visible)) * (trace.key_bytes + trace.gradient_bytes)
-            for trace in self.layers.values()
-            for chunk in range(len(self.bounds) - 1)
-        )
+        return left_by(self.bounds, chunk, visible)
 
     def forget(self, chunk: int) -> None:
         """Nobody will ask for what a chunk has left."""
@@ -197,8 +168,7 @@ class ChunkAttention:
 
     def _seen(self, visible: Visibility) -> list[int]:
         """Return the earlier chunks that the present one sees, the nearest first."""
-        first = visible.first(self.positions.start)
-        return [chunk for chunk in reversed(range(self.chunk)) if self.bounds[chunk + 1] > first]
+        return [*reversed(range(first_seen(self.bounds, self.chunk, visible), self.chunk))]
 
     def output(self, layer: int) -> list[torch.Tensor]:
         """Return a layer's output and log-sum-exp of the first pass; those of the next are on their way.

@@ -38,6 +38,7 @@ from ..engine.transfer import Transfer
 from ..errors import PlanError, Problem
 from ..plan.actions import SequenceChunks
 from .host_sequence import HostSequence
+from .on_paper import chunk_bounds, host_bytes, longest_on_host
 from .refusals import named_arguments, reject_call
 from .streamed_attention import ChunkAttention
 
@@ -148,7 +149,9 @@ class _StreamedModel:
             expected = f"{self._layers} layers that call transformers' attention interface"
             called = f"calls by {len(attention.layers)} of them"
             raise PlanError([Problem("model", expected, called, "Train it without stream_config.")])
-        attention.host.make_ready(attention.host_bytes())
+        layers = [*attention.layers.values()]
+        needed_bytes = host_bytes(layers, attention.bounds)
+        attention.host.make_ready(needed_bytes, lambda most: longest_on_host(layers, self._tokens, most))
 
 
 class _Sequence:
@@ -168,8 +171,7 @@ class _Sequence:
         self._model = model
         ids = given["input_ids"]
         length = ids.shape[-1]
-        bounds = [*range(0, length, tokens), length]
-        self._attention = ChunkAttention(bounds, host)
+        self._attention = ChunkAttention(chunk_bounds(length, tokens), host)
         ignored = given.get("ignore_index")
         ignored = -100 if ignored is None else ignored
         targets = given.get("shift_labels")

@@ -209,9 +209,9 @@ def answer_plan(asked: PlanRequest) -> PlanAnswer | ComparedSizes:
 
 _STREAMED = Problem(
     "stream_config.tokens",
-    "off: the step of a streamed sequence is not predicted yet",
+    "off: no plan is looked for inside the chunks of a streamed sequence",
     "a chunk length",
-    "Leave stream_config out to see the step of the whole sequence.",
+    "plan --longest --host-memory-gib N predicts streamed steps; without stream_config plan sees whole ones.",
 )
 
 

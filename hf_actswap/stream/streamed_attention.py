@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import PlanError, Problem
 from .host_sequence import HostSequence
@@ -86,7 +87,8 @@ class ChunkAttention:
         """
         size, rule = kwargs.get("local_size"), kwargs["mask_function"]
         if size not in self._masks:
-            self._masks[size] = _visibility(rule, size, kwargs.get("device") or torch.device("cpu"))
+            with _disable_current_modes():  # on fake tensors nothing can be found out
+                self._masks[size] = _visibility(rule, size, kwargs.get("device") or torch.device("cpu"))
         return self._masks[size]
 
     def __call__(
@@ -122,14 +124,17 @@ class ChunkAttention:
             dtype = torch.get_autocast_dtype(kind)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        _check(module, attention_mask, dropout, kwargs)
+        layer = int(module.layer_idx)
+        if layer not in self.layers:
+            self.layers[layer] = _trace(attention_mask, query, key, value)
         if type(query) is not torch.Tensor:  # a run on fake tensors: what is saved, not what is computed
             grouped = key.shape[1] != query.shape[1]
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
             )
             return out.transpose(1, 2).contiguous(), None
-        _check(module, attention_mask, dropout, kwargs)
-        scores, layer = Scores(scaling, softcap, attention_mask), int(module.layer_idx)
+        scores = Scores(scaling, softcap, attention_mask)
         with torch.autocast(kind, enabled=False):
             if self.second:
                 out = _Attention.apply(self, layer, scores, query, key, value)
@@ -162,8 +167,6 @@ class ChunkAttention:
             out, total = merge(out, total, *attend(query, keys, values, scores, own, there))
         out = out.to(query.dtype)
         self.host.put(("output", layer, self.chunk), out, total)
-        if layer not in self.layers:
-            self.layers[layer] = _trace(scores.visible, key, value, out, total)
         return out
 
     def _seen(self, visible: Visibility) -> list[int]:
@@ -262,17 +265,11 @@ class _Attention(torch.autograd.Function):
         return None, None, None, *found
 
 
-def _trace(
-    visible: Visibility, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, total: torch.Tensor
-) -> LayerTrace:
-    tokens = key.shape[2]
-    gradients = (key.numel() + value.numel()) * total.element_size()
-    return LayerTrace(
-        visible,
-        (key.nbytes + value.nbytes) // tokens,
-        gradients // tokens,
-        (out.nbytes + total.nbytes) // tokens,
-    )
+def _trace(visible: Visibility, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> LayerTrace:
+    rows, heads, _, size = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    sizes = size, value.shape[-1], query.dtype.itemsize, wide.itemsize
+    return LayerTrace(visible, rows * heads, rows * key.shape[1], *sizes)
 
 
 def _check(module: Any, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:

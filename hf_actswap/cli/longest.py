@@ -202,7 +202,7 @@ class _Lengths:
     def _streamed(self) -> Longest:
         assert self._host is not None
         plan = self._plan(_CHUNKS)
-        step = StreamedStep(self._found, self._shape, plan)
+        step = ChunkedStep(self._found, self._shape, plan)
         host_bytes = max(self._host - self._paged_bytes, 0)
         tokens = step.longest(self._budget_bytes, host_bytes) // UNIT_TOKENS * UNIT_TOKENS
         predicted = step.predicted(tokens or UNIT_TOKENS)
@@ -261,7 +261,7 @@ class _Lengths:
         return predict(self._profile(plan, tokens), plan)
 
 
-class StreamedStep:
+class ChunkedStep:
     """Streamed steps of one model, of any length: a chunk on fake tensors, and arithmetic.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import apply
-from hf_actswap.cli.longest import UNIT_TOKENS, StreamedStep, _Lengths, longest_of
+from hf_actswap.cli.longest import UNIT_TOKENS, ChunkedStep, _Lengths, longest_of
 from hf_actswap.cli.plan_request import AskedStep, ModelRequest, PlanRequest, Sharding
 from hf_actswap.cli.step import StepShape
 from hf_actswap.cli.subject import subject
@@ -93,12 +93,12 @@ def test_host_memory_limits_it(run: Run, tiny: Path) -> None:
 @contextmanager
 def streamed_step(
     folder: Path, sizes: dict[str, Any], tokens: int | str = "auto", device: str = "H100"
-) -> Iterator[StreamedStep]:
+) -> Iterator[ChunkedStep]:
     LlamaConfig(**sizes, dtype="bfloat16").save_pretrained(folder)
     config = load_config({"stream_config": {"tokens": tokens}, "tile_config": {"loss": "auto"}})
     with subject(ModelRequest(str(folder)), config) as found:
         shape = StepShape(1, 1, device, None, "sgd")
-        yield StreamedStep(found, shape, resolve_plan(config, found.shape))
+        yield ChunkedStep(found, shape, resolve_plan(config, found.shape))
 
 
 @pytest.mark.parametrize("intermediate", [64, 224])

@@ -2,40 +2,49 @@
 
 Each op's memory is in proportion to the tokens, so that a peak rises with the length along straight lines, of
 which the steepest wins. The length is looked for by lines through the peaks of steps on fake tensors; each
-answer is the length of such a step, and fits.
+answer is the length of such a step, and fits. Of a streamed sequence one chunk runs on fake tensors; the rest
+is arithmetic (`stream.on_paper`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
 from ..config import ActSwapConfig, TileConfig, load_config
 from ..plan import MemoryPlan, resolve_plan
+from ..plan.model_structure import is_below, unwrapped
 from ..planner.budget import budget_bytes
 from ..planner.cost.simulate import predict
-from ..planner.profile import Prediction, Profile
+from ..planner.profile import Prediction, Profile, Span
+from ..planner.record.devices import device_rates
+from ..stream import chunk_tokens, problems_of_model, traced
+from ..stream.on_paper import TOKEN_BYTES, PassWork, chunk_bounds, host_bytes, longest_on_host, passes
 from .optimizers import state_bytes
 from .output import busy, heading, listed, size_text, step_ms_text
 from .plan_answer import ALONE, assumptions, memory_table, step_on_paper
 from .plan_request import PlanRequest
 from .planned import MemoryParts, memory_in_force, memory_parts
 from .step import StepShape, ladder_of, prediction_document, profile_of
-from .subject import Subject, subject, with_tp
+from .subject import ModelError, Subject, subject, with_tp
 
+STREAMED = "streamed in chunks"
 TILED, SWAPPED, CHECKPOINTED = "tiles, inputs swapped", "inputs swapped", "checkpointing"
 UNIT_TOKENS = 1024
 """Lengths are multiples of it."""
 
 _FIRST_TOKENS = 64 * UNIT_TOKENS
 _MOST_RECORDS = 8
-_RECOMPUTED = "recompute_config: {recompute: true}\n"
-_INPUTS = "swap_config: {swap: true, recompute_input: true, op_swap: []}\n"
+RECOMPUTED = "recompute_config: {recompute: true}\n"
+INPUTS_SWAPPED = "swap_config: {swap: true, recompute_input: true, op_swap: []}\n"
+_CHUNKS = "stream_config: {tokens: auto}\ntile_config: {loss: auto}\n"
 
 
 @dataclass(frozen=True)
@@ -46,13 +55,17 @@ class Longest:
         tokens: of its sequence, a multiple of `UNIT_TOKENS`; 0: not even the shortest fits.
         step: predicted; without tokens, of the shortest.
         parts: of its peak.
-        host_bytes: that it needs: swapped tensors, and states of a paged optimizer.
+        host_bytes: that it needs: swapped or streamed tensors, and states of a paged optimizer.
+        ends: which memory is the fuller one, and lets no longer sequence in.
+        config: YAML with which it fits.
     """
 
     tokens: int
     step: Prediction
     parts: MemoryParts | None
     host_bytes: int
+    ends: Literal["device", "host"]
+    config: str
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -61,6 +74,8 @@ class Longest:
             "tokens": self.tokens,
             "host_bytes": self.host_bytes,
             "memory": None if self.parts is None else self.parts.document(),
+            "ends": self.ends,
+            "config": self.config,
         }
 
 
@@ -73,8 +88,8 @@ class LongestAnswer:
         shape: of the step with tiles.
         budget_bytes: the most device memory of a step.
         host_limit_bytes: the most host memory; ``None``: there is enough.
-        found: `TILED`, `SWAPPED` and `CHECKPOINTED`.
-        config: YAML with which the first fits.
+        found: `TILED`, `SWAPPED` and `CHECKPOINTED`, ahead of them `STREAMED` where it can be told.
+        not_streamed: why it cannot.
     """
 
     subject: Subject
@@ -82,12 +97,12 @@ class LongestAnswer:
     budget_bytes: int
     host_limit_bytes: int | None
     found: Mapping[str, Longest]
-    config: str
+    not_streamed: Sequence[str]
 
     @property
     def ok(self) -> bool:
         """Whether any length fits."""
-        return self.found[TILED].tokens > 0
+        return any(item.tokens for item in self.found.values())
 
     def document(self) -> Mapping[str, Any]:
         """Return it as JSON values."""
@@ -97,7 +112,8 @@ class LongestAnswer:
             "budget_bytes": self.budget_bytes,
             "host_limit_bytes": self.host_limit_bytes,
             "longest": {name: item.document() for name, item in self.found.items()},
-            "config": self.config,
+            "config": self.found[TILED].config,
+            "not_streamed": list(self.not_streamed),
             "assumed": list(assumptions(self.subject, self.shape)),
         }
 
@@ -110,18 +126,23 @@ class LongestAnswer:
         yield heading("Longest sequence, every layer recomputed")
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         table.add_column("", overflow="fold")
-        for name in ("Tokens", "Peak", "Host", "Step"):
+        for name in ("Tokens", "Peak", "Host", "Step", "Ended by"):
             table.add_column(name, justify="right", no_wrap=True)
         for name, item in self.found.items():
             sizes = map(size_text, (item.step.peak_bytes, item.host_bytes))
-            table.add_row(name, f"{item.tokens:,}" or "none", *sizes, step_ms_text(item.step.step_ms))
+            table.add_row(
+                name, f"{item.tokens:,}" or "none", *sizes, step_ms_text(item.step.step_ms), item.ends
+            )
         yield table
         if any(not item.tokens for item in self.found.values()):
             yield f"0 tokens: {UNIT_TOKENS:,} do not fit, of which the other numbers are."
         yield heading("At the peak")
         yield memory_table({name: item.parts for name, item in self.found.items() if item.parts is not None})
-        yield heading("Configuration")
-        yield self.config
+        for name in (STREAMED, TILED):
+            if name in self.found:
+                yield heading(f"Configuration: {name}")
+                yield self.found[name].config
+        yield from (f"Not streamed: {reason}" for reason in self.not_streamed)
         yield ALONE
         yield from listed(assumptions(self.subject, self.shape))
 
@@ -155,11 +176,33 @@ class _Lengths:
         self._paged_bytes = state_bytes(self._shape.optimizer, found.model)[1]
 
     def answer(self) -> LongestAnswer:
-        tiled = self._tiled()
-        texts = {TILED: tiled, SWAPPED: _INPUTS + _RECOMPUTED, CHECKPOINTED: _RECOMPUTED}
-        found = {name: self._longest(self._plan(text)) for name, text in texts.items()}
+        texts = {TILED: self._tiled(), SWAPPED: INPUTS_SWAPPED + RECOMPUTED, CHECKPOINTED: RECOMPUTED}
+        found = {name: self._longest(text) for name, text in texts.items()}
+        reasons = [*self.not_streamed()]
+        try:
+            found = found if reasons else {STREAMED: self._streamed(), **found}
+        except ModelError as error:  # masks may not be told on fake tensors
+            reasons = [*map(str, error.problems)]
         shape = replace(self._shape, tokens=found[TILED].tokens)
-        return LongestAnswer(self._found, shape, self._budget_bytes, self._host, found, tiled)
+        return LongestAnswer(self._found, shape, self._budget_bytes, self._host, found, reasons)
+
+    def not_streamed(self) -> Iterator[str]:
+        """Yield why no streamed sequence is told."""
+        if self._host is None:
+            yield "how long it is depends on host memory alone; say how much there is (--host-memory-gib)."
+        if self._shape.sharding is not None:
+            yield "weights are not sharded under it (--shard)."
+        found = self._found
+        yield from map(str, problems_of_model(unwrapped(found.model), found.shape))
+
+    def _streamed(self) -> Longest:
+        assert self._host is not None
+        plan = self._plan(_CHUNKS)
+        step = ChunkedStep(self._found, self._shape, plan)
+        host_bytes = max(self._host - self._paged_bytes, 0)
+        tokens = step.longest(self._budget_bytes, host_bytes) // UNIT_TOKENS * UNIT_TOKENS
+        predicted = step.predicted(tokens or UNIT_TOKENS)
+        return self._found_longest(tokens, predicted, memory_parts(step.profile, predicted), _CHUNKS)
 
     def _plan(self, text: str) -> MemoryPlan:
         return resolve_plan(self._read(text), self._found.shape)
@@ -169,11 +212,13 @@ class _Lengths:
 
     def _tiled(self) -> str:
         """The configuration with all in tiles that can be."""
-        read = self._read(_INPUTS + _RECOMPUTED)
+        read = self._read(INPUTS_SWAPPED + RECOMPUTED)
         *_, most = [TileConfig("auto"), *(tiles for tiles, _ in ladder_of(self._found, read))]
-        return _INPUTS + _RECOMPUTED + ActSwapConfig(tile_config=most).to_yaml()
+        return INPUTS_SWAPPED + RECOMPUTED + ActSwapConfig(tile_config=most).to_yaml()
 
-    def _longest(self, plan: MemoryPlan) -> Longest:
+    def _longest(self, text: str) -> Longest:
+        plan = self._plan(text)
+
         def over_bytes(tokens: int) -> int:
             """What a step needs beyond what there is: on the device, or on the host if that is more."""
             step = self._step(plan, tokens)
@@ -187,7 +232,14 @@ class _Lengths:
         tokens = longest_of(over_bytes)
         step = self._step(plan, tokens or UNIT_TOKENS)
         profile = self._profile(plan, tokens or UNIT_TOKENS)
-        return Longest(tokens, step, memory_parts(profile, step), step.host_bytes + self._paged_bytes)
+        return self._found_longest(tokens, step, memory_parts(profile, step), text)
+
+    def _found_longest(
+        self, tokens: int, step: Prediction, parts: MemoryParts | None, config: str
+    ) -> Longest:
+        needed_bytes = step.host_bytes + self._paged_bytes
+        on_host = needed_bytes * self._budget_bytes > step.peak_bytes * (self._host or sys.maxsize)
+        return Longest(tokens, step, parts, needed_bytes, "host" if on_host else "device", config)
 
     def _profile(self, plan: MemoryPlan, tokens: int) -> Profile:
         key = bool(plan.tiles), tokens
@@ -198,6 +250,119 @@ class _Lengths:
 
     def _step(self, plan: MemoryPlan, tokens: int) -> Prediction:
         return predict(self._profile(plan, tokens), plan)
+
+
+class ChunkedStep:
+    """Streamed steps of one model, of any length: a chunk on fake tensors, and arithmetic.
+
+    Args:
+        found: the model, which can be streamed.
+        shape: of a step with one sequence; its length is not read.
+        plan: with `MemoryPlan.streamed`.
+
+    Attributes:
+        profile: of a chunk in the second pass, the last it comes to.
+    """
+
+    def __init__(self, found: Subject, shape: StepShape, plan: MemoryPlan) -> None:
+        assert plan.streamed is not None
+        root = unwrapped(found.model)
+        self._rates, self._tokens = device_rates(shape.device), chunk_tokens(root, plan.streamed)
+        chunk = replace(shape, tokens=self._tokens, gradient_dtype=None)
+        with (
+            busy(f"{found.described()}: a chunk of {self._tokens:,} tokens"),
+            traced(root, self._tokens) as by,
+        ):
+            profile = profile_of(found, chunk, plan.tiles)
+            self._layers = [*by.values()]
+        self.profile = self._second_pass(profile, found)
+        self._chunk = predict(self.profile, plan)
+
+    def _second_pass(self, profile: Profile, found: Subject) -> Profile:
+        """Return a chunk's profile with all sums of gradients, and what attention in pieces holds."""
+        trained = [weight for weight in found.model.parameters() if weight.requires_grad]
+        sums = sum(w.numel() * torch.promote_types(w.dtype, torch.float32).itemsize for w in trained)
+        moving, pieces = (
+            self._tokens * max(getattr(layer, name) for layer in self._layers)
+            for name in ("moving_bytes", "pieces_bytes")
+        )
+        attention: dict[Any, frozenset[str]] = {
+            layer.index: layer.attention_paths for layer in found.shape.layers
+        }
+
+        def with_sums(span: Span, made_bytes: int) -> Span:
+            scope, path, _ = span.call
+            inside = any(is_below(path, module) for module in attention.get(scope, ()))
+            more = sums + moving
+            return replace(
+                span,
+                forward_base_bytes=span.forward_base_bytes + more,
+                backward_base_bytes=span.backward_base_bytes - made_bytes + more + inside * pieces,
+            )
+
+        made = profile.gradient_bytes
+        at_end = profile.weight_bytes + profile.optimizer_state_bytes + sums  # and one in its own type
+        return replace(
+            profile,
+            spans=tuple(map(with_sums, profile.spans, made)),
+            gradient_bytes=(sums,) * len(made),
+            outside_base_bytes=max(profile.outside_base_bytes, at_end + max(w.nbytes for w in trained)),
+        )
+
+    def longest(self, device_bytes: int, host_bytes: int) -> int:
+        """Return the most tokens with which a step keeps within device and host memory; 0: none."""
+        on_device = max(device_bytes - self._chunk.peak_bytes, 0) // TOKEN_BYTES
+        tokens = longest_on_host(self._layers, self._tokens, host_bytes, on_device)
+        return tokens if tokens > self._tokens else 0
+
+    def predicted(self, tokens: int) -> Prediction:
+        """Return a step of so many tokens."""
+        bounds = chunk_bounds(tokens, self._tokens)
+        first, second = passes(self._layers, bounds)
+        own = [
+            sum(getattr(layer, name) for layer in self._layers) for name in ("forward_flop", "backward_flop")
+        ]
+        ahead, back = (part * self._tokens**2 / 2 / self._attention_flop_per_ms for part in own)
+        chunk, share = self._chunk, tokens / self._tokens
+        once_ms = sum(span.forward_ms for span in self.profile.spans) - ahead
+        again_ms = self.profile.compute_ms + chunk.recompute_ms - 2 * ahead - back
+        first_ms, first_stall_ms = self._pass_ms(share * once_ms, first)
+        second_ms, second_stall_ms = self._pass_ms(share * again_ms, second)
+        return replace(
+            chunk,
+            step_ms=first_ms + second_ms + self.profile.outside_ms,
+            compute_ms=first_ms + second_ms - first_stall_ms - second_stall_ms,
+            recompute_ms=share * (chunk.recompute_ms - ahead),
+            forward_stall_ms=first_stall_ms,
+            backward_stall_ms=second_stall_ms,
+            turn_ms=first_ms,
+            peak_bytes=chunk.peak_bytes + tokens * TOKEN_BYTES,
+            swapped_bytes=first.out_bytes + second.out_bytes,
+            host_bytes=host_bytes(self._layers, bounds),
+        )
+
+    def _pass_ms(self, others_ms: float, work: PassWork) -> tuple[float, float]:
+        """Return how long a pass takes, and how much of it compute waits for copies."""
+        rates = self._rates
+        compute_ms = (
+            others_ms + work.flop / self._attention_flop_per_ms + work.merged_bytes / rates.bytes_per_ms
+        )
+        link = rates.link
+        if link is None:
+            return compute_ms, 0.0
+        out_ms, in_ms = (
+            work.out_bytes / link.out_beside_in_bytes_per_ms,
+            work.in_bytes / link.in_beside_out_bytes_per_ms,
+        )
+        stall_ms = max(out_ms - compute_ms, in_ms - compute_ms, 0.0)
+        return compute_ms + stall_ms, stall_ms
+
+    @property
+    def _attention_flop_per_ms(self) -> float:
+        rates = self._rates
+        half = self._layers[0].item_bytes < self._layers[0].wide_bytes
+        full = rates.attention_flop_per_ms * rates.full_flop_per_ms / rates.half_flop_per_ms
+        return rates.attention_flop_per_ms if half else full
 
 
 def longest_of(over_bytes: Callable[[int], int]) -> int:

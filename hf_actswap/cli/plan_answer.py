@@ -229,9 +229,9 @@ _NO_PIPELINE = Problem(
 )
 _STREAMED = Problem(
     "stream_config.tokens",
-    "off: the step of a streamed sequence is not predicted yet",
+    "off: no plan is looked for inside the chunks of a streamed sequence",
     "a chunk length",
-    "Remove stream_config to see the step of the whole sequence.",
+    "`plan --longest --host-memory-gib N` predicts streamed steps; without stream_config it is a whole step.",
 )
 
 

@@ -5,7 +5,7 @@ Out: the same model, whose long training calls hold one chunk on the device; wha
 
 `two_passes` runs the chunks, `streamed_attention` stands in the place of the model's attention,
 `piecewise_attention` is its arithmetic, `host_sequence` holds what chunks leave for each other, `refusals`
-names what cannot be streamed.
+names what cannot be streamed, `on_paper` computes what a sequence takes.
 
 It knows transformers' attention and mask interfaces, the engine's host memory and transfers; no YAML, no
 model families.
@@ -14,6 +14,6 @@ model families.
 from __future__ import annotations
 
 from .refusals import problems_of_model
-from .two_passes import stream_sequences
+from .two_passes import chunk_tokens, stream_sequences, traced
 
-__all__ = ["problems_of_model", "stream_sequences"]
+__all__ = ["chunk_tokens", "problems_of_model", "stream_sequences", "traced"]

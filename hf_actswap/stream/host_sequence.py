@@ -17,7 +17,7 @@ All methods are called from one thread at a time: the one of the forward, later 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
@@ -66,16 +66,21 @@ class HostSequence:
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
 
-    def make_ready(self, size_bytes: int) -> None:
+    def make_ready(self, size_bytes: int, longest: Callable[[int], int]) -> None:
         """Begin to lock as much memory as the sequence will take.
+
+        Args:
+            size_bytes: of it.
+            longest: says how many tokens of such a sequence take so many bytes.
 
         Raises:
             PlanError: so much may not be taken.
         """
         most_bytes = self._pool.most_bytes
         if most_bytes is not None and size_bytes > most_bytes:
-            allowed = gib_text(most_bytes)
-            raise _no_host_memory(f"{gib_text(size_bytes)} needed, and this rank may take {allowed}")
+            needed, allowed = gib_text(size_bytes), gib_text(most_bytes)
+            fit = f"enough for {longest(max(most_bytes, 0)):,} tokens"
+            raise _no_host_memory(f"{needed} needed, and this rank may take {allowed}, {fit}")
         if self._transfer.overlaps:
             self._pool.reserve(size_bytes)
 

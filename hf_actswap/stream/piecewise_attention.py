@@ -52,6 +52,14 @@ class Visibility:
             return max(0, position - self.window + 1)
         return position // self.block * self.block if self.block is not None else 0
 
+    def pairs(self, length: int) -> int:
+        """Return how many pairs of a query and a key that it sees a sequence has."""
+        if self.block is not None:
+            whole, rest = divmod(length, self.block)
+            return whole * self.block * (self.block + 1) // 2 + rest * (rest + 1) // 2
+        reach = length if self.window is None else min(self.window, length)
+        return length * reach - reach * (reach - 1) // 2
+
     def mask(self, queries: range, keys: range, device: torch.device) -> torch.Tensor | None:
         """Return which query sees which key, bool, shape (queries, keys); ``None``: each sees all of them."""
         if keys.stop - 1 <= queries.start and self.first(queries.stop - 1) <= keys.start:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError, Problem
+from ..plan.fsdp2 import FSDP2_METHOD
 from ..plan.gradient_checkpointing import is_checkpointed
 from ..plan.model_structure import ModelStructure
 
@@ -133,6 +134,9 @@ def reject_call(root: nn.Module, given: Mapping[str, Any]) -> None:
         PlanError: it cannot be streamed; names every reason.
     """
     problems = []
+    if any(hasattr(type(module), FSDP2_METHOD) for module in root.modules()):
+        expected, hint = "whole weights on each rank (no FSDP2)", "Use DistributedDataParallel."
+        problems.append(Problem("stream_config", expected, "weights that are sharded", hint))
     if "labels" not in given and "shift_labels" not in given:
         hint = (
             "A loss of your own needs all logits: label_smoothing_factor, compute_loss_func and losses of "

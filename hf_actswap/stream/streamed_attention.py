@@ -19,36 +19,20 @@ made, and a rule that is not known here is an error and not another result.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import PlanError, Problem
 from .host_sequence import HostSequence
+from .on_paper import LayerTrace, first_seen, left_by
 from .piecewise_attention import Scores, Visibility, attend, attend_backward, merge
 
 _UNKNOWN = ("s_aux", "position_bias", "cache", "head_mask", "cu_seq_lens_q", "block_table")
 """Arguments of attention functions that change the result, and are not known here."""
-
-
-@dataclass(frozen=True)
-class LayerTrace:
-    """What one layer leaves on the host, as its first call shows it.
-
-    Args:
-        visible: which keys it sees.
-        key_bytes: of keys and values of one token of the batch.
-        gradient_bytes: of their gradients.
-        output_bytes: of the output and the log-sum-exp of one token of the batch.
-    """
-
-    visible: Visibility
-    key_bytes: int
-    gradient_bytes: int
-    output_bytes: int
 
 
 class ChunkAttention:
@@ -87,19 +71,7 @@ class ChunkAttention:
 
     def left_by(self, chunk: int, visible: Visibility) -> range:
         """Return the positions of a chunk whose keys a later one sees."""
-        own = self.positions_of(chunk)
-        if chunk == len(self.bounds) - 2:
-            return range(own.stop, own.stop)
-        return range(min(max(own.start, visible.first(own.stop)), own.stop), own.stop)
-
-    def host_bytes(self) -> int:
-        """Return the most bytes of host memory that the sequence takes, once all layers were called."""
-        return sum(
-            len(self.positions_of(chunk)) * trace.output_bytes
-            + len(self.left_by(chunk, trace.visible)) * (trace.key_bytes + trace.gradient_bytes)
-            for trace in self.layers.values()
-            for chunk in range(len(self.bounds) - 1)
-        )
+        return left_by(self.bounds, chunk, visible)
 
     def forget(self, chunk: int) -> None:
         """Nobody will ask for what a chunk has left."""
@@ -115,7 +87,8 @@ class ChunkAttention:
         """
         size, rule = kwargs.get("local_size"), kwargs["mask_function"]
         if size not in self._masks:
-            self._masks[size] = _visibility(rule, size, kwargs.get("device") or torch.device("cpu"))
+            with _disable_current_modes():  # on fake tensors nothing can be found out
+                self._masks[size] = _visibility(rule, size, kwargs.get("device") or torch.device("cpu"))
         return self._masks[size]
 
     def __call__(
@@ -151,14 +124,17 @@ class ChunkAttention:
             dtype = torch.get_autocast_dtype(kind)
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        _check(module, attention_mask, dropout, kwargs)
+        layer = int(module.layer_idx)
+        if layer not in self.layers:
+            self.layers[layer] = _trace(attention_mask, query, key, value)
         if type(query) is not torch.Tensor:  # a run on fake tensors: what is saved, not what is computed
             grouped = key.shape[1] != query.shape[1]
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
             )
             return out.transpose(1, 2).contiguous(), None
-        _check(module, attention_mask, dropout, kwargs)
-        scores, layer = Scores(scaling, softcap, attention_mask), int(module.layer_idx)
+        scores = Scores(scaling, softcap, attention_mask)
         with torch.autocast(kind, enabled=False):
             if self.second:
                 out = _Attention.apply(self, layer, scores, query, key, value)
@@ -191,14 +167,11 @@ class ChunkAttention:
             out, total = merge(out, total, *attend(query, keys, values, scores, own, there))
         out = out.to(query.dtype)
         self.host.put(("output", layer, self.chunk), out, total)
-        if layer not in self.layers:
-            self.layers[layer] = _trace(scores.visible, key, value, out, total)
         return out
 
     def _seen(self, visible: Visibility) -> list[int]:
         """Return the earlier chunks that the present one sees, the nearest first."""
-        first = visible.first(self.positions.start)
-        return [chunk for chunk in reversed(range(self.chunk)) if self.bounds[chunk + 1] > first]
+        return [*reversed(range(first_seen(self.bounds, self.chunk, visible), self.chunk))]
 
     def output(self, layer: int) -> list[torch.Tensor]:
         """Return a layer's output and log-sum-exp of the first pass; those of the next are on their way.
@@ -292,17 +265,11 @@ class _Attention(torch.autograd.Function):
         return None, None, None, *found
 
 
-def _trace(
-    visible: Visibility, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, total: torch.Tensor
-) -> LayerTrace:
-    tokens = key.shape[2]
-    gradients = (key.numel() + value.numel()) * total.element_size()
-    return LayerTrace(
-        visible,
-        (key.nbytes + value.nbytes) // tokens,
-        gradients // tokens,
-        (out.nbytes + total.nbytes) // tokens,
-    )
+def _trace(visible: Visibility, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> LayerTrace:
+    rows, heads, _, size = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    sizes = size, value.shape[-1], query.dtype.itemsize, wide.itemsize
+    return LayerTrace(visible, rows * heads, rows * key.shape[1], *sizes)
 
 
 def _check(module: Any, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ of the call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,12 +32,16 @@ from torch.autograd.function import once_differentiable
 
 from ..engine import AppliedPlan
 from ..engine.hook_wrappers import Undo, replace_call
+from ..engine.host_pool import HostPool
 from ..engine.pieces import Exchangeable, zero_sum
 from ..engine.replay import CallState
-from ..engine.transfer import Transfer
+from ..engine.slabs import PageableSlabs
+from ..engine.stats import Counters
+from ..engine.transfer import BlockingTransfer, Transfer
 from ..errors import PlanError, Problem
 from ..plan.actions import SequenceChunks
 from .host_sequence import HostSequence
+from .on_paper import LayerTrace, chunk_bounds, host_bytes, longest_on_host
 from .refusals import named_arguments, reject_call
 from .streamed_attention import ChunkAttention
 
@@ -59,6 +63,14 @@ def auto_tokens(heads: int, key_heads: int) -> int:
     return max(_LEAST_AUTO_TOKENS, -(-_AUTO_TOKENS * key_heads // heads))
 
 
+def chunk_tokens(root: nn.Module, chunks: SequenceChunks) -> int:
+    """Return how many tokens make a chunk of a model's sequences."""
+    config: Any = root.config
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    return chunks.tokens or auto_tokens(heads, getattr(text, "num_key_value_heads", None) or heads)
+
+
 def stream_sequences(
     root: nn.Module, chunks: SequenceChunks, applied: AppliedPlan, transfer: Transfer | None
 ) -> Undo:
@@ -75,6 +87,44 @@ def stream_sequences(
     )
 
 
+@contextmanager
+def attending(root: nn.Module, attention: ChunkAttention) -> Iterator[None]:
+    """Let the layers of a model call ``attention``, and its masks be made by its rule."""
+    # Where a model of transformers is, this is imported already; importing it costs seconds elsewhere.
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
+
+    found = {id(item.config): item.config for item in root.modules() if hasattr(item, "config")}
+    configs = [item for item in found.values() if hasattr(item, "_attn_implementation")]
+    before = [config._attn_implementation for config in configs]
+    ATTENTION.register(_NAME, attention)
+    MASKS.register(_NAME, attention.mask_rule)
+    try:
+        for config in configs:
+            config._attn_implementation = _NAME
+        yield
+    finally:
+        for config, own in zip(configs, before, strict=True):
+            config._attn_implementation = own
+        ATTENTION._global_mapping.pop(_NAME, None)
+        MASKS._global_mapping.pop(_NAME, None)
+
+
+@contextmanager
+def traced(root: nn.Module, tokens: int) -> Iterator[Mapping[int, LayerTrace]]:
+    """Let a model be called on fake tensors as for a chunk; yield what its layers show of themselves.
+
+    Args:
+        root: which `refusals.problems_of_model` does not reject.
+        tokens: of the chunk.
+    """
+    cpu = torch.device("cpu")
+    nowhere = HostSequence(HostPool(PageableSlabs()), BlockingTransfer(cpu), Counters())
+    attention = ChunkAttention(chunk_bounds(tokens, tokens), nowhere)
+    with attending(root, attention):
+        yield attention.layers
+
+
 class _StreamedModel:
     """Calls a model chunk by chunk.
 
@@ -83,59 +133,33 @@ class _StreamedModel:
         chunks, applied, transfer: see `stream_sequences`.
 
     Attributes:
-        model: see above.
+        model, root: see above, and the model itself.
     """
 
     def __init__(
         self, model: Exchangeable, chunks: SequenceChunks, applied: AppliedPlan, transfer: Transfer | None
     ) -> None:
-        root = model.module
-        config: Any = root.config
-        text = config.get_text_config()
-        heads = text.num_attention_heads
-        key_heads = getattr(text, "num_key_value_heads", None) or heads
-        self._tokens = chunks.tokens or auto_tokens(heads, key_heads)
+        self.model, self.root = model, model.module
+        self._tokens = chunk_tokens(self.root, chunks)
         self._layers = len(applied.structure.layers)
-        self.model, self._root, self._place, self._transfer = model, root, applied.place, transfer
+        self._place, self._transfer = applied.place, transfer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in the place of the model's call. Short sequences, and calls without gradients, are whole."""
-        given = named_arguments(self._root, args, kwargs)
+        given = named_arguments(self.root, args, kwargs)
         ids = given.get("input_ids")
         length = 0 if ids is None else ids.shape[-1]
         if given.get("inputs_embeds") is not None:
             length = given["inputs_embeds"].shape[1]
         if not torch.is_grad_enabled() or length <= self._tokens:
             return self.model.run(*args, **kwargs)
-        reject_call(self._root, given)
-        parameters = {name: item for name, item in self._root.named_parameters() if item.requires_grad}
+        reject_call(self.root, given)
+        parameters = {name: item for name, item in self.root.named_parameters() if item.requires_grad}
         sequence = _Sequence(self, given, self._tokens, self.host())
         loss = _TwoPasses.apply(sequence, tuple(parameters), *parameters.values())
         output = sequence.output_class(loss=loss)
-        as_output = given.get("return_dict", getattr(self._root.config, "return_dict", True))
+        as_output = given.get("return_dict", getattr(self.root.config, "return_dict", True))
         return output if as_output else output.to_tuple()
-
-    @contextmanager
-    def attending(self, attention: ChunkAttention) -> Iterator[None]:
-        """Let the model's layers call ``attention``, and its masks be made by its rule."""
-        # Where a model of transformers is, this is imported already; importing it costs seconds elsewhere.
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
-
-        found = {id(item.config): item.config for item in self._root.modules() if hasattr(item, "config")}
-        configs = [item for item in found.values() if hasattr(item, "_attn_implementation")]
-        before = [config._attn_implementation for config in configs]
-        ATTENTION.register(_NAME, attention)
-        MASKS.register(_NAME, attention.mask_rule)
-        try:
-            for config in configs:
-                config._attn_implementation = _NAME
-            yield
-        finally:
-            for config, own in zip(configs, before, strict=True):
-                config._attn_implementation = own
-            ATTENTION._global_mapping.pop(_NAME, None)
-            MASKS._global_mapping.pop(_NAME, None)
 
     def host(self) -> HostSequence:
         """Return host memory for one sequence."""
@@ -148,7 +172,11 @@ class _StreamedModel:
             expected = f"{self._layers} layers that call transformers' attention interface"
             called = f"calls by {len(attention.layers)} of them"
             raise PlanError([Problem("model", expected, called, "Train it without stream_config.")])
-        attention.host.make_ready(attention.host_bytes())
+        layers, length = [*attention.layers.values()], attention.bounds[-1]
+        needed_bytes = host_bytes(layers, attention.bounds)
+        attention.host.make_ready(
+            needed_bytes, lambda most: longest_on_host(layers, self._tokens, most, length)
+        )
 
 
 class _Sequence:
@@ -168,8 +196,7 @@ class _Sequence:
         self._model = model
         ids = given["input_ids"]
         length = ids.shape[-1]
-        bounds = [*range(0, length, tokens), length]
-        self._attention = ChunkAttention(bounds, host)
+        self._attention = ChunkAttention(chunk_bounds(length, tokens), host)
         ignored = given.get("ignore_index")
         ignored = -100 if ignored is None else ignored
         targets = given.get("shift_labels")
@@ -188,7 +215,7 @@ class _Sequence:
     def first_pass(self) -> torch.Tensor:
         """Return the loss."""
         loss = None
-        with self._model.attending(self._attention):
+        with attending(self._model.root, self._attention):
             for chunk in range(len(self._attention.bounds) - 1):
                 self._states.append(CallState(self._by_token["input_ids"].device, True, ()))
                 self._attention.begin(chunk, second=False)
@@ -213,7 +240,7 @@ class _Sequence:
             raise RuntimeError("backward ran twice through a streamed sequence: call the model again.")
         sums = {name: _GradientSum(item) for name, item in parameters.items()}
         leaves = {name: item.leaf for name, item in sums.items()}
-        with self._model.attending(self._attention), torch.enable_grad():
+        with attending(self._model.root, self._attention), torch.enable_grad():
             for chunk in reversed(range(len(self._states))):
                 state = self._states.pop()
                 self._attention.begin(chunk, second=True)

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_actswap.cli.longest import UNIT_TOKENS, longest_of
+from hf_actswap import apply
+from hf_actswap.cli.longest import UNIT_TOKENS, ChunkedStep, _Lengths, longest_of
+from hf_actswap.cli.plan_request import AskedStep, ModelRequest, PlanRequest, Sharding
+from hf_actswap.cli.step import StepShape
+from hf_actswap.cli.subject import subject
+from hf_actswap.config import load_config
+from hf_actswap.plan import resolve_plan
+from tests.stream.streamed_models import SIZES
+from tests.stream.test_host_sequence import DeviceMeter
 
 from .conftest import Run
 
 K = UNIT_TOKENS
+NAMES = ("tiles, inputs swapped", "inputs swapped", "checkpointing")
 GIB = 2**30
 
 
@@ -50,7 +63,12 @@ def test_the_longest_fits_and_is_the_step_that_plan_predicts(run: Run, tiny: Pat
     found = run("plan", tiny, *asked, *options).document
     assert found["ok"]
     longest = found["longest"]
-    tiled, swapped, checkpointed = longest.values()
+    streamed = longest["streamed in chunks"]
+    assert streamed["tokens"] > longest[NAMES[0]]["tokens"]
+    assert streamed["peak_bytes"] <= 24 * 2**20 < streamed["peak_bytes"] + K * 32
+    assert streamed["ends"] == "device"
+    assert load_config(streamed["config"]).stream_config.tokens == "auto"
+    tiled, swapped, checkpointed = (longest[name] for name in NAMES)
     assert tiled["tokens"] > swapped["tokens"] > checkpointed["tokens"] > 0
     assert all(item["peak_bytes"] <= found["budget_bytes"] == 24 * 2**20 for item in longest.values())
     assert checkpointed["host_bytes"] == 0 < swapped["host_bytes"]
@@ -67,7 +85,64 @@ def test_host_memory_limits_it(run: Run, tiny: Path) -> None:
     found = run("plan", tiny, *options, "--host-memory-gib", "0.002").document["longest"]
     limit = int(0.002 * GIB)
     longest = found["inputs swapped"]["tokens"]
+    assert found["inputs swapped"]["ends"] == "host"
+    assert found["streamed in chunks"]["tokens"] == 0
     assert found["inputs swapped"]["host_bytes"] <= limit < 4 * (longest + K) * 32 * 2
+
+
+@contextmanager
+def streamed_step(
+    folder: Path, sizes: dict[str, Any], tokens: int | str = "auto", device: str = "H100"
+) -> Iterator[ChunkedStep]:
+    LlamaConfig(**sizes, dtype="bfloat16").save_pretrained(folder)
+    config = load_config({"stream_config": {"tokens": tokens}, "tile_config": {"loss": "auto"}})
+    with subject(ModelRequest(str(folder)), config) as found:
+        shape = StepShape(1, 1, device, None, "sgd")
+        yield ChunkedStep(found, shape, resolve_plan(config, found.shape))
+
+
+@pytest.mark.parametrize("intermediate", [64, 224])
+def test_the_peak_of_a_streamed_step_is_the_counted_one(intermediate: int, tmp_path: Path) -> None:
+    length, sizes = 1024, {**SIZES, "hidden_size": 64, "intermediate_size": intermediate}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).train()
+    ids = torch.randint(3, 100, (1, length))
+    config = {"stream_config": {"tokens": 256}, "tile_config": {"loss": "auto"}}
+    with apply(model, config) as applied, DeviceMeter(model) as meter:
+        for _ in range(2):
+            model.zero_grad()
+            meter.peak_bytes = 0
+            model(input_ids=ids, labels=ids.clone()).loss.backward()
+        on_host = applied.stats().host_peak_bytes
+    counted = meter.peak_bytes + sum(item.nbytes for item in model.parameters())
+    with streamed_step(tmp_path, sizes, 256) as step:
+        predicted = step.predicted(length)
+        assert predicted.host_bytes == on_host
+        assert 0.98 * counted < predicted.peak_bytes < 1.1 * counted
+        assert step.longest(predicted.peak_bytes, on_host) == length
+        assert step.longest(predicted.peak_bytes, 10**12) == length
+        assert step.longest(10**12, on_host) == length
+        assert step.longest(predicted.peak_bytes, on_host // 8) == 0, "a chunk, and no more, is not streamed"
+
+
+@pytest.mark.parametrize("key_heads", [32, 8])
+def test_from_the_chunk_length_of_auto_on_no_copy_is_late_on_paper(key_heads: int, tmp_path: Path) -> None:
+    """The attention of Llama-3-8B and of Llama-2-7B."""
+    sizes = {**SIZES, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": key_heads}
+    stalls_ms = {}
+    for tokens in (512, "auto"):
+        with streamed_step(tmp_path, sizes, tokens, "H200") as step:
+            predicted = step.predicted(512 * K)
+            stalls_ms[tokens] = predicted.forward_stall_ms + predicted.backward_stall_ms
+    assert stalls_ms["auto"] == 0 < stalls_ms[512]
+
+
+def test_a_streamed_sequence_needs_to_be_told_how_much_host_memory_there_is(tiny: Path) -> None:
+    sharded = AskedStep(sharding=Sharding("fsdp", 2))
+    asked = PlanRequest(ModelRequest(str(tiny)), None, sharded, None, None, None, (), None, False, False)
+    with subject(asked.model, load_config(None)) as found:
+        reasons = [*_Lengths(found, asked, load_config(None)).not_streamed()]
+    assert [reason.partition(" ")[0] for reason in reasons] == ["how", "weights"]
 
 
 def test_what_it_does_not_go_with(run: Run, tiny: Path) -> None:

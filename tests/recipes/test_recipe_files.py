@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from hf_actswap.cli.longest import EACH_TOKEN, tiled_text
+from hf_actswap.cli.longest import INPUTS_SWAPPED, RECOMPUTED
 from hf_actswap.config import load_config
+from hf_actswap.plan import model_structure
+from hf_actswap.plan.tile_ladder import tile_ladder
+from tests.engine.tiny_models import tiny_llama
 
 CASES = ["case1_default_swap", "case2_layer_swap", "case3_op_swap", "case4_swap_with_recompute"]
 PLANNED = {"smart_swap": "smart_swap", "adaptive_memory": "adaptive"}
@@ -97,4 +101,6 @@ def test_the_planned_ones_need_no_network_and_name_no_fates(name: str, mode: str
 def test_the_long_sequence_is_what_plan_longest_writes(recipes: Path) -> None:
     document = yaml.safe_load(body(recipes / "long_sequence.yaml"))
     written = {key: document[key] for key in ("swap_config", "recompute_config", "tile_config")}
-    assert load_config(written) == load_config(tiled_text(EACH_TOKEN))
+    model, untiled = tiny_llama(), load_config(INPUTS_SWAPPED + RECOMPUTED)
+    *_, (tiles, _) = tile_ladder(untiled, model, model_structure(model))
+    assert load_config(written) == replace(untiled, tile_config=tiles)

@@ -11,6 +11,7 @@ from time import sleep
 from typing import Any
 
 import pytest
+from transformers import Phi3Config
 
 from tests.robustness.ranks import Ranks, ranks
 
@@ -96,3 +97,17 @@ def test_one_model_on_two_processes_killed(arguments: list[str], tmp_path: Path)
     parallel = tmp_path / "parallel.yaml"
     parallel.write_text(config.read_text() + "parallel_config: {tensor_parallel_size: 2}\n")
     run_killed(6, [str(parallel), *arguments[1:]], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_streamed_sequences_killed(arguments: list[str], tmp_path: Path) -> None:
+    """With dropout, whose random numbers the chunks of both passes draw."""
+    config, model = tmp_path / "streamed.yaml", tmp_path / "model"
+    config.write_text("stream_config: {tokens: 12}\n")
+    sizes: dict[str, int] = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 64}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+    Phi3Config(**sizes, resid_pdrop=0.1).save_pretrained(model)
+    run_killed(3, [str(config), *arguments[1:], "--config_name", str(model)], tmp_path)
+    assert any("chunks of 12 tokens" in log.read_text() for log in tmp_path.glob("log_*"))
+    assert curve(tmp_path / "killed")[0]["actswap_offloaded_gib"] > 0

@@ -12,10 +12,15 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import PlanError, apply
+from hf_actswap.engine.forecast import record_saved
 from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.engine.stats import Counters
+from hf_actswap.plan import model_structure
+from hf_actswap.stream import traced
 from hf_actswap.stream.host_sequence import HostSequence
+from hf_actswap.stream.on_paper import LayerTrace, chunk_bounds, host_bytes, longest_on_host, passes
+from hf_actswap.stream.piecewise_attention import Visibility
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.test_tiled_loss import Meter
 from tests.stream.streamed_models import LENGTH, SIZES, STREAMED, TOKENS, data, made, step
@@ -156,15 +161,57 @@ def test_windows_keep_and_bring_only_what_is_seen() -> None:
     assert stats.prefetched_bytes == (2 * 3 * 10 + (3 + 2 + 1) * 16) * of_keys
 
 
+@pytest.mark.parametrize("tokens", [4, TOKENS])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma3, windows", "mistral, windows over chunks", "llama4, blocks"]
+)
+def test_host_memory_and_copies_are_foreseen_to_the_byte(
+    family: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreseen: list[int] = []
+    monkeypatch.setattr(
+        HostSequence, "make_ready", lambda _, size_bytes, longest: foreseen.append(size_bytes)
+    )
+    model = made(family)
+    with apply(model, {"stream_config": {"tokens": tokens}}) as applied:
+        step(model)
+        stats = applied.stats()
+    assert [stats.host_peak_bytes] == foreseen
+    if "blocks" in family:
+        return  # its mask cannot be told on fake tensors
+    with traced(model, TOKENS) as layers:
+        record_saved(model, model_structure(model), kwargs=data(TOKENS))
+    first, second = passes(layers.values(), chunk_bounds(LENGTH, tokens))
+    assert [host_bytes(layers.values(), chunk_bounds(LENGTH, tokens))] == foreseen
+    assert stats.offloaded_bytes == first.out_bytes + second.out_bytes
+    assert stats.prefetched_bytes == first.in_bytes + second.in_bytes
+
+
+@pytest.mark.parametrize("most_bytes", [0, 1000, 54_321, 10**6, 10**7])
+def test_the_longest_on_the_host_fits_and_one_token_more_does_not(most_bytes: int) -> None:
+    layers = [
+        LayerTrace(visible, 4, 2, 8, 8, 2, 4)
+        for visible in (Visibility(), Visibility(window=300), Visibility(block=512))
+    ]
+    longest = longest_on_host(layers, 100, most_bytes, 10**7)
+    assert host_bytes(layers, chunk_bounds(longest + 1, 100)) > most_bytes
+    assert not longest or host_bytes(layers, chunk_bounds(longest, 100)) <= most_bytes
+
+
 def test_a_sequence_that_does_not_fit_on_the_host_is_an_error_before_any_gradient() -> None:
     model = made()
-    need = 0.000109  # GiB: 116,928 bytes
-    with apply(model, {**STREAMED, "memory": {"host_memory_gib": need - 1e-6}}) as applied:
-        with pytest.raises(PlanError, match=r"expected host memory .* needed, and this rank may take"):
+    fits = {name: item[:, : LENGTH - 1] for name, item in data().items()}
+    with apply(model, STREAMED) as applied:
+        model(**fits).loss.backward()
+        most_bytes = applied.stats().host_peak_bytes
+    model.zero_grad()
+    with apply(model, {**STREAMED, "memory": {"host_memory_gib": most_bytes / 2**30}}) as applied:
+        found = rf"GiB needed, and this rank may take .* GiB, enough for {LENGTH - 1} tokens"
+        with pytest.raises(PlanError, match=found):
             model(**data())
         assert applied.stats().host_bytes == 0
-    with apply(model, {**STREAMED, "memory": {"host_memory_gib": need}}):
-        step(model)
+        assert all(item.grad is None for item in model.parameters())
+        model(**fits).loss.backward()
 
 
 def test_a_graph_without_backward_frees_the_host_and_a_second_backward_raises() -> None:

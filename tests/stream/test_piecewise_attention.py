@@ -133,3 +133,10 @@ def test_masks_are_made_only_where_a_piece_is_seen_in_part() -> None:
     assert mask.sum(1).tolist() == [9, 8, 7, 6]
     assert Visibility(block=8).first(23) == 16
     assert window.first(5) == 0
+
+
+@pytest.mark.parametrize("visible", [Visibility(), Visibility(window=5), Visibility(block=12)])
+@pytest.mark.parametrize("length", [1, 4, 12, 40])
+def test_pairs_of_queries_and_keys(visible: Visibility, length: int) -> None:
+    seen = [position - visible.first(position) + 1 for position in range(length)]
+    assert visible.pairs(length) == sum(seen)

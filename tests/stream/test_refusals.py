@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -31,6 +34,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
+from hf_actswap.cli.subject import rank_0_of
 from hf_actswap.plan.actions import SequenceChunks
 from hf_actswap.report import plan_table
 from hf_actswap.stream.two_passes import auto_tokens
@@ -224,6 +228,19 @@ def test_an_interrupted_call_leaves_nothing_behind() -> None:
         fails.remove()
         assert applied.stats().host_bytes == 0
         assert torch.equal(step(model)[0], loss)
+
+
+@pytest.mark.parametrize("sharded", ["before", "after"])
+def test_sharded_weights(sharded: str) -> None:
+    model = made()
+    with rank_0_of(2), ExitStack() as applied:
+        if sharded == "after":
+            applied.enter_context(apply(model, STREAMED))
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        with pytest.raises(PlanError, match="whole weights on each rank"):
+            apply(model, STREAMED) if sharded == "before" else model(**data())
 
 
 def test_a_copy_of_the_model_is_not_streamed() -> None:

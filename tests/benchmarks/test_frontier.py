@@ -276,6 +276,7 @@ def test_wrong_gradient_of_a_row_that_need_not_be_exact_is_reported_only(tmp_pat
     assert rows["wrong"]["exact"] is False
 
 
+@pytest.mark.slow
 def test_broken_row_fails_the_run_and_the_others_are_measured(tmp_path: Path) -> None:
     swap = next(row for row in ROWS if row.name == "actswap-everything-20")
     status, rows = run(tmp_path / "out.json", rows=(Row("broken", broken), swap))
@@ -298,6 +299,7 @@ def test_row_without_memory_is_recorded_and_fails_nothing(tmp_path: Path) -> Non
     assert rows["after"]["exact"] is True
 
 
+@pytest.mark.slow
 def test_eager_that_differs_from_itself_judges_nobody(tmp_path: Path, monkeypatch: Any) -> None:
     """The gradients change from step to step: rows are measured, and the run fails."""
     backward = DecoderStack.backward
@@ -360,6 +362,7 @@ def test_longest_ends_where_a_row_no_longer_fits(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_rows_that_the_file_holds_are_not_measured_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -377,6 +380,7 @@ def test_rows_that_the_file_holds_are_not_measured_again(
     }
 
 
+@pytest.mark.slow
 def test_what_pinning_took_is_recorded_apart(tmp_path: Path) -> None:
     _, rows = run(tmp_path / "out.json", "--rows", "actswap-everything-20")
     assert rows["eager"]["first_step_pinning_ms"] is None

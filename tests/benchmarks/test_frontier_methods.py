@@ -89,6 +89,7 @@ def test_methods_leave_the_model_as_it_was(
     assert all(layer._compiled_call_impl is None for layer in step.decoder_layers)
 
 
+@pytest.mark.slow
 def test_trl_is_entered_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeOffloading()
     monkeypatch.setitem(sys.modules, TRL_MODULE, fake)  # type: ignore[arg-type]
@@ -128,6 +129,7 @@ def test_trl_is_loaded_from_the_folder_that_a_variable_names(
         trl_module()
 
 
+@pytest.mark.slow
 def test_compiled_row_runs_and_its_compilation_is_counted_apart() -> None:
     row = Row("compiled", compiled, {"backend": "aot_eager"}, compile_group="1.0")
     step = tiny("cpu")
@@ -246,6 +248,7 @@ def test_the_eager_mix_swaps_what_the_second_rule_keeps() -> None:
         assert plan.fate(1, "self_attn.flash_attention") == "keep"  # the last layer's share stays
 
 
+@pytest.mark.slow
 def test_the_eager_mix_is_exact_and_below_the_peak_of_checkpointing() -> None:
     step = training_step(replace(PRESETS["cpu"], layers=6, tokens=128, warmup_steps=1, steps=1), CPU)
     rows = {row.name: row for row in ROWS}

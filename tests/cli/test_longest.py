@@ -80,6 +80,7 @@ def test_the_longest_fits_and_is_the_step_that_plan_predicts(run: Run, tiny: Pat
     assert step["predicted"]["as written"]["peak_bytes"] == tiled["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_host_memory_limits_it(run: Run, tiny: Path) -> None:
     options = ("--longest", "--device", "H100", "--optimizer", "sgd", "--budget", "24MiB", "--json")
     found = run("plan", tiny, *options, "--host-memory-gib", "0.002").document["longest"]

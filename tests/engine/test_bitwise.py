@@ -158,6 +158,7 @@ def test_every_window_gives_the_same_numbers(prefetch_ops: int) -> None:
     assert_same_training(run, Run(bare.losses[:2], bare.grads[:2]))
 
 
+@pytest.mark.slow
 def test_each_functional_op_alone() -> None:
     """A fault in one op's region is not hidden by the others'."""
     model = tiny_llama()

@@ -114,7 +114,7 @@ def step_of(model: torch.nn.Module, shapes: Shapes) -> None:
     model(input_ids=ids, labels=ids).loss.backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shapes", [SMALL, ODD], ids=["small", "odd"])
 @pytest.mark.parametrize("case", SWAP_CASES)
 def test_bytes_are_those_of_the_shapes(case: str, shapes: Shapes, dtype: torch.dtype) -> None:
@@ -166,6 +166,7 @@ def test_parameters_rope_tables_and_masks_stay() -> None:
     assert not storages & {source.untyped_storage().data_ptr() for source in transfer.held}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SWAP_CASES)
 def test_the_pool_does_not_grow_over_fifty_steps(case: str) -> None:
     run = train(tiny_llama(), CASES[case], 50)

@@ -279,7 +279,15 @@ def test_switched_on_later_where_only_outputs_are_swapped() -> None:
 # Under the Trainer.
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"bf16": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        pytest.param({"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
+        pytest.param({"bf16": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_trainer_has_the_numbers_of_gradient_checkpointing_alone(
     make_trainer: Make, settings: dict[str, Any]
 ) -> None:

@@ -74,6 +74,7 @@ def test_the_session_of_the_page(
     assert runner.run(session, out=said.append).failed == 0, "".join(said)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.timeout(200)
 def test_two_processes_take_one_commit(hub: HubServer, tmp_path: Path, repository: Path) -> None:

@@ -63,7 +63,7 @@ def hooks_of(model: torch.nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("way", "case", "settings"),
     [
-        (WHOLE, CASE_1, {"bf16": True}),
+        pytest.param(WHOLE, CASE_1, {"bf16": True}, marks=pytest.mark.slow),
         pytest.param(WHOLE, AUTO, {"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         pytest.param(
             WHOLE,

@@ -40,8 +40,8 @@ def state_of(model: torch.nn.Module) -> dict[str, Any]:
     [
         {},
         {"gradient_accumulation_steps": 2, "max_steps": 5},
-        {"bf16": True, "max_steps": 5},
-        {"eval_strategy": "steps", "eval_steps": 2, "max_steps": 5},
+        pytest.param({"bf16": True, "max_steps": 5}, marks=pytest.mark.slow),
+        pytest.param({"eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}, marks=pytest.mark.slow),
     ],
     ids=["plain", "accumulation", "bf16 autocast", "evaluation between"],
 )

@@ -84,7 +84,7 @@ REBUILT = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 def test_recomputing_any_op_leaves_gradients_bitwise_equal(
     family: str, tiny_model: MakeModel, gradients: Gradients
 ) -> None:

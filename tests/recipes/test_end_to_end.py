@@ -136,6 +136,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SHORT = ["--max_steps", "4", "--max_eval_samples", "5", "--lr_scheduler_type", "linear"]
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_two_processes_hold_one_model(whole: Path, repository: Path, tmp_path: Path) -> None:
     recipe = str(repository / "recipes" / "sequence_parallel.yaml")

@@ -287,6 +287,7 @@ def test_rows_that_go_wrong_do_not_end_a_stage(
 DRY_ROWS = ("eager", "trl-offloading", "plain")
 
 
+@pytest.mark.slow
 def test_a_dry_run_goes_through_every_stage(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ def test_nothing_fits() -> None:
     assert longest_of(lambda tokens: tokens + 1) == 0
 
 
+@pytest.mark.slow
 def test_the_longest_fits_and_is_the_step_that_plan_predicts(run: Run, tiny: Path, tmp_path: Path) -> None:
     options = ("--device", "H100", "--optimizer", "sgd", "--json")
     asked = ("--longest", "--budget", "24MiB", "--host-memory-gib", "1")

@@ -130,6 +130,7 @@ def test_save_overwrites_what_it_wrote_and_nothing_else(
         assert (tmp_path / name).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_budget_below_the_least_names_one_that_does(
     run: Run, tiny: Path, peaks: tuple[float, float]
 ) -> None:

@@ -35,6 +35,7 @@ from tests.engine.tiny_models import (
     tiny_llama,
     tiny_neox,
 )
+from tests.quick_cases import quick_first
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 32, 48, 4, 2, 8
 TOKENS = BATCH * LENGTH
@@ -218,7 +219,7 @@ def bare_of_two_layers() -> tuple[list[dict[str, torch.Tensor]], int, tuple[int,
     return *found, graph
 
 
-@pytest.mark.parametrize("op", SELECTED)
+@pytest.mark.parametrize("op", quick_first(SELECTED, 4))
 def test_what_is_named_is_rebuilt_and_nothing_else(op: str) -> None:
     dropped, added, again = SELECTED[op]
     expected, plain_flops, (products, cores) = bare_of_two_layers()
@@ -262,6 +263,7 @@ def test_an_excluded_op_of_a_layer_recomputed_whole_is_saved() -> None:
         assert {INPUTS + ATTENDED + LOGSUMEXP} == set(bytes_of_layers(model)), inside
 
 
+@pytest.mark.slow
 def test_each_layer_has_its_own_budget() -> None:
     """Catches layers that share the first one's graph, or a budget that is set somewhere else as well."""
     shares = (1.0, 0.5, 0.3, 0.0)
@@ -388,6 +390,7 @@ def test_swap_acts_on_what_is_still_saved() -> None:
     assert everything - swapped["feed_forward.mul", "input_layernorm.mul"] == NUM_LAYERS * (PRODUCT + NORMED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mix", "inside"),
     [(compiled_mix, QUERY + KEY + VALUE), (compiled_lean_mix, 0)],
@@ -461,7 +464,7 @@ def with_dropout(text: str | None, backend: str) -> dict[str, torch.Tensor]:
 RANDOM = (budget(0.0), budget(0.01), budget(0.5), selecting("feed_forward", "attention"))
 
 
-@pytest.mark.parametrize("text", RANDOM)
+@pytest.mark.parametrize("text", quick_first(RANDOM, 1))
 def test_dropout_is_drawn_once(text: str) -> None:
     """PyTorch's budget alone rebuilds it with another mask: the gradients are not those of the loss."""
     assert_bitwise_equal(with_dropout(text, "aot_eager"), with_dropout(None, "aot_eager"))

@@ -28,9 +28,9 @@ NORMS = {"op_name": ["attention_norm", "ffn_norm", "final_norm"], "tokens": TOKE
 @pytest.mark.parametrize(
     ("tiles", "least", "most"),
     [
-        ({}, 185, 200),
-        (LOSS, 30, LAYERS + 35),
-        ({**LOSS, "tile": [MLP]}, 20, LAYERS + 22),
+        pytest.param({}, 185, 200, marks=pytest.mark.slow),
+        pytest.param(LOSS, 30, LAYERS + 35, marks=pytest.mark.slow),
+        pytest.param({**LOSS, "tile": [MLP]}, 20, LAYERS + 22, marks=pytest.mark.slow),
         ({**LOSS, "tile": [MLP, NORMS]}, 10, LAYERS + 14.3),
     ],
     ids=["checkpointing", "loss", "loss and MLP", "loss, MLP and norms"],

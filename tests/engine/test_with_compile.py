@@ -15,6 +15,7 @@ from hf_actswap import PlanError, apply, model_structure
 from hf_actswap.engine import AppliedPlan
 from hf_actswap.engine.operator_clock import OperatorClock
 from tests.engine.tiny_models import assert_bitwise_equal, batch, gradients, snapshot, tiny_llama
+from tests.quick_cases import quick_first
 
 SMALL = "memory: {min_tensor_mib: 0.0001}\n"
 LAYER_SWAP = SMALL + "swap_config: {swap: true, layer_swap: [{backward_prefetch: 20, layers: true}]}\n"
@@ -50,7 +51,7 @@ WHOLE: dict[str, Callable[[nn.Module], nn.Module]] = {"whole": whole, "whole in 
 CASES = [
     *(("in place", text) for text in (LAYER_SWAP, DEFAULT, SOME_LAYERS, RECOMPUTE)),
     *(("wrapped", text) for text in (LAYER_SWAP, RECOMPUTE)),
-    *((direction, LAYER_SWAP) for direction in WHOLE),
+    *quick_first(((direction, LAYER_SWAP) for direction in WHOLE), 1),
     *(pytest.param("wrapped", text, marks=pytest.mark.slow) for text in (DEFAULT, SOME_LAYERS)),
     *(pytest.param(direction, DEFAULT, marks=pytest.mark.slow) for direction in WHOLE),
 ]

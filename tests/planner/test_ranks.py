@@ -93,6 +93,7 @@ def check_impossible(found: list[Mapping[str, Run]]) -> None:
         assert len(runs["after"].losses) == 2
 
 
+@pytest.mark.slow
 def test_the_smallest_device_is_the_budget_of_all(two: Path) -> None:
     check_devices(of_ranks(two, "devices"))
 

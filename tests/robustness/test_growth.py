@@ -23,6 +23,7 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
+from tests.quick_cases import quick_first
 
 MIB = 2**20
 PLANS = {
@@ -118,7 +119,7 @@ def nothing_grows(steps: int, plan: str, device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", quick_first(PLANS, 1))
 @pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_nothing_grows_over_the_steps(steps: int, plan: str) -> None:
     nothing_grows(steps, plan, torch.device("cpu"))

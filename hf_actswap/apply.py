@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from .engine.host_budget import HostMemory, Progress
 from .engine.install import put_tiles, tile_parts
 from .engine.swapped_storages import PackHandler
 from .errors import ConfigError, PlanError, Problem, short_traceback
-from .parallel import enclosing_group, enclosing_replicas, tensor_parallel_group
+from .parallel import enclosing_replicas
 from .parallel.block_hooks import keep_gathered_inputs
 from .plan import (
     ConfigOrPlan,
@@ -145,31 +144,19 @@ def plan_while_training(
     Raises:
         PlanError: something does not go with the planner, or the plan file is malformed.
     """
-    whole, shape, host, group = shape, shape.decoder, HostMemory(fixed), enclosing_group()
+    whole, shape, host = shape, shape.decoder, HostMemory(fixed)
     root, replicas = unwrapped(model), enclosing_replicas()
 
-    def in_group() -> AbstractContextManager[Any]:
-        return nullcontext() if group is None else tensor_parallel_group(group)
-
     def put(plan: MemoryPlan, pack_handler: PackHandler | None) -> AppliedPlan:
-        given = Resources(transfer, progress, pack_handler=pack_handler, host=host)
-        with in_group():
-            return apply_plan(model, plan, shape, given)
+        return apply_plan(model, plan, shape, Resources(transfer, progress, replicas, pack_handler, host))
 
     def tiles_on(tiles: Iterable[Tile]) -> list[Callable[[], None]]:
-        with in_group():
-            return put_tiles(root, tile_parts(root, tiles, shape, replicas), shape)
+        return put_tiles(root, tile_parts(root, tiles, shape, replicas), shape)
 
-    def ladder() -> Iterator[MemoryPlan]:
-        if written is None or memory.mode != "adaptive":
-            return
-        found = tile_ladder(written, root, whole, 1 if replicas is None else replicas.size)
-        while True:
-            with in_group():
-                _, plan = next(found, (None, None))
-            if plan is None:
-                return
-            yield plan
+    ladder: Iterable[MemoryPlan] = ()
+    if written is not None and memory.mode == "adaptive":
+        size = 1 if replicas is None else replicas.size
+        ladder = (plan for _, plan in tile_ladder(written, root, whole, size))
 
     planner = start_planner(
         model,
@@ -183,7 +170,7 @@ def plan_while_training(
         counts_steps=counts_steps,
         transfer=transfer,
         meter=meter,
-        ladder=ladder(),
+        ladder=ladder,
     )
     planner.on_remove(host.close)
     if _is_rank_0():
@@ -203,8 +190,8 @@ def apply_plan(
 
     Args:
         model, plan, shape: the model, what is put on it, and the model's structure.
-        resources: that the plan is given; the tensor-parallel ranks are those of the group around the call,
-            and the default progress is a bar on rank 0.
+        resources: that the plan is given; by default the tensor-parallel ranks are those of the group around
+            the call, and progress is a bar on rank 0.
 
     Raises:
         PlanError: the plan does not fit the model, or requests something that this version does not support.
@@ -212,7 +199,7 @@ def apply_plan(
     shape = shape.with_stacks_of(plan)
     _reject_what_cannot_be_applied(model, plan, shape)
     bar = resources.progress or _bar_on_rank_0()
-    given = replace(resources, progress=bar, replicas=enclosing_replicas())
+    given = replace(resources, progress=bar, replicas=resources.replicas or enclosing_replicas())
     applied = install(model, plan, shape, given)
     restores = _gathering_once(unwrapped(model), plan, shape)
     if plan.rows or given.pack_handler is not None:

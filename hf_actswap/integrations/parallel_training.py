@@ -12,7 +12,7 @@ norm and clip          of the whole model, the same on every rank
 ====================== ==================================================================================
 
 This module does not depend on the Trainer: `trainer_mixin` and `callback` use it there, `prepare` in other
-    loops.
+loops.
 """
 
 from __future__ import annotations

@@ -97,10 +97,21 @@ def start_planner(
     idle = IdleTensors(device, pool if transfer.overlaps else None, fixed.min_tensor_bytes)
     least = LeastBudget(model, structure, lambda: run.fixed, memory, optimizer, device_name(device))
     guard = OomGuard(meter, idle, least_budget=least.in_words)
-    on = device_name(device)
-    run = Run(model, structure, fixed, memory, meter, transfer, guard, idle, put, put_tiles, on, optimizer)
-    run.ladder = iter(ladder)
-
+    run = Run(
+        model,
+        structure,
+        fixed,
+        memory,
+        meter,
+        transfer,
+        guard,
+        idle,
+        put,
+        put_tiles,
+        device_name(device),
+        optimizer,
+        ladder=iter(ladder),
+    )
     if memory.preference == "memory_saving":
         run.states = _states_on_host(model, structure, optimizer, transfer, pool, fixed.min_tensor_bytes)
 

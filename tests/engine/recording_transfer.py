@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from hf_actswap.engine.blocks import HostBuffer
-from hf_actswap.engine.link import Link
 from hf_actswap.engine.stats import PendingTime
-from hf_actswap.engine.transfer import Copy, HostStamp, Stamp
+from hf_actswap.engine.transfer import BlockingTransfer, Copy
 
 
 class NoTime:
@@ -74,7 +73,7 @@ def _nothing(dtype: torch.dtype) -> float:
     return float("nan") if dtype.is_floating_point or dtype.is_complex else 1
 
 
-class RecordingTransfer:
+class RecordingTransfer(BlockingTransfer):
     """Copies that complete when the test calls `complete`, in the order in which they were asked for.
 
     New device blocks and host blocks are filled with NaN (of integers: with ones) until their copy runs, so
@@ -89,10 +88,9 @@ class RecordingTransfer:
         queue: copies that are not complete, oldest first.
     """
 
-    overlaps = False
-
     def __init__(self, device: torch.device | None = None, poison: bool = True) -> None:
-        self._device, self._poison = device or torch.device("cpu"), poison
+        super().__init__(device or torch.device("cpu"))
+        self._poison = poison
         self.log: list[tuple[object, ...]] = []
         self.queue: deque[_RecordedCopy] = deque()
         self._outs = 0
@@ -136,24 +134,6 @@ class RecordingTransfer:
         last = next((copy for copy in reversed(self.queue) if copy.host is host), None)
         if last is not None:
             self.complete_through(last)
-
-    def stamp(self) -> Stamp:
-        """Mark the present place in compute's order of work."""
-        return HostStamp.now()
-
-    def synchronize(self) -> None:
-        """Compute is done when its call returns."""
-
-    def link(self) -> Link | None:
-        """Copies do not overlap compute."""
-        return None
-
-    def free_bytes(self) -> int | None:
-        """Device and host are the same memory."""
-        return None
-
-    def empty_cache(self) -> None:
-        """Nothing of ours is cached."""
 
     def complete(self, count: int | None = None) -> None:
         """Let the ``count`` oldest copies complete; ``None``: all."""

@@ -50,14 +50,23 @@ def rows(run: Run, step: int = -1) -> list[dict[str, Any]]:
     return found
 
 
-def assert_one_plan(found: list[Mapping[str, Run]], name: str = "planned") -> None:
-    """All ranks are in the same phase with the same plan in each step, and the losses are untouched."""
+def assert_one_plan(found: list[Mapping[str, Run]], name: str = "planned", own_buckets: bool = False) -> None:
+    """All ranks are in the same phase with the same plan in each step, and the losses are untouched.
+
+    ``own_buckets``: a rank whose batches are shorter may take its bucket's plan, if that is faster by the
+    times that were measured there; so plans are compared up to the first step of each stable stage only.
+    """
     first = found[0][name]
+    agreed = [
+        step
+        for step, phase in enumerate(first.phases)
+        if not own_buckets or phase != "stable" or first.phases[step - 1] != "stable"
+    ]
     for runs in found:
         run = runs[name]
         assert run.problem is None
         assert run.phases == first.phases
-        assert run.plans == first.plans
+        assert [run.plans[step] for step in agreed] == [first.plans[step] for step in agreed]
         assert run.losses == runs["plain"].losses[: len(run.losses)]
         assert run.left_over == []
     assert first.phases[-1] == "stable"
@@ -196,7 +205,7 @@ def check_communication(found: list[Mapping[str, Run]]) -> None:
 @pytest.mark.slow
 def test_a_batch_that_grows_on_one_rank(two_more: Path) -> None:
     found = of_ranks(two_more, "grows")
-    assert_one_plan(found)
+    assert_one_plan(found, own_buckets=True)
     phases = found[0]["planned"].phases
     first = phases.index("stable")
     looks = [step for step in range(10, 18) if (step - first) % QUICK_CHECK_STEPS == 0]

@@ -117,7 +117,7 @@ def draw_one_tensor(figure: Any) -> None:
         hooks.prefetched_ms(candidate.consumer_op + PREFETCH),
         hooks.consumed_ms(candidate.consumer_op),
     )
-    left = run.turn_ms + (LAYERS - FOLLOWED) * BACKWARD_MS
+    left = run.forward_end_ms + (LAYERS - FOLLOWED) * BACKWARD_MS
     lanes = {
         "compute": 4,
         "copy out": 3,
@@ -128,7 +128,7 @@ def draw_one_tensor(figure: Any) -> None:
     for layer in range(LAYERS):
         strong = layer == FOLLOWED
         _box(axes, layer * FORWARD_MS, FORWARD_MS, 4, COMPUTE, f"F{layer}", strong)
-        back = run.turn_ms + (LAYERS - 1 - layer) * BACKWARD_MS
+        back = run.forward_end_ms + (LAYERS - 1 - layer) * BACKWARD_MS
         _box(axes, back, BACKWARD_MS, 4, COMPUTE, f"B{layer}", strong)
         for lane, colour, ends, way in (
             (3, OUT, run.out_finish_ms, LINK.out_ms),
@@ -146,7 +146,7 @@ def draw_one_tensor(figure: Any) -> None:
         axes.text(at, 4.62, number, ha="center", va="center", fontsize=9, weight="bold")
     axes.set_yticks(list(lanes.values()), list(lanes), fontsize=9)
     axes.set_ylim(-0.5, 4.85)
-    _time_axis(axes, run.turn_ms + LAYERS * BACKWARD_MS)
+    _time_axis(axes, run.forward_end_ms + LAYERS * BACKWARD_MS)
 
 
 def draw_windows(figure: Any) -> None:
@@ -158,13 +158,13 @@ def draw_windows(figure: Any) -> None:
         one = step(prefetch)
         _curve(axes, kept.simulated.memory, kept.simulated.step_ms, "#9aa5ad", filled=False)
         _curve(axes, one.simulated.memory, one.simulated.step_ms, HELD)
-        axes.axvline(one.simulated.turn_ms, color="#555555", linewidth=0.7, linestyle=":")
+        axes.axvline(one.simulated.forward_end_ms, color="#555555", linewidth=0.7, linestyle=":")
         waits = f"waits {one.waits_ms:.1f} ms" if one.waits_ms > 0.05 else "no wait"
         text = f"backward_prefetch {prefetch}: {waits}"
         axes.text(0.995, 0.9, text, transform=axes.transAxes, ha="right", va="top", fontsize=9)
         axes.spines[["top", "right"]].set_visible(False)
     panels[len(WINDOWS) // 2].set_ylabel("MiB on the device", y=1.0)
-    panels[0].text(one.simulated.turn_ms, 262, " kept", color="#6b747b", fontsize=9, va="bottom")
+    panels[0].text(one.simulated.forward_end_ms, 262, " kept", color="#6b747b", fontsize=9, va="bottom")
     panels[0].set_ylim(0, 300)
     _time_axis(panels[-1], end)
 

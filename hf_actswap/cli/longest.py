@@ -23,7 +23,7 @@ from ..plan import MemoryPlan, resolve_plan
 from ..plan.model_structure import is_below, unwrapped
 from ..planner.budget import budget_bytes
 from ..planner.cost.simulate import predict
-from ..planner.profile import Prediction, Profile, Span
+from ..planner.profile import OpEvent, Prediction, Profile
 from ..planner.record.devices import device_rates
 from ..stream import chunk_tokens, problems_of_model, traced
 from ..stream.on_paper import TOKEN_BYTES, PassWork, chunk_bounds, host_bytes, longest_on_host, passes
@@ -290,21 +290,21 @@ class ChunkedStep:
             layer.index: layer.attention_paths for layer in found.shape.layers
         }
 
-        def with_sums(span: Span, made_bytes: int) -> Span:
-            scope, path, _ = span.call
+        def with_sums(op_event: OpEvent, made_bytes: int) -> OpEvent:
+            scope, path, _ = op_event.call
             inside = any(is_below(path, module) for module in attention.get(scope, ()))
             more = sums + moving
             return replace(
-                span,
-                forward_base_bytes=span.forward_base_bytes + more,
-                backward_base_bytes=span.backward_base_bytes - made_bytes + more + inside * pieces,
+                op_event,
+                forward_base_bytes=op_event.forward_base_bytes + more,
+                backward_base_bytes=op_event.backward_base_bytes - made_bytes + more + inside * pieces,
             )
 
         made = profile.gradient_bytes
         at_end = profile.weight_bytes + profile.optimizer_state_bytes + sums  # and one in its own type
         return replace(
             profile,
-            spans=tuple(map(with_sums, profile.spans, made)),
+            op_events=tuple(map(with_sums, profile.op_events, made)),
             gradient_bytes=(sums,) * len(made),
             outside_base_bytes=max(profile.outside_base_bytes, at_end + max(w.nbytes for w in trained)),
         )
@@ -324,7 +324,7 @@ class ChunkedStep:
         ]
         ahead, back = (part * self._tokens**2 / 2 / self._attention_flop_per_ms for part in own)
         chunk, share = self._chunk, tokens / self._tokens
-        once_ms = sum(span.forward_ms for span in self.profile.spans) - ahead
+        once_ms = sum(op_event.forward_ms for op_event in self.profile.op_events) - ahead
         again_ms = self.profile.compute_ms + chunk.recompute_ms - 2 * ahead - back
         first_ms, first_stall_ms = self._pass_ms(share * once_ms, first)
         second_ms, second_stall_ms = self._pass_ms(share * again_ms, second)
@@ -335,7 +335,7 @@ class ChunkedStep:
             recompute_ms=share * (chunk.recompute_ms - ahead),
             forward_stall_ms=first_stall_ms,
             backward_stall_ms=second_stall_ms,
-            turn_ms=first_ms,
+            forward_end_ms=first_ms,
             peak_bytes=chunk.peak_bytes + tokens * TOKEN_BYTES,
             swapped_bytes=first.out_bytes + second.out_bytes,
             host_bytes=host_bytes(self._layers, bounds),

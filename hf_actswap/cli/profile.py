@@ -304,11 +304,11 @@ class OpCost:
 def op_costs(profile: Profile) -> list[OpCost]:
     """Return what the ops of a step cost, equal layers together, in the order in which they run."""
     times: dict[Scope | None, dict[str, list[float]]] = defaultdict(dict)
-    for span in profile.spans:
-        scope, path, _ = span.call
+    for op_event in profile.op_events:
+        scope, path, _ = op_event.call
         sums = times[scope].setdefault(_op_of(scope, path), [0.0, 0.0])
-        sums[0] += span.forward_ms
-        sums[1] += span.backward_ms
+        sums[0] += op_event.forward_ms
+        sums[1] += op_event.backward_ms
     sizes: dict[Scope | None, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for (of, path), size_bytes in profile.saved.by_op().items():
         sizes[of][_op_of(of, path)] += size_bytes

@@ -2,7 +2,7 @@
 
 Weights are random, and so are the tokens: times and bytes depend on neither, but for experts that tokens are
 routed to. As in training, memory is taken from one step and times from others, because asking the allocator
-after each op takes longer than a small op runs; of each span the median of the timed steps counts.
+after each op takes longer than a small op runs; of each op event the median of the timed steps counts.
 
 `for_all_layers` gives all layers of a model the times that a few have shown. The bytes are those of the whole
 model's step on fake tensors. A layer that was not measured gets the mean of those measured layers that do the
@@ -28,7 +28,7 @@ from ..errors import Problem
 from ..plan import ModelStructure
 from ..plan.actions import Scope
 from ..planner.meter import AllocatorMeter, CountingMeter, Meter
-from ..planner.profile import Profile, Span
+from ..planner.profile import OpEvent, Profile
 from ..planner.record.clock import DeviceClock
 from ..planner.record.recorder import StepRecorder
 from ..planner.warm_up import with_memory_of
@@ -123,18 +123,18 @@ class RecordedSteps:
 def median_times(profiles: Sequence[Profile]) -> Profile:
     """Return the last profile with the median of each time; as it is, if the steps ran different ops."""
     last = profiles[-1]
-    calls = [span.call for span in last.spans]
-    if any([span.call for span in profile.spans] != calls for profile in profiles):
+    calls = [op_event.call for op_event in last.op_events]
+    if any([op_event.call for op_event in profile.op_events] != calls for profile in profiles):
         return last
-    spans = tuple(
+    op_events = tuple(
         replace(
             same[-1],
-            forward_ms=median(span.forward_ms for span in same),
-            backward_ms=median(span.backward_ms for span in same),
+            forward_ms=median(op_event.forward_ms for op_event in same),
+            backward_ms=median(op_event.backward_ms for op_event in same),
         )
-        for same in zip(*(profile.spans for profile in profiles), strict=True)
+        for same in zip(*(profile.op_events for profile in profiles), strict=True)
     )
-    return replace(last, spans=spans, outside_ms=median(profile.outside_ms for profile in profiles))
+    return replace(last, op_events=op_events, outside_ms=median(profile.outside_ms for profile in profiles))
 
 
 def _random_batch(model: nn.Module, step: StepShape, device: torch.device) -> dict[str, torch.Tensor]:
@@ -166,7 +166,7 @@ def _meter_of(
 
 
 _Key = tuple[Scope | None, str, int | None, int]
-"""A call, and which of its spans."""
+"""A call, and which of its op events."""
 _Times = tuple[float, float]
 """Forward and backward, in ms."""
 
@@ -192,22 +192,22 @@ def for_all_layers(
     """
     kinds = _kinds(whole, layer_types)
     alike = _representatives(kinds, measured.num_layers)
-    times = {key: (span.forward_ms, span.backward_ms) for key, span in _keyed(measured.spans)}
-    spans = []
+    times = {key: (op_event.forward_ms, op_event.backward_ms) for key, op_event in _keyed(measured.op_events)}
+    op_events = []
     missing: Counter[str] = Counter()
-    for (scope, path, ordinal, number), span in _keyed(whole.spans):
+    for (scope, path, ordinal, number), op_event in _keyed(whole.op_events):
         scopes = alike[scope] if isinstance(scope, int) else (scope,)
         found = [times[key] for at in scopes if (key := (at, path, ordinal, number)) in times]
         if not found:
             missing[f"{scope}, {path or 'what is around'}"] += 1
             continue
         forward_ms, backward_ms = _mean(found)
-        spans.append(replace(span, forward_ms=forward_ms, backward_ms=backward_ms))
+        op_events.append(replace(op_event, forward_ms=forward_ms, backward_ms=backward_ms))
     if missing:
         raise ModelError([_other_ops(missing)])
     return replace(
         whole,
-        spans=tuple(spans),
+        op_events=tuple(op_events),
         link=measured.link,
         device=measured.device,
         device_bytes=measured.device_bytes,
@@ -217,19 +217,19 @@ def for_all_layers(
     )
 
 
-def _keyed(spans: Iterable[Span]) -> Iterator[tuple[_Key, Span]]:
-    """Yield spans by call and number; spans of no kernel too, so that both profiles count alike."""
+def _keyed(op_events: Iterable[OpEvent]) -> Iterator[tuple[_Key, OpEvent]]:
+    """Yield op events by call and number; op events of no kernel too, so that both profiles count alike."""
     seen: Counter[object] = Counter()
-    for span in spans:
-        yield (*span.call, seen[span.call]), span
-        seen[span.call] += 1
+    for op_event in op_events:
+        yield (*op_event.call, seen[op_event.call]), op_event
+        seen[op_event.call] += 1
 
 
 def _kinds(whole: Profile, layer_types: Sequence[str]) -> Mapping[int, object]:
     """What each layer does: its type, its calls in order, and the bytes that they save."""
     calls: dict[int, list[object]] = defaultdict(list)
-    for span in whole.spans:
-        scope, path, ordinal = span.call
+    for op_event in whole.op_events:
+        scope, path, ordinal = op_event.call
         if isinstance(scope, int):
             calls[scope].append((path, ordinal))
     sizes: dict[int, dict[str, int]] = defaultdict(dict)

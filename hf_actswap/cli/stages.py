@@ -78,7 +78,7 @@ class Stage:
     @property
     def loss_bytes(self) -> int:
         """What the loss of a micro-batch holds at most: all that it takes while it runs."""
-        return max(self.profile.spans[-1].forward_base_bytes - self.fixed_bytes, 0) if self.is_last else 0
+        return max(self.profile.op_events[-1].forward_base_bytes - self.fixed_bytes, 0) if self.is_last else 0
 
     @property
     def peak_bytes(self) -> int:

@@ -86,7 +86,7 @@ class Measured:
     timeline: Timeline
 
 
-_Part = Literal["forward", "turn", "resumed", "backward"]
+_Part = Literal["forward", "forward_end", "resumed", "backward"]
 
 
 class Observation:
@@ -116,7 +116,7 @@ class Observation:
 
     def turned(self) -> None:
         """Forward has ended."""
-        self._note("turn", self._latest.get("forward", 0))
+        self._note("forward_end", self._latest.get("forward", 0))
 
     def resumed(self) -> None:
         """What followed the end of forward, and is none of compute's business, has ended too."""
@@ -129,14 +129,14 @@ class Observation:
 
     def forward_ms(self) -> float:
         """Compute's time until the end of forward; the device must have got there."""
-        return self._compute()["turn"][-1][1]
+        return self._compute()["forward_end"][-1][1]
 
     def measured(self) -> Measured | None:
         """The numbers, or ``None`` if forward or backward had no hook; the device must be idle."""
-        if not {"forward", "turn", "resumed", "backward"} <= self._latest.keys():
+        if not {"forward", "forward_end", "resumed", "backward"} <= self._latest.keys():
             return None
         times = self._compute()
-        pause_ms = times["resumed"][0][1] - times["turn"][0][1]
+        pause_ms = times["resumed"][0][1] - times["forward_end"][0][1]
         backward = [(op, ms - pause_ms) for op, ms in times["backward"]]
         entries = sorted(self.seen.items(), key=lambda item: item[1].ready_op)
         return Measured(
@@ -145,7 +145,7 @@ class Observation:
                 Candidate(seen.size_bytes, seen.ready_op, seen.consumer_op, seen.windows)
                 for _, seen in entries
             ),
-            Timeline(*_rising([*times["forward"], *times["turn"]], backward)),
+            Timeline(*_rising([*times["forward"], *times["forward_end"]], backward)),
         )
 
     def _note(self, part: _Part, op: int) -> None:

@@ -42,7 +42,7 @@ from .views import View
 
 
 class ForwardPass:
-    """See the module's text.
+    """Decides for each tensor that autograd saves in one forward what becomes of it, by who produced it.
 
     Args:
         setting: what the passes of one applied plan share.

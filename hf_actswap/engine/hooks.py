@@ -102,7 +102,7 @@ class Engine:
         self._inside_hooks: list[Undo] | None = None
         self._mode: NamingMode | None = None
         self.dropped_bytes: int | None = None
-        """See `AppliedPlan.dropped_bytes`."""
+        """Bytes that one forward drops, to be rebuilt in backward; ``None``: not known, or no forward yet."""
 
     def stats(self) -> SwapStats:
         """Return the totals since the plan was applied; subtract an earlier one to get a step."""

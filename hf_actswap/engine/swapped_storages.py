@@ -52,7 +52,7 @@ class Setting:
 
 
 class SwappedStorages:
-    """See the module's text.
+    """Holds the storages that one forward swaps: copies them out, frees them when due, brings them back.
 
     Args:
         setting: what the passes of one applied plan share.

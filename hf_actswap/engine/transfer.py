@@ -45,8 +45,8 @@ class Stamp(Protocol):
 class StepLog(Generic[Event]):
     """Events of one step in compute's order of work. There is a log only while a listener is registered.
 
-    The planner's `SpanLog` is another log: at each of its marks it also looks at the meter and at autograd's
-    node numbers, and its clock may add up op by op where nothing is computed.
+    The planner's `OpEventLog` is another log: at each of its marks it also looks at the meter and at
+    autograd's node numbers, and its clock may add up op by op where nothing is computed.
 
     Args:
         transfer: whose compute is timed.

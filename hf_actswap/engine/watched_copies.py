@@ -80,7 +80,7 @@ class CopyListener(Protocol):
 
 
 class WatchedTransfer:
-    """See the module's text, and `Transfer` for the methods.
+    """A `Transfer` around another, which names each copy for a profiler and reports it to a listener.
 
     Args:
         inner: that moves the bytes.

@@ -13,15 +13,15 @@ the link, and their rates alone count.
   them: one that is too small stalls as much as it would alone.
 
 What to swap is the set of most bytes whose copies are hidden. Pure arithmetic, times in ms. Memory peaks at
-the *turn*, which is the end of forward, where everything is released. There every byte that has left the
-device lowers the peak by one, whichever tensor it is of, so the best set is simply the one with the most
-bytes among those that fit both ways:
+the end of forward, where everything is released. There every byte that has left the device lowers the peak by
+one, whichever tensor it is of, so the best set is simply the one with the most bytes among those that fit
+both ways:
 
-* **Out.** Copies run one after another in the order of saving; with one deadline for all, the turn, no other
-  order is better. A set fits if each copy, started at max(previous finished, saved), ends by the turn. Were
+* **Out.** Copies run one after another in the order of saving; with one deadline for all, its end, no other
+  order is better. A set fits if each copy, started at max(previous finished, saved), ends by then. Were
   bytes divisible, taking whatever comes would be optimal, because it keeps the link busy from the first
-  candidate to the turn; the tail that is kept is what the backlog leaves, not a constant. As they are not,
-  taking what comes can lose nearly the copy that did not fit. The search over sets wins that back.
+  candidate to the end of forward; the tail that is kept is what the backlog leaves, not a constant. As they
+  are not, taking what comes can lose nearly the copy that did not fit. The search over sets wins that back.
 * **Back.** All may start at the first hook of backward, so a set fits if earliest-deadline-first does. The
   search tracks it as if backward read in the reverse order of saving: a copy that comes later in forward goes
   before all others, and what counts is the least slack among those. Where backward does read in that order
@@ -85,7 +85,7 @@ class Timeline:
 
     Args:
         forward: (operator, ms) at each hook; the last entry is the end of forward, where everything that has
-            not been released is (the *turn*). Operators rise; the last may repeat.
+            not been released is. Operators rise; the last may repeat.
         backward: (operator, ms) at each hook; operators fall. The last entry ends the step.
 
     Raises:
@@ -108,7 +108,7 @@ class Timeline:
             raise ValueError("times of a step must not fall")
 
     @property
-    def turn_ms(self) -> float:
+    def forward_end_ms(self) -> float:
         """When forward ends."""
         return self.forward[-1][1]
 
@@ -127,19 +127,19 @@ class Hooks:
         self._backward = timeline.backward
         self._backward_ops = [-op for op, _ in timeline.backward]
         self._backward_ms = [ms for _, ms in timeline.backward]
-        self._turn_ms = timeline.turn_ms
+        self._forward_end_ms = timeline.forward_end_ms
         self.after_forward = max(timeline.forward[-1][0], self._ops[-1] + 1 if self._ops else 0)
         """An operator that no hook of forward reaches: what is released there is released at its end."""
 
     def ready_ms(self, ready_op: int) -> float:
         """When a copy out that an operator asks for is enqueued: at its hook, or the first after it."""
         at = bisect_left(self._ops, ready_op)
-        return self._times_ms[at] if at < len(self._ops) else self._turn_ms
+        return self._times_ms[at] if at < len(self._ops) else self._forward_end_ms
 
     def released_ms(self, ready_op: int, release_ops: int) -> float:
         """When a release is carried out: at the first hook at or after its point, and after its own hook."""
         at = max(bisect_left(self._ops, ready_op + release_ops), bisect_left(self._ops, ready_op) + 1)
-        return self._times_ms[at] if at < len(self._ops) else self._turn_ms
+        return self._times_ms[at] if at < len(self._ops) else self._forward_end_ms
 
     def release_op(self, done_ms: float) -> int:
         """The first hook at which a copy out is complete; `after_forward` where only the end comes after."""
@@ -278,7 +278,7 @@ def _queue(
                 in_ms=link.in_ms(candidate.size_bytes) * safety,
                 out_by_ms=hooks.released_ms(candidate.ready_op, windows.release_ops)
                 if windows
-                else timeline.turn_ms,
+                else timeline.forward_end_ms,
                 read_ms=read_ms,
                 room_ms=read_ms - start_ms,
             )
@@ -417,9 +417,9 @@ def _most_bytes(queue: Sequence[SwapCopy]) -> float:
     """A bound on what can be hidden: all bytes, or the link busy from the first copy to the last end."""
     if not queue:
         return 0.0
-    span_ms = max(copy.out_by_ms for copy in queue) - min(copy.ready_ms for copy in queue)
+    event_ms = max(copy.out_by_ms for copy in queue) - min(copy.ready_ms for copy in queue)
     rate = max(copy.size_bytes / copy.out_ms for copy in queue)
-    return min(sum(copy.size_bytes for copy in queue), max(span_ms, 0.0) * rate)
+    return min(sum(copy.size_bytes for copy in queue), max(event_ms, 0.0) * rate)
 
 
 def _undominated(

@@ -46,7 +46,9 @@ class Resources:
 
 
 class Workplace:
-    """See the module's text. What it makes is made when a forward first needs it, on the device of then.
+    """Holds the device, the host memory and the transfer of one applied plan.
+
+    Each is made when a forward first needs it, on the device that the model is on by then.
 
     Args:
         root: the model inside its wrappers.

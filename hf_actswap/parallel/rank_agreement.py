@@ -60,7 +60,7 @@ def answering_ranks(
 
 
 @dataclass(frozen=True)
-class _Turn:
+class _Agreement:
     """One agreement: its keys in the store, who takes part, and for how long each round may take."""
 
     store: dist.distributed_c10d.Store
@@ -126,35 +126,35 @@ def failing_together(name: str, timeout_s: float = WAIT_S) -> Iterator[dict[str,
     """
     with shared_store(timeout_s) as shared:
         facts: dict[str, str] = {}
-        turn = None
+        agreement = None
         if shared is not None and shared[2] > 1:
             store, rank, world_size = shared
-            turn = _next_turn(store, name, rank, range(world_size), timeout_s)
+            agreement = _next_agreement(store, name, rank, range(world_size), timeout_s)
         try:
             yield facts
         except BaseException as error:
-            if turn is not None:
-                _tell(turn, error)
+            if agreement is not None:
+                _tell(agreement, error)
             raise
-        if turn is not None:
-            _agree(turn, facts)
+        if agreement is not None:
+            _agree(agreement, facts)
 
 
-def _next_turn(
+def _next_agreement(
     store: dist.distributed_c10d.Store, name: str, rank: int, ranks: Sequence[int], timeout_s: float
-) -> _Turn:
+) -> _Agreement:
     count = store.add(f"hf_actswap/{name}/calls/{rank}", 1)
-    return _Turn(store, f"{name}/{count}", rank, ranks, timeout_s)
+    return _Agreement(store, f"{name}/{count}", rank, ranks, timeout_s)
 
 
-def _tell(turn: _Turn, error: BaseException) -> None:
+def _tell(agreement: _Agreement, error: BaseException) -> None:
     """Report to the others that this rank has failed, without waiting for them."""
     said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
     with suppress(RuntimeError):  # the store is gone, and the error is what counts
-        turn.publish("facts", json.dumps({_FAILURE: said}))
-        turn.publish("verdict", json.dumps([said]))
+        agreement.publish("facts", json.dumps({_FAILURE: said}))
+        agreement.publish("verdict", json.dumps([said]))
         if isinstance(error, Exception):
-            turn.wait_for_readers(turn.ranks)
+            agreement.wait_for_readers(agreement.ranks)
 
 
 def parameters_fact(model: nn.Module) -> str:
@@ -198,38 +198,38 @@ def check_agreement(
     everyone = range(dist.get_world_size()) if ranks is None else ranks
     if len(everyone) > 1:
         store = dist.distributed_c10d._get_default_store()
-        _agree(_next_turn(store, name, dist.get_rank(), everyone, timeout_s), facts)
+        _agree(_next_agreement(store, name, dist.get_rank(), everyone, timeout_s), facts)
 
 
-def _agree(turn: _Turn, facts: Mapping[str, str]) -> None:
+def _agree(agreement: _Agreement, facts: Mapping[str, str]) -> None:
     try:
-        turn.publish("facts", json.dumps(dict(facts)))
-        found = turn.read("facts")
-        problems = [*_missing(found, turn), *_differences(found)]
-        turn.publish("verdict", json.dumps([str(p) for p in problems]) if problems else _AGREED)
+        agreement.publish("facts", json.dumps(dict(facts)))
+        found = agreement.read("facts")
+        problems = [*_missing(found, agreement), *_differences(found)]
+        agreement.publish("verdict", json.dumps([str(p) for p in problems]) if problems else _AGREED)
         if not problems:
-            verdicts = turn.read("verdict")
-            problems = [*_missing(verdicts, turn), *_rejections(verdicts)]
+            verdicts = agreement.read("verdict")
+            problems = [*_missing(verdicts, agreement), *_rejections(verdicts)]
         if problems:
-            turn.wait_for_readers(list(found))
+            agreement.wait_for_readers(list(found))
     except RuntimeError as error:
         expected = "a store that answers"
         hint = "The process that serves it, usually rank 0, has ended; look for its error."
-        problem = Problem(turn.name, expected, str(error).splitlines()[0], hint)
+        problem = Problem(agreement.name, expected, str(error).splitlines()[0], hint)
         raise RankAgreementError([problem]) from None
     if problems:
-        name = turn.name.rpartition("/")[0]
-        raise RankAgreementError(problems, f"{name}, rank {turn.rank} of {_listed(turn.ranks)}")
+        name = agreement.name.rpartition("/")[0]
+        raise RankAgreementError(problems, f"{name}, rank {agreement.rank} of {_listed(agreement.ranks)}")
 
 
-def _missing(found: Mapping[int, str], turn: _Turn) -> list[Problem]:
-    missing = [other for other in turn.ranks if other not in found]
+def _missing(found: Mapping[int, str], agreement: _Agreement) -> list[Problem]:
+    missing = [other for other in agreement.ranks if other not in found]
     if not missing:
         return []
     return [
         Problem(
             "ranks",
-            f"answers from all of {_listed(turn.ranks)} within {turn.timeout_s:g} s",
+            f"answers from all of {_listed(agreement.ranks)} within {agreement.timeout_s:g} s",
             f"none from {_listed(missing)}",
             "Look for their errors; if they are only slow, give more time (timeout_s).",
         )

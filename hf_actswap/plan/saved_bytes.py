@@ -134,7 +134,7 @@ def swapped_copies(saved: SavedBytes, plan: MemoryPlan) -> Iterator[SwappedCopy]
 def swap_tickets(
     storage: SavedStorage, recomputed: RecomputedModules, held: Use | None
 ) -> Iterator[AskedSwap]:
-    """Yield the tickets of one storage that are on the host at the turn, which is the end of forward.
+    """Yield the tickets of one storage that are on the host at the end of forward.
 
     Args:
         storage: with its uses.

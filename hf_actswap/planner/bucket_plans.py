@@ -59,7 +59,7 @@ class ShapeBucket:
 
 
 class BucketPlans:
-    """See the module's text. The largest plan is on the model.
+    """Chooses for each batch between the largest plan, which is on the model, and those of shorter batches.
 
     Args:
         run: the training.

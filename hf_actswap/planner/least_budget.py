@@ -41,7 +41,7 @@ _ADAMS = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
 
 
 class LeastBudget:
-    """See the module's text.
+    """Finds the least budget that any plan fits, from a step on fake tensors of the batch that failed.
 
     Args:
         model: in training, in its wrappers.

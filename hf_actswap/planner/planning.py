@@ -141,9 +141,13 @@ def agreed_step(own: RecordedStep) -> RecordedStep:
     links = [link for _, _, link in facts if link is not None]
     profile = replace(
         profile,
-        spans=tuple(
-            replace(span, forward_ms=span.forward_ms * slowdown, backward_ms=span.backward_ms * slowdown)
-            for span in profile.spans
+        op_events=tuple(
+            replace(
+                op_event,
+                forward_ms=op_event.forward_ms * slowdown,
+                backward_ms=op_event.backward_ms * slowdown,
+            )
+            for op_event in profile.op_events
         ),
         link=slowest(links) if len(links) == len(facts) else None,
     )

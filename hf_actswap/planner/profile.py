@@ -6,10 +6,10 @@ from it (`simulate`).
 
 Three numberings meet here:
 
-* **order**: `Use.order` of `plan.saved_bytes`, rising through the forward. A span covers the orders from
-  ``first_order`` to ``last_order``, so that every use belongs to one span.
+* **order**: `Use.order` of `plan.saved_bytes`, rising through the forward. An op event covers the orders from
+  ``first_order`` to ``last_order``, so that every use belongs to one op event.
 * **operators**: autograd nodes in order of creation, from 0 at the start of the forward; the unit of windows.
-* **backward place**: in which turn backward reached the span, from 0.
+* **backward place**: number of the op event in the order in which backward reaches them, from 0.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ..plan.saved_bytes import OpCall, SavedBytes
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """One call of an op in forward, with its nodes' part of backward; spans follow each other without gaps.
+class OpEvent:
+    """One call of an op in forward, with its nodes' part of backward. There are no gaps between op events.
 
     Args:
         call: (scope, op path, ordinal) as plan rows name them; scope ``None``: outside all scopes. What runs
-            between functions (custom autograd functions, indexing) is a span of its module.
+            between functions (custom autograd functions, indexing) is an op event of its module.
         first_order, last_order: uses that belong to it, inclusive; ``last_order < first_order``: none.
         first_op: operator of the first node that it creates, or would create.
         num_ops: nodes that it creates.
         forward_ms, backward_ms: compute's time in it.
         forward_base_bytes, backward_base_bytes: the most device memory in use while it runs, less the
             storages of `Profile.saved` that are alive then; weights, gradients and optimizer states included.
-        backward_place: turn in backward; -1 where backward does not come by.
+        backward_place: its number in the order of backward; -1 where backward does not come by.
         communicates: whether it runs a collective.
         random: whether it draws random numbers.
     """
@@ -50,7 +50,7 @@ class Span:
     backward_ms: Ms
     forward_base_bytes: Bytes
     backward_base_bytes: Bytes
-    backward_place: Annotated[int, Rule("a turn, or -1", lambda place: place >= -1)]
+    backward_place: Annotated[int, Rule("a number, or -1", lambda place: place >= -1)]
     communicates: bool = False
     random: bool = False
 
@@ -97,7 +97,7 @@ class Profile:
 
     Args:
         saved: what autograd saves, each storage with its uses.
-        spans: in the order of forward.
+        op_events: in the order of forward.
         num_layers: decoder layers.
         family: ``model_type``.
         compiled_layers: layers that the compiler runs as one op; their inside is not seen.
@@ -114,15 +114,15 @@ class Profile:
         frontier: what compiled layers may do beside what they do by themselves, and what steps have shown of
             it. Shares of their memory are known without being listed (`compiled_shares`).
         weight_bytes: part of every ``base_bytes``, buffers included; 0: not known.
-        gradient_bytes: part of ``backward_base_bytes``, by span: gradients of weights that are complete when
-            it begins; and last, all of them when backward has ended. Empty: not known.
+        gradient_bytes: part of ``backward_base_bytes``, by op event: gradients of weights that are complete
+            when it begins; and last, all of them when backward has ended. Empty: not known.
         hooks: each time that autograd saved a tensor, of ``saved`` or not (weights, tables that layers
             share): (number of the last use by then, operator). There the engine gets control. Empty: it is
-            not known, and the engine is taken to get it where ``saved`` says so, at the end of a span.
+            not known, and the engine is taken to get it where ``saved`` says so, at the end of an op event.
     """
 
     saved: SavedBytes
-    spans: tuple[Span, ...]
+    op_events: tuple[OpEvent, ...]
     num_layers: LayerCount
     family: str
     compiled_layers: frozenset[Count]
@@ -144,7 +144,7 @@ class Profile:
     @property
     def compute_ms(self) -> float:
         """Forward and backward without any policy."""
-        return sum(span.forward_ms + span.backward_ms for span in self.spans)
+        return sum(op_event.forward_ms + op_event.backward_ms for op_event in self.op_events)
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ class Prediction:
         compute_ms: forward and backward without a policy.
         recompute_ms: run again.
         forward_stall_ms, backward_stall_ms: compute waits for copies.
-        turn_ms: when forward ends.
+        forward_end_ms: when forward ends.
         peak_bytes: the most device memory in use.
         peak_at: what ran then.
         memory: the curve.
@@ -242,7 +242,7 @@ class Prediction:
     recompute_ms: float
     forward_stall_ms: float
     backward_stall_ms: float
-    turn_ms: float
+    forward_end_ms: float
     peak_bytes: int
     peak_at: OpCall
     memory: tuple[MemoryPoint, ...]

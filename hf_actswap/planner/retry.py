@@ -48,7 +48,7 @@ COMMUNICATES = "it communicates, and the other ranks have done their part"
 
 
 class Retry:
-    """See the module's text.
+    """Runs a forward, or a whole micro-batch, once more when it has run out of memory.
 
     Args:
         model: in training.

@@ -34,7 +34,7 @@ STEPS_PER_TRIAL = 2
 
 
 class SearchPhase:
-    """See the module's text.
+    """Tries the plans that look best on paper, two steps each, and keeps the best that was measured.
 
     Args:
         run: the training.

@@ -137,20 +137,20 @@ class RecordedStep:
         by_pairs = Fraction(size.pairs, own.pairs) if own.pairs else by_tokens
         bases = _Bases(self, max(by_tokens, by_pairs))
         forward, backward = bases.forward(), bases.backward()
-        spans = [
+        op_events = [
             replace(
-                span,
-                forward_ms=span.forward_ms * float(by_tokens),
-                backward_ms=span.backward_ms * float(by_tokens),
+                op_event,
+                forward_ms=op_event.forward_ms * float(by_tokens),
+                backward_ms=op_event.backward_ms * float(by_tokens),
                 forward_base_bytes=forward[number],
-                backward_base_bytes=backward.get(number, span.backward_base_bytes),
+                backward_base_bytes=backward.get(number, op_event.backward_base_bytes),
             )
-            for number, span in enumerate(profile.spans)
+            for number, op_event in enumerate(profile.op_events)
         ]
         return replace(
             profile,
             saved=_scaled_saved(profile, by_tokens, by_pairs),
-            spans=tuple(spans),
+            op_events=tuple(op_events),
             signature=f"{profile.signature}@{size.tokens},{size.pairs}",
             batch_shape=_shape_of(size.tokens, profile.batch_shape),
         )
@@ -217,7 +217,7 @@ def _up(value: int, factor: Fraction) -> int:
 
 
 class _Bases:
-    """Scales what is on the device in a span beside saved storages.
+    """Scales what is on the device in an op event beside saved storages.
 
     Args:
         step: recorded.
@@ -227,24 +227,26 @@ class _Bases:
 
     def __init__(self, step: RecordedStep, factor: Fraction) -> None:
         self._step, self._factor = step, factor
-        spans = step.profile.spans
-        back = sorted((item.backward_place, at) for at, item in enumerate(spans) if item.backward_place >= 0)
-        self._ahead = range(len(spans))
+        op_events = step.profile.op_events
+        back = sorted(
+            (item.backward_place, at) for at, item in enumerate(op_events) if item.backward_place >= 0
+        )
+        self._ahead = range(len(op_events))
         self._back = [at for _, at in back]
-        self._spans = spans
+        self._op_events = op_events
 
     def forward(self) -> dict[int, int]:
-        """By number of the span."""
-        bases = [span.forward_base_bytes for span in self._spans]
+        """By number of the op event."""
+        bases = [op_event.forward_base_bytes for op_event in self._op_events]
         return self._scaled(self._ahead, bases, [0] * len(bases))
 
     def backward(self) -> dict[int, int]:
-        """By number of the span, of those that backward visits."""
-        bases = [self._spans[at].backward_base_bytes for at in self._back]
+        """By number of the op event, of those that backward visits."""
+        bases = [self._op_events[at].backward_base_bytes for at in self._back]
         seen: set[Module] = set()
         gradients = []
         for at in self._back:
-            module = self._module(self._spans[at].call)
+            module = self._module(self._op_events[at].call)
             new = module is not None and module not in seen
             gradients.append(self._step.weights[module].new_gradient_bytes if new and module else 0)
             seen |= {module} if module else set()
@@ -254,11 +256,11 @@ class _Bases:
         self, numbers: Sequence[int], bases: Sequence[int], gradients: Sequence[int]
     ) -> dict[int, int]:
         found = {}
-        rises = _rises([self._spans[at].call[0] for at in numbers], bases)
+        rises = _rises([self._op_events[at].call[0] for at in numbers], bases)
         for at, base, risen, gradient in zip(numbers, bases, rises, gradients, strict=True):
             fixed = self._step.baseline_bytes
             if self._factor < 1:
-                fixed = (fixed or min(bases)) + max(risen, gradient) + self._passing(self._spans[at].call)
+                fixed = (fixed or min(bases)) + max(risen, gradient) + self._passing(self._op_events[at].call)
             fixed = min(fixed, base)
             found[at] = fixed + _up(base - fixed, self._factor)
         return found

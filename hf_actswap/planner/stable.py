@@ -32,7 +32,7 @@ MOST_PLANS = 8
 
 
 class Stable:
-    """See the module's text.
+    """The stage in which the plan that was found stays on, until a batch or a peak asks for a new one.
 
     Args:
         run: the training; the plan is on the model.

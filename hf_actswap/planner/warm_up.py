@@ -64,7 +64,7 @@ def first_steps(run: Run) -> int:
 
 
 class WarmUp:
-    """See the module's text.
+    """The first steps: nothing is decided, running out of memory is survived, the last steps are recorded.
 
     Args:
         run: the training.
@@ -190,7 +190,7 @@ def with_memory_of(times: Profile, memory: Profile) -> Profile:
     What the optimizer has allocated since is there in later steps, and is added. Times of a batch of another
     size are scaled to that whose bytes they get.
     """
-    if [span.call for span in times.spans] != [span.call for span in memory.spans]:
+    if [op_event.call for op_event in times.op_events] != [op_event.call for op_event in memory.op_events]:
         logger.info("the two recorded steps ran different ops; the times of the earlier one are taken")
         return memory
     more = more_states_bytes(times, memory)
@@ -198,13 +198,13 @@ def with_memory_of(times: Profile, memory: Profile) -> Profile:
         times = _at_shape_of(memory, times)
     return replace(
         times,
-        spans=tuple(
+        op_events=tuple(
             replace(
-                span,
+                op_event,
                 forward_base_bytes=other.forward_base_bytes + more,
                 backward_base_bytes=other.backward_base_bytes + more,
             )
-            for span, other in zip(times.spans, memory.spans, strict=True)
+            for op_event, other in zip(times.op_events, memory.op_events, strict=True)
         ),
         outside_base_bytes=memory.outside_base_bytes,
         reserved_bytes=memory.reserved_bytes,
@@ -215,9 +215,9 @@ def _at_shape_of(memory: Profile, times: Profile) -> Profile:
     scale = tokens_of(memory.batch_shape) / max(tokens_of(times.batch_shape), 1)
     return replace(
         memory,
-        spans=tuple(
-            replace(span, forward_ms=other.forward_ms * scale, backward_ms=other.backward_ms * scale)
-            for span, other in zip(memory.spans, times.spans, strict=True)
+        op_events=tuple(
+            replace(op_event, forward_ms=other.forward_ms * scale, backward_ms=other.backward_ms * scale)
+            for op_event, other in zip(memory.op_events, times.op_events, strict=True)
         ),
         outside_ms=times.outside_ms,
         optimizer_state_bytes=times.optimizer_state_bytes,

@@ -133,8 +133,8 @@ def predicted_curve(
         for point in prediction.memory
     ]
     parts = (
-        ComputePart("forward", None, 0.0, prediction.turn_ms),
-        ComputePart("backward", None, prediction.turn_ms, max(ms for ms, _ in points)),
+        ComputePart("forward", None, 0.0, prediction.forward_end_ms),
+        ComputePart("backward", None, prediction.forward_end_ms, max(ms for ms, _ in points)),
     )
     title = "Memory over a step, predicted"
     return MemoryCurve(

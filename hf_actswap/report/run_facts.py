@@ -39,7 +39,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """See the module's text.
+    """The numbers of a recorded run that the report shows.
 
     Args:
         steps: that were logged last.

@@ -50,7 +50,7 @@ class _Entry:
 
 
 class HostSequence:
-    """See the module's text.
+    """Holds keys and values, and their gradients, of all chunks in host memory; fetches what a chunk reads.
 
     Args:
         pool: of host memory.

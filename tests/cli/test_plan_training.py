@@ -138,9 +138,9 @@ def test_gradients_are_whole_until_they_are_scattered() -> None:
     layer, ranks = baseline.layer_bytes, 8
     sharded = with_baseline(profile, replace(baseline, stage=2, ranks=ranks))
     first = min(
-        (span.backward_place, number)
-        for number, span in enumerate(profile.spans)
-        if span.call[0] == 0 and span.backward_place >= 0
+        (op_event.backward_place, number)
+        for number, op_event in enumerate(profile.op_events)
+        if op_event.call[0] == 0 and op_event.backward_place >= 0
     )[1]
     before = profile.gradient_bytes[first]
     outside = before - 3 * layer
@@ -184,12 +184,12 @@ def test_a_quantised_base(at_peak: Any) -> None:
 def test_a_quantised_weight_is_whole_while_its_module_runs() -> None:
     profile, baseline = on_paper()
     changed = with_baseline(profile, replace(baseline, passing={(1, "mlp.up_proj"): 1000}))
-    for before, after in zip(profile.spans, changed.spans, strict=True):
+    for before, after in zip(profile.op_events, changed.op_events, strict=True):
         more = 1000 if before.call[:2] == (1, "mlp.up_proj.linear") else 0
         assert after.forward_base_bytes - before.forward_base_bytes == more
         if before.backward_place >= 0:
             assert after.backward_base_bytes - before.backward_base_bytes == more
-    assert changed.spans != profile.spans
+    assert changed.op_events != profile.op_events
 
 
 def test_what_does_not_go_together(run: Run, tiny: Path) -> None:

@@ -171,40 +171,44 @@ def test_few_layers_stand_for_all(run: Run, model: Path, written: tuple[Path, An
 
 
 def timed(profile: Profile, ms_of: Callable[[Any], float]) -> Profile:
-    spans = [
-        replace(span, forward_ms=ms_of(span.call[0]), backward_ms=2 * ms_of(span.call[0]))
-        for span in profile.spans
+    op_events = [
+        replace(op_event, forward_ms=ms_of(op_event.call[0]), backward_ms=2 * ms_of(op_event.call[0]))
+        for op_event in profile.op_events
     ]
-    return replace(profile, spans=tuple(spans), outside_ms=10.0)
+    return replace(profile, op_events=tuple(op_events), outside_ms=10.0)
 
 
 def only(profile: Profile, layers: int) -> Profile:
-    kept = [span for span in profile.spans if not isinstance(span.call[0], int) or span.call[0] < layers]
-    return replace(profile, spans=tuple(kept), num_layers=layers)
+    kept = [
+        op_event
+        for op_event in profile.op_events
+        if not isinstance(op_event.call[0], int) or op_event.call[0] < layers
+    ]
+    return replace(profile, op_events=tuple(kept), num_layers=layers)
 
 
 def test_times_of_other_layers_are_the_mean_of_their_kind(written: tuple[Path, Any]) -> None:
     whole = read_profile(str(written[0])).profile
     measured = only(timed(whole, lambda scope: {0: 1.0, 1: 3.0}.get(scope, 7.0)), 2)
     found = for_all_layers(measured, timed(whole, lambda _: 0.0), 100, 400)
-    by_scope = {span.call[0]: (span.forward_ms, span.backward_ms) for span in found.spans}
+    by_scope = {op_event.call[0]: (op_event.forward_ms, op_event.backward_ms) for op_event in found.op_events}
     assert by_scope[0] == (1.0, 2.0)
     assert by_scope[1] == (3.0, 6.0)
     assert by_scope[2] == by_scope[3] == (2.0, 4.0)
     assert by_scope["head"] == (7.0, 14.0)
     assert found.outside_ms == 40.0  # the optimizer has four times as much to do
-    spans = [
-        replace(span, call=(3, "mlp.other", 0)) if span.call[:2] == (3, "mlp.mul") else span
-        for span in whole.spans
+    op_events = [
+        replace(op_event, call=(3, "mlp.other", 0)) if op_event.call[:2] == (3, "mlp.mul") else op_event
+        for op_event in whole.op_events
     ]
     with pytest.raises(ModelError, match="at least 4: no earlier layer does what layer 3 does"):
-        for_all_layers(measured, replace(whole, spans=tuple(spans)), 1, 2)
+        for_all_layers(measured, replace(whole, op_events=tuple(op_events)), 1, 2)
     types = ["sliding", "sliding", "sliding", "full"]
     with pytest.raises(ModelError, match="at least 4"):
         for_all_layers(measured, whole, 1, 2, types)
-    fewer = [span for span in measured.spans if span.call[1] != "mlp.mul"]
+    fewer = [op_event for op_event in measured.op_events if op_event.call[1] != "mlp.mul"]
     with pytest.raises(ModelError, match="4 op"):
-        for_all_layers(replace(measured, spans=tuple(fewer)), whole, 1, 2)
+        for_all_layers(replace(measured, op_events=tuple(fewer)), whole, 1, 2)
 
 
 def test_medians_and_stages(model: Path) -> None:
@@ -224,8 +228,8 @@ def test_medians_and_stages(model: Path) -> None:
     assert profile.outside_base_bytes > 0
     assert all(parameter.grad is None for parameter in made.parameters())
     three = [timed(profile, lambda _, ms=ms: ms) for ms in (5.0, 1.0, 2.0)]
-    assert {span.forward_ms for span in median_times(three).spans} == {2.0}
-    three[0] = replace(three[0], spans=three[0].spans[1:])
+    assert {op_event.forward_ms for op_event in median_times(three).op_events} == {2.0}
+    three[0] = replace(three[0], op_events=three[0].op_events[1:])
     assert median_times(three) == three[-1]
 
 

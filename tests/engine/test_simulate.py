@@ -29,7 +29,7 @@ def one(size_bytes: int, decision: Decision, ready_op: int = 1, consumer_op: int
 def test_a_hidden_round_trip() -> None:
     """16 bytes: out from 10 to 26, released at 30; issued at 70 (operator 2), read at 80, gone at 90."""
     done = one(16, swap(1, 2))
-    assert (done.step_ms, done.turn_ms, done.stalls) == (90.0, 50.0, 0)
+    assert (done.step_ms, done.forward_end_ms, done.stalls) == (90.0, 50.0, 0)
     assert (done.forward_stall_ms, done.backward_stall_ms) == (0.0, 0.0)
     assert (done.out_finish_ms, done.in_finish_ms) == ((26.0,), (78.0,))
     assert done.memory == ((10.0, 16), (30.0, 0), (70.0, 16), (90.0, 0))
@@ -40,14 +40,14 @@ def test_a_release_that_is_too_early_stalls_and_shifts_everything_after() -> Non
     """The release at operator 2 (20 ms) waits until 26."""
     done = one(16, swap(1, 1))
     assert (done.forward_stall_ms, done.backward_stall_ms, done.stalls) == (6.0, 0.0, 1)
-    assert (done.turn_ms, done.step_ms) == (56.0, 96.0)
+    assert (done.forward_end_ms, done.step_ms) == (56.0, 96.0)
     assert done.memory == ((10.0, 16), (26.0, 0), (76.0, 16), (96.0, 0))
 
 
 def test_the_end_of_forward_waits_for_what_is_left() -> None:
     """45 bytes from 10 to 55; 22.5 ms back, issued at 55."""
     done = one(45, swap(9, 99))
-    assert (done.forward_stall_ms, done.turn_ms, done.out_finish_ms) == (5.0, 55.0, (55.0,))
+    assert (done.forward_stall_ms, done.forward_end_ms, done.out_finish_ms) == (5.0, 55.0, (55.0,))
     assert (done.in_finish_ms, done.backward_stall_ms, done.stalls) == ((77.5,), 0.0, 1)
 
 

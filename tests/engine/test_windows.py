@@ -179,12 +179,12 @@ def test_the_best_choice_can_skip_what_comes_first() -> None:
 
 def relaxed_bytes(world: World) -> float:
     """What leaves by the turn if bytes were divisible and backward had time for everything."""
-    rate, turn_ms = world.link.out_bytes_per_ms, world.timeline.turn_ms
+    rate, forward_end_ms = world.link.out_bytes_per_ms, world.timeline.forward_end_ms
     times = dict(world.timeline.forward)
     end_ms = moved = 0.0
     for candidate in sorted(world.candidates, key=lambda candidate: candidate.ready_op):
         start_ms = max(end_ms, times[candidate.ready_op])
-        taken = min(candidate.size_bytes, max(turn_ms - start_ms, 0.0) * rate)
+        taken = min(candidate.size_bytes, max(forward_end_ms - start_ms, 0.0) * rate)
         end_ms, moved = start_ms + taken / rate, moved + taken
     return moved
 

@@ -30,7 +30,7 @@ class Simulated:
         forward_stall_ms: compute waited at releases, those at the end of forward included.
         backward_stall_ms: compute waited for copies back.
         stalls: how often it waited.
-        turn_ms: when backward could begin.
+        forward_end_ms: when backward could begin.
         out_finish_ms, in_finish_ms: per candidate when its copy was complete; ``None`` where it is kept.
         memory: (ms, bytes) of the candidates given, kept ones too, on the device at each change; give only
             the swapped ones to see those.
@@ -43,7 +43,7 @@ class Simulated:
     forward_stall_ms: float
     backward_stall_ms: float
     stalls: int
-    turn_ms: float
+    forward_end_ms: float
     out_finish_ms: tuple[float | None, ...]
     in_finish_ms: tuple[float | None, ...]
     memory: tuple[tuple[float, int], ...]
@@ -91,7 +91,7 @@ class _Step:
         self._link = DuplexLink(link)
         self._releases: ReleaseQueue[int] = ReleaseQueue()
         self._now_ms, self._delay_ms, self._stalls = 0.0, 0.0, 0
-        self._turn_ms, self._forward_stall_ms = 0.0, 0.0
+        self._forward_end_ms, self._forward_stall_ms = 0.0, 0.0
         self._memory: list[tuple[float, int]] = []
         self._bytes = self._peak_bytes = 0
         self._out_bytes = self._out_peak_bytes = self._in_bytes = self._in_peak_bytes = 0
@@ -110,7 +110,7 @@ class _Step:
             for index in new:
                 self._save(index)
         self._release(self._releases.drain())
-        self._turn_ms, self._forward_stall_ms = self._now_ms, self._delay_ms
+        self._forward_end_ms, self._forward_stall_ms = self._now_ms, self._delay_ms
         self._peak_bytes = self._bytes
 
     def backward(self) -> None:
@@ -156,7 +156,7 @@ class _Step:
             forward_stall_ms=self._forward_stall_ms,
             backward_stall_ms=self._delay_ms - self._forward_stall_ms,
             stalls=self._stalls,
-            turn_ms=self._turn_ms,
+            forward_end_ms=self._forward_end_ms,
             out_finish_ms=out,
             in_finish_ms=back,
             memory=tuple(self._memory),

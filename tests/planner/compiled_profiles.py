@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hf_actswap.engine.link import Link
 from hf_actswap.plan.saved_bytes import OpCall, SavedBytes, SavedStorage, Use, UseKind
-from hf_actswap.planner.profile import FrontierPoint, Profile, Span
+from hf_actswap.planner.profile import FrontierPoint, OpEvent, Profile
 
 GIB = 2**30
 LINK = Link(54.9e6, 55.1e6, 49.8e6, 49.8e6, 0.02)
@@ -16,7 +16,7 @@ FEED_FORWARD = FrontierPoint(1.0, ("mlp", "norm.mul"), (), 0.332, 0.267, 0.30)
 def compiled_profile(
     layers: int = 16, tokens: int = 8192, step_ms: float = 329.0, base_gib: float = 0.84
 ) -> Profile:
-    """Return the profile of decoder layers alone: each is one span, and saves ten storages at its end.
+    """Return the profile of decoder layers alone: each is one op event, and saves ten storages at its end.
 
     Args:
         layers: how many.
@@ -28,7 +28,7 @@ def compiled_profile(
     sizes = (*(unit,) * 7, *(wide,) * 3)
     base, forward_ms = int(base_gib * GIB), step_ms / 3 / layers
     storages: list[SavedStorage] = []
-    spans: list[Span] = []
+    op_events: list[OpEvent] = []
     order, hidden = 0, ("embedding", "output", None)
 
     def use(kind: UseKind, at: OpCall, producer: OpCall, size_bytes: int) -> Use:
@@ -42,11 +42,13 @@ def compiled_profile(
         storages.append(SavedStorage(unit, incoming))
         storages += [SavedStorage(size, (use("saved", call, call, size),)) for size in sizes]
         place = layers - 1 - layer
-        spans.append(Span(call, first, order, 80 * layer, 80, forward_ms, 2 * forward_ms, base, base, place))
+        op_events.append(
+            OpEvent(call, first, order, 80 * layer, 80, forward_ms, 2 * forward_ms, base, base, place)
+        )
         hidden = (layer, "output", None)
     return Profile(
         saved=SavedBytes(tuple(storages), {layer: frozenset({""}) for layer in range(layers)}),
-        spans=tuple(spans),
+        op_events=tuple(op_events),
         num_layers=layers,
         family="made by hand",
         compiled_layers=frozenset(range(layers)),

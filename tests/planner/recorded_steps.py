@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from hf_actswap import model_structure
 from hf_actswap.planner.meter import CountingMeter
 from hf_actswap.planner.profile import Profile
-from hf_actswap.planner.record.lives import Places, lives, saved_on_device
+from hf_actswap.planner.record.lifetimes import Places, lifetimes, saved_on_device
 from hf_actswap.planner.record.recorder import StepRecorder
 from tests.engine.tiny_models import VOCABULARY, batch, tiny_llama, tiny_neox
 
@@ -103,23 +103,27 @@ def recorded(model: nn.Module, **settings: Any) -> tuple[Profile, CountingMeter]
 
 def measured_peak_bytes(profile: Profile) -> int:
     """The most device memory in use in the recorded step, in which everything is kept."""
-    places = Places(profile.spans)
-    forward, backward = saved_on_device(lives(profile.saved, profile.spans, places), places)
+    places = Places(profile.op_events)
+    forward, backward = saved_on_device(lifetimes(profile.saved, profile.op_events, places), places)
     peaks = [profile.outside_base_bytes]
-    for span, ahead, back in zip(profile.spans, forward, backward, strict=True):
-        peaks.append(span.forward_base_bytes + ahead)
-        if span.backward_place >= 0:
-            peaks.append(span.backward_base_bytes + back)
+    for op_event, ahead, back in zip(profile.op_events, forward, backward, strict=True):
+        peaks.append(op_event.forward_base_bytes + ahead)
+        if op_event.backward_place >= 0:
+            peaks.append(op_event.backward_base_bytes + back)
     return max(peaks)
 
 
-def assert_spans_partition(profile: Profile) -> None:
-    """Fail unless spans follow each other without gaps, in uses and in operators, and own every use once."""
+def assert_events_partition(profile: Profile) -> None:
+    """Fail unless op events follow each other without gaps and own every use once."""
     orders = sorted(use.order for storage in profile.saved.storages for use in storage.uses)
-    covered = [order for span in profile.spans for order in range(span.first_order, span.last_order + 1)]
+    covered = [
+        order
+        for op_event in profile.op_events
+        for order in range(op_event.first_order, op_event.last_order + 1)
+    ]
     assert covered == orders == list(range(1, len(orders) + 1))
-    ops = [0, *accumulate(span.num_ops for span in profile.spans)]
-    assert [span.first_op for span in profile.spans] == ops[:-1]
-    places = [span.backward_place for span in profile.spans if span.backward_place >= 0]
+    ops = [0, *accumulate(op_event.num_ops for op_event in profile.op_events)]
+    assert [op_event.first_op for op_event in profile.op_events] == ops[:-1]
+    places = [op_event.backward_place for op_event in profile.op_events if op_event.backward_place >= 0]
     assert places == sorted(places, reverse=True), "backward does not run in reverse"
     assert len(set(places)) == len(places)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from hf_actswap.engine.link import Link
 from hf_actswap.plan.saved_bytes import OpCall, SavedBytes, SavedStorage, Use, UseKind
-from hf_actswap.planner.profile import Profile, Span
+from hf_actswap.planner.profile import OpEvent, Profile
 
 MIB = 2**20
 
@@ -53,8 +53,8 @@ def profile_of(
         layers: ops of each.
         link: of host and device.
         hidden_bytes: of the hidden state.
-        base_bytes: of every span.
-        head_bytes: of the head's span beyond that.
+        base_bytes: of every op event.
+        head_bytes: of the head's op event beyond that.
         head_ms: of the head's forward.
     """
     return _Maker(link, base_bytes).profile(layers, hidden_bytes, head_bytes, head_ms)
@@ -66,13 +66,13 @@ class _Maker:
         self._order = self._op = 0
         self._storages: list[tuple[int, list[Use]]] = []
         self._owner: dict[int, OpCall] = {}
-        self._spans: list[Span] = []
+        self._op_events: list[OpEvent] = []
 
     def profile(
         self, layers: Sequence[Sequence[Op]], hidden_bytes: int, head_bytes: int, head_ms: float
     ) -> Profile:
         hidden = self._made(hidden_bytes, ("embedding", "output", None))
-        self._span(("embedding", "", None), 0.1, 0.1, [])
+        self._op_event(("embedding", "", None), 0.1, 0.1, [])
         for layer, ops in enumerate(layers):
             names = {"x": hidden}
             for number, op in enumerate(ops):
@@ -83,11 +83,11 @@ class _Maker:
                 uses += [("saved", (layer, "", None), names[name]) for name in op.saves]
                 uses.append(("returned", call, own))
                 backward_ms = 2 * op.ms if op.backward_ms is None else op.backward_ms
-                self._span(call, op.ms, backward_ms, uses, op.communicates)
+                self._op_event(call, op.ms, backward_ms, uses, op.communicates)
                 if last:
                     hidden = own
                     self._owner[own] = (layer, "output", None)
-        self._span(
+        self._op_event(
             ("head", "", None),
             head_ms,
             2 * head_ms,
@@ -98,16 +98,19 @@ class _Maker:
         return self._finished(layers)
 
     def _finished(self, layers: Sequence[Sequence[Op]]) -> Profile:
-        last = len(self._spans) - 1
-        spans = tuple(
-            Span(**{name: getattr(span, name) for name in Span.__slots__} | {"backward_place": last - place})
-            for place, span in enumerate(self._spans)
+        last = len(self._op_events) - 1
+        op_events = tuple(
+            OpEvent(
+                **{name: getattr(op_event, name) for name in OpEvent.__slots__}
+                | {"backward_place": last - place}
+            )
+            for place, op_event in enumerate(self._op_events)
         )
         modules = {layer: frozenset({""}) for layer in range(len(layers))}
         storages = tuple(SavedStorage(size, tuple(uses)) for size, uses in self._storages if uses)
         return Profile(
             saved=SavedBytes(storages, modules),
-            spans=spans,
+            op_events=op_events,
             num_layers=len(layers),
             family="made by hand",
             compiled_layers=frozenset(),
@@ -128,7 +131,7 @@ class _Maker:
         self._owner[len(self._storages) - 1] = call
         return len(self._storages) - 1
 
-    def _span(
+    def _op_event(
         self,
         call: OpCall,
         forward_ms: float,
@@ -143,8 +146,10 @@ class _Maker:
             size_bytes, known = self._storages[number]
             known.append(Use(kind, at, self._owner[number], 0, size_bytes, size_bytes, 0, self._order))
         base = self._base + more_bytes
-        self._spans.append(
-            Span(call, first, self._order, self._op, 1, forward_ms, backward_ms, base, base, 0, communicates)
+        self._op_events.append(
+            OpEvent(
+                call, first, self._order, self._op, 1, forward_ms, backward_ms, base, base, 0, communicates
+            )
         )
         self._op += 1
 

@@ -20,7 +20,7 @@ class Group:
     storage: int
     size_bytes: int
     order: int
-    span: int
+    op_event: int
     op: int
     at_end: bool
     prefetch_ops: int
@@ -37,7 +37,7 @@ class Group:
 
 @dataclass(eq=False)
 class Region:
-    spans: list[int]
+    op_events: list[int]
     last_op: int
     layer: int | None = None
     inputs: list[Ticket] = field(default_factory=list)
@@ -69,23 +69,23 @@ class Replayed:
 class Replay:
     def __init__(self, profile: Profile, plan: MemoryPlan, link: Link) -> None:
         self.profile, self.plan, self.link = profile, plan, link
-        self.spans = profile.spans
+        self.op_events = profile.op_events
         self.result = Replayed()
-        self.places = sorted(range(len(self.spans)), key=lambda n: self.spans[n].backward_place)
-        self.span_of: dict[int, int] = {}
-        for number, span in enumerate(self.spans):
-            for order in range(span.first_order, span.last_order + 1):
-                self.span_of[order] = number
+        self.places = sorted(range(len(self.op_events)), key=lambda n: self.op_events[n].backward_place)
+        self.event_of: dict[int, int] = {}
+        for number, op_event in enumerate(self.op_events):
+            for order in range(op_event.first_order, op_event.last_order + 1):
+                self.event_of[order] = number
         self.uses = sorted(
             ((use, number) for number, storage in enumerate(profile.saved.storages) for use in storage.uses),
             key=lambda item: item[0].order,
         )
         self.birth, self.end = {}, {}
         for use, number in self.uses:
-            at = self.span_of[use.order]
+            at = self.event_of[use.order]
             self.birth.setdefault(number, at)
             if use.kind == "module":
-                at = max(n for n, span in enumerate(self.spans) if span.call[0] == use.at[0])
+                at = max(n for n, op_event in enumerate(self.op_events) if op_event.call[0] == use.at[0])
             self.end[number] = max(at, self.end.get(number, 0))
         self.made_in = {
             number: self.birth[number] if storage.uses[0].kind in ("returned", "saved") else -1
@@ -97,7 +97,7 @@ class Replay:
         self.regions: dict[int, Region] = {}
         self.layers: dict[int, Region] = {}
         self.made: dict[int, tuple[OpCall, Region]] = {}
-        self.nodes: dict[int, list[Ticket]] = {n: [] for n in range(len(self.spans))}
+        self.nodes: dict[int, list[Ticket]] = {n: [] for n in range(len(self.op_events))}
         self.packs: list[tuple[int, int, int, bool]] = []
         self.clock = self.out_free = self.in_free = 0.0
 
@@ -119,18 +119,18 @@ class Replay:
         row = self.plan.row(layer, "") if isinstance(layer, int) else None
         return row is not None and row.fate == "recompute"
 
-    def last_op(self, span: int) -> int:
-        return self.spans[span].first_op + max(self.spans[span].num_ops - 1, 0)
+    def last_op(self, op_event: int) -> int:
+        return self.op_events[op_event].first_op + max(self.op_events[op_event].num_ops - 1, 0)
 
     def meet(self, use: Use, number: int) -> None:
         """The forward's tickets, use by use."""
-        at = self.span_of[use.order]
+        at = self.event_of[use.order]
         scope = use.at[0]
         if use.kind == "module" and self.is_whole(scope):
-            inside = [n for n, span in enumerate(self.spans) if span.call[0] == scope]
+            inside = [n for n, op_event in enumerate(self.op_events) if op_event.call[0] == scope]
             region = self.layers.setdefault(scope, Region(inside, self.last_op(inside[-1]), scope))
             self.packs.append(
-                (self.spans[inside[0]].first_order, inside[0], self.spans[inside[0]].first_op, False)
+                (self.op_events[inside[0]].first_order, inside[0], self.op_events[inside[0]].first_op, False)
             )
             region.inputs.append(self.ticket(use, number, at))
         elif use.kind == "function" and self.recomputed(use.at):
@@ -141,7 +141,7 @@ class Replay:
             self.made[number] = use.at, region
         elif use.kind == "saved" and self.is_whole(scope):
             ticket = Ticket(number, use.order)
-            if self.made_in[number] >= 0 and self.spans[self.made_in[number]].call[0] == scope:
+            if self.made_in[number] >= 0 and self.op_events[self.made_in[number]].call[0] == scope:
                 ticket.source = self.layers[scope]
                 ticket.source.refs.append(ticket)
             elif number in self.of_storage:
@@ -162,7 +162,7 @@ class Replay:
         if fate == "swap" and use.size_bytes >= max(1, self.plan.min_tensor_bytes):
             if number not in self.of_storage:
                 windows = self.plan.row(*use.producer).windows
-                op = self.last_op(at) if use.kind == "saved" else max(self.spans[at].first_op - 1, 0)
+                op = self.last_op(at) if use.kind == "saved" else max(self.op_events[at].first_op - 1, 0)
                 at_end = use.kind == "saved" and self.made_in[number] == at
                 group = Group(
                     number,
@@ -181,7 +181,7 @@ class Replay:
         elif fate == "recompute" and number in self.made and self.made[number][0] == use.producer:
             ticket.source = self.made[number][1]
             ticket.source.refs.append(ticket)
-        elif use.kind == "saved" and fate == "recompute" and self.spans[at].call == use.producer:
+        elif use.kind == "saved" and fate == "recompute" and self.op_events[at].call == use.producer:
             ticket.source = self.regions.setdefault(at, Region([at], self.last_op(at)))
             ticket.source.refs.append(ticket)
         else:
@@ -223,8 +223,8 @@ class Replay:
             found += region.inputs
         return [ticket for ticket in found if ticket.alive]
 
-    def device_bytes(self, span: int | None, base_bytes: int) -> int:
-        """All that is on the device; ``span`` of forward, ``None`` in backward."""
+    def device_bytes(self, op_event: int | None, base_bytes: int) -> int:
+        """All that is on the device; ``op event`` of forward, ``None`` in backward."""
         total = base_bytes
         keeping = {ticket.storage for ticket in self.tickets() if ticket.keeps}
         for number, storage in enumerate(self.profile.saved.storages):
@@ -233,23 +233,23 @@ class Replay:
                 born = end + 1
             there = number in keeping
             there |= any(g.on_device and g.tickets for g in self.groups if g.storage == number)
-            if span is not None:
-                there = born <= span and (there or span <= end)
+            if op_event is not None:
+                there = born <= op_event and (there or op_event <= end)
             total += storage.size_bytes * there
         total += sum(group.size_bytes for group in self.groups if group.fetched)
         for region in [*self.regions.values(), *self.layers.values()]:
             total += sum(self.profile.saved.storages[number].size_bytes for number in region.built)
         return total
 
-    def look(self, span: int | None, base_bytes: int) -> None:
-        self.result.peak_bytes = max(self.result.peak_bytes, self.device_bytes(span, base_bytes))
+    def look(self, op_event: int | None, base_bytes: int) -> None:
+        self.result.peak_bytes = max(self.result.peak_bytes, self.device_bytes(op_event, base_bytes))
 
     def forward(self) -> None:
         due: list[tuple[int, Group]] = []
-        for number, span in enumerate(self.spans):
+        for number, op_event in enumerate(self.op_events):
             for at_end in (False, True):
                 points = [(order, op) for order, at, op, end in self.packs if at == number and end == at_end]
-                starts = [g for g in self.groups if g.span == number and g.at_end == at_end]
+                starts = [g for g in self.groups if g.op_event == number and g.at_end == at_end]
                 events = sorted({(order, 0, op) for order, op in points} | {(g.order, 1, 0) for g in starts})
                 for order, kind, op in events:
                     if kind == 0:
@@ -265,13 +265,13 @@ class Replay:
                             if group.tickets:
                                 due.append((group.op + group.release_ops, group))
                 if not at_end:
-                    self.look(number, span.forward_base_bytes)
-                    self.clock += span.forward_ms
+                    self.look(number, op_event.forward_base_bytes)
+                    self.clock += op_event.forward_ms
         for _, group in sorted(due, key=lambda item: (item[0], item[1].order)):
             if group.on_device:
                 self.release(group)
-        last, first = self.spans[-1], self.spans[self.places[0]]
-        self.look(len(self.spans), min(last.forward_base_bytes, first.backward_base_bytes))
+        last, first = self.op_events[-1], self.op_events[self.places[0]]
+        self.look(len(self.op_events), min(last.forward_base_bytes, first.backward_base_bytes))
 
     def release(self, group: Group) -> None:
         waited = max(group.out_end - self.clock, 0.0)
@@ -281,14 +281,14 @@ class Replay:
 
     def backward(self) -> None:
         hooks = {
-            at: sorted({op for _, span, op, _ in self.packs if span == at}, reverse=True)
+            at: sorted({op for _, op_event, op, _ in self.packs if op_event == at}, reverse=True)
             for at in self.places
         }
         for region in self.layers.values():
-            for at in region.spans:
+            for at in region.op_events:
                 hooks[at] = []
             if region.refs:
-                first = min(self.places.index(self.span_of[t.order]) for t in region.refs)
+                first = min(self.places.index(self.event_of[t.order]) for t in region.refs)
                 hooks[self.places[first]] = [region.last_op]
         points = sorted({op for ops in hooks.values() for op in ops})
         waiting = []
@@ -298,27 +298,27 @@ class Replay:
                 later = [op for op in points if op >= point]
                 waiting.append((min(later) if later else max(points, default=point), group))
         waiting.sort(key=lambda item: (-item[0], -item[1].want, item[1].order))
-        before = self.spans[-1].forward_base_bytes
+        before = self.op_events[-1].forward_base_bytes
         for at in self.places:
-            span = self.spans[at]
+            op_event = self.op_events[at]
             for op in hooks[at]:
                 for point, group in waiting:
                     if point >= op:
                         self.fetch(group)
             self.leaving: list[object] = []
-            boundary = min(before, span.backward_base_bytes)
+            boundary = min(before, op_event.backward_base_bytes)
             for ticket in self.nodes[at]:
                 if ticket.group is not None:
                     self.read_group(ticket.group)
             built = [ticket for ticket in self.nodes[at] if ticket.source is not None]
-            for ticket in sorted(built, key=lambda t: (-t.source.spans[0], t.storage, t.order)):
+            for ticket in sorted(built, key=lambda t: (-t.source.op_events[0], t.storage, t.order)):
                 self.build(ticket.source, boundary)
-            self.look(None, span.backward_base_bytes)
-            self.clock += span.backward_ms
+            self.look(None, op_event.backward_base_bytes)
+            self.clock += op_event.backward_ms
             for ticket in self.nodes[at]:
                 self.read(ticket)
                 self.die(ticket)
-            before = span.backward_base_bytes
+            before = op_event.backward_base_bytes
 
     def fetch(self, group: Group) -> None:
         if not group.ever_fetched:
@@ -364,14 +364,16 @@ class Replay:
             if ticket.group is not None:
                 self.read_group(ticket.group)
         wanted = {ticket.storage for ticket in region.refs}
-        spans = region.spans
+        op_events = region.op_events
         if region.layer is not None:
             last = max(ticket.order for ticket in region.refs)
-            stop = self.span_of[last]
+            stop = self.event_of[last]
             at_end = any(self.made_in[t.storage] == stop for t in region.refs if t.order == last)
-            spans = [at for at in spans if at < stop or (at == stop and at_end)]
-        for at in spans:
-            temporary = self.spans[at].forward_base_bytes - min(s.forward_base_bytes for s in self.spans[at:])
+            op_events = [at for at in op_events if at < stop or (at == stop and at_end)]
+        for at in op_events:
+            temporary = self.op_events[at].forward_base_bytes - min(
+                s.forward_base_bytes for s in self.op_events[at:]
+            )
             for number in wanted:
                 if self.made_in[number] == at:
                     size_bytes = self.profile.saved.storages[number].size_bytes
@@ -383,12 +385,12 @@ class Replay:
                 for number, storage in enumerate(self.profile.saved.storages)
                 if number in self.is_saved
                 and number not in wanted
-                and self.made_in[number] in spans
+                and self.made_in[number] in op_events
                 and self.birth[number] <= at <= self.end[number]
             )
             self.look(None, boundary + temporary + passing)
-            self.clock += self.spans[at].forward_ms
-            self.result.recompute_ms += self.spans[at].forward_ms
+            self.clock += self.op_events[at].forward_ms
+            self.result.recompute_ms += self.op_events[at].forward_ms
         for ticket in region.inputs:
             if ticket.group is not None or ticket.source is not None:
                 self.read(ticket)

@@ -108,7 +108,7 @@ def test_candidates_show_different_points() -> None:
 def test_a_model_compiled_whole_has_no_frontier() -> None:
     profile = compiled_profile(4)
     assert offered_points(profile)
-    assert not offered_points(replace(profile, spans=profile.spans[:1]))
+    assert not offered_points(replace(profile, op_events=profile.op_events[:1]))
     assert not offered_points(replace(profile, compiled_layers=frozenset()))
 
 

@@ -37,7 +37,7 @@ GIB = 2**30
 LAYERS, TOKENS, WIDTH = 8, 8192, 2048
 RECORDED_LAYERS, RECORDED_WIDTH = 4, 4096
 """Of the recorded step: its kernels take several times as long as the host does to launch and record them, so
-that the device never waits, and the times of spans are those of kernels."""
+that the device never waits, and the times of op events are those of kernels."""
 MOST_RECORDING = 2.0
 """A recorded step may take so many times as long as one that is not."""
 STEPS = 13
@@ -136,7 +136,7 @@ def timed_ms(run: Callable[[], Any], times: int = 3) -> float:
 def test_recording_costs_little_and_the_profile_is_kept(
     record_property: Callable[[str, object], None],
 ) -> None:
-    """With the allocator asked at each span, and without; each figure is in the report."""
+    """With the allocator asked at each op event, and without; each figure is in the report."""
     model = llama(layers=RECORDED_LAYERS, width=RECORDED_WIDTH)
     transfer, meter = StreamTransfer(DEVICE), AllocatorMeter(DEVICE)
     for _ in range(2):

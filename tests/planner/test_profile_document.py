@@ -36,7 +36,7 @@ def test_link_and_compiled_layers(profile: Profile) -> None:
 
 def test_it_is_compact(profile: Profile) -> None:
     uses = sum(len(storage.uses) for storage in profile.saved.storages)
-    assert len(profile_to_json(profile)) < 60 * (uses + 2 * len(profile.spans)) + 4000
+    assert len(profile_to_json(profile)) < 60 * (uses + 2 * len(profile.op_events)) + 4000
 
 
 Change = Callable[[dict[str, Any]], None]
@@ -56,28 +56,34 @@ def put_use(column: int, value: Any) -> Change:
 
 MALFORMED: dict[str, tuple[Change, str]] = {
     "format": (put("format", "hf_actswap.plan"), "profile.format: expected hf_actswap.profile"),
-    "version": (put("format_version", 2), "profile.format_version: expected 1, found 2"),
+    "version": (put("format_version", 1), "profile.format_version: expected 2, found 1"),
     "version of another type": (put("format_version", True), "profile.format_version"),
     "layers": (put("num_layers", -1), "profile.num_layers"),
     "source": (put("source", "guessed"), "profile.source: expected measured or shapes, found 'guessed'"),
     "time": (put("outside_ms", -0.5), "profile.outside_ms: expected a time in ms"),
     "infinite": (put("outside_ms", float("inf")), "profile.outside_ms"),
     "bytes": (put("device_bytes", 1.5), "profile.device_bytes"),
-    "columns": (put("span_columns", ["call"]), "profile.span_columns"),
-    "no spans": (put("spans", None), "profile.spans: expected a list"),
-    "span of another length": (
-        lambda document: document["spans"][3].pop(),
-        r"profile.spans\[3\]: expected a list of the values of call, first_order",
+    "columns": (put("op_event_columns", ["call"]), "profile.op_event_columns"),
+    "no op events": (put("op_events", None), "profile.op_events: expected a list"),
+    "op event of another length": (
+        lambda document: document["op_events"][3].pop(),
+        r"profile.op_events\[3\]: expected a list of the values of call, first_order",
     ),
-    "span's call": (put_in("spans", 2, 0, 10**6), r"profile.spans\[2\].call: expected a number of a call"),
-    "span's time": (put_in("spans", 2, 5, None), r"profile.spans\[2\].forward_ms"),
-    "span's flag": (put_in("spans", 2, 10, 2), r"profile.spans\[2\].communicates: expected 0 or 1"),
+    "op event's call": (
+        put_in("op_events", 2, 0, 10**6),
+        r"profile.op_events\[2\].call: expected a number of a call",
+    ),
+    "op event's time": (put_in("op_events", 2, 5, None), r"profile.op_events\[2\].forward_ms"),
+    "op event's flag": (
+        put_in("op_events", 2, 10, 2),
+        r"profile.op_events\[2\].communicates: expected 0 or 1",
+    ),
     "hook": (
         put_in("hooks", 0, 1, -1),
         r"profile.hooks\[0\]\[1\]: expected a whole number from 0 on, found -1",
     ),
-    "gap in uses": (put_in("spans", 2, 1, 10**6), r"profile.spans\[2\].first_order"),
-    "gap in operators": (put_in("spans", 2, 3, 10**6), r"profile.spans\[2\].first_op"),
+    "gap in uses": (put_in("op_events", 2, 1, 10**6), r"profile.op_events\[2\].first_order"),
+    "gap in operators": (put_in("op_events", 2, 3, 10**6), r"profile.op_events\[2\].first_op"),
     "scope": (
         put_in("calls", 0, 0, "loss"),
         r"profile.calls\[0\]\[0\]: expected a layer from 0 to 1, or one of embedding",
@@ -113,7 +119,7 @@ def test_no_profile_at_all(text: str) -> None:
 
 def test_all_faults_at_once(profile: Profile) -> None:
     document = json.loads(profile_to_json(profile))
-    document["spans"][0][0] = document["storages"][0][1][0] = "x"
+    document["op_events"][0][0] = document["storages"][0][1][0] = "x"
     document["batch_shape"], document["link"] = "x", "x"
     with pytest.raises(PlanError) as caught:
         profile_from_json(json.dumps(document))
@@ -122,7 +128,7 @@ def test_all_faults_at_once(profile: Profile) -> None:
 
 def test_a_document_that_is_wrong_everywhere_is_short(profile: Profile) -> None:
     document = json.loads(profile_to_json(profile))
-    for row in document["spans"]:
+    for row in document["op_events"]:
         row[5] = "x"
     with pytest.raises(PlanError) as caught:
         profile_from_json(json.dumps(document))

@@ -28,7 +28,7 @@ from tests.engine.tiny_models import assert_bitwise_equal, gradients, snapshot, 
 from tests.planner.recorded_steps import (
     MODELS,
     TickClock,
-    assert_spans_partition,
+    assert_events_partition,
     call_of,
     counting_meter,
     measured_peak_bytes,
@@ -69,9 +69,9 @@ def test_saved_tensors_are_those_foreseen_on_fakes(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_spans_partition_the_step(family: str) -> None:
+def test_events_partition_the_step(family: str) -> None:
     profile, _ = recorded(MODELS[family]())
-    assert_spans_partition(profile)
+    assert_events_partition(profile)
     assert profile.batch_shape == (2, 16)
 
 
@@ -86,10 +86,12 @@ def test_base_bytes_hold_nothing_that_is_saved() -> None:
     model = tiny_llama()
     profile, _ = recorded(model)
     gradient_bytes = sum(weight.nbytes for weight in model.get_submodule("model.layers.1").parameters())
-    spans = {span.call: span for span in profile.spans}
-    earlier = [span for call, span in spans.items() if call[0] == 1]
-    later = [spans[(2, *span.call[1:])] for span in earlier]
-    assert [span.forward_base_bytes for span in earlier] == [span.forward_base_bytes for span in later]
+    op_events = {op_event.call: op_event for op_event in profile.op_events}
+    earlier = [op_event for call, op_event in op_events.items() if call[0] == 1]
+    later = [op_events[(2, *op_event.call[1:])] for op_event in earlier]
+    assert [op_event.forward_base_bytes for op_event in earlier] == [
+        op_event.forward_base_bytes for op_event in later
+    ]
     assert {
         before.backward_base_bytes - after.backward_base_bytes
         for before, after in zip(earlier, later, strict=True)
@@ -119,9 +121,9 @@ def test_saved_storages_live_as_long_as_the_rule_says(family: str) -> None:
         step(model, call_of())
     profile = recorder.profile(device="cpu")
     left = {
-        span.backward_base_bytes
-        for span in profile.spans
-        if isinstance(span.call[0], int) and span.call[0] > 0 and span.backward_place >= 0
+        op_event.backward_base_bytes
+        for op_event in profile.op_events
+        if isinstance(op_event.call[0], int) and op_event.call[0] > 0 and op_event.backward_place >= 0
     }
     assert len(left) == 1
     assert 0 < left.pop() < 5000
@@ -143,21 +145,21 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", ["llama", "neox"])
-def test_every_op_is_charged_to_one_span(family: str) -> None:
+def test_every_op_is_charged_to_one_event(family: str) -> None:
     model, call = MODELS[family](), call_of()
     with Counted() as counted:
         step(model, call)
     model.zero_grad()
     profile, _ = recorded(model)
     # The gradient of the loss is made between forward and backward, in no node.
-    assert sum(span.forward_ms for span in profile.spans) == counted.forward
-    assert sum(span.backward_ms for span in profile.spans) == counted.backward
+    assert sum(op_event.forward_ms for op_event in profile.op_events) == counted.forward
+    assert sum(op_event.backward_ms for op_event in profile.op_events) == counted.backward
     assert profile.compute_ms > 0
 
 
 def test_backward_time_goes_to_the_op_whose_nodes_run() -> None:
     profile, _ = recorded(tiny_llama())
-    times = {span.call: span for span in profile.spans}
+    times = {op_event.call: op_event for op_event in profile.op_events}
     linear, silu = times[1, "mlp.up_proj.linear", 0], times[1, "mlp.act_fn.silu", 0]
     assert linear.backward_ms == 2 * linear.forward_ms == 2  # two matrix products for one
     assert silu.backward_ms == silu.forward_ms == 1
@@ -166,14 +168,14 @@ def test_backward_time_goes_to_the_op_whose_nodes_run() -> None:
 
 
 def test_random_ops_are_known() -> None:
-    drawing = {span.call[1] for span in recorded(tiny_neox())[0].spans if span.random}
+    drawing = {op_event.call[1] for op_event in recorded(tiny_neox())[0].op_events if op_event.random}
     assert drawing == {
         "",  # between embedding and layers
         "attention.flash_attention",
         "post_attention_dropout.dropout",
         "post_mlp_dropout.dropout",
     }
-    assert not any(span.random for span in recorded(tiny_llama())[0].spans)
+    assert not any(op_event.random for op_event in recorded(tiny_llama())[0].op_events)
 
 
 def test_real_time() -> None:
@@ -183,7 +185,7 @@ def test_real_time() -> None:
         step(model, call_of())
         _ = [torch.randn(64, 64) @ torch.randn(64, 64) for _ in range(20)]
     profile = recorder.profile(device="cpu", device_bytes=1)
-    assert all(span.forward_ms > 0 for span in profile.spans if isinstance(span.call[0], int))
+    assert all(op_event.forward_ms > 0 for op_event in profile.op_events if isinstance(op_event.call[0], int))
     assert profile.outside_ms > 0
     without = recorder.profile(device="cpu", device_bytes=1, outside_ms=3.0)
     assert without.outside_ms == 3.0
@@ -219,7 +221,7 @@ def test_an_exception_in_mid_step_leaves_nothing_behind(error: type[BaseExceptio
     recorder.stop()
     assert surroundings(model) == before
     profile = recorder.profile(device="cpu")
-    assert profile.spans[-1].backward_place == -1
+    assert profile.op_events[-1].backward_place == -1
 
 
 @pytest.fixture
@@ -261,8 +263,8 @@ def test_an_exception_in_backward_leaves_nothing_behind() -> None:
     hook.remove()
     model.zero_grad()
     assert surroundings(model) == before
-    first = [span for span in recorder.profile(device="cpu").spans if span.call[0] == 0]
-    assert {span.backward_place for span in first} == {-1}
+    first = [op_event for op_event in recorder.profile(device="cpu").op_events if op_event.call[0] == 0]
+    assert {op_event.backward_place for op_event in first} == {-1}
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -274,7 +276,7 @@ def test_gradient_checkpointing_inside_the_model(reentrant: bool) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     profile, outside = recorded(model)
     assert_bitwise_equal(gradients(model), expected)
-    assert_spans_partition(profile)
+    assert_events_partition(profile)
     assert measured_peak_bytes(profile) >= outside.peak_bytes()
     if not reentrant:
         assert profile.saved == record_saved(model, model_structure(model), (), call_of())
@@ -287,9 +289,9 @@ def test_frozen_weights_and_a_frozen_beginning() -> None:
             parameter.requires_grad_(False)
     profile, outside = recorded(model)
     assert profile.saved == record_saved(model, model_structure(model), (), call_of())
-    assert_spans_partition(profile)
+    assert_events_partition(profile)
     assert measured_peak_bytes(profile) == outside.peak_bytes()
-    assert {span.num_ops for span in profile.spans if span.call[0] == 0} == {0}
+    assert {op_event.num_ops for op_event in profile.op_events if op_event.call[0] == 0} == {0}
 
 
 def test_a_forward_without_backward() -> None:
@@ -298,9 +300,9 @@ def test_a_forward_without_backward() -> None:
     with recorder:
         model(**call_of())
     profile = recorder.profile(device="cpu")
-    assert_spans_partition(profile)
-    assert {span.backward_place for span in profile.spans} == {-1}
-    assert {span.backward_ms for span in profile.spans} == {0}
+    assert_events_partition(profile)
+    assert {op_event.backward_place for op_event in profile.op_events} == {-1}
+    assert {op_event.backward_ms for op_event in profile.op_events} == {0}
 
 
 def test_only_a_forward_with_gradients_counts_and_only_the_first() -> None:
@@ -314,11 +316,11 @@ def test_only_a_forward_with_gradients_counts_and_only_the_first() -> None:
         sum(losses).backward()
     profile = recorder.profile(device="cpu")
     assert profile.saved == alone.saved
-    assert_spans_partition(profile)
-    layers = [span for span in profile.spans if isinstance(span.call[0], int)]
-    expected = [span for span in alone.spans if isinstance(span.call[0], int)]
-    assert [span.call for span in layers] == [span.call for span in expected]
-    assert [span.forward_ms for span in layers] == [span.forward_ms for span in expected]
+    assert_events_partition(profile)
+    layers = [op_event for op_event in profile.op_events if isinstance(op_event.call[0], int)]
+    expected = [op_event for op_event in alone.op_events if isinstance(op_event.call[0], int)]
+    assert [op_event.call for op_event in layers] == [op_event.call for op_event in expected]
+    assert [op_event.forward_ms for op_event in layers] == [op_event.forward_ms for op_event in expected]
 
 
 def test_a_graph_that_never_runs_backward_is_freed() -> None:
@@ -379,14 +381,16 @@ class Doubled(torch.autograd.Function):
         return gradient[0] * 2
 
 
-def test_a_custom_function_is_a_span_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_function_is_a_event_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     mlp: Any = model.get_submodule("model.layers.1.mlp")
     plain = mlp.forward
     monkeypatch.setattr(mlp, "forward", lambda hidden: Doubled.apply(plain(hidden)), raising=True)
     profile, outside = recorded(model)
-    found = [span for span in profile.spans if span.call == (1, "mlp", 0)]
-    assert [(span.forward_ms, span.num_ops, span.backward_ms) for span in found] == [(2, 1, 1)]
+    found = [op_event for op_event in profile.op_events if op_event.call == (1, "mlp", 0)]
+    assert [(op_event.forward_ms, op_event.num_ops, op_event.backward_ms) for op_event in found] == [
+        (2, 1, 1)
+    ]
     assert (1, "mlp") in profile.saved.by_op()
     assert measured_peak_bytes(profile) == outside.peak_bytes()
 
@@ -408,7 +412,7 @@ def test_collectives_are_known(process_group: None) -> None:
     hook = model.get_submodule("model.layers.1.mlp.down_proj").register_forward_hook(reduce)
     profile, _ = recorded(model)
     hook.remove()
-    talking = {span.call[:2] for span in profile.spans if span.communicates}
+    talking = {op_event.call[:2] for op_event in profile.op_events if op_event.communicates}
     assert talking == {(1, "mlp.down_proj.all_reduce")}
     assert is_collective(torch.ops.symm_mem.one_shot_all_reduce.default)
 
@@ -420,7 +424,7 @@ def compiled_llama() -> Any:
     return model
 
 
-def test_compiled_layers_are_one_span_each() -> None:
+def test_compiled_layers_are_one_event_each() -> None:
     model = compiled_llama()
     step(model, call_of())
     expected, before = gradients(model), surroundings(model)
@@ -432,15 +436,17 @@ def test_compiled_layers_are_one_span_each() -> None:
     assert surroundings(model) == before
     profile: Profile = recorder.profile(device="cpu")
     assert profile.compiled_layers == {0, 1}
-    assert_spans_partition(profile)
-    layers = [span for span in profile.spans if isinstance(span.call[0], int)]
-    assert [span.call for span in layers] == [(0, "", None), (1, "", None)]
-    assert [span.num_ops for span in layers] == [layer.nodes for layer in model_structure(model).layers]
+    assert_events_partition(profile)
+    layers = [op_event for op_event in profile.op_events if isinstance(op_event.call[0], int)]
+    assert [op_event.call for op_event in layers] == [(0, "", None), (1, "", None)]
+    assert [op_event.num_ops for op_event in layers] == [
+        layer.nodes for layer in model_structure(model).layers
+    ]
     assert layers[0].backward_place > layers[1].backward_place >= 0
     assert {producer for producer, _ in profile.saved.by_op()} >= {0, 1}
 
 
-def test_a_model_that_is_compiled_whole_is_one_span() -> None:
+def test_a_model_that_is_compiled_whole_is_one_event() -> None:
     model = tiny_llama(num_hidden_layers=2)
     model.compile(backend="aot_eager")
     step(model, call_of())
@@ -453,7 +459,7 @@ def test_a_model_that_is_compiled_whole_is_one_span() -> None:
     assert surroundings(model) == before
     profile = recorder.profile(device="cpu")
     assert profile.compiled_layers == {0, 1}
-    assert_spans_partition(profile)
-    (span,) = (span for span in profile.spans if span.call[0] == 0)
-    assert span.num_ops == sum(layer.nodes for layer in model_structure(model).layers)
+    assert_events_partition(profile)
+    (op_event,) = (op_event for op_event in profile.op_events if op_event.call[0] == 0)
+    assert op_event.num_ops == sum(layer.nodes for layer in model_structure(model).layers)
     assert profile.saved.storages

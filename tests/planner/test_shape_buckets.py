@@ -114,9 +114,9 @@ def test_what_does_not_depend_on_the_batch_stays() -> None:
     scaled, profile = step.at(BatchSize(64)), step.profile
     assert scaled.outside_ms == profile.outside_ms
     assert scaled.outside_base_bytes == profile.outside_base_bytes
-    assert all(span.forward_base_bytes >= step.baseline_bytes for span in scaled.spans)
+    assert all(op_event.forward_base_bytes >= step.baseline_bytes for op_event in scaled.op_events)
     assert scaled.compute_ms == pytest.approx(profile.compute_ms / 8)
-    last = max(scaled.spans, key=lambda span: span.backward_place)
+    last = max(scaled.op_events, key=lambda op_event: op_event.backward_place)
     gradients = sum(weight.nbytes for weight in tiny_llama().parameters())
     assert last.backward_base_bytes >= step.baseline_bytes + gradients
 
@@ -487,10 +487,10 @@ def test_a_larger_batch_that_fits_nowhere_leaves_the_search_as_it_was() -> None:
 
 def test_memory_of_one_size_and_times_of_another() -> None:
     memory, times = on_paper((4, 128), "sdpa"), on_paper((4, 32), "sdpa")
-    spans = tuple(replace(span, forward_ms=1.0, backward_ms=2.0) for span in times.spans)
-    found = with_memory_of(replace(times, spans=spans, outside_ms=3.0), memory)
+    op_events = tuple(replace(op_event, forward_ms=1.0, backward_ms=2.0) for op_event in times.op_events)
+    found = with_memory_of(replace(times, op_events=op_events, outside_ms=3.0), memory)
     assert found.batch_shape == memory.batch_shape
     assert found.saved == memory.saved
-    assert {(span.forward_ms, span.backward_ms) for span in found.spans} == {(4.0, 8.0)}
+    assert {(op_event.forward_ms, op_event.backward_ms) for op_event in found.op_events} == {(4.0, 8.0)}
     assert found.outside_ms == 3.0
     assert measured_peak_bytes(found) == measured_peak_bytes(memory)

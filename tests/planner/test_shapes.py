@@ -22,7 +22,7 @@ from hf_actswap.planner.record.shapes import RooflineClock, attention_flops, pro
 from tests.engine.tiny_models import snapshot, tiny_llama
 from tests.planner.recorded_steps import (
     MODELS,
-    assert_spans_partition,
+    assert_events_partition,
     call_of,
     measured_peak_bytes,
     recorded,
@@ -41,18 +41,26 @@ def test_bytes_are_those_of_a_measured_step(family: str) -> None:
     measured, _ = recorded(model)
     model.zero_grad()
     forecast = on_paper(model)
-    assert_spans_partition(forecast)
+    assert_events_partition(forecast)
     assert (forecast.saved, forecast.signature) == (measured.saved, measured.signature)
     assert measured_peak_bytes(forecast) == measured_peak_bytes(measured)
 
     def bytes_of(profile: Profile) -> list[Any]:
         return [
-            (span.call, span.num_ops, span.forward_base_bytes, span.backward_base_bytes, span.backward_place)
-            for span in profile.spans
+            (
+                op_event.call,
+                op_event.num_ops,
+                op_event.forward_base_bytes,
+                op_event.backward_base_bytes,
+                op_event.backward_place,
+            )
+            for op_event in profile.op_events
         ]
 
     assert bytes_of(forecast) == bytes_of(measured)
-    assert [span.random for span in forecast.spans] == [span.random for span in measured.spans]
+    assert [op_event.random for op_event in forecast.op_events] == [
+        op_event.random for op_event in measured.op_events
+    ]
 
 
 DROPPING: list[dict[str, Any]] = [
@@ -116,7 +124,7 @@ def test_optimizer_states_and_gradients_lie_below_everything() -> None:
     assert full.outside_ms > plain.outside_ms == 0
     more = [
         after.forward_base_bytes - before.forward_base_bytes
-        for before, after in zip(plain.spans, full.spans, strict=True)
+        for before, after in zip(plain.op_events, full.op_events, strict=True)
     ]
     assert set(more) == {1000 + gradient_bytes}
 
@@ -126,18 +134,20 @@ def test_gradients_are_counted_as_they_are_completed() -> None:
     model = tiny_llama()
     profile = on_paper(model, optimizer_state_bytes=1000)
     named = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    reached = sorted((span.backward_place, number) for number, span in enumerate(profile.spans))
+    reached = sorted((op_event.backward_place, number) for number, op_event in enumerate(profile.op_events))
     counted = [profile.gradient_bytes[number] for place, number in reached if place >= 0]
     assert counted[0] == 0
     assert counted == sorted(counted)
     assert profile.gradient_bytes[-1] == sum(named.values())
-    embedding = next(number for number, span in enumerate(profile.spans) if span.call[0] == "embedding")
+    embedding = next(
+        number for number, op_event in enumerate(profile.op_events) if op_event.call[0] == "embedding"
+    )
     assert profile.gradient_bytes[embedding] == sum(named.values()) - named["model.embed_tokens.weight"]
     assert profile.weight_bytes == sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    for span, gradients in zip(profile.spans, profile.gradient_bytes, strict=False):
-        assert span.forward_base_bytes >= profile.weight_bytes + 1000
-        if span.backward_place >= 0:
-            assert span.backward_base_bytes >= profile.weight_bytes + 1000 + gradients
+    for op_event, gradients in zip(profile.op_events, profile.gradient_bytes, strict=False):
+        assert op_event.forward_base_bytes >= profile.weight_bytes + 1000
+        if op_event.backward_place >= 0:
+            assert op_event.backward_base_bytes >= profile.weight_bytes + 1000 + gradients
     assert profile_from_json(profile_to_json(profile)) == profile
     before = on_paper(model, gradients_exist=True).gradient_bytes
     assert {size for size in before if size} == {sum(named.values())}
@@ -167,7 +177,7 @@ def test_the_yardstick(layers: int, tokens: int, step_ms: float, activations_gib
     assert profile.compute_ms == pytest.approx(step_ms, rel=0.05)
     activations = (measured_peak_bytes(profile) - 2 * weight_bytes) / GIB
     assert activations == pytest.approx(activations_gib, rel=0.03)
-    backward_ms = sum(span.backward_ms for span in profile.spans)
+    backward_ms = sum(op_event.backward_ms for op_event in profile.op_events)
     assert 1.8 < backward_ms / (profile.compute_ms - backward_ms) < 2.6
 
 

@@ -45,7 +45,7 @@ def test_without_a_plan() -> None:
     found = predict(chain(), plan_of())
     assert found.compute_ms == pytest.approx(3 * 61.0 + 0.2)
     assert found.step_ms == pytest.approx(3 * 61.0 + 0.2 + 1.0)
-    assert found.turn_ms == pytest.approx(61.1)
+    assert found.forward_end_ms == pytest.approx(61.1)
     assert found.peak_bytes == (1 + 8 + 16 + 4 + 8) * KIB
     assert found.peak_at == (0, "c", 0)
     assert found.kept_bytes == 36 * KIB
@@ -71,7 +71,7 @@ def test_a_release_that_comes_too_early_stalls_forward() -> None:
     slow = Link(KIB / 2, KIB / 2, KIB / 2, KIB / 2, 0.0)  # 32 ms for 16 KiB, and b takes 20
     found = predict(chain(slow), plan_of(swap("a", 5, 1)))
     assert found.forward_stall_ms == pytest.approx(12.0)
-    assert found.turn_ms == pytest.approx(73.1)
+    assert found.forward_end_ms == pytest.approx(73.1)
 
 
 def test_a_prefetch_that_comes_too_late_stalls_backward() -> None:
@@ -139,13 +139,13 @@ def test_a_compiled_layer_saves_a_share() -> None:
 
 def test_the_timeline_of_a_profile() -> None:
     order = StepOrder(chain())
-    forward = [(pack.op, order.start_ms[pack.span + pack.at_end]) for pack in order.packs]
-    turn_ms = now_ms = order.start_ms[-1]
+    forward = [(pack.op, order.start_ms[pack.op_event + pack.at_end]) for pack in order.packs]
+    forward_end_ms = now_ms = order.start_ms[-1]
     backward = []
     for number in order.places.order:
-        backward += [(op, now_ms) for op in order.ops_of_span[number]]
-        now_ms += order.spans[number].backward_ms
-    found = timeline(forward, turn_ms, backward)
+        backward += [(op, now_ms) for op in order.ops_of_event[number]]
+        now_ms += order.op_events[number].backward_ms
+    found = timeline(forward, forward_end_ms, backward)
     assert [op for op, _ in found.forward] == [1, 2, 3, 4, 4]
     assert [ms for _, ms in found.forward] == pytest.approx([0.1, 10.1, 30.1, 60.1, 61.1])
     assert [op for op, _ in found.backward] == [4, 3, 2, 1]

@@ -12,7 +12,7 @@ from hf_actswap.engine.link import Link
 from hf_actswap.plan.actions import MemoryPlan, PlanRow, Scope, Windows
 from hf_actswap.plan.saved_bytes import OpCall, SavedBytes, SavedStorage, Use
 from hf_actswap.planner.cost.simulate import Simulator
-from hf_actswap.planner.profile import Profile, Span
+from hf_actswap.planner.profile import OpEvent, Profile
 
 from .step_replayed import Replay
 
@@ -22,7 +22,7 @@ def steps(draw: Any) -> Profile:
     """A step of up to three layers of up to five functions; sizes are powers of two, so that sums tell."""
     storages: list[tuple[int, list[Use]]] = []
     owners: list[OpCall] = []
-    spans: list[Span] = []
+    op_events: list[OpEvent] = []
     order = op = 0
 
     def make(call: OpCall) -> int:
@@ -36,16 +36,16 @@ def steps(draw: Any) -> Profile:
         size = storages[number][0]
         storages[number][1].append(Use(kind, at, owners[number], 0, size, size, 0, order))
 
-    def span(call: OpCall, first: int) -> None:
+    def op_event(call: OpCall, first: int) -> None:
         nonlocal op
         nodes = draw(st.integers(1, 3))
         times = draw(st.integers(0, 8)), draw(st.integers(0, 8))
         bases = draw(st.integers(0, 2**12)), draw(st.integers(0, 2**12))
-        spans.append(Span(call, first, order, op, nodes, *map(float, times), *bases, 0))
+        op_events.append(OpEvent(call, first, order, op, nodes, *map(float, times), *bases, 0))
         op += nodes
 
     hidden = make(("embedding", "output", None))
-    span(("embedding", "", None), 1)
+    op_event(("embedding", "", None), 1)
     layers = draw(st.integers(1, 3))
     for layer in range(layers):
         first = order + 1
@@ -63,17 +63,17 @@ def steps(draw: Any) -> Profile:
                 use("saved", (layer, "", None), made)
             use("returned", call, made)
             known.append(made)
-            span(call, first)
+            op_event(call, first)
             first = order + 1
         hidden = known[-1]
         owners[hidden] = (layer, "output", None)
     first = order + 1
     use("saved", ("head", "", None), hidden)
-    span(("head", "", None), first)
+    op_event(("head", "", None), first)
     kept = tuple(SavedStorage(size, tuple(uses)) for size, uses in storages if uses)
     turned = tuple(
-        Span(*(getattr(item, name) for name in Span.__slots__[:9]), len(spans) - 1 - place)
-        for place, item in enumerate(spans)
+        OpEvent(*(getattr(item, name) for name in OpEvent.__slots__[:9]), len(op_events) - 1 - place)
+        for place, item in enumerate(op_events)
     )
     saved = SavedBytes(kept, {layer: frozenset({""}) for layer in range(layers)})
     return Profile(
@@ -93,7 +93,7 @@ def plans(draw: Any, profile: Profile) -> MemoryPlan:
         rows.append(PlanRow(scope, path, fate, windows=windows))
 
     whole = {layer for layer in range(profile.num_layers) if draw(st.integers(0, 3)) == 0}
-    for item in profile.spans:
+    for item in profile.op_events:
         layer, path, _ = item.call
         fate = draw(st.sampled_from(["keep", "swap", "recompute", "recompute"]))
         if isinstance(layer, int) and layer not in whole and fate != "keep":

@@ -176,7 +176,7 @@ def test_stalls_and_copies_are_those_of_the_engine(name: str, rate: str, driven:
 
 
 def test_within_the_layers_it_is_exact(driven: Driven) -> None:
-    """What is left is that of the scopes outside them, which are one span each (the last layer's output)."""
+    """What is left is that of the scopes outside them, one op event each (the last layer's output)."""
     for name, rate in (("half of the layers", "slow"), ("some ops", "even"), ("the first layers", "even")):
         plan, link = PLANS[name], link_of(RATES[rate])
         measured, found = driven.run(plan, link), driven.simulator.predict(plan, link)

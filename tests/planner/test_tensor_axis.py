@@ -65,11 +65,13 @@ def test_bytes_are_those_of_the_paper_table(
 def test_what_hides_is_the_products_beside(tmp_path: Path) -> None:
     for found, profile in divided(tmp_path, 2, True, 4):
         products = sum(
-            span.forward_ms
-            for span in profile.spans
-            if span.call[1].endswith(("q_proj.linear", "k_proj.linear", "v_proj.linear", "gate_proj.linear"))
-            or span.call[1].endswith("up_proj.linear")
-            or span.call[0] == "head"
+            op_event.forward_ms
+            for op_event in profile.op_events
+            if op_event.call[1].endswith(
+                ("q_proj.linear", "k_proj.linear", "v_proj.linear", "gate_proj.linear")
+            )
+            or op_event.call[1].endswith("up_proj.linear")
+            or op_event.call[0] == "head"
         )
         beside = [item for item in tensor_axis(found.model, found.shape, profile) if item.beside_ms]
         assert {item.kind for item in beside} == {"re-gather", "reduce_scatter"}

@@ -17,7 +17,7 @@ from hf_actswap.planner.cost.simulate import predict
 from hf_actswap.planner.record.shapes import profile_from_shapes
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.recorded_steps import (
-    assert_spans_partition,
+    assert_events_partition,
     call_of,
     counting_meter,
     measured_peak_bytes,
@@ -92,9 +92,9 @@ def test_a_step_in_tiles_is_the_same_on_paper_and_recorded(tiles: str) -> None:
         measured, _ = recorded(model)
         model.zero_grad()
         forecast = profile_from_shapes(model, model_structure(model), call_of(), "H200")
-    assert_spans_partition(forecast)
+    assert_events_partition(forecast)
     assert (forecast.saved, forecast.signature) == (measured.saved, measured.signature)
     assert measured_peak_bytes(forecast) == measured_peak_bytes(measured)
-    turns = [[span.backward_place for span in profile.spans] for profile in (forecast, measured)]
-    assert turns[0] == turns[1]
-    assert any(span.backward_place >= 0 and span.call[0] == 0 for span in measured.spans)
+    orders = [[op_event.backward_place for op_event in profile.op_events] for profile in (forecast, measured)]
+    assert orders[0] == orders[1]
+    assert any(op_event.backward_place >= 0 and op_event.call[0] == 0 for op_event in measured.op_events)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from ...plan.actions import COMPILE_BUDGET, MemoryPlan
 from ...plan.model_structure import OUTPUT
 from ...plan.saved_bytes import SavedStorage
-from ..profile import FrontierPoint, Profile, Span
+from ..profile import FrontierPoint, OpEvent, Profile
 
 SHARES = (0.8, 0.65, 0.5, 0.35, 0.2, 0.1, 0.0)
 """What is offered below 1. A layer has about 15 saved tensors of about equal size: no finer ones."""
@@ -70,7 +70,7 @@ def passing_of(saved: float) -> float:
 
 def compiled_one_by_one(profile: Profile) -> bool:
     """Whether each compiled layer is a region of its own."""
-    calls = {span.call for span in profile.spans}
+    calls = {op_event.call for op_event in profile.op_events}
     return all((layer, "", None) in calls for layer in profile.compiled_layers)
 
 
@@ -113,8 +113,8 @@ def with_points(profile: Profile, points: Mapping[int, FrontierPoint]) -> Profil
     """Return ``profile`` with these layers as their points say."""
     all_bytes = bytes_of_layers(profile)
     saved = replace(profile.saved, storages=tuple(_storage(item, points) for item in profile.saved.storages))
-    spans = tuple(_span(span, points, all_bytes) for span in profile.spans)
-    return replace(profile, saved=saved, spans=spans)
+    op_events = tuple(_op_event(op_event, points, all_bytes) for op_event in profile.op_events)
+    return replace(profile, saved=saved, op_events=op_events)
 
 
 def bytes_of_layers(profile: Profile) -> Mapping[int, int]:
@@ -151,17 +151,19 @@ def _storage(storage: SavedStorage, points: Mapping[int, FrontierPoint]) -> Save
     return SavedStorage(int(storage.size_bytes * saved), uses)
 
 
-def _span(span: Span, points: Mapping[int, FrontierPoint], all_bytes: Mapping[int, int]) -> Span:
-    scope = span.call[0]
+def _op_event(
+    op_event: OpEvent, points: Mapping[int, FrontierPoint], all_bytes: Mapping[int, int]
+) -> OpEvent:
+    scope = op_event.call[0]
     if not isinstance(scope, int) or scope not in points:
-        return span
+        return op_event
     point = points[scope]
     passing_bytes = int(point.passing * all_bytes.get(scope, 0))
     return replace(
-        span,
-        backward_ms=span.backward_ms + point.again * span.forward_ms,
-        forward_base_bytes=max(span.forward_base_bytes + passing_bytes, 0),
-        backward_base_bytes=max(span.backward_base_bytes + passing_bytes, 0),
+        op_event,
+        backward_ms=op_event.backward_ms + point.again * op_event.forward_ms,
+        forward_base_bytes=max(op_event.forward_base_bytes + passing_bytes, 0),
+        backward_base_bytes=max(op_event.backward_base_bytes + passing_bytes, 0),
     )
 
 

@@ -133,9 +133,9 @@ class _Assembler:
             return self.within_host({name: given or _UNHIDDEN for name, given in windows.items()})
         program = self.program({name: given or _UNHIDDEN for name, given in windows.items()})
         ahead = ForwardWalk(program, None)
-        back = BackwardWalk(program, None, ahead.numbers, ahead.turn_ms, False)
+        back = BackwardWalk(program, None, ahead.numbers, ahead.forward_end_ms, False)
         start_ms = self._order.start_ms
-        forward = [(pack.op, start_ms[pack.span + pack.at_end]) for pack in self._packs]
+        forward = [(pack.op, start_ms[pack.op_event + pack.at_end]) for pack in self._packs]
         names = list(self._copies)
         candidates = [
             Candidate(
@@ -143,7 +143,7 @@ class _Assembler:
             )
             for name in names
         ]
-        seen = timeline(forward, ahead.turn_ms, back.hook_ms)
+        seen = timeline(forward, ahead.forward_end_ms, back.hook_ms)
         decisions = choose_windows(candidates, seen, link, self._plan.host_memory_bytes)
         return {
             name: decision.windows for name, decision in zip(names, decisions, strict=True) if decision.swap
@@ -153,19 +153,23 @@ class _Assembler:
         """Where the engine gets control: of a layer that is run again whole only at its input."""
         order = self._order
         places = order.places
-        hooks: list[Sequence[int]] = [order.ops_of_span[span] for span in places.order]
+        hooks: list[Sequence[int]] = [order.ops_of_event[op_event] for op_event in places.order]
         if not self._checkpoints:
             return order.packs, hooks
-        packs = [pack for pack in order.packs if order.spans[pack.span].call[0] not in self._checkpoints]
+        packs = [
+            pack for pack in order.packs if order.op_events[pack.op_event].call[0] not in self._checkpoints
+        ]
         for scope, region in self._checkpoints.items():
-            spans = order.scope_spans[scope]
-            for span in spans:
-                if places.of_span[span] >= 0:
-                    hooks[places.of_span[span]] = ()
+            op_events = order.scope_events[scope]
+            for op_event in op_events:
+                if places.of_event[op_event] >= 0:
+                    hooks[places.of_event[op_event]] = ()
             if region is not None:
                 hooks[region.first_place] = (region.last_op,)
-            first = order.spans[spans[0]]
+            first = order.op_events[op_events[0]]
             insort(
-                packs, Pack(first.first_order, spans[0], first.first_op, False), key=lambda pack: pack.order
+                packs,
+                Pack(first.first_order, op_events[0], first.first_op, False),
+                key=lambda pack: pack.order,
             )
         return packs, hooks

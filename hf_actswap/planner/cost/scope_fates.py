@@ -21,16 +21,16 @@ _NEVER = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """One span that a region runs again.
+    """One op event that a region runs again.
 
     Args:
-        span: its number.
+        op_event: its number.
         ms: compute's time.
         built_bytes: that are made here and handed out.
         passing_bytes: on the device only while the region runs, temporaries included.
     """
 
-    span: int
+    op_event: int
     ms: float
     built_bytes: int
     passing_bytes: int
@@ -57,18 +57,18 @@ class RunAgain:
 
     Args:
         key: of it.
-        first_span: where it begins in forward.
+        first_event: where it begins in forward.
         last_op: operator until which it may want what it is called with.
         steps: what runs.
         inputs: what it reads before it runs, in order: host copies and what other regions build.
         built: by storage.
         first_place, last_place: of backward: when it first must have run, and when nobody holds it any more.
         ms, built_bytes: of all steps.
-        peak_bytes, peak_span: the most that is on the device for it while it runs, and in which span.
+        peak_bytes, peak_event: the most that is on the device for it while it runs, and in which op event.
     """
 
     key: RegionKey
-    first_span: int
+    first_event: int
     last_op: int = -1
     steps: tuple[RunStep, ...] = ()
     inputs: list[CopyId | tuple[RunAgain, Built]] = field(default_factory=list)
@@ -78,7 +78,7 @@ class RunAgain:
     ms: float = 0.0
     built_bytes: int = 0
     peak_bytes: int = 0
-    peak_span: int = 0
+    peak_event: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -106,7 +106,7 @@ class ScopeFate:
         checkpointed: the scope, if it is a layer that is recomputed whole.
         storages: that it makes first.
         kept: (birth, last place, bytes) of those that simply stay.
-        dropped: (birth, last span of forward, bytes) of those that are built again.
+        dropped: (birth, last op event of forward, bytes) of those that are built again.
         moved: those with copies, or that a region may hold.
         dropped_bytes: of what is built again.
         regions: in the order of forward.
@@ -152,26 +152,26 @@ def scope_fate(order: StepOrder, rules: TicketRules, scope: Scope) -> ScopeFate:
 def _sort_in(
     order: StepOrder, fate: ScopeFate, number: int, tickets: list[HeldTicket], copies: list[CopyOut]
 ) -> None:
-    life = order.lives[number]
+    lifetime = order.lifetimes[number]
     direct = [ticket for ticket in tickets if ticket.holder is None]
-    kept = max((order.places.of_reader(item.span) for item in direct if item.kind == "keep"), default=-1)
+    kept = max((order.places.of_reader(item.op_event) for item in direct if item.kind == "keep"), default=-1)
     found = StorageFate(number, tuple(tickets), tuple(copies), kept)
     fate.storages.append(found)
     for ticket in direct:
         if ticket.kind == "swap":
             copy = number, ticket.copy
-            fate.swap_reads.append((order.places.of_reader(ticket.span), copy))
+            fate.swap_reads.append((order.places.of_reader(ticket.op_event), copy))
             inside = next(item.op for item in copies if item.number == ticket.copy)
-            fate.wants.append((copy, max(inside, order.saved_op(ticket.order, ticket.span))))
+            fate.wants.append((copy, max(inside, order.saved_op(ticket.order, ticket.op_event))))
     is_held = any(ticket.holder is not None and ticket.kind != "built" for ticket in tickets)
     if copies or is_held:
         fate.moved.append(found)
     elif kept >= 0:
-        fate.kept.append((life.birth, kept, life.size_bytes))
+        fate.kept.append((lifetime.birth, kept, lifetime.size_bytes))
     elif direct:
-        fate.dropped.append((life.birth, life.forward_end, life.size_bytes))
+        fate.dropped.append((lifetime.birth, lifetime.forward_end, lifetime.size_bytes))
     if direct and kept < 0 and not copies:
-        fate.dropped_bytes += life.size_bytes
+        fate.dropped_bytes += lifetime.size_bytes
 
 
 def _regions(
@@ -192,9 +192,9 @@ def _regions(
             if ticket.holder is not None and rules.scope_of(ticket.holder) == scope:
                 inputs.setdefault(ticket.holder, []).append((ticket.order, number, ticket))
     for key in readers:
-        found[key] = RunAgain(key, _spans(order, key)[0])
+        found[key] = RunAgain(key, _op_events(order, key)[0])
     needed: list[RunAgain] = []
-    for region in sorted(found.values(), key=lambda item: (-item.first_span, not isinstance(item.key, int))):
+    for region in sorted(found.values(), key=lambda item: (-item.first_event, not isinstance(item.key, int))):
         for number, ticket in readers[region.key]:
             _read_by(order, fate, region, number, ticket, found)
         if not region.built:
@@ -219,10 +219,10 @@ def _read_by(
         return
     item = region.built.get(number)
     if item is None:
-        item = region.built[number] = Built(number, order.lives[number].size_bytes)
+        item = region.built[number] = Built(number, order.lifetimes[number].size_bytes)
     item.tickets += 1
     if ticket.holder is None:
-        place = order.places.of_reader(ticket.span)
+        place = order.places.of_reader(ticket.op_event)
         fate.reads.append((place, region, item))
         first, last = place, place
     else:
@@ -249,57 +249,61 @@ def _hold(
             fate.swap_holds.append((copy, region.last_place))
         elif ticket.source is not None and ticket.source in found:
             source = found[ticket.source]
-            item = source.built.setdefault(number, Built(number, order.lives[number].size_bytes))
+            item = source.built.setdefault(number, Built(number, order.lifetimes[number].size_bytes))
             region.inputs.append((source, item))
 
 
-def _spans(order: StepOrder, key: RegionKey) -> list[int]:
+def _op_events(order: StepOrder, key: RegionKey) -> list[int]:
     return [key] if isinstance(key, int) else order.inside(*key)
 
 
 def _lay_out(order: StepOrder, rules: TicketRules, region: RunAgain, tickets: list[HeldTicket]) -> None:
     """What runs again, how long, and with how much memory."""
-    key, spans = region.key, _spans(order, region.key)
+    key, op_events = region.key, _op_events(order, region.key)
     if isinstance(key, int):
-        region.last_op = order.spans[key].first_op + max(order.spans[key].num_ops - 1, 0)
+        region.last_op = order.op_events[key].first_op + max(order.op_events[key].num_ops - 1, 0)
     else:
-        packs = [pack for pack in order.packs_between(spans[0], spans[-1])]
+        packs = [pack for pack in order.packs_between(op_events[0], op_events[-1])]
         last = max(ticket.order for ticket in tickets if ticket.holder is None)
         end = next(pack for pack in packs if pack.order == last)
         region.last_op = max(pack.op for pack in packs)
         if key[0] in rules.recomputed.whole_layers:
             region.last_op = order.last_op(key[0])
         # It stops as soon as the last tensor is there: before the op that saves it runs, unless it made it.
-        spans = [span for span in spans if span < end.span or (span == end.span and end.at_end)]
-        spans = [span for span in spans if rules.runs_again(key[0], key[1], span)]
-    region.steps = tuple(_steps(order, region, spans))
+        op_events = [
+            op_event
+            for op_event in op_events
+            if op_event < end.op_event or (op_event == end.op_event and end.at_end)
+        ]
+        op_events = [op_event for op_event in op_events if rules.runs_again(key[0], key[1], op_event)]
+    region.steps = tuple(_steps(order, region, op_events))
     held = 0
     for step in region.steps:
         held += step.built_bytes
         region.ms += step.ms
         if held + step.passing_bytes >= region.peak_bytes:
-            region.peak_bytes, region.peak_span = held + step.passing_bytes, step.span
+            region.peak_bytes, region.peak_event = held + step.passing_bytes, step.op_event
     region.built_bytes = held
 
 
-def _steps(order: StepOrder, region: RunAgain, spans: list[int]) -> Iterable[RunStep]:
-    passing = dict.fromkeys(spans, 0)
-    built = dict.fromkeys(spans, 0)
-    born = [number for span in spans for number in order.born_in[span]]
+def _steps(order: StepOrder, region: RunAgain, op_events: list[int]) -> Iterable[RunStep]:
+    passing = dict.fromkeys(op_events, 0)
+    built = dict.fromkeys(op_events, 0)
+    born = [number for op_event in op_events for number in order.born_in[op_event]]
     for number in born:
-        life = order.lives[number]
+        lifetime = order.lifetimes[number]
         if number in region.built:
-            built[life.made_in] += life.size_bytes
+            built[lifetime.made_in] += lifetime.size_bytes
         else:
-            for span in spans:
-                if life.birth <= span <= life.forward_end:
-                    passing[span] += life.size_bytes
-    temporary = {span: order.temporary_bytes[span] for span in spans}
+            for op_event in op_events:
+                if lifetime.birth <= op_event <= lifetime.forward_end:
+                    passing[op_event] += lifetime.size_bytes
+    temporary = {op_event: order.temporary_bytes[op_event] for op_event in op_events}
     for number, item in region.built.items():
-        life = order.lives[number]
-        if life.last_place < 0 and life.made_in in built:  # nobody saves it: it counts as temporary
-            built[life.made_in] += item.size_bytes
-            temporary[life.made_in] = max(temporary[life.made_in] - item.size_bytes, 0)
-    for span in spans:
-        ms, passing_bytes = order.spans[span].forward_ms, passing[span] + temporary[span]
-        yield RunStep(span, ms, built[span], passing_bytes)
+        lifetime = order.lifetimes[number]
+        if lifetime.last_place < 0 and lifetime.made_in in built:  # nobody saves it: it counts as temporary
+            built[lifetime.made_in] += item.size_bytes
+            temporary[lifetime.made_in] = max(temporary[lifetime.made_in] - item.size_bytes, 0)
+    for op_event in op_events:
+        ms, passing_bytes = order.op_events[op_event].forward_ms, passing[op_event] + temporary[op_event]
+        yield RunStep(op_event, ms, built[op_event], passing_bytes)

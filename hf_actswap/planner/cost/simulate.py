@@ -1,7 +1,7 @@
 """What a plan would cost in time and memory, before it is applied: a step of the engine on paper.
 
-A pure function of a profile, a plan and a link. Moments are as in `step_order`: within a span nothing is told
-apart, so that a span reads at its start and lets go at its end. What is predicted of the empty plan is what
+A pure function of a profile, a plan and a link. Moments are as in `step_order`: nothing is told apart within
+an op event, so that it reads at its start and frees at its end. What is predicted of the empty plan is what
 was measured.
 
 Taken for granted, and not in a profile: a layer that is run again needs the same temporary memory as in
@@ -94,7 +94,7 @@ class Simulator:
         assembled = assemble(self._order, fates, plan, link)
         duplex = None if link is None else DuplexLink(link)
         ahead = ForwardWalk(assembled.program, duplex)
-        back = BackwardWalk(assembled.program, duplex, ahead.numbers, ahead.turn_ms, curve)
+        back = BackwardWalk(assembled.program, duplex, ahead.numbers, ahead.forward_end_ms, curve)
         away_bytes = profile.optimizer_state_bytes if optimizer_states_moved else 0
         memory = MemoryWalk(self._order, fates, assembled, ahead, back, away_bytes)
         outside_ms, outside_bytes = profile.outside_ms, max(profile.outside_base_bytes - away_bytes, 0)
@@ -108,7 +108,7 @@ class Simulator:
             recompute_ms=back.recompute_ms,
             forward_stall_ms=ahead.stall_ms,
             backward_stall_ms=back.stall_ms,
-            turn_ms=ahead.turn_ms,
+            forward_end_ms=ahead.forward_end_ms,
             peak_bytes=max(memory.peak_bytes, outside_bytes),
             peak_at=memory.peak_at if memory.peak_bytes >= outside_bytes else _OUTSIDE,
             memory=memory.points() if curve else (),
@@ -136,7 +136,7 @@ class Simulator:
         assembled = assemble(self._order, fates, plan, self.profile.link)
         moving = {number for number, _ in assembled.program.moving}
         found: list[StorageOutcome] = [
-            "recompute" if life.last_place >= 0 else "unsaved" for life in self._order.lives
+            "recompute" if lifetime.last_place >= 0 else "unsaved" for lifetime in self._order.lifetimes
         ]
         for fate in fates:
             for item in fate.storages:
@@ -231,9 +231,9 @@ class MemoryWalk:
         moved_state_bytes: int,
     ) -> None:
         self._order, self._ahead, self._back = order, ahead, back
-        turn = len(order.spans)
+        forward_end = len(order.op_events)
         self._ends = [0] * (order.places.last + 2)
-        self._kept, self._swapped, self._dropped = ([0] * (turn + 2) for _ in range(3))
+        self._kept, self._swapped, self._dropped = ([0] * (forward_end + 2) for _ in range(3))
         self.kept_bytes = 0
         for fate in fates:
             for birth, place, size_bytes in fate.kept:
@@ -244,12 +244,12 @@ class MemoryWalk:
                 self._dropped[birth] += size_bytes
                 self._dropped[end + 1] -= size_bytes
         self._add_moved(assembled)
-        self._base = [max(span.forward_base_bytes - moved_state_bytes, 0) for span in order.spans]
-        first = order.spans[order.places.order[0]].backward_base_bytes if order.places.order else None
-        last = order.spans[-1].forward_base_bytes if order.spans else 0
+        self._base = [max(op_event.forward_base_bytes - moved_state_bytes, 0) for op_event in order.op_events]
+        first = order.op_events[order.places.order[0]].backward_base_bytes if order.places.order else None
+        last = order.op_events[-1].forward_base_bytes if order.op_events else 0
         self._base.append(max((last if first is None else min(last, first)) - moved_state_bytes, 0))
         self._kept, self._swapped, self._dropped = (
-            list(accumulate(part))[: turn + 1] for part in (self._kept, self._swapped, self._dropped)
+            list(accumulate(part))[: forward_end + 1] for part in (self._kept, self._swapped, self._dropped)
         )
         self._back_base = [max(size - moved_state_bytes, 0) for size in back.moments.base_bytes]
         left = self.kept_bytes
@@ -279,25 +279,25 @@ class MemoryWalk:
 
     def _add_moved(self, assembled: Assembled) -> None:
         """Storages that move, or that a region holds; of those that nobody saves forward's part is base."""
-        turn = len(self._order.spans)
+        forward_end = len(self._order.op_events)
         for item in assembled.moved:
-            life = self._order.lives[item.storage]
-            birth = life.birth if life.last_place >= 0 else life.forward_end + 1
+            lifetime = self._order.lifetimes[item.storage]
+            birth = lifetime.birth if lifetime.last_place >= 0 else lifetime.forward_end + 1
             place = max(item.kept_place, assembled.kept_until.get(item.storage, -1))
             if place >= 0:
-                self._kept[birth] += life.size_bytes
-                self._ends[place + 1] += life.size_bytes
-                self.kept_bytes += life.size_bytes
+                self._kept[birth] += lifetime.size_bytes
+                self._ends[place + 1] += lifetime.size_bytes
+                self.kept_bytes += lifetime.size_bytes
                 continue
             moments = [self._ahead.moments.get((item.storage, copy.number), 0) for copy in item.copies]
-            end = max(life.forward_end + 1, *moments, 0)
+            end = max(lifetime.forward_end + 1, *moments, 0)
             part = self._swapped if item.copies else self._dropped
-            part[min(birth, turn + 1)] += life.size_bytes
-            part[min(max(end, birth), turn + 1)] -= life.size_bytes
+            part[min(birth, forward_end + 1)] += lifetime.size_bytes
+            part[min(max(end, birth), forward_end + 1)] -= lifetime.size_bytes
 
     def _peak(self) -> tuple[int, OpCall, int]:
         """The peak, what ran then, and the place of backward: the first stands for all of forward."""
-        spans, back = self._order.spans, self._back.moments
+        op_events, back = self._order.op_events, self._back.moments
         ahead = list(map(sum, zip(self._base, self._kept, self._swapped, self._dropped, strict=True)))
         behind = list(
             map(
@@ -308,13 +308,13 @@ class MemoryWalk:
         if behind and max(behind) > max(ahead, default=0):
             peak = max(behind)
             moment = behind.index(peak)
-            return peak, spans[back.spans[moment]].call, back.places[moment]
+            return peak, op_events[back.op_events[moment]].call, back.places[moment]
         peak = max(ahead, default=0)
-        at = min(ahead.index(peak), len(spans) - 1) if spans else -1
-        return peak, spans[at].call if spans else (None, "", None), 0
+        at = min(ahead.index(peak), len(op_events) - 1) if op_events else -1
+        return peak, op_events[at].call if op_events else (None, "", None), 0
 
     def _forward_ms(self) -> list[float]:
-        waited = [0.0] * (len(self._order.spans) + 1)
+        waited = [0.0] * (len(self._order.op_events) + 1)
         for moment, ms in self._ahead.waits:
             waited[moment] += ms
         return [start + delay for start, delay in zip(self._order.start_ms, accumulate(waited), strict=True)]

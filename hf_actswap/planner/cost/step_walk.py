@@ -4,8 +4,8 @@ The engine acts at hooks, so that *which* moment something happens in does not d
 how long compute waits there. Copies are queued by the engine's own queues (`engine.schedule`) and take the
 times of a link; copies of one direction run one after another.
 
-In forward: at each pack the releases that are due, then the copy out that starts there; at the turn all that
-has not been released. In backward: at each span the prefetches whose point is reached, then what it
+In forward: at each pack the releases that are due, then the copy out that starts there; at its end all that
+has not been released. In backward: at each op event the prefetches whose point is reached, then what it
 reads: a copy back is waited for, or started if it was not; what was dropped is built again, its inputs first.
 """
 
@@ -69,7 +69,7 @@ class StepProgram:
 class Moments:
     """Of backward, regions that run again in between: one entry for each."""
 
-    spans: list[int] = field(default_factory=list)
+    op_events: list[int] = field(default_factory=list)
     start_ms: list[float] = field(default_factory=list)
     base_bytes: list[int] = field(default_factory=list)
     swapped_bytes: list[int] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Moments:
 
 
 class ForwardWalk:
-    """Forward, up to the turn.
+    """Forward, up to its end.
 
     Args:
         program: what happens.
@@ -87,7 +87,7 @@ class ForwardWalk:
     Attributes:
         moments: of each copy, the first in which its device memory is free.
         released_ms: and when that is.
-        waits: (span, ms): compute waits before, or within, a span.
+        waits: (op event, ms): compute waits before, or within, an op event.
     """
 
     def __init__(self, program: StepProgram, link: DuplexLink | None) -> None:
@@ -100,7 +100,7 @@ class ForwardWalk:
         self.waits: list[tuple[int, float]] = []
         self.stall_ms = 0.0
         self._walk()
-        self.turn_ms = program.order.start_ms[-1] + self.stall_ms
+        self.forward_end_ms = program.order.start_ms[-1] + self.stall_ms
 
     def copy_times(self, link: DuplexLink | None) -> _Times:
         """When each copy out began and ended; to be asked when the step is over."""
@@ -113,22 +113,22 @@ class ForwardWalk:
     def _walk(self) -> None:
         packs, start_ms = self._program.packs, self._program.order.start_ms
         orders, ops = [pack.order for pack in packs], [pack.op for pack in packs]
-        turn = len(start_ms) - 1
+        forward_end = len(start_ms) - 1
         events: list[tuple[float, int, tuple[int, int], CopyId, int, bool]] = []
         for number, (name, moving) in enumerate(self._program.moving.items()):
             copy = moving.copy
             point = copy.op + moving.windows.release_ops
             at = max(bisect_left(ops, point), bisect_right(orders, copy.order))
-            events.append((copy.order, 1, (number, 0), name, copy.span, copy.at_end))
+            events.append((copy.order, 1, (number, 0), name, copy.op_event, copy.at_end))
             if moving.tickets and at < len(packs):
                 pack = packs[at]
-                events.append((pack.order, 0, (point, number), name, pack.span, pack.at_end))
+                events.append((pack.order, 0, (point, number), name, pack.op_event, pack.at_end))
             elif moving.tickets:
-                events.append((1 << 60, 0, (point, number), name, turn, False))
+                events.append((1 << 60, 0, (point, number), name, forward_end, False))
             else:
                 self.moments[name] = 0
-        for _, kind, _, name, span, at_end in sorted(events):
-            moment = min(span + at_end, turn)
+        for _, kind, _, name, op_event, at_end in sorted(events):
+            moment = min(op_event + at_end, forward_end)
             now_ms = start_ms[moment] + self.stall_ms
             if kind:
                 self.queued_ms[name] = now_ms
@@ -146,14 +146,14 @@ class ForwardWalk:
 
 
 class BackwardWalk:
-    """Backward, from the turn.
+    """Backward, from the end of forward.
 
     Args:
         program: what happens.
         link: the one of forward.
         numbers: of the copies on it.
-        start_ms: the turn.
-        each_step: whether regions that run again have a moment for each of their spans, or one in all.
+        start_ms: the end of forward.
+        each_step: whether regions that run again have a moment for each of their op events, or one in all.
     """
 
     def __init__(
@@ -191,11 +191,11 @@ class BackwardWalk:
 
     def _walk(self) -> None:
         program, order = self._program, self._program.order
-        spans, moments = order.spans, self.moments
+        op_events, moments = order.op_events, self.moments
         due = self._prefetches()
-        last = spans[-1].forward_base_bytes if spans else 0
-        for place, span in enumerate(order.places.order):
-            running = spans[span]
+        last = op_events[-1].forward_base_bytes if op_events else 0
+        for place, op_event in enumerate(order.places.order):
+            running = op_events[op_event]
             for op in program.hooks[place]:
                 self.hook_ms.append((op, self.now_ms))
                 for name in due.due(op):
@@ -207,7 +207,7 @@ class BackwardWalk:
                 for region, item in program.reads.get(place, ()):
                     self._build(region, place, boundary)
                     self._reading.append(item)
-            moments.spans.append(span)
+            moments.op_events.append(op_event)
             moments.start_ms.append(self.now_ms)
             moments.base_bytes.append(running.backward_base_bytes)
             moments.swapped_bytes.append(self._swapped_bytes)
@@ -266,7 +266,7 @@ class BackwardWalk:
         for wanted in region.inputs:
             if isinstance(wanted[1], Built):
                 self._build(wanted[0], place, boundary_bytes)
-        # What nodes of this span read is theirs until it ends; what the region read goes when it has run.
+        # What nodes of this op event read is theirs until it ends; what the region read goes when it has run.
         node_reads, self._reading = self._reading, []
         for wanted in region.inputs:
             if isinstance(wanted[1], Built):
@@ -276,11 +276,11 @@ class BackwardWalk:
         steps: Sequence[RunStep] = region.steps
         if not self._each_step:
             passing_bytes = region.peak_bytes - region.built_bytes
-            steps = (RunStep(region.peak_span, region.ms, region.built_bytes, passing_bytes),)
+            steps = (RunStep(region.peak_event, region.ms, region.built_bytes, passing_bytes),)
         moments = self.moments
         for step in steps:
             self._rebuilt_bytes += step.built_bytes
-            moments.spans.append(step.span)
+            moments.op_events.append(step.op_event)
             moments.start_ms.append(self.now_ms)
             moments.base_bytes.append(boundary_bytes)
             moments.swapped_bytes.append(self._swapped_bytes)

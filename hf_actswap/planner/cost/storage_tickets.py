@@ -5,7 +5,7 @@ Who is asked, and with which fate, is the engine's (`engine/forward_pass.py`, `e
 saved the tensor, or a region that needs it in order to run again; and *who rebuilds* what was dropped.
 
 A **region** is known by its key: (layer, module path) for a recomputed module or a layer recomputed whole,
-the number of the span for a recomputed function.
+the number of the op event for a recomputed function.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class HeldTicket(NamedTuple):
     Args:
         kind: the tensor stays, is on the host, or is built again.
         order: of the use at which it was made.
-        span: of that use.
-        holder: region that has it as an input; ``None``: the nodes of ``span`` read it.
+        op_event: of that use.
+        holder: region that has it as an input; ``None``: the nodes of ``op event`` read it.
         source: region that builds it.
         copy: number of the host copy among those of the storage; -1: none.
     """
 
     kind: Literal["keep", "swap", "built"]
     order: int
-    span: int
+    op_event: int
     holder: RegionKey | None = None
     source: RegionKey | None = None
     copy: int = -1
@@ -52,8 +52,8 @@ class CopyOut:
         number: among those of the storage.
         call: who produced it.
         size_bytes: that move.
-        order, span, op: of the use at which it starts.
-        at_end: whether the span has run by then.
+        order, op_event, op: of the use at which it starts.
+        at_end: whether the op event has run by then.
         windows: ``None``: chosen by measurement.
     """
 
@@ -61,7 +61,7 @@ class CopyOut:
     call: OpCall
     size_bytes: int
     order: int
-    span: int
+    op_event: int
     op: int
     at_end: bool
     windows: Windows | None
@@ -85,7 +85,7 @@ class TicketRules:
 
     def of_storage(self, number: int) -> tuple[list[HeldTicket], list[CopyOut]]:
         """Return the tickets of a storage, and its copies out, in order."""
-        storage, life = self._order.profile.saved.storages[number], self._order.lives[number]
+        storage, lifetime = self._order.profile.saved.storages[number], self._order.lifetimes[number]
         held = self._held.get(number)
         asked = swap_tickets(storage, self.recomputed, held) if self._swaps else ()
         swaps = {item.use.order: item for item in asked}
@@ -93,44 +93,44 @@ class TicketRules:
         copies: list[CopyOut] = []
         kept: OpCall | None = None
         made: tuple[OpCall, int] | None = None
-        for use, span in zip(storage.uses, life.spans, strict=True):
+        for use, op_event in zip(storage.uses, lifetime.op_events, strict=True):
             swap = swaps.get(use.order)
             if swap is not None and swap.is_new:
-                copies.append(self._copy_out(swap, span, life.made_in))
+                copies.append(self._copy_out(swap, op_event, lifetime.made_in))
             if use.kind == "returned":
                 kept = use.producer if self.recomputed.is_root(*use.at[:2]) else kept
                 if use.at[2] is not None and use.at == use.producer:
-                    made = (use.producer, span) if self.is_function_region(span) else None
+                    made = (use.producer, op_event) if self.is_function_region(op_event) else None
             if use.kind == "saved" and use.at[0] in self.recomputed.whole_layers:
-                tickets.append(self._in_checkpoint(use, span, life.made_in, copies))
+                tickets.append(self._in_checkpoint(use, op_event, lifetime.made_in, copies))
                 continue
-            holder = self._holder(use, span, held) if self._recomputes and use.kind != "saved" else None
+            holder = self._holder(use, op_event, held) if self._recomputes and use.kind != "saved" else None
             if holder is None and use.kind != "saved":
                 continue
             if swap is not None:
-                tickets.append(HeldTicket("swap", use.order, span, holder, copy=swap.copy))
+                tickets.append(HeldTicket("swap", use.order, op_event, holder, copy=swap.copy))
                 continue
             source = None
             if self._recomputes and use.producer != kept:
-                source = self._source(use, span, life.made_in, made)
+                source = self._source(use, op_event, lifetime.made_in, made)
             kind: Literal["keep", "built"] = "keep" if source is None else "built"
-            tickets.append(HeldTicket(kind, use.order, span, holder, source))
+            tickets.append(HeldTicket(kind, use.order, op_event, holder, source))
         return tickets, copies
 
-    def is_function_region(self, span: int) -> bool:
+    def is_function_region(self, op_event: int) -> bool:
         """Whether the call of a function is run again on its own."""
-        known = self._functions.get(span)
+        known = self._functions.get(op_event)
         if known is None:
-            known = self._functions[span] = self._is_function_region(span)
+            known = self._functions[op_event] = self._is_function_region(op_event)
         return known
 
     def scope_of(self, region: RegionKey) -> Scope | None:
         """In which a region lies."""
-        return self._order.spans[region].call[0] if isinstance(region, int) else region[0]
+        return self._order.op_events[region].call[0] if isinstance(region, int) else region[0]
 
-    def runs_again(self, scope: Scope, root: str, span: int) -> bool:
-        """Whether a span of a recomputed module runs when the module does; kept ops inside do not."""
-        path, ordinal = self._order.spans[span].call[1:]
+    def runs_again(self, scope: Scope, root: str, op_event: int) -> bool:
+        """Whether an op event of a recomputed module runs when the module does; kept ops inside do not."""
+        path, ordinal = self._order.op_events[op_event].call[1:]
         recomputed = self.recomputed
         if not recomputed.keeps_inside(scope, root):
             return True
@@ -140,35 +140,35 @@ class TicketRules:
             path, ordinal = path.rpartition(".")[0], None
         return True
 
-    def _is_function_region(self, span: int) -> bool:
-        call = self._order.spans[span].call
-        if span not in self._order.functions or not isinstance(call[0], int):
+    def _is_function_region(self, op_event: int) -> bool:
+        call = self._order.op_events[op_event].call
+        if op_event not in self._order.functions or not isinstance(call[0], int):
             return False
         return is_repeatable(call[1]) and self.recomputed.rebuilt_by(call) == call
 
-    def _copy_out(self, swap: AskedSwap, span: int, made_in: int) -> CopyOut:
+    def _copy_out(self, swap: AskedSwap, op_event: int, made_in: int) -> CopyOut:
         use = swap.use
         return CopyOut(
             number=swap.copy,
             call=use.producer,
             size_bytes=swap.size_bytes,
             order=use.order,
-            span=span,
-            op=self._order.use_op(use, span),
-            at_end=use.kind == "returned" or (use.kind == "saved" and made_in == span),
+            op_event=op_event,
+            op=self._order.use_op(use, op_event),
+            at_end=use.kind == "returned" or (use.kind == "saved" and made_in == op_event),
             windows=swap.row.windows,
         )
 
-    def _in_checkpoint(self, use: Use, span: int, made_in: int, copies: list[CopyOut]) -> HeldTicket:
+    def _in_checkpoint(self, use: Use, op_event: int, made_in: int, copies: list[CopyOut]) -> HeldTicket:
         """In a layer that is run again whole everything is built, but for what it was called with."""
         scope = use.at[0]
-        if scope is None or (made_in >= 0 and self._order.spans[made_in].call[0] == scope):
-            return HeldTicket("built", use.order, span, source=(scope if scope is not None else 0, ""))
+        if scope is None or (made_in >= 0 and self._order.op_events[made_in].call[0] == scope):
+            return HeldTicket("built", use.order, op_event, source=(scope if scope is not None else 0, ""))
         if copies:
-            return HeldTicket("swap", use.order, span, copy=copies[-1].number)
-        return HeldTicket("keep", use.order, span)
+            return HeldTicket("swap", use.order, op_event, copy=copies[-1].number)
+        return HeldTicket("keep", use.order, op_event)
 
-    def _holder(self, use: Use, span: int, held: Use | None) -> RegionKey | None:
+    def _holder(self, use: Use, op_event: int, held: Use | None) -> RegionKey | None:
         scope, path, _ = use.at
         if use is held and scope is not None:
             root = self.recomputed.root(scope, path)
@@ -177,10 +177,12 @@ class TicketRules:
             return None
         if use.kind == "module":
             return (scope, path) if self.recomputed.rebuilt_by(use.at) == use.at else None
-        own_call = use.kind == "function" and use.at == self._order.spans[span].call
-        return span if own_call and self.is_function_region(span) else None
+        own_call = use.kind == "function" and use.at == self._order.op_events[op_event].call
+        return op_event if own_call and self.is_function_region(op_event) else None
 
-    def _source(self, use: Use, span: int, made_in: int, made: tuple[OpCall, int] | None) -> RegionKey | None:
+    def _source(
+        self, use: Use, op_event: int, made_in: int, made: tuple[OpCall, int] | None
+    ) -> RegionKey | None:
         """The region that builds what is saved, or read, at this use."""
         scope, path, _ = use.producer
         row = self.recomputed.row(use.producer)
@@ -190,8 +192,8 @@ class TicketRules:
             return made[1]
         if use.kind != "saved":
             return None
-        at = self._order.spans[span].call
+        at = self._order.op_events[op_event].call
         root = self.recomputed.root(scope, path)
         if root is not None:
             return (scope, root) if at[0] == scope and is_below(at[1], root) else None
-        return span if made_in == span and self.is_function_region(span) else None
+        return op_event if made_in == op_event and self.is_function_region(op_event) else None

@@ -117,8 +117,8 @@ class _Axis:
         self._tokens = batch * length
         self._hidden = self._tokens * _hidden_size(model, structure)
         self._ms: defaultdict[tuple[Scope | None, str], float] = defaultdict(float)
-        for span in profile.spans:
-            self._ms[span.call[0], span.call[1]] += span.forward_ms
+        for op_event in profile.op_events:
+            self._ms[op_event.call[0], op_event.call[1]] += op_event.forward_ms
         self._divided = any(
             "all_gather" in path for layer in structure.layers for path in layer.communications
         )

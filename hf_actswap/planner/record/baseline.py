@@ -1,13 +1,13 @@
 """A step on paper as one rank of several has it, or with weights and gradients that rest in other types.
 
 The step on fake tensors holds whole weights, and gradients in the weights' own type. What a training keeps of
-them is put in their place, span by span; nothing else of the profile changes but the time of the optimizer.
+them is put in their place in each op event; beside that only the optimizer's time changes in the profile.
 
 What each stage shards over N ranks: 1 the optimizer's states, 2 gradients too, 3 weights too (Rajbhandari et
 al., ZeRO, 2020, section 3 and figure 1). Around the shards FSDP2's rules hold (torch/distributed/fsdp): what
 is outside the layers is gathered from its forward to the end of backward; of the layers, the running one and
 the one that is gathered ahead; gradients of a layer are whole until they are scattered, while the next layer
-runs. That is counted in every span, also where no second layer is.
+runs. That is counted in every op event, also where no second layer is.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ def with_baseline(profile: Profile, baseline: Baseline) -> Profile:
     gradients = _gradients(profile, baseline)
     weights = baseline.running_bytes - profile.weight_bytes
     less = weights + states - profile.optimizer_state_bytes
-    spans = tuple(
+    op_events = tuple(
         replace(
-            span,
-            forward_base_bytes=max(span.forward_base_bytes + less + passing, 0),
-            backward_base_bytes=max(span.backward_base_bytes + less + passing + after - before, 0)
-            if span.backward_place >= 0
-            else span.backward_base_bytes,
+            op_event,
+            forward_base_bytes=max(op_event.forward_base_bytes + less + passing, 0),
+            backward_base_bytes=max(op_event.backward_base_bytes + less + passing + after - before, 0)
+            if op_event.backward_place >= 0
+            else op_event.backward_base_bytes,
         )
-        for span, before, after, passing in zip(
-            profile.spans,
+        for op_event, before, after, passing in zip(
+            profile.op_events,
             profile.gradient_bytes,
             gradients,
-            (_passing(baseline, *span.call[:2]) for span in profile.spans),
+            (_passing(baseline, *op_event.call[:2]) for op_event in profile.op_events),
             strict=False,
         )
     )
@@ -86,7 +86,7 @@ def with_baseline(profile: Profile, baseline: Baseline) -> Profile:
     outside = at_rest + states - profile.optimizer_state_bytes + gradients[-1] - profile.gradient_bytes[-1]
     return replace(
         profile,
-        spans=spans,
+        op_events=op_events,
         weight_bytes=baseline.running_bytes,
         gradient_bytes=gradients,
         optimizer_state_bytes=states,
@@ -103,11 +103,13 @@ def _gradients(profile: Profile, baseline: Baseline) -> tuple[int, ...]:
     outside = own = flying = scattered = 0
     running: Scope | None = None
     reached = sorted(
-        (span.backward_place, number) for number, span in enumerate(profile.spans) if span.backward_place >= 0
+        (op_event.backward_place, number)
+        for number, op_event in enumerate(profile.op_events)
+        if op_event.backward_place >= 0
     )
     numbers = [number for _, number in reached]
     for number, following in zip(numbers, [*numbers[1:], -1], strict=True):
-        scope = profile.spans[number].call[0]
+        scope = profile.op_events[number].call[0]
         if isinstance(scope, int) and scope != running:
             running, scattered, flying, own = scope, scattered + flying, own, 0
         rests = int(scattered * baseline.gradient_scale)

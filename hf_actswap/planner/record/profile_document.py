@@ -1,7 +1,7 @@
 """Profiles as JSON: recorded on one machine, read by a person, planned from on another.
 
-A profile of a large model has thousands of uses and spans, so the document is compact: calls of ops stand in
-one table, everything else names them by number; uses and spans are rows of values in a fixed order.
+A profile of a large model has thousands of uses and op events, so the document is compact: calls of ops are
+in one table, everything else names them by number; uses and op events are rows of values in a fixed order.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ...config.reader import Path
 from ...errors import PlanError
 from ...plan.actions import LayerCount, Scope, scope_rule
 from ...plan.saved_bytes import OpCall, SavedBytes, SavedStorage, Use, UseKind
-from ..profile import FrontierPoint, Profile, Span
+from ..profile import FrontierPoint, OpEvent, Profile
 
 FORMAT = "hf_actswap.profile"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _KINDS = get_args(UseKind)
-_SPAN = tuple(field.name for field in fields(Span))
+_OP_EVENT = tuple(field.name for field in fields(OpEvent))
 _USE = tuple(field.name for field in fields(Use))
 _POINT = tuple(field.name for field in fields(FrontierPoint))
 _PLAIN = (
@@ -45,9 +45,11 @@ def profile_to_json(profile: Profile) -> str:
         row.update(kind=_KINDS.index(use.kind), at=number(use.at), producer=number(use.producer))
         return list(row.values())
 
-    def span_row(span: Span) -> list[Any]:
-        row = {name: getattr(span, name) for name in _SPAN}
-        row.update(call=number(span.call), communicates=int(span.communicates), random=int(span.random))
+    def event_row(op_event: OpEvent) -> list[Any]:
+        row = {name: getattr(op_event, name) for name in _OP_EVENT}
+        row.update(
+            call=number(op_event.call), communicates=int(op_event.communicates), random=int(op_event.random)
+        )
         return list(row.values())
 
     document: dict[str, Any] = {"format": FORMAT, "format_version": FORMAT_VERSION}
@@ -55,7 +57,7 @@ def profile_to_json(profile: Profile) -> str:
     document["batch_shape"] = list(profile.batch_shape)
     document["compiled_layers"] = sorted(profile.compiled_layers)
     document["link"] = None if profile.link is None else asdict(profile.link)
-    document["span_columns"], document["use_columns"] = list(_SPAN), list(_USE)
+    document["op_event_columns"], document["use_columns"] = list(_OP_EVENT), list(_USE)
     if profile.frontier:
         document["frontier"] = [[getattr(point, name) for name in _POINT] for point in profile.frontier]
     if profile.weight_bytes:
@@ -65,7 +67,7 @@ def profile_to_json(profile: Profile) -> str:
     if profile.hooks:
         document["hooks"] = [list(hook) for hook in profile.hooks]
     document["modules"] = [sorted(paths) for paths in profile.saved.modules.values()]
-    document["spans"] = [span_row(span) for span in profile.spans]
+    document["op_events"] = [event_row(op_event) for op_event in profile.op_events]
     document["storages"] = [
         [storage.size_bytes, *map(use_row, storage.uses)] for storage in profile.saved.storages
     ]
@@ -91,7 +93,7 @@ def profile_from_json(text: str, source: str = "") -> Profile:
 def profile_from_document(reader: JsonReader) -> Profile:
     """Read a profile from a document that may hold other sections too; raises all faults of the reader."""
     reader.check_format(FORMAT, FORMAT_VERSION)
-    for name, columns in (("span_columns", _SPAN), ("use_columns", _USE)):
+    for name, columns in (("op_event_columns", _OP_EVENT), ("use_columns", _USE)):
         found = reader.document.get(name)
         if found != list(columns):
             reader.fault(("profile", name), f"the columns {', '.join(columns)}", found)
@@ -102,7 +104,7 @@ def profile_from_document(reader: JsonReader) -> Profile:
     reader.stands_as(Scope | None, is_scope)
     calls = reader.value(tuple[OpCall, ...], "calls")
     reader.finish()
-    reader.stands_as_row(Span, Use, FrontierPoint)
+    reader.stands_as_row(OpEvent, Use, FrontierPoint)
     reader.stands_as(OpCall, _numbered(reader, calls, "a number of a call"))
     reader.stands_as(UseKind, _numbered(reader, _KINDS, f"a number of {', '.join(_KINDS)}"))
     reader.stands_as(bool, _numbered(reader, (False, True), "0 or 1"))
@@ -111,7 +113,7 @@ def profile_from_document(reader: JsonReader) -> Profile:
     modules = reader.value(tuple[frozenset[str], ...], "modules")
     values = reader.fields(Profile, without=["saved"])
     reader.finish()
-    _check_order(reader, values["spans"])
+    _check_order(reader, values["op_events"])
     profile = Profile(SavedBytes(storages, dict(enumerate(modules))), **values)
     if len(profile.saved.modules) != num_layers:
         reader.fault(("profile", "modules"), f"{num_layers} lists, one a layer", reader.document["modules"])
@@ -147,12 +149,12 @@ def _text(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _check_order(reader: JsonReader, spans: Sequence[Span]) -> None:
-    """Spans must follow each other without gaps, in uses and in operators."""
+def _check_order(reader: JsonReader, op_events: Sequence[OpEvent]) -> None:
+    """Op events must follow each other without gaps, in uses and in operators."""
     order, op = 1, 0
-    for index, span in enumerate(spans):
+    for index, op_event in enumerate(op_events):
         for name, expected in (("first_order", order), ("first_op", op)):
-            found = getattr(span, name)
+            found = getattr(op_event, name)
             if found != expected:
-                reader.fault(("profile", "spans", index, name), str(expected), found)
-        order, op = max(span.first_order, span.last_order + 1), span.first_op + span.num_ops
+                reader.fault(("profile", "op_events", index, name), str(expected), found)
+        order, op = max(op_event.first_order, op_event.last_order + 1), op_event.first_op + op_event.num_ops

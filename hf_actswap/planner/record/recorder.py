@@ -36,7 +36,7 @@ from ...plan.saved_bytes import OpCall, SavedBytes
 from ..meter import Meter, runs_its_own_dispatch
 from ..profile import Profile
 from .clock import Clock
-from .record_spans import SpanLog
+from .op_event_log import OpEventLog
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 class StepRecorder:
     """Records one forward and backward of a model without a plan.
 
-    Compiled layers are one span each; where there are any, aten ops are not watched, because a dispatch mode
+    A compiled layer is one op event; where there are any, aten ops are not watched, because a dispatch mode
     would make the compiler stand aside.
 
     Args:
@@ -89,7 +89,7 @@ class StepRecorder:
         self._uses = ForwardRecorder(
             self._structure.scopes, self._structure.attention, device, self._enters, compiles, inner_tensors
         )
-        self._log = SpanLog(
+        self._log = OpEventLog(
             meter,
             clock,
             lambda: self._uses.order,
@@ -99,7 +99,7 @@ class StepRecorder:
             gradient_bytes or (lambda: 0),
         )
         self._counts_gradients = gradient_bytes is not None
-        self._log.on_turn = self._backward_begins
+        self._log.on_backward = self._backward_begins
         self._watch = None if opaque else OpWatch(self._log, clock)
         self._undo: list[Callable[[], None]] = []
         self._inside: ExitStack | None = None
@@ -199,10 +199,10 @@ class StepRecorder:
             device_bytes = self._meter.limit_bytes() if self._meter is not None else 0
         if outside_base_bytes is None:
             outside_base_bytes = self._log.outside_peak_bytes
-        spans = self._log.spans(self._saved)
+        op_events = self._log.op_events(self._saved)
         return Profile(
             saved=self._saved,
-            spans=spans,
+            op_events=op_events,
             weight_bytes=weight_bytes,
             gradient_bytes=self._log.gradients_below if self._counts_gradients else (),
             hooks=self._log.hooks(),
@@ -315,13 +315,13 @@ class OpWatch(TorchDispatchMode):
     """Tells of each aten op, in forward and in backward.
 
     Args:
-        spans: is told.
+        op_events: is told.
         clock: is told too.
     """
 
-    def __init__(self, spans: OpListener, clock: Clock) -> None:
+    def __init__(self, op_events: OpListener, clock: Clock) -> None:
         super().__init__()
-        self._spans, self._clock = spans, clock
+        self._op_events, self._clock = op_events, clock
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -347,10 +347,10 @@ class OpWatch(TorchDispatchMode):
             return func(*args, **kwargs)
         node = running_node_number()
         if node is not None:
-            self._spans.reached(node)
+            self._op_events.reached(node)
         result = func(*args, **kwargs)
         if any(leaf.device.type == "meta" for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
             return result  # a look at shapes (`engine.chunked_logits`)
-        self._spans.ran(is_collective(func), op_draws(func, args, kwargs))
+        self._op_events.ran(is_collective(func), op_draws(func, args, kwargs))
         self._clock.ran(func, args, kwargs, result)
         return result

@@ -60,7 +60,7 @@ def profile_from_shapes(
         batch: what the model is called with; with ``labels`` if there is to be a loss. Of tensors (also
             fake ones, also on ``meta``) shape and type count.
         device_name: of `devices.DEVICES`.
-        optimizer_state_bytes: on the device in every span; they say how long the optimizer takes, too.
+        optimizer_state_bytes: on the device in every op event; they say how long the optimizer takes, too.
         gradients_exist: whether backward adds to gradients that are there already (gradient accumulation).
 
     Raises:

@@ -121,7 +121,9 @@ class Evicts(Protocol):
 
 
 class OomGuard(TorchDispatchMode):
-    """See the module's text. Bitwise: an op that runs again sees the same numbers and draws the same ones.
+    """A dispatch mode that makes room when an op runs out of memory, and runs it again.
+
+    Results are bitwise the same: an op that runs again sees the same numbers and draws the same ones.
 
     Args:
         meter: of the device; if it is a mode itself it must be started before the guard, and stopped after.

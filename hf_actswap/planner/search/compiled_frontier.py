@@ -89,9 +89,9 @@ def _time_factor(
     profile: Profile, points: Mapping[int, FrontierPoint], predicted: Prediction, shown: Shown
 ) -> float:
     again_ms = sum(
-        points[span.call[0]].again * span.forward_ms
-        for span in profile.spans
-        if isinstance(span.call[0], int) and span.call[0] in points
+        points[op_event.call[0]].again * op_event.forward_ms
+        for op_event in profile.op_events
+        if isinstance(op_event.call[0], int) and op_event.call[0] in points
     )
     if shown.step_ms is None or again_ms <= 0:
         return 1.0

@@ -220,9 +220,13 @@ class Search:
         Where copies hide behind nothing, times say nothing of it. They are left out then: who asks for the
         least that was named gets it, though the same step takes other times in the next run.
         """
-        if self._profile.link is None and any(span.forward_ms != 1.0 for span in self._profile.spans):
-            timeless = (replace(span, forward_ms=1.0, backward_ms=1.0) for span in self._profile.spans)
-            profile = replace(self._profile, spans=tuple(timeless))
+        if self._profile.link is None and any(
+            op_event.forward_ms != 1.0 for op_event in self._profile.op_events
+        ):
+            timeless = (
+                replace(op_event, forward_ms=1.0, backward_ms=1.0) for op_event in self._profile.op_events
+            )
+            profile = replace(self._profile, op_events=tuple(timeless))
             return self._simulated(Search(profile, self._fixed, self._limits, SAFETY).least().plan, None)
         unplanned = self._simulated(self._fixed, None)
         tried = [unplanned]

@@ -1,7 +1,7 @@
 """What one combination of fates costs a layer: a walk through its forward and its backward.
 
-Backward runs span by span; what a span's nodes read is held, or fetched back, or rebuilt when it is needed
-first, with all that this needs in turn. So the time that is run again, the bytes that stay, the moments at
+Backward runs one op event after the other; what its nodes read is held, or fetched back, or rebuilt when it
+is first needed, with all that this needs. So the time that is run again, the bytes that stay, the moments at
 which copies can start and must have ended, and the most that is alive at once fall out of one walk.
 """
 
@@ -139,7 +139,7 @@ class LayerCosts:
     Attributes:
         held: storages that are held, each with the call that makes it and when it is read first, in ms since
             the layer's backward began.
-        turn_ms: when the nodes of each span begin, the latter of what runs again before them.
+        backward_start_ms: when the nodes of each op event begin, the latter of what runs again before them.
         recompute_ms: run again.
         backward_peak_bytes: alive in backward, with the bases.
     """
@@ -149,13 +149,13 @@ class LayerCosts:
         self.held: dict[int, tuple[int, float]] = {}
         self.recompute_ms = 0.0
         self.backward_peak_bytes = 0
-        self.turn_ms: list[float] = []
-        self._now_ms, self._turn = 0.0, 0
+        self.backward_start_ms: list[float] = []
+        self._now_ms, self._step = 0.0, 0
         self._alive: dict[int, tuple[int, int]] = {}
         self._ran: set[int] = set()
 
     def backward(self) -> None:
-        """All of it, in the order of the turns."""
+        """All of it, in the order of backward."""
         graph = self._graph
         wanted: dict[int, list[tuple[int, int]]] = {}
         for number in sorted(range(len(graph.storages)), key=lambda at: graph.storages[at].rank):
@@ -163,17 +163,19 @@ class LayerCosts:
                 wanted.setdefault(place, []).append((number, maker))
         if self._whole:
             self._rebuild_whole()
-        for turn, place in enumerate(graph.turns):
-            self._turn = turn
-            self.turn_ms.append(self._now_ms)
+        for step, place in enumerate(graph.backward_order):
+            self._step = step
+            self.backward_start_ms.append(self._now_ms)
             for number, maker in wanted.get(place, ()):
                 self._require(number, maker)
             self._now_ms += graph.backward_ms[place]
-        for places in wanted.keys() - set(graph.turns):  # backward does not come by: held until the end
+        for places in wanted.keys() - set(
+            graph.backward_order
+        ):  # backward does not come by: held until the end
             for number, maker in wanted[places]:
                 if not self._is_rebuilt(maker):
                     self.held.setdefault(number, (maker, self._now_ms))
-                    self._alive[number] = (self._alive.get(number, (0, 0))[0], len(graph.turns))
+                    self._alive[number] = (self._alive.get(number, (0, 0))[0], len(graph.backward_order))
         self._count_peak()
 
     def moves(self, number: int, maker: int) -> bool:
@@ -181,7 +183,7 @@ class LayerCosts:
         return self._fates[maker] == SWAP and self._graph.storages[number].moves
 
     def readers(self, number: int) -> list[tuple[int, bool]]:
-        """Spans in which a held storage is asked for, each with whether its nodes save it.
+        """Op events in which a held storage is asked for, each with whether its nodes save it.
 
         Else a call is meant that runs again with it, and asks before its first node. The first of all starts
         the copy out, the last is the consumer for the engine.
@@ -196,7 +198,7 @@ class LayerCosts:
         return sorted(found) or [(storage.born, True)]
 
     def ready_after(self, number: int, maker: int) -> int:
-        """How many spans have run when its copy out can start: a call's own result is there at its end."""
+        """How many op events have run when its copy out can start: a call's result is there at its end."""
         place, saved = self.readers(number)[0]
         return place + (saved and place == self._graph.calls[maker].place)
 
@@ -216,14 +218,14 @@ class LayerCosts:
         return self._fates[maker] == RECOMPUTE
 
     def _require(self, number: int, maker: int) -> None:
-        start, _ = self._alive.get(number, (self._turn, 0))
+        start, _ = self._alive.get(number, (self._step, 0))
         if not self._is_rebuilt(maker):
             self.held.setdefault(number, (maker, self._now_ms))
             if not self.moves(number, maker):
                 start = 0
         elif not self._whole:
             self._run(maker)
-        self._alive[number] = (start, self._turn)
+        self._alive[number] = (start, self._step)
 
     def _run(self, maker: int) -> None:
         if maker in self._ran:
@@ -262,13 +264,14 @@ class LayerCosts:
 
     def _count_peak(self) -> None:
         graph = self._graph
-        changes = [0] * (len(graph.turns) + 2)
+        changes = [0] * (len(graph.backward_order) + 2)
         for number, (start, stop) in self._alive.items():
             changes[start] += graph.storages[number].size_bytes
-            changes[min(stop, len(graph.turns)) + 1] -= graph.storages[number].size_bytes
+            changes[min(stop, len(graph.backward_order)) + 1] -= graph.storages[number].size_bytes
         alive = itertools.accumulate(changes)
         peaks = [
-            size + graph.backward_base_bytes[place] for size, place in zip(alive, graph.turns, strict=False)
+            size + graph.backward_base_bytes[place]
+            for size, place in zip(alive, graph.backward_order, strict=False)
         ]
         self.backward_peak_bytes = max(peaks, default=0)
         if self._whole:

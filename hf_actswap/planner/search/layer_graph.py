@@ -27,7 +27,7 @@ class GraphCall:
         from_before: whether it runs before the segment: the hidden state comes from it.
         path, ordinal: as in plan rows.
         fates: what can become of what it makes, of `KEEP`, `SWAP`, `RECOMPUTE`; one: it is decided already.
-        place: number of its span in the segment; -1: it has none.
+        place: number of its op event in the segment; -1: it has none.
     """
 
     from_before: bool
@@ -43,8 +43,8 @@ class GraphStorage:
 
     Args:
         size_bytes: of all of it.
-        born, last_used: numbers of the spans of its first and last use in forward.
-        saved: (number of the span whose nodes read it in backward, the call that makes it).
+        born, last_used: numbers of the op events of its first and last use in forward.
+        saved: (number of the op event whose nodes read it in backward, the call that makes it).
         moves: whether a swap moves it.
         rank: in the order in which nodes save storages.
     """
@@ -65,9 +65,9 @@ class LayerGraph:
         calls: who makes storages.
         storages: of the segment.
         reads: for each call, what it must have in order to run again: (storage, the call that makes it).
-        forward_ms, backward_ms: of each span.
-        turns: spans in the order of backward.
-        forward_base_bytes, backward_base_bytes: of each span, beyond the segment's least.
+        forward_ms, backward_ms: of each op event.
+        backward_order: op events in the order of backward.
+        forward_base_bytes, backward_base_bytes: of each op event, beyond the segment's least.
         whole: whether it can be recomputed as one.
     """
 
@@ -76,7 +76,7 @@ class LayerGraph:
     reads: tuple[tuple[tuple[int, int], ...], ...]
     forward_ms: tuple[float, ...]
     backward_ms: tuple[float, ...]
-    turns: tuple[int, ...]
+    backward_order: tuple[int, ...]
     forward_base_bytes: tuple[int, ...]
     backward_base_bytes: tuple[int, ...]
     whole: bool
@@ -84,7 +84,7 @@ class LayerGraph:
     @property
     def shape(self) -> object:
         """All of it but times and bases."""
-        return self.calls, self.storages, self.reads, self.turns, self.whole
+        return self.calls, self.storages, self.reads, self.backward_order, self.whole
 
 
 @dataclass(frozen=True)

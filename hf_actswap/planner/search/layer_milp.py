@@ -271,7 +271,7 @@ class _Program:
         self._row({backlog + 1: 1.0, backlog: -1.0, **out}, -sum(graph.forward_ms), np.inf)
         self._row({backlog + 1: 1.0, **self._each(place, lambda option: -option.backlog_ms)}, 0.0, np.inf)
         back = self._each(place, lambda option: option.extra_ms - option.in_ms)
-        backward_ms = sum(graph.backward_ms[turn] for turn in graph.turns)
+        backward_ms = sum(graph.backward_ms[place] for place in graph.backward_order)
         self._row({lead + 1: 1.0, lead: -1.0, **back}, -backward_ms, np.inf)
         self._row({lead + 1: 1.0, **self._each(place, lambda option: -option.lead_ms)}, 0.0, np.inf)
 
@@ -282,7 +282,7 @@ class _Program:
         peaks = self._each(place, lambda option: base + option.forward_peak_bytes / MIB)
         row = {kept: 1.0, out: self._link_rate.out_bytes_per_ms / MIB, self._device: -1.0, **peaks}
         self._row(row, -np.inf, 0.0)
-        if segment.graph.turns:
+        if segment.graph.backward_order:
             base = segment.backward_base_bytes / MIB
             peaks = self._each(place, lambda option: base + option.backward_peak_bytes / MIB)
             row = {kept: 1.0, back: self._link_rate.in_bytes_per_ms / MIB, self._device: -1.0, **peaks}

@@ -1,7 +1,7 @@
 """From a profile to the graphs of its segments.
 
 Who can rebuild what, and what that holds, is the rule of `plan.settle`: what autograd saves of a call that
-runs again is dropped, and what that call reads is held in its place, unless it is rebuilt in turn.
+runs again is dropped, and what that call reads is held in its place, unless it is rebuilt too.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ...plan.model_structure import OUTPUT
 from ...plan.op_facts import is_communication, is_repeatable
 from ...plan.recomputed_modules import RecomputedModules
 from ...plan.saved_bytes import OpCall, SavedStorage, Use
-from ..profile import Limits, Profile, Span
-from ..record.lives import span_of
+from ..profile import Limits, OpEvent, Profile
+from ..record.lifetimes import event_of
 from .layer_graph import KEEP, RECOMPUTE, SWAP, GraphCall, GraphStorage, LayerGraph, Segment, grouped
 
 
@@ -49,10 +49,10 @@ def effective_min_bytes(fixed: MemoryPlan, limits: Limits) -> int:
 
 
 def _whose(profile: Profile) -> Iterator[int]:
-    """Yield the segment of each span: by name, and what has none belongs to what ran before it."""
+    """Yield the segment of each op event: by name, and what has none belongs to what ran before it."""
     current, last = -1, profile.num_layers
-    for span in profile.spans:
-        scope = span.call[0]
+    for op_event in profile.op_events:
+        scope = op_event.call[0]
         if isinstance(scope, int):
             current = scope
         elif current >= 0 and (scope is not None or current == last - 1):
@@ -61,10 +61,10 @@ def _whose(profile: Profile) -> Iterator[int]:
 
 
 class _UsesBySegment:
-    """Finds the span and the segment of a use; knows which storages several segments read."""
+    """Finds the op event and the segment of a use; knows which storages several segments read."""
 
     def __init__(self, profile: Profile, whose: Sequence[int]) -> None:
-        self._last_orders = list(accumulate((span.last_order for span in profile.spans), max))
+        self._last_orders = list(accumulate((op_event.last_order for op_event in profile.op_events), max))
         self._whose = whose
         self.by_segment: dict[int, dict[int, list[tuple[int, Use]]]] = {}
         self.shared: set[int] = set()
@@ -74,9 +74,9 @@ class _UsesBySegment:
     def _sort(self, number: int, storage: SavedStorage, num_layers: int) -> None:
         readers: set[int] = set()
         for use in storage.uses:
-            span = self.span(use)
-            segment = self._whose[span]
-            self.by_segment.setdefault(segment, {}).setdefault(number, []).append((span, use))
+            op_event = self.op_event(use)
+            segment = self._whose[op_event]
+            self.by_segment.setdefault(segment, {}).setdefault(number, []).append((op_event, use))
             if use.kind == "saved" and not is_handed_on(use.producer):
                 home = use.producer[0]
                 readers.add(segment)
@@ -84,9 +84,9 @@ class _UsesBySegment:
         if len(readers) > 1:
             self.shared.add(number)
 
-    def span(self, use: Use) -> int:
-        """Number of the span of a use."""
-        return span_of(self._last_orders, use.order)
+    def op_event(self, use: Use) -> int:
+        """Number of the op event of a use."""
+        return event_of(self._last_orders, use.order)
 
 
 def is_handed_on(producer: OpCall) -> bool:
@@ -103,21 +103,21 @@ class _Builder:
         recomputed: RecomputedModules,
         limits: Limits,
         layer: int,
-        spans: list[int],
+        op_events: list[int],
         uses: _UsesBySegment,
     ) -> None:
         self._profile, self._recomputed, self._limits, self._layer = profile, recomputed, limits, layer
         self._fixed = recomputed.plan
-        self._spans: list[Span] = [profile.spans[index] for index in spans]
-        self._local = {index: place for place, index in enumerate(spans)}
+        self._op_events: list[OpEvent] = [profile.op_events[index] for index in op_events]
+        self._local = {index: place for place, index in enumerate(op_events)}
         self._uses = uses
         self._is_layer = 0 <= layer < profile.num_layers
         self._min_bytes = effective_min_bytes(self._fixed, limits)
         self._makers: dict[OpCall, int] = {}
         self._calls: list[GraphCall] = []
         self._by_call: dict[OpCall, list[int]] = {}
-        for place, span in enumerate(self._spans):
-            self._by_call.setdefault(span.call, []).append(place)
+        for place, op_event in enumerate(self._op_events):
+            self._by_call.setdefault(op_event.call, []).append(place)
         self._functions: set[OpCall] = set()
         self._spoiled: set[OpCall] = set()
         self._swappable: set[OpCall] = set()
@@ -131,21 +131,23 @@ class _Builder:
             storage = self._storage(number, found, len(storages), reads)
             if storage is not None:
                 storages.append(storage)
-        forward = [max(span.forward_base_bytes - states_bytes, 0) for span in self._spans]
-        backward = [max(span.backward_base_bytes - states_bytes, 0) for span in self._spans]
-        turns = [place for place, span in enumerate(self._spans) if span.backward_place >= 0]
-        turns.sort(key=lambda place: self._spans[place].backward_place)
+        forward = [max(op_event.forward_base_bytes - states_bytes, 0) for op_event in self._op_events]
+        backward = [max(op_event.backward_base_bytes - states_bytes, 0) for op_event in self._op_events]
+        backward_order = [
+            place for place, op_event in enumerate(self._op_events) if op_event.backward_place >= 0
+        ]
+        backward_order.sort(key=lambda place: self._op_events[place].backward_place)
         least_forward = min(forward, default=0)
-        least_backward = min((backward[place] for place in turns), default=0)
+        least_backward = min((backward[place] for place in backward_order), default=0)
         numbers, calls, kept, kept_reads = _useful(self._calls, storages, reads)
         makers = list(self._makers)
         graph = LayerGraph(
             calls,
             kept,
             kept_reads,
-            tuple(span.forward_ms for span in self._spans),
-            tuple(span.backward_ms for span in self._spans),
-            tuple(turns),
+            tuple(op_event.forward_ms for op_event in self._op_events),
+            tuple(op_event.backward_ms for op_event in self._op_events),
+            tuple(backward_order),
             tuple(size - least_forward for size in forward),
             tuple(max(size - least_backward, 0) for size in backward),
             self._can_be_whole(),
@@ -155,7 +157,7 @@ class _Builder:
 
     def _can_be_whole(self) -> bool:
         rows = [row for row in self._fixed.rows if row.scope == self._layer and row.op_path != OUTPUT]
-        free = self._is_layer and not rows and not any(span.communicates for span in self._spans)
+        free = self._is_layer and not rows and not any(op_event.communicates for op_event in self._op_events)
         compiled = self._layer in self._profile.compiled_layers and (self._layer, "", None) in self._by_call
         return free and not compiled  # there it is a share of 0
 
@@ -183,7 +185,7 @@ class _Builder:
         foreign = number in self._uses.shared and self._home(found[0][1].producer) != self._layer
         if foreign:
             return None  # it stays for its own layer's sake
-        places = [self._local[span] for span, _ in found]
+        places = [self._local[op_event] for op_event, _ in found]
         saved: list[tuple[int, int]] = []
         returned: OpCall | None = None
         for place, (_, use) in zip(places, found, strict=True):
@@ -196,14 +198,14 @@ class _Builder:
             elif (reader := self._reader(use)) is not None and reader != maker:
                 reads.setdefault(reader, {})[index, maker] = None
         if number in self._uses.shared:
-            saved.append((len(self._spans) - 1, self._maker(found[0][1].producer, True)))
+            saved.append((len(self._op_events) - 1, self._maker(found[0][1].producer, True)))
         storage = self._profile.saved.storages[number]
-        goes_on = any(self._uses.span(use) not in self._local for use in storage.uses[-1:])
+        goes_on = any(self._uses.op_event(use) not in self._local for use in storage.uses[-1:])
         moved = max((use.size_bytes for _, use in found), default=0)
         return GraphStorage(
             storage.size_bytes,
             0 if self._home(found[0][1].producer) != self._layer else min(places),
-            len(self._spans) - 1 if goes_on else max(places),
+            len(self._op_events) - 1 if goes_on else max(places),
             tuple(dict.fromkeys(saved)),
             moved >= self._min_bytes,
             min((use.order for _, use in found if use.kind == "saved"), default=found[0][1].order),
@@ -258,14 +260,14 @@ class _Builder:
 
     def _runs_again(self, producer: OpCall) -> bool:
         _, path, ordinal = producer
-        spans = [self._spans[place] for place in self._by_call.get(producer, ())]
+        op_events = [self._op_events[place] for place in self._by_call.get(producer, ())]
         return (
             ordinal is not None
             and producer in self._functions
             and is_repeatable(path)
             and not is_communication(path)
-            and bool(spans)
-            and not any(span.communicates for span in spans)
+            and bool(op_events)
+            and not any(op_event.communicates for op_event in op_events)
         )
 
 

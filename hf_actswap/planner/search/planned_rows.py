@@ -17,7 +17,7 @@ from ...plan.actions import COMPILE_BUDGET, Fate, MemoryPlan, PlanRow, Scope, Wi
 from ...plan.model_structure import OUTPUT
 from ...plan.saved_bytes import OpCall
 from ..cost.step_order import timeline
-from ..profile import FrontierPoint, Profile, Span
+from ..profile import FrontierPoint, OpEvent, Profile
 from .layer_costs import LayerCosts, LinkRate, Option
 from .layer_graph import KEEP, RECOMPUTE, SWAP, LayerGraph, Segment
 
@@ -143,25 +143,27 @@ class _Moves:
         self._forward: list[tuple[float, int]] = []
         self._backward: list[tuple[float, int]] = []
         self.copies: list[_Copy] = []
-        spans = iter(profile.spans)
-        operators = [[next(spans) for _ in segment.graph.forward_ms] for segment in choice.segments]
+        op_events = iter(profile.op_events)
+        operators = [[next(op_events) for _ in segment.graph.forward_ms] for segment in choice.segments]
         starts, now_ms = [], 0.0
         for segment in choice.segments:
             starts.append(now_ms)
             now_ms += sum(segment.graph.forward_ms)
-        self._turn_ms = now_ms
+        self._forward_end_ms = now_ms
         for number in reversed(range(len(choice.segments))):
             now_ms = self._add(choice, number, operators[number], starts[number], now_ms)
-        self._end_op = max((span.first_op + span.num_ops for span in profile.spans), default=0) + 1
+        self._end_op = (
+            max((op_event.first_op + op_event.num_ops for op_event in profile.op_events), default=0) + 1
+        )
 
     def hooks(self) -> Hooks:
-        """Where the engine gets control. What no hook of forward releases is released at the turn."""
+        """Where the engine gets control. What no hook of forward releases is released at its end."""
         forward = [(op, ms) for ms, op in sorted(self._forward)]
-        found = timeline(forward, self._turn_ms, [(op, ms) for ms, op in self._backward])
-        return Hooks(replace(found, forward=(*found.forward[:-1], (self._end_op, self._turn_ms))))
+        found = timeline(forward, self._forward_end_ms, [(op, ms) for ms, op in self._backward])
+        return Hooks(replace(found, forward=(*found.forward[:-1], (self._end_op, self._forward_end_ms))))
 
     def _add(
-        self, choice: Choice, number: int, spans: list[Span], forward_ms: float, backward_ms: float
+        self, choice: Choice, number: int, op_events: list[OpEvent], forward_ms: float, backward_ms: float
     ) -> float:
         """Add one segment; return when its backward ends."""
         segment, option = choice.segments[number], choice.options[number]
@@ -169,8 +171,8 @@ class _Moves:
         costs = LayerCosts(graph, option.fates, option.whole)
         costs.backward()
         begin_ms = list(accumulate(graph.forward_ms, initial=forward_ms))
-        asks = [max(span.first_op - 1, 0) for span in spans]  # a call, before its first node
-        saves = [span.first_op + max(span.num_ops - 1, 0) for span in spans]  # its last node
+        asks = [max(op_event.first_op - 1, 0) for op_event in op_events]  # a call, before its first node
+        saves = [op_event.first_op + max(op_event.num_ops - 1, 0) for op_event in op_events]  # its last node
         ops = (asks, saves)
         if option.whole:  # one hook at its start, and to prefetching one moment: its last operator
             self._forward.append((begin_ms[0], saves[0]))
@@ -179,8 +181,8 @@ class _Moves:
             for place, delay in sorted(_hooks(graph).items()):
                 self._forward.append((begin_ms[place + delay], saves[place]))
             hooks = _hooks(graph)
-            turns = [(costs.turn_ms[turn], place) for turn, place in enumerate(graph.turns) if place in hooks]
-            self._backward += [(backward_ms + ms, saves[place]) for ms, place in turns]
+            starts = zip(costs.backward_start_ms, graph.backward_order, strict=False)
+            self._backward += [(backward_ms + ms, saves[place]) for ms, place in starts if place in hooks]
         for index, (maker, read_ms) in sorted(costs.held.items()):
             if not costs.moves(index, maker):
                 continue
@@ -198,11 +200,15 @@ class _Moves:
                     graph.storages[index].rank,
                 )
             )
-        return backward_ms + option.recompute_ms + sum(graph.backward_ms[place] for place in graph.turns)
+        return (
+            backward_ms
+            + option.recompute_ms
+            + sum(graph.backward_ms[place] for place in graph.backward_order)
+        )
 
 
 def _hooks(graph: LayerGraph) -> dict[int, bool]:
-    """Spans in which something is saved, each with whether that is nothing but its own result, at its end."""
+    """Op events in which something is saved, each with whether that is only its own result, at its end."""
     found: dict[int, bool] = {}
     for storage in graph.storages:
         for place, maker in storage.saved:

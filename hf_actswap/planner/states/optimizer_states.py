@@ -57,7 +57,7 @@ DEFAULT_SHARE = 10
 
 
 class OptimizerStates:
-    """See the module's text.
+    """Keeps the states of an optimizer in host memory between its steps, and brings them for each step.
 
     Args:
         optimizer: may be wrapped (Accelerate); it need not have states yet.

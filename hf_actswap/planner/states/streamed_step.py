@@ -25,7 +25,7 @@ _PARTS = 4
 
 
 class StreamedStep:
-    """See the module's text.
+    """Replaces the optimizer's step over all parameters by its own step over one bucket of them at a time.
 
     Args:
         optimizer: one of those that `is_streamed`.

@@ -1,4 +1,4 @@
-"""The spans of a step, row by row while it runs.
+"""The op events of a step, row by row while it runs.
 
 A row ends where execution gets to another call *and* something has run since the last one: what only looks at
 a tensor in another way (views, casts to what it is already) makes no row of its own, and its nodes and uses
@@ -22,16 +22,16 @@ from ...engine.transfer import Stamp
 from ...plan.op_facts import RANDOM_FUNCTIONS, is_communication
 from ...plan.saved_bytes import OpCall, SavedBytes
 from ..meter import Meter
-from ..profile import Span
+from ..profile import OpEvent
 from .clock import Clock
-from .lives import Places, lives, saved_on_device
+from .lifetimes import Places, lifetimes, saved_on_device
 
 
 @dataclass(slots=True)
 class _Visit:
     """Backward in a row; ``peak_bytes`` ``None``: nothing ran."""
 
-    turn: int
+    place: int
     start: Stamp
     end: Stamp
     peak_bytes: int | None
@@ -55,7 +55,7 @@ class _Row:
     backward_place: int = -1
 
 
-class SpanLog:
+class OpEventLog:
     """Writes rows. Of one forward and its backward.
 
     Args:
@@ -86,7 +86,7 @@ class SpanLog:
         self._packs: list[tuple[int, int]] = []
         self._call: OpCall = (None, "", None)
         self._busy = self._communicates = self._random = False
-        self._first_node = self._first_op = self._turn = self._gradients_before = 0
+        self._first_node = self._first_op = self._visits = self._gradients_before = 0
         self._since: Stamp | None = None
         self._visited: _Row | None = None
         self._turned = self._ended = False
@@ -100,8 +100,8 @@ class SpanLog:
         self.outside_ms_of: tuple[Stamp, Stamp] | None = None
         self.outside_peak_bytes = 0
         self.gradients_below: tuple[int, ...] = ()
-        """`Profile.gradient_bytes`, once `spans` has been asked for."""
-        self.on_turn: Callable[[], None] | None = None
+        """`Profile.gradient_bytes`, once `op_events` has been asked for."""
+        self.on_backward: Callable[[], None] | None = None
         """Called when backward begins, from the thread that runs it."""
 
     def start(self) -> None:
@@ -140,7 +140,7 @@ class SpanLog:
         if self._since is None or self._ended or self.in_forward:
             return
         if not self._turned:
-            self._turn_around(node)
+            self._backward_begins(node)
         if running_backward() != self._backward:
             return
         at = bisect_right(self._first_nodes, node) - 1
@@ -167,14 +167,14 @@ class SpanLog:
         self.outside_peak_bytes = self._look()
         self._since = None
 
-    def spans(self, saved: SavedBytes) -> tuple[Span, ...]:
-        """Return the rows as spans. All stamps must have been passed."""
+    def op_events(self, saved: SavedBytes) -> tuple[OpEvent, ...]:
+        """Return the rows as op events. All stamps must have been passed."""
         start_op = self._rows[0].first_op if self._rows else 0
         places = Places(self._rows)
-        forward, backward = saved_on_device(lives(saved, self._rows, places), places)
-        below: dict[int, tuple[int, int]] = {}  # by turn; a visit in which nothing ran is as the one before
+        forward, backward = saved_on_device(lifetimes(saved, self._rows, places), places)
+        below: dict[int, tuple[int, int]] = {}  # by place; a visit in which nothing ran is as the one before
         peaks = sorted(
-            (visit.turn, number, visit.peak_bytes, visit.gradient_bytes)
+            (visit.place, number, visit.peak_bytes, visit.gradient_bytes)
             for number, row in enumerate(self._rows)
             for visit in row.visits
         )
@@ -188,7 +188,7 @@ class SpanLog:
             self._gradient_bytes(),
         )
         return tuple(
-            Span(
+            OpEvent(
                 call=row.call,
                 first_order=row.first_order,
                 last_order=row.last_order,
@@ -263,20 +263,20 @@ class SpanLog:
         self._first_node = end_node
         self._since = self._clock.stamp()
 
-    def _turn_around(self, node: int) -> None:
+    def _backward_begins(self, node: int) -> None:
         """Backward begins, with the node that was built last: its thread does not know the counter."""
         self._turned, self.turned, self._backward = True, True, running_backward()
         self._finish_forward(node + 1)
-        if self.on_turn is not None:
-            self.on_turn()
+        if self.on_backward is not None:
+            self.on_backward()
         self._visit(self._rows[-1])
 
     def _visit(self, row: _Row) -> None:
         if row.backward_place < 0:
-            row.backward_place = self._turn
+            row.backward_place = self._visits
         self._visited, self._busy = row, False
         self._gradients_before = self._gradient_bytes()
-        self._turn += 1
+        self._visits += 1
 
     def _leave_row(self) -> None:
         row, since = self._visited, self._since
@@ -286,5 +286,5 @@ class SpanLog:
         if self._busy or not self._sees_ops:
             now, peak_bytes = self._clock.stamp(), self._look()
             self.peak_bytes = max(self.peak_bytes, peak_bytes)
-        row.visits.append(_Visit(self._turn - 1, since, now, peak_bytes, self._gradients_before))
+        row.visits.append(_Visit(self._visits - 1, since, now, peak_bytes, self._gradients_before))
         self._since = now

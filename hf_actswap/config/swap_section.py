@@ -34,7 +34,7 @@ RuleT = TypeVar("RuleT", LayerSwapRule, OpSwapRule)
 
 
 @dataclass(frozen=True)
-class _Entry(Generic[RuleT]):
+class _WrittenRule(Generic[RuleT]):
     """A rule and the path of the entry that it was written in.
 
     If an entry is not ``whole``, a part of it could not be read and has a harmless value instead, so that the
@@ -133,15 +133,15 @@ def _read_entries(
     findings: Findings,
     path: Path,
     value: object,
-    read_entry: Callable[[Findings, Path, Mapping[Any, Any]], list[_Entry[Any]]],
-) -> list[_Entry[Any]]:
+    read_entry: Callable[[Findings, Path, Mapping[Any, Any]], list[_WrittenRule[Any]]],
+) -> list[_WrittenRule[Any]]:
     """All rules of a list of entries; a single entry may stand without the list."""
     if isinstance(value, Mapping):
         return read_entry(findings, path, value)
     if not isinstance(value, list | tuple):
         findings.problem(path, "a list of entries, or one entry (a mapping)", show(value))
         return []
-    entries: list[_Entry[Any]] = []
+    entries: list[_WrittenRule[Any]] = []
     for index, item in enumerate(value):
         here = (*path, index)
         if isinstance(item, Mapping):
@@ -153,15 +153,17 @@ def _read_entries(
 
 def _read_layer_entry(
     findings: Findings, path: Path, entry: Mapping[Any, Any]
-) -> list[_Entry[LayerSwapRule]]:
+) -> list[_WrittenRule[LayerSwapRule]]:
     check_keys(findings, path, entry, _LAYER_ENTRY_KEYS)
     prefetch = _read_key(findings, path, entry, "backward_prefetch", read_prefetch, EXPECTED_PREFETCH)
     layers = _read_key(findings, path, entry, "layers", read_layers, EXPECTED_LAYERS)
     whole = prefetch is not None and layers is not None
-    return [_Entry(path, LayerSwapRule(prefetch or 1, layers if layers is not None else False), whole)]
+    return [_WrittenRule(path, LayerSwapRule(prefetch or 1, layers if layers is not None else False), whole)]
 
 
-def _read_op_entry(findings: Findings, path: Path, entry: Mapping[Any, Any]) -> list[_Entry[OpSwapRule]]:
+def _read_op_entry(
+    findings: Findings, path: Path, entry: Mapping[Any, Any]
+) -> list[_WrittenRule[OpSwapRule]]:
     check_keys(findings, path, entry, _OP_ENTRY_KEYS)
     names = _read_key(findings, path, entry, "op_name", read_op_names, EXPECTED_OP_NAME)
     prefetch = _read_key(findings, path, entry, "backward_prefetch", read_prefetch, EXPECTED_PREFETCH)
@@ -169,7 +171,7 @@ def _read_op_entry(findings: Findings, path: Path, entry: Mapping[Any, Any]) -> 
     whole = names is not None and prefetch is not None and layers is not None
     where_to = layers if layers is not None else False
     rules = (OpSwapRule(name, prefetch or 1, where_to) for name in names or (_ANY_OP,))
-    return [_Entry(path, rule, whole) for rule in rules]
+    return [_WrittenRule(path, rule, whole) for rule in rules]
 
 
 def _read_key(
@@ -208,14 +210,14 @@ def _op_group(rule: OpSwapRule) -> str:
 
 
 def _collapse(
-    findings: Findings, entries: list[_Entry[Any]], group_of: Callable[[Any], str]
+    findings: Findings, entries: list[_WrittenRule[Any]], group_of: Callable[[Any], str]
 ) -> tuple[Any, ...]:
     """Replace every group with an entry for all layers by that one rule, at the place of the group's first.
 
     As in the reference (``TransformerSwapConfig``), all entries of such a group must agree on the prefetch;
     the problem is named at the entry at which both facts are known.
     """
-    groups: dict[str, list[_Entry[Any]]] = {}
+    groups: dict[str, list[_WrittenRule[Any]]] = {}
     for entry in entries:
         groups.setdefault(group_of(entry.rule), []).append(entry)
     rules: list[Any] = []
@@ -231,7 +233,9 @@ def _collapse(
     return tuple(rules)
 
 
-def _check_group(findings: Findings, group: str, members: list[_Entry[Any]], everywhere: _Entry[Any]) -> None:
+def _check_group(
+    findings: Findings, group: str, members: list[_WrittenRule[Any]], everywhere: _WrittenRule[Any]
+) -> None:
     whole = [member for member in members if member.whole]
     other = next((m for m in whole if m.rule.backward_prefetch != whole[0].rule.backward_prefetch), None)
     if other is None:

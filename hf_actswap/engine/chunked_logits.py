@@ -407,7 +407,7 @@ def _losses(func: Any, logits: torch.Tensor, target: torch.Tensor, **options: An
     return losses
 
 
-class _Ops(TorchDispatchMode):
+class _OpsOfCall(TorchDispatchMode):
     """Collects the aten ops that a call makes."""
 
     def __init__(self) -> None:
@@ -423,7 +423,7 @@ def _traced(logits: ChunkedLogits, form: RowsForm, func: Any, args: Any, kwargs:
     """Find out what a function does with logits, and do it to those of ``form`` without reading them."""
     tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
     others = [item for item in tensors if not isinstance(item, ChunkedLogits)]
-    layout, ops = form.layout.detach(), _Ops()
+    layout, ops = form.layout.detach(), _OpsOfCall()
     on_meta = tree_map_only(torch.Tensor, lambda item: _on_meta(item, layout), (args, kwargs))
     try:
         with ops:

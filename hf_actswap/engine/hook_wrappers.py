@@ -87,17 +87,17 @@ def replace_call(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Call
     """
     compiled = getattr(module, "_compiled_call_impl", None)
     name = "_call_impl" if compiled is None else "_compiled_call_impl"
-    link = _Call(module, name, getattr(module, name))
+    link = _ReplacedCall(module, name, getattr(module, name))
     link.call = wrapper(link.call_inner)
     vars(module)[name] = link
 
     def undo() -> None:
         outer = vars(module).get(name)  # another one, if the module was compiled anew meanwhile
-        if outer is link and (compiled is not None or isinstance(link.inner, _Call)):
+        if outer is link and (compiled is not None or isinstance(link.inner, _ReplacedCall)):
             vars(module)[name] = link.inner
         elif outer is link:
             del vars(module)[name]
-        while isinstance(outer, _Call):
+        while isinstance(outer, _ReplacedCall):
             if outer.inner is link:
                 outer.inner = link.inner
             outer = outer.inner
@@ -106,7 +106,7 @@ def replace_call(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Call
     return undo
 
 
-class _Call:
+class _ReplacedCall:
     """What a module's calls run; a copy of the module has its own."""
 
     __slots__ = ("_module", "_name", "call", "inner")

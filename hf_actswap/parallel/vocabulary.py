@@ -249,7 +249,7 @@ def full_logits(
     if has_torch_function_unary(shard):
         made = handle_torch_function(full_logits, (shard,), shard, vocabulary_size, group, when_read)
     elif when_read:
-        made = _Show.apply(shard, vocabulary_size, group)
+        made = _GatheredLogits.apply(shard, vocabulary_size, group)
     else:
         made = gather_from_tensor_model_parallel_region(shard, group)[..., :vocabulary_size]
     return made
@@ -305,7 +305,7 @@ def _read(logits: LazyLogits) -> torch.Tensor:
     return logits._source.full().to(logits.dtype)
 
 
-class _Show(torch.autograd.Function):
+class _GatheredLogits(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, shard: torch.Tensor, vocabulary_size: int, group: dist.ProcessGroup

@@ -224,7 +224,7 @@ class Replay:
         return [ticket for ticket in found if ticket.alive]
 
     def device_bytes(self, op_event: int | None, base_bytes: int) -> int:
-        """All that is on the device; ``op event`` of forward, ``None`` in backward."""
+        """All that is on the device; ``op_event`` of forward, ``None`` in backward."""
         total = base_bytes
         keeping = {ticket.storage for ticket in self.tickets() if ticket.keeps}
         for number, storage in enumerate(self.profile.saved.storages):

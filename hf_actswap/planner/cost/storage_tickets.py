@@ -31,7 +31,7 @@ class HeldTicket(NamedTuple):
         kind: the tensor stays, is on the host, or is built again.
         order: of the use at which it was made.
         op_event: of that use.
-        holder: region that has it as an input; ``None``: the nodes of ``op event`` read it.
+        holder: region that has it as an input; ``None``: the nodes of ``op_event`` read it.
         source: region that builds it.
         copy: number of the host copy among those of the storage; -1: none.
     """

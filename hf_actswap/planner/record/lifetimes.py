@@ -21,7 +21,7 @@ from ...plan.saved_bytes import OpCall, SavedBytes
 
 
 class PlacedEvent(Protocol):
-    """What is read here of a `OpEvent`, also of one that is still being recorded."""
+    """What is read here of an `OpEvent`, also of one that is still being recorded."""
 
     @property
     def call(self) -> OpCall:
@@ -74,7 +74,7 @@ class Places:
         self.last = len(self.order) - 1
 
     def of_reader(self, op_event: int) -> int:
-        """When backward reads what ``op event`` saved; what it does not come by lasts until its end."""
+        """When backward reads what ``op_event`` saved; what it does not come by lasts until its end."""
         place = self.of_event[op_event]
         return self.last if place < 0 else place
 

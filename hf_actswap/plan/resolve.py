@@ -353,8 +353,6 @@ class _Resolution:
             return None
         reasons = {
             "a model with a head (get_output_embeddings)": self._structure.head is None,
-            "tensor_parallel_size 1": self._config.parallel_config.tensor_parallel_size > 1
-            or self._structure.communicates,
             "a model that is not compiled": self._structure.compiled
             or any(layer.compiled for layer in self._structure.layers),
             "whole weights on each rank (no FSDP2)": self._structure.sharded,

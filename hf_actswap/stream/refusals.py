@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError, Problem
+from ..parallel.sequence_region import divides_sequence
 from ..plan.fsdp2 import FSDP2_METHOD
 from ..plan.gradient_checkpointing import is_checkpointed
 from ..plan.model_structure import ModelStructure
@@ -89,6 +90,11 @@ def problems_of_model(root: nn.Module, structure: ModelStructure) -> list[Proble
             "no prompts that are learned",
             "PEFT's prompt learning",
             bool(getattr(getattr(root, "active_peft_config", None), "is_prompt_learning", False)),
+        ),
+        (
+            "sequence_parallel_enabled: false: the hidden states of a chunk are few",
+            "ranks that divide the sequence",
+            divides_sequence(root),
         ),
         (
             "one device",

@@ -39,6 +39,8 @@ from ..engine.slabs import PageableSlabs
 from ..engine.stats import Counters
 from ..engine.transfer import BlockingTransfer, Transfer
 from ..errors import PlanError, Problem
+from ..parallel.decoder_block import OwnHeadsConfig
+from ..parallel.patch_model import check_step
 from ..plan.actions import SequenceChunks
 from .host_sequence import HostSequence
 from .on_paper import LayerTrace, chunk_bounds, host_bytes, longest_on_host
@@ -66,7 +68,8 @@ def auto_tokens(heads: int, key_heads: int) -> int:
 def chunk_tokens(root: nn.Module, chunks: SequenceChunks) -> int:
     """Return how many tokens make a chunk of a model's sequences."""
     config: Any = root.config
-    text = config.get_text_config()
+    configs = (getattr(module, "config", None) for module in root.modules())
+    text = next((own for own in configs if isinstance(own, OwnHeadsConfig)), config.get_text_config())
     heads = text.num_attention_heads
     return chunks.tokens or auto_tokens(heads, getattr(text, "num_key_value_heads", None) or heads)
 
@@ -95,7 +98,8 @@ def attending(root: nn.Module, attention: ChunkAttention) -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
     found = {id(item.config): item.config for item in root.modules() if hasattr(item, "config")}
-    configs = [item for item in found.values() if hasattr(item, "_attn_implementation")]
+    # Not what stands for a configuration and reads from it (`parallel`: a rank's own numbers of heads).
+    configs: list[Any] = [item for item in found.values() if hasattr(type(item), "_attn_implementation")]
     before = [config._attn_implementation for config in configs]
     ATTENTION.register(_NAME, attention)
     MASKS.register(_NAME, attention.mask_rule)
@@ -154,6 +158,7 @@ class _StreamedModel:
         if not torch.is_grad_enabled() or length <= self._tokens:
             return self.model.run(*args, **kwargs)
         reject_call(self.root, given)
+        check_step(self.root)  # inside, other tensors stand for the parameters that it watches
         parameters = {name: item for name, item in self.root.named_parameters() if item.requires_grad}
         sequence = _Sequence(self, given, self._tokens, self.host())
         loss = _TwoPasses.apply(sequence, tuple(parameters), *parameters.values())
@@ -301,7 +306,7 @@ class _GradientSum:
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
-        self.leaf = parameter.detach().requires_grad_()
+        self.leaf = nn.Parameter(parameter.detach())
         self._sum: torch.Tensor | None = None
         self._hook: Any = None
         if torch.promote_types(parameter.dtype, torch.float32) != parameter.dtype:

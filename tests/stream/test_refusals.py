@@ -120,9 +120,9 @@ def test_all_reasons_at_once() -> None:
     with pytest.raises(PlanError) as error:
         apply(model, STREAMED)
     assert len(error.value.problems) == 3
-    config = {**STREAMED, "parallel_config": {"tensor_parallel_size": 2}, "memory": {"mode": "smart_swap"}}
-    with pytest.raises(PlanError, match=r"(?s)tensor_parallel_size 1.*memory\.mode: off"):
-        resolve_plan(load_config(config), model_structure(made()))
+    config = {**STREAMED, "memory": {"mode": "smart_swap"}}
+    with pytest.raises(PlanError, match=r"(?s)a model that is not compiled.*memory\.mode: off"):
+        resolve_plan(load_config(config), model_structure(torch.compile(made(), backend="eager")))
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "its layers"])

@@ -13,12 +13,14 @@ the host, for each chunk:
 
 The model's own mask function says which keys a layer sees. It is handed to `mask_rule`, which finds out what
 it means and returns a `Visibility`; the model passes that on to its attention as its mask. So no mask is
-made, and a rule that is not known here is an error and not another result.
+made, and a rule that is not known here is an error and not another result. Documents that are packed into the
+sequence are told by its positions, as in `transformers`; what no later chunk's document sees is not kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ class ChunkAttention:
     Args:
         bounds: positions where chunks begin, and where the last one ends.
         host: what chunks leave for each other.
+        documents: positions where the documents of the sequence begin.
 
     Attributes:
         chunk: that runs.
@@ -48,8 +51,8 @@ class ChunkAttention:
         layers: that were called, in order.
     """
 
-    def __init__(self, bounds: list[int], host: HostSequence) -> None:
-        self.bounds, self.host = bounds, host
+    def __init__(self, bounds: list[int], host: HostSequence, documents: tuple[int, ...] = (0,)) -> None:
+        self.bounds, self.host, self._documents = bounds, host, documents
         self.chunk, self.second = 0, False
         self.layers: dict[int, LayerTrace] = {}
         self._masks: dict[int | None, Visibility] = {}
@@ -88,7 +91,8 @@ class ChunkAttention:
         size, rule = kwargs.get("local_size"), kwargs["mask_function"]
         if size not in self._masks:
             with _disable_current_modes():  # on fake tensors nothing can be found out
-                self._masks[size] = _visibility(rule, size, kwargs.get("device") or torch.device("cpu"))
+                found = _visibility(rule, size, kwargs.get("device") or torch.device("cpu"))
+            self._masks[size] = replace(found, documents=self._documents)
         return self._masks[size]
 
     def __call__(

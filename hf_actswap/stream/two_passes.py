@@ -44,7 +44,7 @@ from ..parallel.patch_model import check_step
 from ..plan.actions import SequenceChunks
 from .host_sequence import HostSequence
 from .on_paper import LayerTrace, chunk_bounds, host_bytes, longest_on_host
-from .refusals import named_arguments, reject_call
+from .refusals import documents_of, named_arguments, reject_call
 from .streamed_attention import ChunkAttention
 
 _NAME = "hf_actswap_streamed"
@@ -201,7 +201,6 @@ class _Sequence:
         self._model = model
         ids = given["input_ids"]
         length = ids.shape[-1]
-        self._attention = ChunkAttention(chunk_bounds(length, tokens), host)
         ignored = given.get("ignore_index")
         ignored = -100 if ignored is None else ignored
         targets = given.get("shift_labels")
@@ -210,6 +209,7 @@ class _Sequence:
         positions = given.get("position_ids")
         if positions is None:
             positions = torch.arange(length, device=ids.device)[None]
+        self._attention = ChunkAttention(chunk_bounds(length, tokens), host, documents_of(positions))
         self._by_token = {"input_ids": ids, "position_ids": positions, "shift_labels": targets}
         self._beside = {name: item for name, item in given.items() if name not in _REPLACED}
         if self._beside.get("num_items_in_batch") is None:

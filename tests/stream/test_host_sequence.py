@@ -161,6 +161,26 @@ def test_windows_keep_and_bring_only_what_is_seen() -> None:
     assert stats.prefetched_bytes == (2 * 3 * 10 + (3 + 2 + 1) * 16) * of_keys
 
 
+def test_keys_of_finished_documents_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of 3, 21, 8, 1 and 17 tokens, in chunks of 16: the second and the last cross a border."""
+    model, layers, rows = made(), SIZES["num_hidden_layers"], 2
+    foreseen: list[int] = []
+    monkeypatch.setattr(
+        HostSequence, "make_ready", lambda _, size_bytes, longest: foreseen.append(size_bytes)
+    )
+    positions = torch.cat([torch.arange(size) for size in (3, 21, 8, 1, 17)])[None]
+    of_keys, of_output = rows * 2 * (2 * 8) * 4, rows * (32 * 4 + 4 * 4)
+    with apply(model, STREAMED) as applied:
+        step(model, position_ids=positions)
+        stats = applied.stats()
+    left = (16 - 3) + 0 + (48 - 33)  # behind the first chunk, the second (a document begins at 32), the third
+    assert stats.offloaded_bytes == layers * (2 * left * of_keys + LENGTH * of_output)
+    assert stats.prefetched_bytes == layers * (3 * left * of_keys + 2 * LENGTH * of_output)
+    assert [stats.host_peak_bytes] == foreseen
+    whole = layers * (48 * 2 * of_keys + LENGTH * of_output)  # test_copied_bytes_and_host_memory_by_formula
+    assert stats.host_peak_bytes < 0.8 * whole
+
+
 @pytest.mark.parametrize("tokens", [4, TOKENS])
 @pytest.mark.parametrize(
     "family", ["llama", "gemma3, windows", "mistral, windows over chunks", "llama4, blocks"]

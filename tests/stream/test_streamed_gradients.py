@@ -83,6 +83,28 @@ def test_padding_on_the_right() -> None:
     assert furthest(found, expected) < 2e-6
 
 
+_PACKED = torch.cat([torch.arange(size) for size in (3, 21, 8, 1, 17)])
+"""Documents in one chunk, over two and over borders; one of one token."""
+
+
+_QUICKLY_PACKED = ("llama", "gemma3, windows", "llama4, blocks")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [name if name in _QUICKLY_PACKED else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
+)
+def test_packed_documents(family: str) -> None:
+    # With a cache, transformers looks for no documents; under a plan the configuration has none.
+    model, given = made(family), {"position_ids": _PACKED.expand(2, -1), "use_cache": False}
+    loss, expected = step(model, **given)
+    with apply(model, STREAMED):
+        streamed_loss, found = step(model, **given)
+    torch.testing.assert_close(streamed_loss, loss, rtol=3e-7, atol=0)
+    assert furthest(found, expected) < 2e-6
+    assert furthest(step(model)[1], expected) > 1e-2, "documents count"
+
+
 @pytest.mark.parametrize("tokens", [pytest.param(1, marks=pytest.mark.slow), 7, 25, 49])
 def test_any_chunk_length(tokens: int) -> None:
     model = made("gemma3, windows")

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -115,16 +115,20 @@ def attending(root: nn.Module, attention: ChunkAttention) -> Iterator[None]:
 
 
 @contextmanager
-def traced(root: nn.Module, tokens: int) -> Iterator[Mapping[int, LayerTrace]]:
+def traced(
+    root: nn.Module, tokens: int, grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
+) -> Iterator[Mapping[int, LayerTrace]]:
     """Let a model be called on fake tensors as for a chunk; yield what its layers show of themselves.
 
     Args:
         root: which `refusals.problems_of_model` does not reject.
         tokens: of the chunk.
+        grad_accum_dtype: see `SequenceChunks`.
     """
     cpu = torch.device("cpu")
     nowhere = HostSequence(HostPool(PageableSlabs()), BlockingTransfer(cpu), Counters())
-    attention = ChunkAttention(chunk_bounds(tokens, tokens), nowhere)
+    bounds = chunk_bounds(tokens, tokens)
+    attention = ChunkAttention(bounds, nowhere, grad_accum_dtype=grad_accum_dtype)
     with attending(root, attention):
         yield attention.layers
 
@@ -138,13 +142,14 @@ class _StreamedModel:
 
     Attributes:
         model, root: see above, and the model itself.
+        grad_accum_dtype: see `SequenceChunks`.
     """
 
     def __init__(
         self, model: Exchangeable, chunks: SequenceChunks, applied: AppliedPlan, transfer: Transfer | None
     ) -> None:
         self.model, self.root = model, model.module
-        self._tokens = chunk_tokens(self.root, chunks)
+        self._tokens, self.grad_accum_dtype = chunk_tokens(self.root, chunks), chunks.grad_accum_dtype
         self._layers = len(applied.structure.layers)
         self._place, self._transfer = applied.place, transfer
 
@@ -209,7 +214,8 @@ class _Sequence:
         positions = given.get("position_ids")
         if positions is None:
             positions = torch.arange(length, device=ids.device)[None]
-        self._attention = ChunkAttention(chunk_bounds(length, tokens), host, documents_of(positions))
+        bounds, documents = chunk_bounds(length, tokens), documents_of(positions)
+        self._attention = ChunkAttention(bounds, host, documents, model.grad_accum_dtype)
         self._by_token = {"input_ids": ids, "position_ids": positions, "shift_labels": targets}
         self._beside = {name: item for name, item in given.items() if name not in _REPLACED}
         if self._beside.get("num_items_in_batch") is None:

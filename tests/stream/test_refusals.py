@@ -275,6 +275,14 @@ def test_the_plan_says_it() -> None:
     written = resolve_plan(load_config(STREAMED), model_structure(model))
     assert "chunks of 16 tokens" in plan_table(written)
     assert "chunks (auto)" in plan_table(plan)
+    summed = {"stream_config": {"tokens": 16, "grad_accum_dtype": "bf16"}}
+    halved = resolve_plan(load_config(summed), model_structure(model))
+    assert "chunks of 16 tokens, gradients summed in bf16" in plan_table(halved)
+    assert MemoryPlan.from_json(halved.to_json()) == halved
+    without = resolve_plan(
+        load_config({"stream_config": {"grad_accum_dtype": "bf16"}}), model_structure(model)
+    )
+    assert [item.where for item in without.adjustments] == ["stream_config.grad_accum_dtype"]
     some = resolve_plan(
         load_config({**STREAMED, "recompute_config": {"select_recompute": ["mlp"]}}), model_structure(model)
     )

@@ -226,19 +226,22 @@ def test_both_passes_draw_the_same_random_numbers() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral, windows over chunks"])
 def test_half_precision_is_as_close_to_the_truth_as_a_whole_step(family: str) -> None:
-    squares = {"whole": 0.0, "streamed": 0.0}
+    squares = {"whole": 0.0, "streamed": 0.0, "summed in bf16": 0.0}
+    in_bf16 = {"stream_config": {"tokens": TOKENS, "grad_accum_dtype": "bf16"}}
     given = {name: item.repeat(1, 4) for name, item in data().items()}
     for seed in range(4):
         torch.manual_seed(seed)
         half = FAMILIES[family]().to(torch.bfloat16).train()
         _, truth = step(copy.deepcopy(half).float(), **given)
         found = {"whole": step(half, **given)[1]}
-        with apply(half, STREAMED):
-            found["streamed"] = step(half, **given)[1]
+        for name, config in (("streamed", STREAMED), ("summed in bf16", in_bf16)):
+            with apply(half, config):
+                found[name] = step(half, **given)[1]
         for name, of in found.items():
             assert all(item.dtype is torch.bfloat16 for item in of.values())
             squares[name] += sum(float((of[key].float() - one).square().sum()) for key, one in truth.items())
     assert squares["streamed"] < squares["whole"]
+    assert squares["summed in bf16"] < squares["whole"]
 
 
 def test_autocast_of_the_call() -> None:

@@ -120,6 +120,7 @@ EXAMPLES: Mapping[tuple[str, str], str] = {
     ("tile", "tokens"): "tokens: 8192",
     ("tile", "layers"): "layers: [0, 1, 2]",
     ("stream_config", "tokens"): "tokens: auto",
+    ("stream_config", "grad_accum_dtype"): "grad_accum_dtype: bf16",
     ("memory", "mode"): "mode: smart_swap",
     ("memory", "budget_gib"): "budget_gib: 40",
     ("memory", "reduce_by_gib"): "reduce_by_gib: 3",

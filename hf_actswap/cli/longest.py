@@ -271,7 +271,7 @@ class ChunkedStep:
         chunk = replace(shape, tokens=self._tokens, gradient_dtype=None)
         with (
             busy(f"{found.described()}: a chunk of {self._tokens:,} tokens"),
-            traced(root, self._tokens) as by,
+            traced(root, self._tokens, plan.streamed.grad_accum_dtype) as by,
         ):
             profile = profile_of(found, chunk, plan.tiles)
             self._layers = [*by.values()]

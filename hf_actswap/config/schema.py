@@ -228,9 +228,13 @@ class StreamConfig:
         tokens: of a chunk. Batches that are longer run chunk by chunk, forward and then backward, so that
             device memory does not grow with the sequence. ``auto``: as many as hide the copies of keys and
             values behind the attention of an H200; ``off`` (default): the sequence is whole.
+        grad_accum_dtype: in which the gradients of keys and values are summed on the host over the chunks:
+            ``fp32`` (default), or ``bf16``, which takes half the memory and rounds once for each chunk. (The
+            name is DeepSpeed's.)
     """
 
     tokens: Literal["off", "auto"] | int = "off"
+    grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
 
 
 @dataclass(frozen=True)

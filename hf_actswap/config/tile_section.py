@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from .keys import STREAM_KEYS, TILE_KEYS
-from .reader import Findings, Path, check_keys, is_int, read_int, read_section, show
+from .reader import Findings, Path, check_keys, is_int, read_choice, read_int, read_section, show
 from .schema import OpTileRule, StreamConfig, TileConfig, TileTokens
 from .swap_section import EXPECTED_OP_NAME, read_layers, read_op_names
 
@@ -28,13 +28,15 @@ def read_tiles(findings: Findings) -> TileConfig:
 def read_stream(findings: Findings) -> StreamConfig:
     """Read ``stream_config``."""
     section = read_section(findings, "stream_config", STREAM_KEYS)
-    value = section.get("tokens")
+    value, asked = section.get("tokens"), section.get("grad_accum_dtype")
+    path = "stream_config", "grad_accum_dtype"
+    dtype: Any = "fp32" if asked is None else read_choice(findings, path, asked, ("fp32", "bf16")) or "fp32"
     if value is None or value is False or value == "off":  # YAML 1.1 reads a bare `off` as false
-        return StreamConfig()
+        return StreamConfig("off", dtype)
     if value == "auto":
-        return StreamConfig("auto")
+        return StreamConfig("auto", dtype)
     if isinstance(value, int) and is_int(value) and value >= 1:
-        return StreamConfig(value)
+        return StreamConfig(value, dtype)
     findings.problem(("stream_config", "tokens"), "auto, off or a whole number, at least 1", show(value))
     return StreamConfig()
 

@@ -385,10 +385,12 @@ class _After:
 
 
 def _is_traced() -> bool:
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-    )
+    return torch.compiler.is_compiling() or on_fake_tensors()
+
+
+def on_fake_tensors() -> bool:
+    """Whether operators run on fake tensors here."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 _Gather = GatherHook | SharedInput | ParallelExperts

@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..config.schema import ParallelConfig
 from ..errors import ActSwapError, Problem
+from .block_hooks import on_fake_tensors
 from .data_sharding import reject_tensor_axis, shard_over_data, trained_parameters
 from .decoder_layers import Decoder, divide_layers, problems_of_decoder
 from .full_state import Progress, gather_full_state, own_state, partitions_of
@@ -306,7 +307,7 @@ class StepGuard:
         return {**vars(self), "_watches": None}  # a copy has parameters of its own
 
     def __call__(self, model: nn.Module, _args: tuple[Any, ...]) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or on_fake_tensors():  # whose parameters are not the model's
             return
         group = self._held_group.group
         if group is not None:
@@ -324,6 +325,18 @@ class StepGuard:
                 "the ranks' replicas differ now. Call allreduce_sequence_parallel_gradients after the last "
                 f"micro-batch, before the norm and the step. {USE_OURS}"
             )
+
+
+def check_step(model: nn.Module) -> None:
+    """Check a patched model as at the beginning of a forward, whose parameters others will stand for.
+
+    Raises:
+        PatchedModelError, UnsummedGradientError: see `StepGuard`.
+    """
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, StepGuard):
+                hook(module, ())
 
 
 def _reject_wrapper(group: dist.ProcessGroup) -> None:

@@ -231,7 +231,7 @@ class EntryHook:
         before: Callable[[], None],
         calls_head: bool,
     ) -> None:
-        self._region, self._before, self._calls_head = region, before, calls_head
+        self.region, self._before, self._calls_head = region, before, calls_head
         self._names = [
             name
             for name, parameter in inspect.signature(forward).parameters.items()
@@ -241,14 +241,20 @@ class EntryHook:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        current = self._region.current
+        current = self.region.current
         if current is not None and current.owner is not module:
             return None
         self._before()
         arguments = {**dict(zip(self._names, args, strict=False)), **kwargs}
         rest = args[len(self._names) :]
         takes_cache = "use_cache" in self._names
-        return rest, self._region.begin(module, arguments, takes_cache, self._calls_head)
+        return rest, self.region.begin(module, arguments, takes_cache, self._calls_head)
+
+
+def divides_sequence(model: nn.Module) -> bool:
+    """Whether a model is patched so that ranks hold parts of the sequence while it trains."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return any(isinstance(hook, EntryHook) and hook.region.enabled for hook in hooks)
 
 
 class BaseExitHook:

@@ -154,10 +154,14 @@ class VocabularyLoss:
         region: of the model.
         vocabulary_size: without padding.
         own: the model's own loss. If it is not transformers' for causal language models it gets whole logits.
+
+    Attributes:
+        __name__: that of the model's own.
     """
 
     def __init__(self, region: SequenceRegion, vocabulary_size: int, own: Callable[..., Any]) -> None:
         self._region, self._vocabulary_size, self._own = region, vocabulary_size, own
+        self.__name__ = getattr(own, "__name__", "")
 
     def __call__(self, logits: torch.Tensor, labels: Any, vocab_size: int, **kwargs: Any) -> Any:
         """Return the loss of logits ``[B, S, V / tp]``, or of whole ones, alike on all ranks."""
@@ -166,7 +170,7 @@ class VocabularyLoss:
             region.current.lost = True
         if logits.shape[-1] == self._vocabulary_size:
             return self._own(logits, labels, vocab_size, **kwargs)
-        if getattr(self._own, "__name__", "") != _CAUSAL_LM_LOSS:
+        if self.__name__ != _CAUSAL_LM_LOSS:
             return self._own(full_logits(logits, self._vocabulary_size, group), labels, vocab_size, **kwargs)
         return parallel_causal_lm_loss(logits, labels, self._vocabulary_size, process_group=group, **kwargs)
 

@@ -128,12 +128,15 @@ class SequenceChunks:
 
     Args:
         tokens: of a chunk; ``None``: chosen by the model's heads (``auto``).
+        grad_accum_dtype: in which the gradients of keys and values are summed on the host.
     """
 
     tokens: Positive | None = None
+    grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
 
     def __str__(self) -> str:
-        return "chunks (auto)" if self.tokens is None else f"chunks of {self.tokens} tokens"
+        chunks = "chunks (auto)" if self.tokens is None else f"chunks of {self.tokens} tokens"
+        return chunks if self.grad_accum_dtype == "fp32" else f"{chunks}, gradients summed in bf16"
 
 
 @dataclass(frozen=True)

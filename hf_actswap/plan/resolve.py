@@ -353,8 +353,6 @@ class _Resolution:
             return None
         reasons = {
             "a model with a head (get_output_embeddings)": self._structure.head is None,
-            "tensor_parallel_size 1": self._config.parallel_config.tensor_parallel_size > 1
-            or self._structure.communicates,
             "a model that is not compiled": self._structure.compiled
             or any(layer.compiled for layer in self._structure.layers),
             "whole weights on each rank (no FSDP2)": self._structure.sharded,
@@ -363,7 +361,8 @@ class _Resolution:
         for expected, violated in reasons.items():
             if violated:
                 self._problems.append(Problem("stream_config.tokens", expected, str(tokens)))
-        return SequenceChunks(tokens if isinstance(tokens, int) else None)
+        dtype = self._config.stream_config.grad_accum_dtype
+        return SequenceChunks(tokens if isinstance(tokens, int) else None, dtype)
 
     def _keeps_gathered(self, selected: dict[str, tuple[object, tuple[int, ...]]]) -> tuple[int, ...]:
         """Return the layers of the model that save what they gather: those that a written key leaves out.
@@ -533,6 +532,9 @@ def policies_without_effect(config: ActSwapConfig, structure: ModelStructure) ->
             "weights are not gathered from an optimizer-sharding group here (FSDP2: reshard_after_forward)"
         )
         found.append(("recompute_config.parallel_optimizer_comm_recompute", "true", reason))
+    if config.stream_config.grad_accum_dtype != "fp32" and config.stream_config.tokens == "off":
+        reason = "stream_config.tokens is off"
+        found.append(("stream_config.grad_accum_dtype", config.stream_config.grad_accum_dtype, reason))
     if parallel.schedule is not None and parallel.pipeline_stage == 1:
         found.append(("parallel_config.schedule", parallel.schedule, "pipeline_stage is 1"))
     memory = config.memory

@@ -23,6 +23,7 @@ class LayerTrace:
         heads, key_heads: of queries, and of keys and values, of all rows of the batch together.
         key_size, value_size: numbers of a head of queries and keys, and of values.
         item_bytes, wide_bytes: of a number, and of one of a sum.
+        gradient_bytes: of a number of the sums of gradients on the host.
     """
 
     visible: Visibility
@@ -32,6 +33,7 @@ class LayerTrace:
     value_size: int
     item_bytes: int
     wide_bytes: int
+    gradient_bytes: int
 
     @property
     def key_numbers(self) -> int:
@@ -59,7 +61,7 @@ class LayerTrace:
 
         Gradients of keys and values of four pieces (`host_sequence`), and the output of the next layer.
         """
-        return 4 * self.key_numbers * self.wide_bytes + self.output_bytes
+        return 4 * self.key_numbers * self.gradient_bytes + self.output_bytes
 
     @property
     def pieces_bytes(self) -> int:
@@ -123,7 +125,7 @@ def host_bytes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> int:
         for chunk in range(len(at_end)):
             outputs, keys = bounds[chunk + 1] * layer.output_bytes, left[chunk + 1] * layer.item_bytes
             seen = left[chunk + 1] - left[first_seen(bounds, chunk, layer.visible)]
-            at_end[chunk] += count * (outputs + layer.key_numbers * (keys + seen * layer.wide_bytes))
+            at_end[chunk] += count * (outputs + layer.key_numbers * (keys + seen * layer.gradient_bytes))
     return max(at_end)
 
 
@@ -163,7 +165,7 @@ def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWor
             merged += (bounds[chunk + 1] - start) * (chunk - seen)
         pairs, outputs = layer.visible.pairs(bounds[-1]), bounds[-1] * layer.output_bytes
         item, wide = layer.item_bytes, layer.wide_bytes
-        keys, gradients = layer.key_numbers * item, layer.key_numbers * wide
+        keys, gradients = layer.key_numbers * item, layer.key_numbers * layer.gradient_bytes
         forward = (
             layer.forward_flop * pairs,
             merged * layer.heads * layer.value_size * (6 * wide + item),
@@ -173,7 +175,7 @@ def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWor
         backward = (
             layer.backward_flop * pairs,
             merged * layer.heads * layer.key_size * (2 * wide + item)
-            + pieces * layer.key_numbers * (4 * wide + item),
+            + pieces * (layer.key_numbers * (2 * wide + item) + 2 * gradients),
             pieces * gradients,
             2 * outputs + pieces * (keys + gradients),
         )

@@ -19,8 +19,10 @@ grouped heads. Sums over pieces are in fp32.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -41,19 +43,32 @@ class Visibility:
     Args:
         window: a sliding window: the last so many, itself included.
         block: chunked attention: those of its own block of so many positions.
+        documents: positions where the documents of a packed sequence begin, rising from 0. A query sees its
+            own document only, and blocks are counted from its beginning.
     """
 
     window: int | None = None
     block: int | None = None
+    documents: tuple[int, ...] = (0,)
 
     def first(self, position: int) -> int:
         """Return the first key that the query at ``position`` sees. It never falls with the position."""
+        begin = self.documents[bisect_right(self.documents, position) - 1]
         if self.window is not None:
-            return max(0, position - self.window + 1)
-        return position // self.block * self.block if self.block is not None else 0
+            return max(begin, position - self.window + 1)
+        return begin + (position - begin) // self.block * self.block if self.block is not None else begin
+
+    def by_document(self, queries: range) -> list[range]:
+        """Return the queries of each document."""
+        inside = bisect_right(self.documents, queries.start), bisect_left(self.documents, queries.stop)
+        ends = [queries.start, *self.documents[slice(*inside)], queries.stop]
+        return [range(start, stop) for start, stop in pairwise(ends)]
 
     def pairs(self, length: int) -> int:
         """Return how many pairs of a query and a key that it sees a sequence has."""
+        if len(self.documents) > 1:
+            one = replace(self, documents=(0,))
+            return sum(one.pairs(len(document)) for document in self.by_document(range(length)))
         if self.block is not None:
             whole, rest = divmod(length, self.block)
             return whole * self.block * (self.block + 1) // 2 + rest * (rest + 1) // 2
@@ -61,7 +76,13 @@ class Visibility:
         return length * reach - reach * (reach - 1) // 2
 
     def mask(self, queries: range, keys: range, device: torch.device) -> torch.Tensor | None:
-        """Return which query sees which key, bool, shape (queries, keys); ``None``: each sees all of them."""
+        """Return which query sees which key, bool, shape (queries, keys); ``None``: each sees all of them.
+
+        Args:
+            queries: of one document.
+            keys: of the same one.
+            device: of the mask.
+        """
         if keys.stop - 1 <= queries.start and self.first(queries.stop - 1) <= keys.start:
             return None
         query = torch.arange(queries.start, queries.stop, device=device)[:, None]
@@ -70,7 +91,8 @@ class Visibility:
         if self.window is not None:
             seen &= key > query - self.window
         if self.block is not None:
-            seen &= key >= query // self.block * self.block
+            begin = self.documents[bisect_right(self.documents, queries.start) - 1]
+            seen &= key >= begin + (query - begin) // self.block * self.block
         return seen
 
 
@@ -104,12 +126,19 @@ def attend(
         ``[B, H, Q, E]`` and ``[B, H, Q]``, at least fp32. Of a query that sees nothing: 0 and minus infinity.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
+    out = query.new_zeros((*query.shape[:3], value.shape[-1]), dtype=wide)
+    total = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
+    parts = _by_document(scores.visible, queries, keys)
+    if parts is not None:
+        for mine, theirs, document, there in parts:
+            out[:, :, mine], total[:, :, mine] = attend(
+                query[:, :, mine], key[:, :, theirs], value[:, :, theirs], scores, document, there
+            )
+        return out, total
     kernel = _flash_kernel(query, key, value, scores, queries, keys)
     if kernel is not None:
         out, total = kernel.forward(query, key, value, keys == queries, scores.scale)
         return out.to(wide), total
-    out = query.new_zeros((*query.shape[:3], value.shape[-1]), dtype=wide)
-    total = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
     for block in _blocks(query, key, scores.visible, queries, keys):
         rows, seen = block.rows, block.keys
         made, _ = _scores_of(block, _grouped(query[:, :, rows], key), key[:, :, seen], scores)
@@ -155,10 +184,20 @@ def attend_backward(
     Returns:
         Of the shapes of ``query``, ``key`` and ``value``; in any dtype.
     """
+    wide = total.dtype
+    parts = _by_document(scores.visible, queries, keys)
+    if parts is not None:
+        sums = [torch.zeros_like(item, dtype=wide) for item in (query, key, value)]
+        for mine, theirs, document, there in parts:
+            given, asking, made, ends = (x[:, :, mine].contiguous() for x in (upstream, query, out, total))
+            piece = key[:, :, theirs], value[:, :, theirs]
+            found = attend_backward(given, asking, *piece, made, ends, scores, document, there)
+            for sum_, place, part in zip(sums, (mine, theirs, theirs), found, strict=True):
+                sum_[:, :, place] = part
+        return sums[0], sums[1], sums[2]
     kernel = _flash_kernel(query, key, value, scores, queries, keys)
     if kernel is not None:
         return kernel.backward(upstream, query, key, value, out, total, keys == queries, scores.scale)
-    wide = total.dtype
     of_query = torch.zeros_like(query)
     of_key = torch.zeros_like(key, dtype=wide)
     of_value = torch.zeros_like(value, dtype=wide)
@@ -206,6 +245,26 @@ def _blocks(
             places = slice(seen.start - keys.start, seen.stop - keys.start)
             mask = visible.mask(some, seen, query.device)
             yield _Block(slice(first, first + len(some)), places, mask)
+
+
+def _by_document(
+    visible: Visibility, queries: range, keys: range
+) -> list[tuple[slice, slice, range, range]] | None:
+    """Return the documents of queries that see some of the keys; ``None``: all queries are of one.
+
+    Returns:
+        For each the places of its queries and of the keys that it sees, and the positions of both.
+    """
+    documents = visible.by_document(queries)
+    if len(documents) == 1:
+        return None
+    found = []
+    for some in documents:
+        there = range(max(keys.start, visible.first(some.start)), min(keys.stop, some.stop))
+        if there:
+            rows = slice(some.start - queries.start, some.stop - queries.start)
+            found.append((rows, slice(there.start - keys.start, there.stop - keys.start), some, there))
+    return found
 
 
 def _grouped(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

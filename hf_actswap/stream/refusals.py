@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..errors import PlanError, Problem
+from ..parallel.sequence_region import divides_sequence
 from ..plan.fsdp2 import FSDP2_METHOD
 from ..plan.gradient_checkpointing import is_checkpointed
 from ..plan.model_structure import ModelStructure
@@ -91,6 +92,11 @@ def problems_of_model(root: nn.Module, structure: ModelStructure) -> list[Proble
             bool(getattr(getattr(root, "active_peft_config", None), "is_prompt_learning", False)),
         ),
         (
+            "sequence_parallel_enabled: false: the hidden states of a chunk are few",
+            "ranks that divide the sequence",
+            divides_sequence(root),
+        ),
+        (
             "one device",
             "layers on several devices",
             len({item.device for item in root.parameters()}) > 1,
@@ -149,7 +155,7 @@ def reject_call(root: nn.Module, given: Mapping[str, Any]) -> None:
         hint = f"Leave `{name}` out, or train without stream_config."
         problems.append(Problem(name, "an argument that chunks of a sequence can share", "it is set", hint))
     if "inputs_embeds" not in given:
-        problems += [*_problems_of_mask(given), *_problems_of_positions(given.get("position_ids"))]
+        problems += [*_problems_of_mask(given), *_problems_of_positions(given)]
     if problems:
         raise PlanError(problems, f"stream_config, a call of {type(root).__name__}")
 
@@ -175,8 +181,30 @@ def _problems_of_mask(given: Mapping[str, Any]) -> list[Problem]:
     return []
 
 
-def _problems_of_positions(positions: Any) -> list[Problem]:
-    if positions is None or (positions.dim() == 2 and bool((positions.diff(dim=-1) == 1).all())):
+def _problems_of_positions(given: Mapping[str, Any]) -> list[Problem]:
+    positions = given.get("position_ids")
+    if positions is None:
         return []
-    hint = "Packed sequences and positions of several dimensions are not streamed. Train one text per row."
-    return [Problem("position_ids", "positions that rise by 1", "others", hint)]
+    if positions.dim() != 2:
+        hint = "Positions of several dimensions are not streamed: train without stream_config."
+        return [Problem("position_ids", "a position for each token", f"shape {list(positions.shape)}", hint)]
+    documents = documents_of(positions)
+    if any(documents_of(row[None]) != documents for row in positions):
+        hint = "Pack one row: per_device_train_batch_size 1."
+        return [Problem("position_ids", "the same documents in each row", "others", hint)]
+    if len(documents) > 1 and "attention_mask" in given:
+        hint = "transformers tells packed documents only without a mask: leave attention_mask out."
+        return [Problem("attention_mask", "none beside packed documents", "a mask", hint)]
+    return []
+
+
+def documents_of(positions: torch.Tensor) -> tuple[int, ...]:
+    """Return where the documents of packed rows begin: where positions do not rise by 1.
+
+    This is the rule of `transformers` (``masking_utils.find_packed_sequence_indices``).
+
+    Args:
+        positions: ``[B, S]``, of which the first row is read.
+    """
+    breaks = (positions[0].diff() != 1).nonzero()[:, 0] + 1
+    return (0, *breaks.tolist())

@@ -8,18 +8,20 @@ the host, for each chunk:
   sliding window its last ``window - 1`` tokens;
 * ``("output", layer, chunk)``: its attention's output and the log-sum-exp, of the first pass. With these the
   second pass need not attend again: neither its forward nor the recomputation of a layer computes a score;
-* ``("gradients", layer, chunk)``: in the second pass, the sum in fp32 of what later chunks give the gradients
-  of its keys and values.
+* ``("gradients", layer, chunk)``: in the second pass, the sum of what later chunks give the gradients of its
+  keys and values, in fp32 or by choice rounded to bf16 whenever a chunk has been added.
 
 The model's own mask function says which keys a layer sees. It is handed to `mask_rule`, which finds out what
 it means and returns a `Visibility`; the model passes that on to its attention as its mask. So no mask is
-made, and a rule that is not known here is an error and not another result.
+made, and a rule that is not known here is an error and not another result. Documents that are packed into the
+sequence are told by its positions, as in `transformers`; what no later chunk's document sees is not kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -41,6 +43,8 @@ class ChunkAttention:
     Args:
         bounds: positions where chunks begin, and where the last one ends.
         host: what chunks leave for each other.
+        documents: positions where the documents of the sequence begin.
+        grad_accum_dtype: of sums of gradients on the host; ``fp32`` stands for at least that.
 
     Attributes:
         chunk: that runs.
@@ -48,8 +52,15 @@ class ChunkAttention:
         layers: that were called, in order.
     """
 
-    def __init__(self, bounds: list[int], host: HostSequence) -> None:
-        self.bounds, self.host = bounds, host
+    def __init__(
+        self,
+        bounds: list[int],
+        host: HostSequence,
+        documents: tuple[int, ...] = (0,),
+        grad_accum_dtype: Literal["fp32", "bf16"] = "fp32",
+    ) -> None:
+        self.bounds, self.host, self._documents = bounds, host, documents
+        self._rounded = torch.bfloat16 if grad_accum_dtype == "bf16" else None
         self.chunk, self.second = 0, False
         self.layers: dict[int, LayerTrace] = {}
         self._masks: dict[int | None, Visibility] = {}
@@ -88,7 +99,8 @@ class ChunkAttention:
         size, rule = kwargs.get("local_size"), kwargs["mask_function"]
         if size not in self._masks:
             with _disable_current_modes():  # on fake tensors nothing can be found out
-                self._masks[size] = _visibility(rule, size, kwargs.get("device") or torch.device("cpu"))
+                found = _visibility(rule, size, kwargs.get("device") or torch.device("cpu"))
+            self._masks[size] = replace(found, documents=self._documents)
         return self._masks[size]
 
     def __call__(
@@ -127,7 +139,7 @@ class ChunkAttention:
         _check(module, attention_mask, dropout, kwargs)
         layer = int(module.layer_idx)
         if layer not in self.layers:
-            self.layers[layer] = _trace(attention_mask, query, key, value)
+            self.layers[layer] = _trace(attention_mask, query, key, value, self._rounded)
         if type(query) is not torch.Tensor:  # a run on fake tensors: what is saved, not what is computed
             grouped = key.shape[1] != query.shape[1]
             out = F.scaled_dot_product_attention(
@@ -233,8 +245,8 @@ class ChunkAttention:
 
     def _add_gradients(self, key: tuple[str, int, int], *found: torch.Tensor) -> None:
         if key in self.host:
-            found = tuple(sum_.add_(item) for sum_, item in zip(self.host.bring(key), found, strict=True))
-        self.host.put(key, *(item.contiguous() for item in found))
+            found = tuple(item.add_(sum_) for sum_, item in zip(self.host.bring(key), found, strict=True))
+        self.host.put(key, *(item.to(self._rounded or item.dtype).contiguous() for item in found))
 
 
 class _Attention(torch.autograd.Function):
@@ -265,11 +277,17 @@ class _Attention(torch.autograd.Function):
         return None, None, None, *found
 
 
-def _trace(visible: Visibility, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> LayerTrace:
+def _trace(
+    visible: Visibility,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rounded: torch.dtype | None,
+) -> LayerTrace:
     rows, heads, _, size = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     sizes = size, value.shape[-1], query.dtype.itemsize, wide.itemsize
-    return LayerTrace(visible, rows * heads, rows * key.shape[1], *sizes)
+    return LayerTrace(visible, rows * heads, rows * key.shape[1], *sizes, (rounded or wide).itemsize)
 
 
 def _check(module: Any, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:

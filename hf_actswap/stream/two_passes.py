@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +39,12 @@ from ..engine.slabs import PageableSlabs
 from ..engine.stats import Counters
 from ..engine.transfer import BlockingTransfer, Transfer
 from ..errors import PlanError, Problem
+from ..parallel.decoder_block import OwnHeadsConfig
+from ..parallel.patch_model import check_step
 from ..plan.actions import SequenceChunks
 from .host_sequence import HostSequence
 from .on_paper import LayerTrace, chunk_bounds, host_bytes, longest_on_host
-from .refusals import named_arguments, reject_call
+from .refusals import documents_of, named_arguments, reject_call
 from .streamed_attention import ChunkAttention
 
 _NAME = "hf_actswap_streamed"
@@ -66,7 +68,8 @@ def auto_tokens(heads: int, key_heads: int) -> int:
 def chunk_tokens(root: nn.Module, chunks: SequenceChunks) -> int:
     """Return how many tokens make a chunk of a model's sequences."""
     config: Any = root.config
-    text = config.get_text_config()
+    configs = (getattr(module, "config", None) for module in root.modules())
+    text = next((own for own in configs if isinstance(own, OwnHeadsConfig)), config.get_text_config())
     heads = text.num_attention_heads
     return chunks.tokens or auto_tokens(heads, getattr(text, "num_key_value_heads", None) or heads)
 
@@ -95,7 +98,8 @@ def attending(root: nn.Module, attention: ChunkAttention) -> Iterator[None]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
     found = {id(item.config): item.config for item in root.modules() if hasattr(item, "config")}
-    configs = [item for item in found.values() if hasattr(item, "_attn_implementation")]
+    # Not what stands for a configuration and reads from it (`parallel`: a rank's own numbers of heads).
+    configs: list[Any] = [item for item in found.values() if hasattr(type(item), "_attn_implementation")]
     before = [config._attn_implementation for config in configs]
     ATTENTION.register(_NAME, attention)
     MASKS.register(_NAME, attention.mask_rule)
@@ -111,16 +115,20 @@ def attending(root: nn.Module, attention: ChunkAttention) -> Iterator[None]:
 
 
 @contextmanager
-def traced(root: nn.Module, tokens: int) -> Iterator[Mapping[int, LayerTrace]]:
+def traced(
+    root: nn.Module, tokens: int, grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
+) -> Iterator[Mapping[int, LayerTrace]]:
     """Let a model be called on fake tensors as for a chunk; yield what its layers show of themselves.
 
     Args:
         root: which `refusals.problems_of_model` does not reject.
         tokens: of the chunk.
+        grad_accum_dtype: see `SequenceChunks`.
     """
     cpu = torch.device("cpu")
     nowhere = HostSequence(HostPool(PageableSlabs()), BlockingTransfer(cpu), Counters())
-    attention = ChunkAttention(chunk_bounds(tokens, tokens), nowhere)
+    bounds = chunk_bounds(tokens, tokens)
+    attention = ChunkAttention(bounds, nowhere, grad_accum_dtype=grad_accum_dtype)
     with attending(root, attention):
         yield attention.layers
 
@@ -134,13 +142,14 @@ class _StreamedModel:
 
     Attributes:
         model, root: see above, and the model itself.
+        grad_accum_dtype: see `SequenceChunks`.
     """
 
     def __init__(
         self, model: Exchangeable, chunks: SequenceChunks, applied: AppliedPlan, transfer: Transfer | None
     ) -> None:
         self.model, self.root = model, model.module
-        self._tokens = chunk_tokens(self.root, chunks)
+        self._tokens, self.grad_accum_dtype = chunk_tokens(self.root, chunks), chunks.grad_accum_dtype
         self._layers = len(applied.structure.layers)
         self._place, self._transfer = applied.place, transfer
 
@@ -154,6 +163,7 @@ class _StreamedModel:
         if not torch.is_grad_enabled() or length <= self._tokens:
             return self.model.run(*args, **kwargs)
         reject_call(self.root, given)
+        check_step(self.root)  # inside, other tensors stand for the parameters that it watches
         parameters = {name: item for name, item in self.root.named_parameters() if item.requires_grad}
         sequence = _Sequence(self, given, self._tokens, self.host())
         loss = _TwoPasses.apply(sequence, tuple(parameters), *parameters.values())
@@ -196,7 +206,6 @@ class _Sequence:
         self._model = model
         ids = given["input_ids"]
         length = ids.shape[-1]
-        self._attention = ChunkAttention(chunk_bounds(length, tokens), host)
         ignored = given.get("ignore_index")
         ignored = -100 if ignored is None else ignored
         targets = given.get("shift_labels")
@@ -205,6 +214,8 @@ class _Sequence:
         positions = given.get("position_ids")
         if positions is None:
             positions = torch.arange(length, device=ids.device)[None]
+        bounds, documents = chunk_bounds(length, tokens), documents_of(positions)
+        self._attention = ChunkAttention(bounds, host, documents, model.grad_accum_dtype)
         self._by_token = {"input_ids": ids, "position_ids": positions, "shift_labels": targets}
         self._beside = {name: item for name, item in given.items() if name not in _REPLACED}
         if self._beside.get("num_items_in_batch") is None:
@@ -301,7 +312,7 @@ class _GradientSum:
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
-        self.leaf = parameter.detach().requires_grad_()
+        self.leaf = nn.Parameter(parameter.detach())
         self._sum: torch.Tensor | None = None
         self._hook: Any = None
         if torch.promote_types(parameter.dtype, torch.float32) != parameter.dtype:

@@ -129,7 +129,12 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
                 "tile": TILE_ENTRIES | TILE_ENTRY | st.none(),
             }
         ),
-        "stream_config": some_of({"tokens": st.sampled_from(["off", False, None, "auto"]) | POSITIVE}),
+        "stream_config": some_of(
+            {
+                "tokens": st.sampled_from(["off", False, None, "auto"]) | POSITIVE,
+                "grad_accum_dtype": st.sampled_from(["fp32", "bf16"]),
+            }
+        ),
         "memory": some_of(
             {
                 "mode": st.sampled_from(["off", "smart_swap", False]),

@@ -121,6 +121,14 @@ def swapped(folder: Path) -> dict[str, Any]:
     return {"losses": (run.losses, plain.losses), "norms": (run.norms, plain.norms), "weights": differences}
 
 
+IN_CHUNKS = {"parallel_config": {"tensor_parallel_size": 2}, "stream_config": {"tokens": 4}}
+
+
+def in_chunks(folder: Path) -> Run:
+    """Heads are divided, and the sequence is streamed."""
+    return trained("plain", folder / "runs", 2, sections=IN_CHUNKS)
+
+
 def rejections(folder: Path) -> dict[str, str]:
     """What is said, by what was asked, before the first step."""
     two = parallel(2)
@@ -319,6 +327,7 @@ TWO: dict[str, Callable[[Path], Any]] = {
     "callback plain": lambda folder: callback_only("plain", folder / "runs", 2),
     "callback accumulation": lambda folder: callback_only("accumulation", folder / "runs", 2),
     "swapped": swapped,
+    "in chunks": in_chunks,
     "bf16": lambda folder: trained("plain", folder / "runs", 2, bf16=True),
     "resumed 1 to 2": lambda folder: saving(folder, 2, "resumed 1 to 2", "one/checkpoint-2"),
     "saving": lambda folder: saving(folder, 2, "two"),

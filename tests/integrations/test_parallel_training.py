@@ -104,6 +104,10 @@ def test_swap_and_recompute_change_no_digit(two: Path) -> None:
     assert found["weights"] == []
 
 
+def test_streamed_in_chunks(two: Path) -> None:
+    assert_same(result(two, "in chunks"), alone("plain"))
+
+
 def test_an_optimizer_of_the_whole_model_is_given_its_parts(two: Path) -> None:
     assert_same(result(two, "given optimizer"), worker.given_optimizer(Path("given"), 1), evaluates=False)
 

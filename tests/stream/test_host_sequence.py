@@ -23,7 +23,7 @@ from hf_actswap.stream.on_paper import LayerTrace, chunk_bounds, host_bytes, lon
 from hf_actswap.stream.piecewise_attention import Visibility
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.test_tiled_loss import Meter
-from tests.stream.streamed_models import LENGTH, SIZES, STREAMED, TOKENS, data, made, step
+from tests.stream.streamed_models import LENGTH, SIZES, STREAMED, TOKENS, data, furthest, made, step
 
 CHUNKS = 4
 
@@ -145,6 +145,18 @@ def test_copied_bytes_and_host_memory_by_formula() -> None:
     assert stats.host_peak_bytes == layers * (kept * 2 * of_keys + LENGTH * of_output)
 
 
+def test_gradients_summed_in_bf16_take_half_and_round() -> None:
+    model, layers, found = made(), SIZES["num_hidden_layers"], {}
+    peaks = []
+    for dtype in ("fp32", "bf16"):
+        with apply(model, {"stream_config": {"tokens": TOKENS, "grad_accum_dtype": dtype}}) as applied:
+            found[dtype] = step(model)[1]
+            peaks.append(applied.stats().host_peak_bytes)
+    of_keys, kept = 2 * 2 * (2 * 8) * 4, 48
+    assert peaks[0] - peaks[1] == layers * kept * of_keys // 2
+    assert 1e-5 < furthest(found["bf16"], found["fp32"]) < 2**-8
+
+
 def test_windows_keep_and_bring_only_what_is_seen() -> None:
     model, rows = made("mistral, windows over chunks"), 2  # window 23
     of_keys = rows * 2 * (2 * 8) * 4
@@ -161,25 +173,45 @@ def test_windows_keep_and_bring_only_what_is_seen() -> None:
     assert stats.prefetched_bytes == (2 * 3 * 10 + (3 + 2 + 1) * 16) * of_keys
 
 
-@pytest.mark.parametrize("tokens", [4, TOKENS])
+def test_keys_of_finished_documents_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents of 3, 21, 8, 1 and 17 tokens, in chunks of 16: the second and the last cross a border."""
+    model, layers, rows = made(), SIZES["num_hidden_layers"], 2
+    foreseen: list[int] = []
+    monkeypatch.setattr(
+        HostSequence, "make_ready", lambda _, size_bytes, longest: foreseen.append(size_bytes)
+    )
+    positions = torch.cat([torch.arange(size) for size in (3, 21, 8, 1, 17)])[None]
+    of_keys, of_output = rows * 2 * (2 * 8) * 4, rows * (32 * 4 + 4 * 4)
+    with apply(model, STREAMED) as applied:
+        step(model, position_ids=positions)
+        stats = applied.stats()
+    left = (16 - 3) + 0 + (48 - 33)  # behind the first chunk, the second (a document begins at 32), the third
+    assert stats.offloaded_bytes == layers * (2 * left * of_keys + LENGTH * of_output)
+    assert stats.prefetched_bytes == layers * (3 * left * of_keys + 2 * LENGTH * of_output)
+    assert [stats.host_peak_bytes] == foreseen
+    whole = layers * (48 * 2 * of_keys + LENGTH * of_output)  # test_copied_bytes_and_host_memory_by_formula
+    assert stats.host_peak_bytes < 0.8 * whole
+
+
+@pytest.mark.parametrize(("tokens", "dtype"), [(4, "fp32"), (TOKENS, "fp32"), (TOKENS, "bf16")])
 @pytest.mark.parametrize(
     "family", ["llama", "gemma3, windows", "mistral, windows over chunks", "llama4, blocks"]
 )
 def test_host_memory_and_copies_are_foreseen_to_the_byte(
-    family: str, tokens: int, monkeypatch: pytest.MonkeyPatch
+    family: str, tokens: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     foreseen: list[int] = []
     monkeypatch.setattr(
         HostSequence, "make_ready", lambda _, size_bytes, longest: foreseen.append(size_bytes)
     )
     model = made(family)
-    with apply(model, {"stream_config": {"tokens": tokens}}) as applied:
+    with apply(model, {"stream_config": {"tokens": tokens, "grad_accum_dtype": dtype}}) as applied:
         step(model)
         stats = applied.stats()
     assert [stats.host_peak_bytes] == foreseen
     if "blocks" in family:
         return  # its mask cannot be told on fake tensors
-    with traced(model, TOKENS) as layers:
+    with traced(model, TOKENS, dtype) as layers:
         record_saved(model, model_structure(model), kwargs=data(TOKENS))
     first, second = passes(layers.values(), chunk_bounds(LENGTH, tokens))
     assert [host_bytes(layers.values(), chunk_bounds(LENGTH, tokens))] == foreseen
@@ -190,7 +222,7 @@ def test_host_memory_and_copies_are_foreseen_to_the_byte(
 @pytest.mark.parametrize("most_bytes", [0, 1000, 54_321, 10**6, 10**7])
 def test_the_longest_on_the_host_fits_and_one_token_more_does_not(most_bytes: int) -> None:
     layers = [
-        LayerTrace(visible, 4, 2, 8, 8, 2, 4)
+        LayerTrace(visible, 4, 2, 8, 8, 2, 4, 4)
         for visible in (Visibility(), Visibility(window=300), Visibility(block=512))
     ]
     longest = longest_on_host(layers, 100, most_bytes, 10**7)

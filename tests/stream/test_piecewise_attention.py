@@ -20,6 +20,9 @@ CASES: dict[str, tuple[Visibility, float | None, tuple[int, int], tuple[int, int
     "window over pieces": (Visibility(window=19), None, (4, 2), (8, 8)),
     "window of one": (Visibility(window=1), None, (2, 2), (8, 8)),
     "blocks": (Visibility(block=12), None, (4, 2), (8, 8)),
+    "documents": (Visibility(documents=(0, 7, 12, 28, 31)), None, (4, 2), (8, 8)),
+    "documents and a window": (Visibility(window=5, documents=(0, 11, 30)), 0.7, (4, 2), (8, 8)),
+    "documents and blocks": (Visibility(block=6, documents=(0, 11, 30)), None, (4, 2), (8, 8)),
     "window and softcapping": (Visibility(window=19), 0.7, (4, 4), (8, 8)),
 }
 """Which keys are seen, softcapping, heads and key heads, sizes of keys and values."""
@@ -135,7 +138,13 @@ def test_masks_are_made_only_where_a_piece_is_seen_in_part() -> None:
     assert window.first(5) == 0
 
 
-@pytest.mark.parametrize("visible", [Visibility(), Visibility(window=5), Visibility(block=12)])
+@pytest.mark.parametrize(
+    "visible",
+    [
+        *(Visibility(), Visibility(window=5), Visibility(block=12), Visibility(documents=(0, 1, 9))),
+        *(Visibility(window=5, documents=(0, 3, 30)), Visibility(block=4, documents=(0, 3, 30))),
+    ],
+)
 @pytest.mark.parametrize("length", [1, 4, 12, 40])
 def test_pairs_of_queries_and_keys(visible: Visibility, length: int) -> None:
     seen = [position - visible.first(position) + 1 for position in range(length)]

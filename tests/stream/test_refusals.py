@@ -120,9 +120,9 @@ def test_all_reasons_at_once() -> None:
     with pytest.raises(PlanError) as error:
         apply(model, STREAMED)
     assert len(error.value.problems) == 3
-    config = {**STREAMED, "parallel_config": {"tensor_parallel_size": 2}, "memory": {"mode": "smart_swap"}}
-    with pytest.raises(PlanError, match=r"(?s)tensor_parallel_size 1.*memory\.mode: off"):
-        resolve_plan(load_config(config), model_structure(made()))
+    config = {**STREAMED, "memory": {"mode": "smart_swap"}}
+    with pytest.raises(PlanError, match=r"(?s)a model that is not compiled.*memory\.mode: off"):
+        resolve_plan(load_config(config), model_structure(torch.compile(made(), backend="eager")))
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["the model", "its layers"])
@@ -159,12 +159,21 @@ def test_a_layer_that_attends_by_itself_is_refused_after_the_first_chunk() -> No
 
 _IDS = data()["input_ids"]
 _PLACES = torch.arange(LENGTH).expand(2, -1)
+_PACKED = torch.cat([torch.arange(20), torch.arange(30)])
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "no labels": ({"labels": None}, "label_smoothing_factor"),
     "embeddings": ({"input_ids": None, "inputs_embeds": torch.zeros(2, LENGTH, 32)}, "inputs_embeds"),
     "hidden states": ({"output_hidden_states": True}, "output_hidden_states"),
     "some logits": ({"logits_to_keep": 5}, "logits_to_keep"),
-    "packed": ({"position_ids": torch.cat([torch.arange(20), torch.arange(30)])[None]}, "rise by 1"),
+    "packed otherwise in each row": (
+        {"position_ids": torch.stack([_PACKED, torch.arange(LENGTH)])},
+        "the same documents in each row",
+    ),
+    "packed and masked": (
+        {"position_ids": _PACKED[None], "attention_mask": torch.ones(2, LENGTH)},
+        "none beside packed documents",
+    ),
+    "positions of three axes": ({"position_ids": torch.zeros(3, 2, LENGTH)}, "a position for each token"),
     "left padding": ({"attention_mask": _PLACES > 3}, "padding on the right"),
     "labels on padding": (
         {"attention_mask": _PLACES < 30},
@@ -188,7 +197,9 @@ def test_calls(name: str) -> None:
 def test_all_reasons_of_a_call_at_once() -> None:
     model = made()
     with apply(model, STREAMED), pytest.raises(PlanError) as error:
-        model(input_ids=_IDS, position_ids=torch.zeros(2, LENGTH), output_attentions=True, return_dict=True)
+        model(
+            input_ids=_IDS, position_ids=torch.zeros(3, 2, LENGTH), output_attentions=True, return_dict=True
+        )
     assert len(error.value.problems) == 3
 
 
@@ -264,6 +275,14 @@ def test_the_plan_says_it() -> None:
     written = resolve_plan(load_config(STREAMED), model_structure(model))
     assert "chunks of 16 tokens" in plan_table(written)
     assert "chunks (auto)" in plan_table(plan)
+    summed = {"stream_config": {"tokens": 16, "grad_accum_dtype": "bf16"}}
+    halved = resolve_plan(load_config(summed), model_structure(model))
+    assert "chunks of 16 tokens, gradients summed in bf16" in plan_table(halved)
+    assert MemoryPlan.from_json(halved.to_json()) == halved
+    without = resolve_plan(
+        load_config({"stream_config": {"grad_accum_dtype": "bf16"}}), model_structure(model)
+    )
+    assert [item.where for item in without.adjustments] == ["stream_config.grad_accum_dtype"]
     some = resolve_plan(
         load_config({**STREAMED, "recompute_config": {"select_recompute": ["mlp"]}}), model_structure(model)
     )

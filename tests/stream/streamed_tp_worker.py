@@ -1,0 +1,115 @@
+"""What each process of the tensor-parallel tests of streamed sequences runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+
+from hf_actswap import apply
+from hf_actswap.errors import PlanError
+from hf_actswap.parallel import (
+    UnsummedGradientError,
+    allreduce_sequence_parallel_gradients,
+    patch_model,
+    tensor_parallel_group,
+)
+from hf_actswap.stream.host_sequence import HostSequence
+from tests.parallel.patch_ways_worker import counted
+from tests.parallel.patch_worker import config
+from tests.processes import run_cases
+from tests.stream.streamed_models import FAMILIES, STREAMED, furthest, gradients, made, step
+
+WORLD_SIZE = 2
+QUICK = ("llama", "qwen3, tied")
+TILED = {"tile_config": {"loss": {"tokens": 5}}}
+
+
+def model_of(family: str) -> Any:
+    if family != "lora":
+        return made(family)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    lora = LoraConfig(r=2, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM")
+    return get_peft_model(made(), lora)
+
+
+def patched(family: str, group: Any, sequence_parallel: bool = False) -> Any:
+    model = model_of(family)
+    patch_model(model, config(group, sequence_parallel), group)
+    return model
+
+
+def one_step(model: Any, document: dict[str, Any], group: Any) -> dict[str, Any]:
+    """Run a step under a configuration; gradients are summed where ranks hold parts."""
+    calls: Counter[str] = Counter()
+    foreseen: list[int] = []
+    parallel = {"parallel_config": {"tensor_parallel_size": WORLD_SIZE}} if group else {}
+    noted = mock.patch.object(HostSequence, "make_ready", lambda _, size, longest: foreseen.append(size))
+    with tensor_parallel_group(group), noted, apply(model, {**document, **parallel}) as applied:
+        with counted(calls):
+            loss, _ = step(model)
+        stats = applied.stats()
+    if group:
+        allreduce_sequence_parallel_gradients(model, group)
+    copied = stats.offloaded_bytes, stats.prefetched_bytes
+    return {
+        "loss": loss,
+        "gradients": gradients(model),
+        "calls": calls,
+        "host": (stats.host_peak_bytes, *copied),
+        "foreseen": foreseen,
+    }
+
+
+def run_family(family: str, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """A divided step whole and streamed, and the undivided streamed one."""
+    whole, streamed = (one_step(patched(family, group), document, group) for document in ({}, STREAMED))
+    alone = one_step(model_of(family), STREAMED, None)
+    return {
+        "losses": (whole["loss"], streamed["loss"], alone["loss"]),
+        "error": furthest(streamed["gradients"], whole["gradients"]),
+        "calls": (streamed["calls"], one_step(patched(family, group), {**STREAMED, **TILED}, group)["calls"]),
+        "host": (streamed["host"], alone["host"]),
+        "foreseen": streamed["foreseen"],
+    }
+
+
+def run_refusals(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """What is said of a sequence that ranks divide, and of a step on parts of gradients."""
+    found = {}
+    model = patched("llama", group, sequence_parallel=True)
+    parallel = {"tensor_parallel_size": WORLD_SIZE, "sequence_parallel_enabled": True}
+    with tensor_parallel_group(group):
+        try:
+            apply(model, {**STREAMED, "parallel_config": parallel})
+        except PlanError as error:
+            found["sequence"] = str(error)
+    model = patched("qwen3, tied", group)  # norms of heads have parts of their gradients
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with apply(model, STREAMED):  # it runs the model on fake tensors, which the guard must not watch
+        step(model)
+        optimizer.step()
+        try:
+            step(model)
+        except UnsummedGradientError as error:
+            found["unsummed"] = str(error)
+    return found
+
+
+def run_quick(rank: int, folder: str) -> None:
+    """Run a few families, and what is refused."""
+    cases: dict[str, Any] = {family: partial(run_family, family) for family in QUICK}
+    cases["refusals"] = run_refusals
+    run_cases(rank, folder, WORLD_SIZE, cases, {name: [[0, 1]] for name in cases})
+
+
+def run_others(rank: int, folder: str) -> None:
+    """Run the other families, and adapters."""
+    others = [*(name for name in FAMILIES if name not in QUICK), "lora"]
+    cases = {family: partial(run_family, family) for family in others}
+    run_cases(rank, folder, WORLD_SIZE, cases, {name: [[0, 1]] for name in cases})

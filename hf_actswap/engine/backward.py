@@ -34,10 +34,10 @@ class Backward:
     def __init__(self) -> None:
         self.clock = OperatorClock()
         self._order: PrefetchOrder[Reference] | None = None
-        self._watcher: Callable[[int], None] | None = None
+        self._watcher: Callable[[int], object] | None = None
         self._idle = True
 
-    def watch(self, watcher: Callable[[int], None]) -> None:
+    def watch(self, watcher: Callable[[int], object]) -> None:
         """Tell ``watcher`` the operator at each hook."""
         self._watcher, self._idle = watcher, False
 

@@ -216,7 +216,7 @@ class ForwardPass:
         self._inputs.clear()
         if self._small_bytes:
             self._setting.counters.rejected[TOO_SMALL] += self._small_bytes
-        wants = self._swapped.end()
+        wants = self._swapped.end(self.backward)
         if wants:
             self.backward.schedule(PrefetchOrder(self._hooks, wants))
         self.owners.clear()

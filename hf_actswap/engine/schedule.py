@@ -22,7 +22,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 Item = TypeVar("Item")
 
-_NEVER = 1 << 62
+NEVER = 1 << 62
 
 
 class ReleaseQueue(Generic[Item]):
@@ -31,7 +31,7 @@ class ReleaseQueue(Generic[Item]):
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Item]] = []
         self._count = 0
-        self.next_at = _NEVER
+        self.next_at = NEVER
         """Node at which something is due next; asked at each saved tensor, so not computed there."""
 
     def __bool__(self) -> bool:
@@ -48,14 +48,14 @@ class ReleaseQueue(Generic[Item]):
         items = []
         while self._heap and self._heap[0][0] <= now:
             items.append(heapq.heappop(self._heap)[2])
-        self.next_at = self._heap[0][0] if self._heap else _NEVER
+        self.next_at = self._heap[0][0] if self._heap else NEVER
         return items
 
     def drain(self) -> list[Item]:
         """Take out everything: the forward has ended (the reference clips to the last operator)."""
         items = [item for _, _, item in sorted(self._heap, key=lambda entry: entry[:2])]
         self._heap.clear()
-        self.next_at = _NEVER
+        self.next_at = NEVER
         return items
 
 
@@ -92,9 +92,9 @@ class PrefetchOrder(Generic[Item]):
             triggers.append((at, consumer, item))
         triggers.sort(key=itemgetter(0, 1), reverse=True)  # stable: equal ones stay in order
         self._items = [item for _, _, item in triggers]
-        self._at = [*(at for at, _, _ in triggers), -_NEVER]
+        self._at = [*(at for at, _, _ in triggers), -NEVER]
         self._next = 0
-        self._last = _NEVER
+        self._last = NEVER
 
     def __bool__(self) -> bool:
         return bool(self._items)

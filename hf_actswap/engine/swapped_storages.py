@@ -12,10 +12,12 @@ from torch import nn
 from ..plan.actions import Windows
 from ..plan.saved_bytes import moved_range
 from .auto_windows import AutoWindows
-from .backward import Reference
+from .autograd_state import next_node_number
+from .backward import Backward, Reference
 from .checkpoint_inputs import CheckpointInputs
 from .fates import Action, FateTable
 from .host_pool import HostPool
+from .passes import CrossingReleases, PassOrder
 from .recompute import Region
 from .schedule import ReleaseQueue, Want
 from .stats import Counters
@@ -49,6 +51,7 @@ class Setting:
     auto: AutoWindows | None = None
     fuse: Callable[[Region], bool] | None = None
     pack_handler: PackHandler | None = None
+    passes: PassOrder | None = None
 
 
 class SwappedStorages:
@@ -64,7 +67,10 @@ class SwappedStorages:
         self._name = setting.transfer.name if isinstance(setting.transfer, WatchedTransfer) else None
         self._groups: dict[int, weakref.ref[SwapGroup]] = {}
         self._all_groups: list[weakref.ref[SwapGroup]] = []
-        self.releases: ReleaseQueue[weakref.ref[SwapGroup]] = ReleaseQueue()
+        passes = setting.passes
+        self.releases: ReleaseQueue[weakref.ref[SwapGroup]] = (
+            ReleaseQueue() if passes is None else passes.releases(next_node_number())
+        )
 
     def ticket(
         self, tensor: torch.Tensor, view: View, windows: Windows, op: int, asked: Action
@@ -127,9 +133,13 @@ class SwappedStorages:
         """Release what is due at a hook at operator ``op``."""
         _release(self.releases.due(op))
 
-    def end(self) -> list[Want[Reference]]:
-        """End the forward: release the rest; return what backward will need."""
-        _release(self.releases.drain())
+    def end(self, backward: Backward) -> list[Want[Reference]]:
+        """End the forward: release the rest, or say when; return what ``backward`` will need."""
+        queue, passes = self.releases, self._setting.passes
+        if passes is not None and isinstance(queue, CrossingReleases):
+            _release(passes.forward_ended(queue, self._all_groups, backward))
+        else:
+            _release(queue.drain())
         self._groups.clear()
         wants: list[Want[Reference]] = []
         for reference in self._all_groups:

@@ -15,6 +15,7 @@ from .fused import Fuser
 from .host_budget import HostMemory, Progress
 from .host_pool import HostPool
 from .parameters import parameter_places
+from .passes import PassOrder
 from .slices import ReplicaRanks
 from .stats import Counters, SwapStats
 from .swapped_storages import PackHandler, Setting
@@ -36,6 +37,8 @@ class Resources:
             not asked about what whole-layer recomputation saves again in backward, nor about what
             recomputed ops rebuild.
         host: host memory shared with other plans, which outlives each of them; ``None``: the plan's own.
+        passes: of a pipeline's stage, through which windows go on; ``None``: each forward and its backward
+            are treated alone.
     """
 
     transfer: Transfer | None = None
@@ -43,6 +46,7 @@ class Resources:
     replicas: ReplicaRanks | None = None
     pack_handler: PackHandler | None = None
     host: HostMemory | None = None
+    passes: PassOrder | None = None
 
 
 class Workplace:
@@ -125,6 +129,7 @@ class Workplace:
             auto,
             Fuser().run_again if self._plan.fused_recompute else None,
             self._pack_handler,
+            self._resources.passes,
         )
         return self.setting, True
 

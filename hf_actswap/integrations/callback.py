@@ -209,8 +209,9 @@ class ActSwapCallback(TrainerCallback):
                 with nullcontext() if parallel is None else parallel.whole_model():
                     shape = model_structure(model)
                 plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, shape)
-            own = plan
+            own, passes = plan, None
             if isinstance(parallel, PipelineTraining):
+                passes = parallel.staged.passes
                 with self._spoken(state):
                     warn_of_recomputation(plan, config.parallel_config)
                 own = parallel.plan_of_rank(plan)
@@ -229,7 +230,7 @@ class ActSwapCallback(TrainerCallback):
                 if args.disable_tqdm:
                     self.applied.progress = None
             else:
-                self.applied = apply_plan(model, own, shape, Resources(progress=silent))
+                self.applied = apply_plan(model, own, shape, Resources(progress=silent, passes=passes))
         if parallel is not None:
             parallel.expect_batch()
         self._before = self._step = SwapStats()

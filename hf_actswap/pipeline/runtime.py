@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..config.schema import PipelineSchedule
+from ..engine.passes import Pass
 from ..errors import Problem
 from .stages import Chunk, PipelineError, StagedModel
 
@@ -48,6 +49,7 @@ class PipelineRuntime:
         self._modules = [_ChunkModule(staged, chunk) for chunk in staged.own_chunks]
         self._shape, self._made_for = (0, 0), ((0, 0), 0)
         self._schedule: Any = None
+        self._order: tuple[Pass, ...] = ()
 
     def step(self, batches: Sequence[Batch], call: Call) -> torch.Tensor:
         """Run forward and backward of all micro-batches; gradients are added to the parameters.
@@ -64,6 +66,7 @@ class PipelineRuntime:
             module.batches, module.call, module.shape = batches, call, self._shape
         numbers = torch.arange(len(batches))
         losses: list[torch.Tensor] = []
+        self.staged.passes.begin(self._order)
         try:
             if self.staged.is_last:
                 schedule.step(target=numbers, losses=losses, micro_batch=numbers)
@@ -74,6 +77,7 @@ class PipelineRuntime:
                 raise error.__cause__ from None
             raise
         finally:
+            self.staged.passes.begin()
             for module in self._modules:
                 module.batches = ()
         found = torch.zeros(len(batches), device=self._device)
@@ -135,7 +139,12 @@ class PipelineRuntime:
         ]
         kind: Any = schedule_class(self._name, count, self.staged.layout.pp, self.staged.layout.vpp)
         one = issubclass(kind, engine.schedules.PipelineScheduleSingle)
-        return kind(stages[0] if one else stages, count, loss_fn=_only, scale_grads=False)
+        schedule = kind(stages[0] if one else stages, count, loss_fn=_only, scale_grads=False)
+        if one:
+            self._order = order_of_passes(self._name, count, self.staged.layout.pp, self.staged.stage)
+        else:
+            self._order = _order_of(schedule.pipeline_order[self.staged.stage])
+        return schedule
 
 
 _CLASSES = {
@@ -191,6 +200,37 @@ def passes_in_flight(name: PipelineSchedule, count: int, stages: int, interleave
     return min(count * interleaves, warm_up + 1)
 
 
+def order_of_passes(name: PipelineSchedule, count: int, stages: int, stage: int) -> tuple[Pass, ...]:
+    """Return the passes of a stage with one chunk in their order, for ``gpipe`` and ``1f1b``.
+
+    As many forwards as it holds at most, then backwards and forwards by turns (2006.09503); what torch says
+    of these two (``pipeline_order``) is not what they do on the last stage.
+
+    Args:
+        name, count, stages, stage: as of `passes_in_flight`.
+    """
+    ahead = passes_in_flight(name, count, stages, 1, stage)
+    found = [Pass(stage, number, False) for number in range(ahead)]
+    for number in range(count):
+        found.append(Pass(stage, number, True))
+        if number + ahead < count:
+            found.append(Pass(stage, number + ahead, False))
+    return tuple(found)
+
+
+def _order_of(actions: Sequence[Any]) -> tuple[Pass, ...]:
+    """The passes of torch's actions of one rank; none, if backwards are made in parts."""
+    kinds = {"F": False, "B": True, "I": None, "W": None}
+    found = [
+        (action.stage_index, action.microbatch_index, kinds[action.computation_type.value])
+        for action in actions
+        if action is not None and action.computation_type.value in kinds
+    ]
+    if any(is_backward is None for _, _, is_backward in found):
+        return ()
+    return tuple(Pass(chunk, number, bool(is_backward)) for chunk, number, is_backward in found)
+
+
 def problem_of_schedule(
     name: PipelineSchedule, count: int, stages: int, interleaves: int, tensor_ranks: int = 1
 ) -> str:
@@ -236,6 +276,7 @@ class _ChunkModule(nn.Module):
         if hidden is not None and own != self.shape:
             hidden = hidden[: own[0], : own[1]]
         call = functools.partial(self.call, batch, self.chunk.is_last)
+        self.staged.passes.forward_follows(self.chunk.index, int(micro_batch))
         output, sent = self.staged.run(self.chunk, hidden, call)
         if sent is None:
             return torch.stack([output])

@@ -25,6 +25,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..config.schema import ParallelConfig
+from ..engine.passes import PassOrder
 from ..errors import ActSwapError, Problem
 from ..parallel.full_state import partitions_of
 from ..parallel.sequence_region import share_sequence_hooks
@@ -182,6 +183,7 @@ class StagedModel:
         structure, layout, stage, sequence_ranks: as given.
         chunks: of all stages, in the order of the layers.
         relay: see `Relay`.
+        passes: in which order this rank runs them; a plan on the model may read it (`engine.Resources`).
         layer_outputs: how many values a layer returns in a tuple; 0: it returns a tensor.
         entries: names of the whole state dict, each with the first name of the same tensor.
 
@@ -205,6 +207,7 @@ class StagedModel:
         if problems := list(self._problems()):
             raise PipelineError(problems)
         self.relay = Relay()
+        self.passes = PassOrder()
         self.layer_outputs = 0
         self._layers = [
             self._slot(layer.module_path, layout.stage_of(index))

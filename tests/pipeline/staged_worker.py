@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -27,6 +28,8 @@ from transformers import (
 from hf_actswap import load_config, model_structure, resolve_plan
 from hf_actswap.apply import apply_plan
 from hf_actswap.config.schema import PipelineSchedule
+from hf_actswap.engine import Resources
+from hf_actswap.engine.passes import Pass, PassOrder, Point
 from hf_actswap.pipeline import PipelineRuntime, StagedModel, prove_cut
 from hf_actswap.pipeline.shared_state import StageGradients, whole_state
 from hf_actswap.plan.layout import build_layout
@@ -41,7 +44,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "attn_implementation": "eager",
 }
-SWAP = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 4, "layers": True}]}}
+SWAP = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": 400, "layers": True}]}}
 MIXED = {
     "swap_config": {
         "swap": True,
@@ -90,6 +93,7 @@ class Result:
         forwards: of each layer's module, in one step, those of recomputation included.
         offloads: in all steps.
         restored: whether the model is whole again after `StagedModel.restore`; ``None`` on other ranks.
+        passes: that came to hooks in the last step, in this order, by their number in the schedule's.
     """
 
     differing: dict[str, float]
@@ -101,6 +105,31 @@ class Result:
     forwards: dict[int, int]
     offloads: int
     restored: bool | None
+    passes: list[int]
+
+
+class WatchedPasses(PassOrder):
+    """Notes which passes come to hooks.
+
+    Attributes:
+        seen: numbers of the passes of the latest step.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[int] = []
+
+    def begin(self, order: Sequence[Pass] = ()) -> None:
+        """See `PassOrder`."""
+        if order:
+            self.seen.clear()
+        super().begin(order)
+
+    def reached(self, now: Point) -> int:
+        """See `PassOrder`."""
+        if self.seen[-1:] != [now[0]]:
+            self.seen.append(now[0])
+        return super().reached(now)
 
 
 def tiny_model(family: str, layers: int) -> nn.Module:
@@ -169,10 +198,12 @@ def staged_of(case: Case, model: nn.Module, stages: int, stage: int) -> tuple[St
     layout, problems = build_layout(case.layers, config.parallel_config)
     assert layout is not None, problems
     staged = StagedModel(model, shape, layout, stage)
+    staged.passes = WatchedPasses()
     prove_cut(staged, nullcontext)
     staged.cut()
     plan = staged.plan_of_stage(resolve_plan(config, shape))
-    return staged, apply_plan(model, replace(plan, unsupported=()), shape)
+    resources = Resources(passes=staged.passes)
+    return staged, apply_plan(model, replace(plan, unsupported=()), shape, resources)
 
 
 def counted(staged: StagedModel) -> Counter[int]:
@@ -224,7 +255,8 @@ def run_case(case: Case, group: dist.ProcessGroup | None) -> Result:
     held = [name for name in staged.own_state() if not staged.own_state()[name].is_meta]
     restored = restores(staged, state, reference) if stage == 0 else None
     equal = same_state(state, reference) if stage == 0 else None
-    return Result(differing, losses, norms, same, held, equal, calls, offloads, restored)
+    passes = staged.passes.seen if isinstance(staged.passes, WatchedPasses) else []
+    return Result(differing, losses, norms, same, held, equal, calls, offloads, restored, passes)
 
 
 @dataclass(frozen=True)

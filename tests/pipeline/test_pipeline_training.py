@@ -94,6 +94,17 @@ def test_each_rank_trains_and_logs_its_own_layers(runs: Path) -> None:
     assert all("-INFO - Formative layer_recompute: [[1, 2]]" in of_rank for of_rank in lines)
 
 
+def test_windows_know_the_schedule(runs: Path) -> None:
+    for schedule, knows in (
+        ("1f1b", True),
+        ("gpipe", True),
+        ("interleaved_1f1b", True),
+        ("zero_bubble", False),
+    ):
+        assert [result(runs, f"mixed {schedule}", rank).crosses for rank in range(2)] == [knows] * 2
+    assert not result(runs, "plain 1f1b").crosses  # nothing is swapped
+
+
 def test_dropout_goes_on_as_if_never_interrupted(runs: Path) -> None:
     alike(result(runs, "dropout resumed"), result(runs, "dropout 1f1b"))
     assert result(runs, "dropout 1f1b").losses != result(runs, "saving 1f1b").losses

@@ -42,6 +42,15 @@ inputs and for those of weights; a whole layer, which PyTorch's checkpoint runs 
 weights.
 """
 
+SEEN = {
+    "gpipe swap": range(12),
+    "1f1b swap": range(12),
+    "interleaved_1f1b swap": range(24),
+    "zero_bubble swap": (),
+}
+"""By case, the passes of a step in which windows go on, by their number in the schedule's order: all, or none
+where backwards are made in parts."""
+
 
 def run(folder: Path, cases: dict[str, Case], world_size: int, limit_s: float) -> Path:
     """All cases of so many stages in one launch."""
@@ -143,8 +152,11 @@ def check(name: str, ranks: list[Result]) -> None:
         assert found.evaluation
         assert all(found.norms) or name in OTHER_SUMS
         assert found.offloads > 0 or "swap" not in name
+        assert found.passes == sorted(found.passes)
     assert ranks[0].state
     assert ranks[0].restored
+    if name in SEEN:
+        assert [found.passes for found in ranks] == [list(SEEN[name])] * len(ranks)
     if name in AGAIN:
         calls = {layer: count for found in ranks for layer, count in found.forwards.items()}
         assert calls == {layer: ONCE * AGAIN[name].get(layer, 1) for layer in calls}

@@ -66,13 +66,14 @@ def padded(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 @dataclass
 class Run:
-    """What a training left on a rank."""
+    """What a training left on a rank; ``crosses``: whether windows knew the schedule."""
 
     losses: list[float]
     norms: list[float]
     evaluations: list[float]
     log: str
     trained: int
+    crosses: bool
 
 
 def pipeline(stages: int, schedule: str = "1f1b", interleaves: int = 1, **sections: Any) -> dict[str, Any]:
@@ -127,7 +128,8 @@ def trained(
     found = [[e[key] for e in history if key in e] for key in ("loss", "grad_norm", "eval_loss")]
     count = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     assert (stages > 1) == isinstance(trainer.parallel, PipelineTraining)
-    return Run(found[0], found[1], found[2], log, count)
+    crosses = stages > 1 and bool(trainer.parallel.staged.passes._lengths)
+    return Run(found[0], found[1], found[2], log, count, crosses)
 
 
 def rejections(folder: Path) -> dict[str, str]:

@@ -52,7 +52,7 @@ from ..pipeline import (
     whole_state,
 )
 from ..pipeline.runtime import Call, bubble_share, problem_of_schedule
-from ..pipeline.stages import layout_of
+from ..pipeline.stages import layout_of, stage_of_rank
 from ..plan import MemoryPlan, model_structure
 from .optimizer_parameters import names_of_parameters, own_entry, whole_entry
 from .parallel_limits import USE_OUR_TRAINER, problems_of_trainer
@@ -311,8 +311,11 @@ def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
         raise PipelineError(problems)
     structure = model_structure(trainer.model)
     layout = layout_of(structure, parallel)
-    stage = trainer.args.process_index // size % stages
+    stage = stage_of_rank(trainer.args.process_index, parallel)
     staged = StagedModel(trainer.model, structure, layout, stage, parallel.sequence_ranks)
+    if absent := [name for name, tensor in staged.own_state().items() if tensor.is_meta]:
+        hint = "Open it by hf_actswap.stage_from_pretrained with the configuration of this training."
+        raise PipelineError([Problem("model", f"the weights of stage {stage}", f"no {absent[0]}", hint)])
     prove_cut(staged, trainer.accelerator.autocast)
     for stage in range(stages):
         if not any(

@@ -47,6 +47,14 @@ _NO_LOGITS = Problem(
 )
 
 
+_PARTLY_READ = Problem(
+    "model",
+    "all weights, in a training without a pipeline",
+    "some on meta",
+    "What hf_actswap.stage_from_pretrained opens is trained with parallel_config.schedule.",
+)
+
+
 class ActSwapTrainerMixin:
     """Put in front of a Trainer's class: ``class T(ActSwapTrainerMixin, SFTTrainer): ...``.
 
@@ -70,6 +78,8 @@ class ActSwapTrainerMixin:
     """What the callback looks at: saving, resuming and several models (dp > 1) are seen to."""
 
     args: Any
+    model: Any
+    place_model_on_device: bool
     accelerator: Any
     optimizer: Any
     lr_scheduler: Any
@@ -84,8 +94,17 @@ class ActSwapTrainerMixin:
             callback = ActSwapCallback(self.args)
             self.add_callback(callback)  # type: ignore[attr-defined]
             callback.on_init_end(self.args, self.state, self.control)  # type: ignore[attr-defined]
+        if self.place_model_on_device and _partly_read(self.model):  # not FSDP's loading by one rank
+            raise PipelineError([_PARTLY_READ])
         if isinstance(self.parallel, ParallelTraining):
             take_fused_head(self.parallel.patched)  # for an evaluation before the training
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """As the Trainer's; what `stage_from_pretrained` has not read stays on ``meta``."""
+        if not _partly_read(model):
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+            return
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
     def get_tp_size(self) -> int:
         """Return how many ranks train on the same batch."""
@@ -223,6 +242,10 @@ class ActSwapTrainerMixin:
 
     def _declared(self) -> Any:
         return nullcontext() if self.parallel is None else declared(self.accelerator, self._ranks_per_batch)
+
+
+def _partly_read(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def divides_by_all_tokens(trainer: Any) -> bool:

@@ -239,6 +239,15 @@ class StagedModel:
         """
         return tuple(sorted(self._holders[name]))
 
+    def foreign_parts(self) -> tuple[str, ...]:
+        """Return the paths of layers, embedding, norm and head of which this rank holds no tensor."""
+        held = [name for name, first in self.entries.items() if self.stage in self._holders[first]]
+        return tuple(
+            slot.path
+            for slot in self._slots
+            if slot.stage != self.stage and not any(name.startswith(f"{slot.path}.") for name in held)
+        )
+
     def own_state(self) -> dict[str, torch.Tensor]:
         """Return what this rank holds of the whole state dict, by its first name there."""
         state = self.model.state_dict(keep_vars=True)
@@ -419,6 +428,11 @@ def layout_of(structure: ModelStructure, parallel: ParallelConfig) -> PipelineLa
     if layout is None:
         raise PipelineError(problems)
     return layout
+
+
+def stage_of_rank(rank: int, parallel: ParallelConfig) -> int:
+    """Return the stage of a rank: data parallelism is outermost, the ranks of a stage are neighbours."""
+    return rank // parallel.tensor_parallel_size % parallel.pipeline_stage
 
 
 def _parameter_names(model: nn.Module) -> list[str]:

@@ -36,7 +36,7 @@ def alike(found: Run, expected: Run) -> None:
     assert found.evaluations == expected.evaluations
 
 
-COMPARED = [name for name in TWO if name != "rejections" and not name.startswith("dropout")]
+COMPARED = [name for name in TWO if name != "rejections" and not name.startswith(("dropout", "opened"))]
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -55,6 +55,24 @@ def test_the_log_is_that_of_one_process(name: str, runs: Path) -> None:
 @pytest.mark.parametrize("name", ONE_AGAIN)
 def test_one_process_goes_on_from_two_stages(name: str, runs: Path) -> None:
     alike(result(runs, name), result(runs, "saving one"))
+
+
+OPENED = {
+    "opened llama": ("plain 1f1b", "plain 1f1b 2"),
+    "opened tied": ("tied 1f1b", "tied 1f1b 2"),
+    "opened lora": ("opened whole lora", "opened whole lora 1f1b 2"),
+}
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_a_model_opened_by_stage_trains_as_one_opened_whole(name: str, runs: Path) -> None:
+    expected, folder = OPENED[name]
+    for rank in range(2):
+        alike(result(runs, name, rank), result(runs, expected, rank))
+    (file,) = (runs / f"{name} 1f1b 2" / "last").glob("*.safetensors")
+    found, whole = load_file(file), load_file(runs / folder / "last" / file.name)
+    assert list(found) == list(whole)
+    assert all(torch.equal(found[key], whole[key]) for key in found)
 
 
 @pytest.mark.parametrize("name", ["saving", *(name for name in CASES if name not in ("lora", "tied"))])
@@ -159,6 +177,11 @@ def test_divided_stages_train_as_one_process(name: str, divided: Path) -> None:
     assert sum(of_rank.trained for of_rank in found[::2]) < 0.6 * expected.trained
 
 
+def test_a_stage_opened_by_several_ranks_is_divided_among_them(divided: Path) -> None:
+    for rank in range(4):
+        alike(result(divided, "opened divided", rank), result(divided, "divided plain", rank))
+
+
 def test_one_process_goes_on_from_divided_stages(divided: Path) -> None:
     close(result(divided, "resumed from four"), result(divided, "saving one"))
 
@@ -231,6 +254,7 @@ REJECTED = {
     "1f1b": "write interleaved_1f1b",
     "chunks": "parallel_config.pipeline_stage: expected at most 4, the layers of the model, found 8 chunks",
     "three stages": "expected 3 processes, one per stage, or a multiple",
+    "other weights": "model: expected the weights of stage ",
     "predict": "evaluation in a pipeline: expected one that returns losses only",
 }
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer
 
-from hf_actswap import ActSwapTrainerMixin
+from hf_actswap import ActSwapTrainerMixin, stage_from_pretrained
 from hf_actswap.integrations.pipeline_training import PipelineTraining
 from tests.integrations.parallel_runs import LENGTH, OrderedTrainer, Rows, make, told
 from tests.pipeline.staged_worker import tiny_model
@@ -90,9 +91,10 @@ def trainer_of(
     sections: Any = None,
     family: str = "llama",
     kind: Any = OrderedTrainer,
+    model: Any = None,
     **settings: Any,
 ) -> Any:
-    """A Trainer of a tiny model of four layers."""
+    """A Trainer of a tiny model of four layers, if none is given."""
     given = {
         "max_steps": STEPS,
         "gradient_accumulation_steps": 4,
@@ -102,7 +104,7 @@ def trainer_of(
         **settings,
     }
     asked = pipeline(stages, schedule, interleaves, **(sections or {}))
-    trainer = make(asked, folder, kind, tiny_model(family, 4), **given)
+    trainer = make(asked, folder, kind, tiny_model(family, 4) if model is None else model, **given)
     trainer.data_collator = padded
     return trainer
 
@@ -148,6 +150,9 @@ def rejections(folder: Path) -> dict[str, str]:
     }
     found = {name: told(partial(two, **settings)) for name, settings in asked.items()}
     found["three stages"] = told(lambda: trainer_of(place, 3))
+    other = pipeline(2, "interleaved_1f1b", 2)
+    elsewhere = stage_from_pretrained(AutoModelForCausalLM, saved(place, "llama"), other)
+    found["other weights"] = told(lambda: trainer_of(place, 2, model=elsewhere))
     predicting = trainer_of(place, 2)
     found["predict"] = told(lambda: predicting.predict(Rows(4)))
     embedded = {"inputs_embeds": torch.zeros(1, 4, 32), "labels": torch.ones(1, 4, dtype=torch.long)}
@@ -173,6 +178,29 @@ class _StockOwnLoss(Trainer):
 
 class _OwnLossBelow(ActSwapTrainerMixin, _StockOwnLoss):
     """As with TRL's trainers."""
+
+
+def saved(folder: Path, family: str) -> Path:
+    """Save a tiny model of four layers, once for all ranks."""
+    source = folder / f"weights of {family}"
+    tiny_model(family, 4).save_pretrained(source, is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    return source
+
+
+def opened(family: str, folder: Path, whole: bool = False, **parallel: Any) -> Run:
+    """Train a model of which this rank has read its own stage, or all with ``whole``."""
+    source = saved(folder, "llama" if family == "lora" else family)
+    config = {} if whole else pipeline(2, parallel_config=parallel)
+    how = {"attn_implementation": "eager"}  # as `tiny_model` has it
+    model: Any = stage_from_pretrained(AutoModelForCausalLM, source, config, **how)
+    assert any(parameter.is_meta for parameter in model.parameters()) != whole
+    if family == "lora":
+        torch.manual_seed(1)
+        targets = ["q_proj", "up_proj"]
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    name = f"opened {'whole ' if whole else ''}{family}"
+    return trained(2, name, "1f1b", folder, sections={"parallel_config": parallel}, model=model)
 
 
 SAVING = {
@@ -208,6 +236,10 @@ TWO: dict[str, Any] = {
         trained, 2, "dropout resumed", "1f1b", family="dropout", resume="dropout 1f1b 2/checkpoint-2"
     ),
     "rejections": rejections,
+    "opened llama": partial(opened, "llama"),
+    "opened tied": partial(opened, "tied"),
+    "opened lora": partial(opened, "lora"),
+    "opened whole lora": partial(opened, "lora", whole=True),
 }
 """Two stages."""
 
@@ -283,6 +315,7 @@ def rejected_divided(folder: Path) -> str:
 FOUR_DIVIDED: dict[str, Any] = {
     **{f"divided {name}": partial(divided, name, **settings) for name, settings in DIVIDED.items()},
     "divided rejected": rejected_divided,
+    "opened divided": partial(opened, "llama", tensor_parallel_size=2),
 }
 """Two stages of two ranks each."""
 FOUR_MORE: dict[str, Any] = {

@@ -26,11 +26,10 @@ from ..plan.compiled import is_compiled
 from ..planner import Planner
 from ..report import PinningBar, plan_table
 from ..report.saving import Saving
-from .fused_head import take_fused_head
 from .parallel_checkpoint import checkpoint_fact
 from .parallel_limits import rejection
 from .parallel_training import ParallelTraining
-from .pipeline_training import PipelineTraining, warn_of_recomputation
+from .pipeline_training import PipelineTraining
 from .run_record import RunRecord
 from .shared_config import console_logging, facts_of, worker_log
 from .trainer_setup import (
@@ -150,8 +149,8 @@ class ActSwapCallback(TrainerCallback):
         @short_traceback
         @functools.wraps(train)
         def train_and_remove(*args: Any, **kwargs: Any) -> Any:
-            if isinstance(self.parallel, ParallelTraining):
-                take_fused_head(self.parallel.patched)  # which TRL adds when the Trainer is constructed
+            if self.parallel is not None:
+                self.parallel.take_fused_head()  # which TRL adds when the Trainer is constructed
             with failing_together("checkpoint", trainer.args.ddp_timeout) as facts:
                 asked = kwargs.get("resume_from_checkpoint", next(iter(args), None))
                 facts["resume_from_checkpoint"] = checkpoint_fact(asked, trainer.args.output_dir)
@@ -209,11 +208,8 @@ class ActSwapCallback(TrainerCallback):
                 with nullcontext() if parallel is None else parallel.whole_model():
                     shape = model_structure(model)
                 plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, shape)
-            own = plan
-            if isinstance(parallel, PipelineTraining):
-                with self._spoken(state):
-                    warn_of_recomputation(plan, config.parallel_config)
-                own = parallel.plan_of_rank(plan)
+            with self._spoken(state):
+                own = plan if parallel is None else parallel.plan_of_rank(plan)
             if config.memory.mode != "off":
                 with self._spoken(state):
                     self.applied = plan_while_training(

@@ -18,7 +18,7 @@ loops.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -34,7 +34,9 @@ from ..parallel.gradients import TaggedGradients, reject_unsummed
 from ..parallel.mesh import ParallelMesh, build_mesh, check_processes
 from ..parallel.patch_model import Patched, patch_model
 from ..parallel.rank_agreement import check_agreement, digest, failing_together, parameters_fact
+from ..plan import MemoryPlan
 from ..report import BytesBar
+from .fused_head import take_fused_head
 from .optimizer_parameters import (
     full_optimizer_state,
     names_of_parameters,
@@ -141,6 +143,25 @@ class ParallelTraining(ModelInParts):
     def tensor_group(self) -> dist.ProcessGroup:
         """The ranks that hold each layer together: all that hold the model."""
         return self.patched.group
+
+    def take_fused_head(self) -> None:
+        """Replace TRL's fused head, if there is one; see `fused_head`."""
+        take_fused_head(self.patched)
+
+    def plan_of_rank(self, plan: MemoryPlan) -> MemoryPlan:
+        """Return what of a plan of the whole model is this rank's: all."""
+        return plan
+
+    def begin_step(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """The Trainer has read the micro-batches of an optimizer step."""
+
+    def training_step(self, trainer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of a micro-batch whose gradients have been added: the Trainer's own ``stock``."""
+        return stock(*args, **kwargs)
+
+    def prediction_step(self, trainer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return loss, logits and labels of a batch, without gradients: the Trainer's own ``stock``."""
+        return stock(*args, **kwargs)
 
     def sum_gradients(self) -> None:
         """Sum the tagged gradients over the ranks of the group, those that are not summed yet."""

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -36,7 +37,8 @@ def alike(found: Run, expected: Run) -> None:
     assert found.evaluations == expected.evaluations
 
 
-COMPARED = [name for name in TWO if name != "rejections" and not name.startswith(("dropout", "opened"))]
+APART = ("dropout", "opened", "predicted", "rejections")
+COMPARED = [name for name in TWO if not name.startswith(APART)]
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -50,6 +52,16 @@ def test_the_log_is_that_of_one_process(name: str, runs: Path) -> None:
             assert found.norms == pytest.approx(expected.norms, rel=1e-6)
         else:
             alike(found, expected)
+
+
+def test_predictions_are_those_of_one_process(runs: Path) -> None:
+    expected = result(runs, "predicted one")
+    assert [one[1] is None for one in expected] == [False, True]
+    for rank in range(2):
+        for one, other in zip(result(runs, "predicted two", rank), expected, strict=True):
+            assert np.array_equal(one[0], other[0])
+            assert np.array_equal(one[1], other[1])
+            assert one[2] == other[2]
 
 
 @pytest.mark.parametrize("name", ONE_AGAIN)
@@ -242,7 +254,6 @@ def test_more_divided_stages(name: str, divided_more: Path) -> None:
 
 REJECTED = {
     "Trainer": "Trainer: expected hf_actswap.ActSwapTrainer",
-    "compute_metrics": "compute_metrics: expected a setting that goes with a pipeline",
     "own loss": "_OwnLoss.compute_loss: expected the compute_loss of transformers.Trainer",
     "own loss below": "_StockOwnLoss.compute_loss: expected the compute_loss of transformers.Trainer",
     "torch_compile": "torch_compile: expected a setting that goes with a pipeline",
@@ -255,7 +266,6 @@ REJECTED = {
     "chunks": "parallel_config.pipeline_stage: expected at most 4, the layers of the model, found 8 chunks",
     "three stages": "expected 3 processes, one per stage, or a multiple",
     "other weights": "model: expected the weights of stage ",
-    "predict": "evaluation in a pipeline: expected one that returns losses only",
 }
 
 

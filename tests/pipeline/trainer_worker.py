@@ -29,6 +29,19 @@ MIXED = {
     },
     "recompute_config": {"recompute": [1]},
 }
+
+
+class MeasuringTrainer(OrderedTrainer):
+    """Evaluates logits and labels too: sums over all of them are in its log."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, compute_metrics=self.sums, **kwargs)
+
+    def sums(self, found: Any) -> dict[str, float]:
+        """Of logits, ``[samples, length, vocabulary]``, and labels."""
+        return {f"sum_{index}": float(values.sum()) for index, values in enumerate(found)}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "mixed": {"sections": MIXED},
@@ -41,6 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "tiled": {"sections": {"tile_config": {"loss": 2}}},
     "wide": {"per_device_eval_batch_size": 6},
+    "metrics": {"kind": MeasuringTrainer},
 }
 
 
@@ -126,10 +140,20 @@ def trained(
     trainer.save_model(str(place / "last"))
     history = trainer.state.log_history
     log = (place / f"worker_{trainer.args.process_index}.log").read_text(encoding="utf-8")
-    found = [[e[key] for e in history if key in e] for key in ("loss", "grad_norm", "eval_loss")]
+    evaluations = [e[key] for key in ("eval_loss", "eval_sum_0", "eval_sum_1") for e in history if key in e]
+    found = [[e[key] for e in history if key in e] for key in ("loss", "grad_norm")]
     count = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     assert (stages > 1) == isinstance(trainer.parallel, PipelineTraining)
-    return Run(found[0], found[1], found[2], log, count)
+    return Run(found[0], found[1], evaluations, log, count)
+
+
+def predictions(stages: int, folder: Path) -> Any:
+    """Predict with labels and without."""
+    trainer = trainer_of(folder / "predicted", stages)
+    found = [trainer.predict(Rows(5))]
+    trainer.data_collator = lambda rows: {**padded(rows), "labels": None}
+    found.append(trainer.predict(Rows(5)))
+    return [(one.predictions, one.label_ids, one.metrics.get("test_loss")) for one in found]
 
 
 def rejections(folder: Path) -> dict[str, str]:
@@ -137,7 +161,6 @@ def rejections(folder: Path) -> dict[str, str]:
     two, place = partial(trainer_of, folder / "rejected", 2), folder / "rejected"
     asked: dict[str, dict[str, Any]] = {
         "Trainer": {"kind": Trainer},
-        "compute_metrics": {"kind": _WithMetrics},
         "own loss": {"kind": _OwnLoss},
         "own loss below": {"kind": _OwnLossBelow},
         "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
@@ -154,16 +177,10 @@ def rejections(folder: Path) -> dict[str, str]:
     elsewhere = stage_from_pretrained(AutoModelForCausalLM, saved(place, "llama"), other)
     found["other weights"] = told(lambda: trainer_of(place, 2, model=elsewhere))
     predicting = trainer_of(place, 2)
-    found["predict"] = told(lambda: predicting.predict(Rows(4)))
     embedded = {"inputs_embeds": torch.zeros(1, 4, 32), "labels": torch.ones(1, 4, dtype=torch.long)}
     predicting.parallel.begin_step([embedded])
     found["embeds"] = told(lambda: predicting.training_step(predicting.model, embedded, 3))
     return found
-
-
-class _WithMetrics(OrderedTrainer):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, compute_metrics=len, **kwargs)
 
 
 class _OwnLoss(OrderedTrainer):
@@ -217,6 +234,7 @@ ONE: dict[str, Any] = {
     **{f"{name} one": partial(trained, 1, name, "one") for name in CASES if name != "table"},
     "table one": partial(trained, 1, "table", "one", sections={"recompute_config": {"recompute": [3]}}),
     "saving one": partial(trained, 1, "saving", "one", **SAVING),
+    "predicted one": partial(predictions, 1),
 }
 """One process."""
 
@@ -236,6 +254,7 @@ TWO: dict[str, Any] = {
         trained, 2, "dropout resumed", "1f1b", family="dropout", resume="dropout 1f1b 2/checkpoint-2"
     ),
     "rejections": rejections,
+    "predicted two": partial(predictions, 2),
     "opened llama": partial(opened, "llama"),
     "opened tied": partial(opened, "tied"),
     "opened lora": partial(opened, "lora"),
@@ -286,6 +305,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "saving": {"sections": MIXED, **SAVING},
     "small norm": {"schedule": "interleaved_1f1b", "interleaves": 2, "sections": TABLE},
     "tied": {"schedule": "gpipe"},
+    "metrics": {},
     "resumed": {"resume": "divided saving 1f1b 2/checkpoint-2", "sequence": False},
     "resumed from one": {"resume": "saving one 1/checkpoint-2"},
 }

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -220,6 +221,12 @@ class StagedModel:
         self.entries: dict[str, str] = {}
         self._holders: dict[str, set[int]] = {}
         self._find_holders()
+
+    def as_stage(self, stage: int) -> StagedModel:
+        """Return the same model, before `cut`, of which a rank holds another stage; its form stays known."""
+        other = copy(self)
+        other.stage, other._arrangements = stage, {}
+        return other
 
     @property
     def own_chunks(self) -> tuple[Chunk, ...]:

@@ -232,8 +232,8 @@ class ActSwapCallback(TrainerCallback):
         self._logged = self.applied.plan
         with worker_log(_worker_path(args)) as worker:
             _log_plan(worker, own, config.notes)
+        self._record = self._begin_record(args, state, model, kwargs.get("optimizer"))
         if state.is_world_process_zero:
-            self._record = _begin_record(args, model, self.applied, requested, kwargs.get("optimizer"))
             with console_logging(logger):
                 _log_plan(
                     logger, plan, config.notes, logging.INFO if config.log == "reference" else logging.DEBUG
@@ -242,6 +242,24 @@ class ActSwapCallback(TrainerCallback):
                     logger.info("%s", "\n" + plan_table(plan))
                 else:
                     logger.warning(_DOES_NOTHING, self._why_nothing())
+
+    def _begin_record(
+        self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Any
+    ) -> RunRecord | None:
+        """Begin a record on rank 0, in a pipeline on one rank of each stage."""
+        parallel, config = self.parallel, self._requested
+        stage = parallel.recorded_stage if parallel else 0 if state.is_world_process_zero else None
+        if stage is None or self.applied is None:
+            return None
+        return RunRecord(
+            args.output_dir or ".",
+            model,
+            self.applied,
+            optimizer=optimizer,
+            config=config if isinstance(config, ActSwapConfig) else None,
+            stage=stage,
+            stages=parallel.recorded_stages(args.gradient_accumulation_steps) if parallel else None,
+        )
 
     def _why_nothing(self) -> str:
         if self._source is None:
@@ -317,7 +335,8 @@ class ActSwapCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Remove; say what was saved, unless `train` still has something to say."""
-        self._saving = None if self._record is None else self._record.saving()
+        if self._record is not None and state.is_world_process_zero:
+            self._saving = self._record.saving()
         self.remove()
         if not self._bound:
             self._say_saving()
@@ -394,13 +413,6 @@ _DOES_NOTHING = (
 def _does_anything(plan: MemoryPlan) -> bool:
     other = plan.gather_weights_again or plan.keeps_gathered or plan.tiles or plan.streamed
     return bool(other) or any(row.fate != "keep" or row.parameters for row in plan.rows)
-
-
-def _begin_record(
-    args: TrainingArguments, model: nn.Module, applied: AppliedPlan | Planner, requested: Any, optimizer: Any
-) -> RunRecord:
-    config = requested if isinstance(requested, ActSwapConfig) else None
-    return RunRecord(args.output_dir or ".", model, applied, optimizer=optimizer, config=config)
 
 
 def _worker_path(args: TrainingArguments) -> str:

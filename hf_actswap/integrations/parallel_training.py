@@ -36,6 +36,7 @@ from ..parallel.patch_model import Patched, patch_model
 from ..parallel.rank_agreement import check_agreement, digest, failing_together, parameters_fact
 from ..plan import MemoryPlan
 from ..report import BytesBar
+from ..report.run_files import RecordedStages
 from .fused_head import take_fused_head
 from .optimizer_parameters import (
     full_optimizer_state,
@@ -151,6 +152,14 @@ class ParallelTraining(ModelInParts):
     def plan_of_rank(self, plan: MemoryPlan) -> MemoryPlan:
         """Return what of a plan of the whole model is this rank's: all."""
         return plan
+
+    @property
+    def recorded_stage(self) -> int | None:
+        """The stage of a pipeline whose run this rank records: rank 0 the only one; ``None``: none."""
+        return 0 if dist.get_rank() == 0 else None
+
+    def recorded_stages(self, micro_batches: int) -> RecordedStages | None:
+        """Return what the record says of the stages: there are none."""
 
     def begin_step(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """The Trainer has read the micro-batches of an optimizer step."""

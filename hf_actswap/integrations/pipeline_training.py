@@ -51,9 +51,10 @@ from ..pipeline import (
     prove_cut,
     whole_state,
 )
-from ..pipeline.runtime import Call, bubble_share, problem_of_schedule
+from ..pipeline.runtime import Call, bubble_share, passes_in_flight, problem_of_schedule
 from ..pipeline.stages import layout_of, stage_of_rank
 from ..plan import MemoryPlan, model_structure
+from ..report.run_files import RecordedStages
 from .optimizer_parameters import names_of_parameters, own_entry, whole_entry
 from .parallel_limits import USE_OUR_TRAINER, problems_of_trainer
 from .parallel_training import ModelInParts
@@ -110,6 +111,25 @@ class PipelineTraining(ModelInParts):
         """Prepare a model for training: autocast, on the module that stages call too."""
         prepared: nn.Module = self._accelerator.prepare_model(model, evaluation_mode=True)
         return prepared
+
+    @property
+    def recorded_stage(self) -> int | None:
+        """The stage whose run this rank records: its own, if it is the first rank that holds it."""
+        first = self._tensor_group is None or self._tensor_group.rank() == 0
+        return self.staged.stage if first and self.mesh.data_parallel_rank == 0 else None
+
+    def recorded_stages(self, micro_batches: int) -> RecordedStages | None:
+        """Return what the record says of the stages, in steps of so many micro-batches."""
+        layout, name = self.staged.layout, self._schedule
+        stages, vpp = range(layout.pp), layout.vpp
+        passes = [passes_in_flight(name, micro_batches, layout.pp, vpp, stage) for stage in stages]
+        return {
+            "schedule": name,
+            "micro_batches": micro_batches,
+            "bubble_share": bubble_share(micro_batches, layout.pp, vpp),
+            "layers": tuple(tuple(layout.layers_of(stage)) for stage in stages),
+            "in_flight": tuple(count / vpp for count in passes),
+        }
 
     def take_fused_head(self) -> None:
         """There is none: a trainer's own ``compute_loss`` (TRL's) is rejected."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hf_actswap.report.write_report import write_report
 from tests.pipeline.trainer_worker import CASES, DIVIDED, DIVIDED_MORE, ONE_AGAIN, TWO, Run, lose_a_stage
 from tests.processes import launch, launch_trainers, result
 
@@ -122,6 +124,26 @@ def test_each_rank_trains_and_logs_its_own_layers(runs: Path) -> None:
     assert full[0] == ["-INFO - Set full recompute at layer 0"]
     assert full[1] == [f"-INFO - Set full recompute at layer {layer}" for layer in (2, 3)]
     assert all("-INFO - Formative layer_recompute: [[1, 2]]" in of_rank for of_rank in lines)
+
+
+def test_the_report_shows_the_stages_side_by_side(runs: Path, tmp_path: Path) -> None:
+    written = write_report(runs / "reported 1f1b 2", tmp_path / "report.html")
+    found = written.facts.stages
+    assert [stage.layers for stage in found] == [(0, 1), (2, 3)]
+    assert [stage.in_flight for stage in found] == [2, 1]
+    assert all(stage.offloaded_bytes and stage.peak_bytes and stage.step_ms for stage in found)
+    whole = sum(t.nbytes for t in load_file(runs / "reported one 1/last/model.safetensors").values())
+    weights = [stage.weight_bytes or 0 for stage in found]
+    assert sum(weights) == whole
+    assert all((stage.peak_bytes or 0) > weight for stage, weight in zip(found, weights, strict=True))
+    page = written.page.read_text(encoding="utf-8")
+    assert "1f1b, 4 micro-batches a step: by the formula equal stages wait 20.0%" in page
+    assert "<td>0</td><td>0-1</td>" in page
+    assert "<td>1</td><td>2-3</td>" in page
+    shutil.copytree(runs / "reported 1f1b 2" / "actswap", tmp_path / "actswap")
+    shutil.rmtree(tmp_path / "actswap" / "stage_1")
+    assert write_report(tmp_path).facts.stages[1].peak_bytes is None
+    assert write_report(runs / "reported one 1", tmp_path / "one.html").facts.stages == ()
 
 
 def test_dropout_goes_on_as_if_never_interrupted(runs: Path) -> None:

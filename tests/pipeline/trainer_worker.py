@@ -55,6 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tiled": {"sections": {"tile_config": {"loss": 2}}},
     "wide": {"per_device_eval_batch_size": 6},
     "metrics": {"kind": MeasuringTrainer},
+    "reported": {"sections": MIXED, "max_steps": 6, "logging_steps": 1},
 }
 
 

@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     from .config import ActSwapConfig, load_config
     from .engine import AppliedPlan
     from .errors import ConfigError, PlanError
-    from .integrations import ActSwapCallback, ActSwapTrainerMixin, ActSwapTrainingArguments, prepare
+    from .integrations import (
+        ActSwapCallback,
+        ActSwapTrainerMixin,
+        ActSwapTrainingArguments,
+        prepare,
+        stage_from_pretrained,
+    )
     from .integrations.trainer import ActSwapTrainer
     from .plan import MemoryPlan, load_plan, model_structure, resolve_plan
     from .plan.user_functions import adapt_mem_func_wrapper
@@ -52,6 +58,7 @@ __all__ = [
     "op_hook",
     "prepare",
     "resolve_plan",
+    "stage_from_pretrained",
 ]
 
 _MODULES = {
@@ -72,6 +79,7 @@ _MODULES = {
     "model_structure": "plan",
     "prepare": "integrations",
     "resolve_plan": "plan",
+    "stage_from_pretrained": "integrations",
 }
 """Where each public name is defined."""
 

@@ -39,7 +39,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_actswap import ActSwapTrainer
+from hf_actswap import ActSwapTrainer, stage_from_pretrained
 from hf_actswap.errors import ActSwapError
 from hf_actswap.integrations.parallel_checkpoint import checkpoint_fact
 from hf_actswap.parallel.collectives import LostRankError
@@ -111,21 +111,25 @@ def llama_config(model: ModelArguments, tokenizer: PreTrainedTokenizerBase, bloc
 
 
 def build_model(
-    model: ModelArguments, tokenizer: PreTrainedTokenizerBase, block_size: int
+    model: ModelArguments, tokenizer: PreTrainedTokenizerBase, block_size: int, actswap: Any = None
 ) -> PreTrainedModel:
     """Load weights, or initialise them at random from a named configuration or from the size options.
 
+    In a pipeline each process reads the weights of its own stage, unless the vocabulary must grow.
+
     Raises:
         RecipeError: the model cannot be loaded, or its sizes do not fit together.
+        ActSwapError: it cannot be divided into stages.
     """
     how: dict[str, Any] = {} if model.dtype is None else {"dtype": model.dtype}
     if model.attn_implementation is not None:
         how["attn_implementation"] = model.attn_implementation
     try:
         if model.model_name_or_path:
-            built = AutoModelForCausalLM.from_pretrained(
-                model.model_name_or_path, revision=model.model_revision, **how
-            )
+            source, how["revision"] = model.model_name_or_path, model.model_revision
+            text = AutoConfig.from_pretrained(source, revision=model.model_revision).get_text_config()
+            by_stage = {} if actswap is None or len(tokenizer) > text.vocab_size else actswap
+            built = stage_from_pretrained(AutoModelForCausalLM, source, by_stage, **how)
         else:
             if model.config_name:
                 config = AutoConfig.from_pretrained(model.config_name, revision=model.model_revision)
@@ -217,7 +221,7 @@ def run(argv: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> None:
         tokenizer, train_blocks, eval_blocks, metrics = prepare_data(
             model_args, data_args, args, resumed=checkpoint is not None
         )
-        model = build_model(model_args, tokenizer, data_args.block_size)
+        model = build_model(model_args, tokenizer, data_args.block_size, args.actswap)
     logger.info("%s with %.2f M parameters", type(model).__name__, model.num_parameters() / 1e6)
     trainer_class = Trainer if args.actswap is None else ActSwapTrainer
     trainer = trainer_class(

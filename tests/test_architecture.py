@@ -23,7 +23,7 @@ PUBLIC_NAMES = {
     *("ActSwapConfig", "MemoryPlan", "AppliedPlan"),
     *("ConfigError", "PlanError"),
     *("ActSwapTrainingArguments", "ActSwapCallback"),
-    *("ActSwapTrainer", "ActSwapTrainerMixin", "prepare"),
+    *("ActSwapTrainer", "ActSwapTrainerMixin", "prepare", "stage_from_pretrained"),
     *("adapt_mem_func_wrapper", "op_hook"),
 }
 

@@ -12,6 +12,7 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
+from ..plan.actions import folded
 from ..report.drawing import ms_text, size_text
 from ..report.run_facts import Compared
 from ..report.write_report import WrittenReport, write_report
@@ -43,6 +44,9 @@ class Reported:
             table.add_row("peak memory", size_text(facts.peak_bytes))
         if facts.saving is not None:
             table.add_row("saved", size_text(facts.saving.saved_bytes))
+        for number, stage in enumerate(facts.stages):
+            peak = "not measured" if stage.peak_bytes is None else size_text(stage.peak_bytes)
+            table.add_row(f"stage {number}", f"layers {folded(stage.layers)}, peak memory {peak}")
         table.add_row("swapped a step", size_text(facts.offloaded_bytes))
         table.add_row("waits a step", ms_text(facts.stall_ms))
         yield table

@@ -226,10 +226,12 @@ def answer_stages(
     layout = layout_of(found.shape, parallel)
     plan = resolve_plan(config, found.shape)
     stages: list[Stage] = []
+    first = StagedModel(found.model, found.shape, layout, 0, parallel.sequence_ranks)
+    with busy(f"the layers of {found.described()}"):
+        _learn(first, shape)
     for number in range(layout.pp):
-        staged = StagedModel(found.model, found.shape, layout, number, parallel.sequence_ranks)
+        staged = first.as_stage(number)
         with busy(f"stage {number} of {found.described()}"):
-            _learn(staged, shape)
             own = staged.plan_of_stage(plan)
             with staged.held():
                 profile = profile_of(found, shape, own.tiles, staged.is_last, gradients_exist=True)

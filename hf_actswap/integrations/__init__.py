@@ -12,7 +12,15 @@ from __future__ import annotations
 
 from .callback import ActSwapCallback
 from .prepare import Prepared, prepare
+from .stage_loading import stage_from_pretrained
 from .trainer_mixin import ActSwapTrainerMixin
 from .training_args import ActSwapTrainingArguments
 
-__all__ = ["ActSwapCallback", "ActSwapTrainerMixin", "ActSwapTrainingArguments", "Prepared", "prepare"]
+__all__ = [
+    "ActSwapCallback",
+    "ActSwapTrainerMixin",
+    "ActSwapTrainingArguments",
+    "Prepared",
+    "prepare",
+    "stage_from_pretrained",
+]

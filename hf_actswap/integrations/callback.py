@@ -26,11 +26,10 @@ from ..plan.compiled import is_compiled
 from ..planner import Planner
 from ..report import PinningBar, plan_table
 from ..report.saving import Saving
-from .fused_head import take_fused_head
 from .parallel_checkpoint import checkpoint_fact
 from .parallel_limits import rejection
 from .parallel_training import ParallelTraining
-from .pipeline_training import PipelineTraining, warn_of_recomputation
+from .pipeline_training import PipelineTraining
 from .run_record import RunRecord
 from .shared_config import console_logging, facts_of, worker_log
 from .trainer_setup import (
@@ -150,8 +149,8 @@ class ActSwapCallback(TrainerCallback):
         @short_traceback
         @functools.wraps(train)
         def train_and_remove(*args: Any, **kwargs: Any) -> Any:
-            if isinstance(self.parallel, ParallelTraining):
-                take_fused_head(self.parallel.patched)  # which TRL adds when the Trainer is constructed
+            if self.parallel is not None:
+                self.parallel.take_fused_head()  # which TRL adds when the Trainer is constructed
             with failing_together("checkpoint", trainer.args.ddp_timeout) as facts:
                 asked = kwargs.get("resume_from_checkpoint", next(iter(args), None))
                 facts["resume_from_checkpoint"] = checkpoint_fact(asked, trainer.args.output_dir)
@@ -209,12 +208,9 @@ class ActSwapCallback(TrainerCallback):
                 with nullcontext() if parallel is None else parallel.whole_model():
                     shape = model_structure(model)
                 plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, shape)
-            own, passes = plan, None
-            if isinstance(parallel, PipelineTraining):
-                passes = parallel.staged.passes
-                with self._spoken(state):
-                    warn_of_recomputation(plan, config.parallel_config)
-                own = parallel.plan_of_rank(plan)
+            passes = None if parallel is None else parallel.passes
+            with self._spoken(state):
+                own = plan if parallel is None else parallel.plan_of_rank(plan)
             if config.memory.mode != "off":
                 with self._spoken(state):
                     self.applied = plan_while_training(
@@ -237,8 +233,8 @@ class ActSwapCallback(TrainerCallback):
         self._logged = self.applied.plan
         with worker_log(_worker_path(args)) as worker:
             _log_plan(worker, own, config.notes)
+        self._record = self._begin_record(args, state, model, kwargs.get("optimizer"))
         if state.is_world_process_zero:
-            self._record = _begin_record(args, model, self.applied, requested, kwargs.get("optimizer"))
             with console_logging(logger):
                 _log_plan(
                     logger, plan, config.notes, logging.INFO if config.log == "reference" else logging.DEBUG
@@ -247,6 +243,24 @@ class ActSwapCallback(TrainerCallback):
                     logger.info("%s", "\n" + plan_table(plan))
                 else:
                     logger.warning(_DOES_NOTHING, self._why_nothing())
+
+    def _begin_record(
+        self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Any
+    ) -> RunRecord | None:
+        """Begin a record on rank 0, in a pipeline on one rank of each stage."""
+        parallel, config = self.parallel, self._requested
+        stage = parallel.recorded_stage if parallel else 0 if state.is_world_process_zero else None
+        if stage is None or self.applied is None:
+            return None
+        return RunRecord(
+            args.output_dir or ".",
+            model,
+            self.applied,
+            optimizer=optimizer,
+            config=config if isinstance(config, ActSwapConfig) else None,
+            stage=stage,
+            stages=parallel.recorded_stages(args.gradient_accumulation_steps) if parallel else None,
+        )
 
     def _why_nothing(self) -> str:
         if self._source is None:
@@ -322,7 +336,8 @@ class ActSwapCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Remove; say what was saved, unless `train` still has something to say."""
-        self._saving = None if self._record is None else self._record.saving()
+        if self._record is not None and state.is_world_process_zero:
+            self._saving = self._record.saving()
         self.remove()
         if not self._bound:
             self._say_saving()
@@ -399,13 +414,6 @@ _DOES_NOTHING = (
 def _does_anything(plan: MemoryPlan) -> bool:
     other = plan.gather_weights_again or plan.keeps_gathered or plan.tiles or plan.streamed
     return bool(other) or any(row.fate != "keep" or row.parameters for row in plan.rows)
-
-
-def _begin_record(
-    args: TrainingArguments, model: nn.Module, applied: AppliedPlan | Planner, requested: Any, optimizer: Any
-) -> RunRecord:
-    config = requested if isinstance(requested, ActSwapConfig) else None
-    return RunRecord(args.output_dir or ".", model, applied, optimizer=optimizer, config=config)
 
 
 def _worker_path(args: TrainingArguments) -> str:

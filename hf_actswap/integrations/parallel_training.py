@@ -18,7 +18,7 @@ loops.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -28,13 +28,17 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..config import ActSwapConfig
+from ..engine.passes import PassOrder
 from ..parallel.data_sharding import sharded_parameters
 from ..parallel.gradient_norm import clip_grad_norm
 from ..parallel.gradients import TaggedGradients, reject_unsummed
 from ..parallel.mesh import ParallelMesh, build_mesh, check_processes
 from ..parallel.patch_model import Patched, patch_model
 from ..parallel.rank_agreement import check_agreement, digest, failing_together, parameters_fact
+from ..plan import MemoryPlan
 from ..report import BytesBar
+from ..report.run_files import RecordedStages
+from .fused_head import take_fused_head
 from .optimizer_parameters import (
     full_optimizer_state,
     names_of_parameters,
@@ -58,7 +62,10 @@ class ModelInParts(ABC):
     Attributes:
         mesh: of all processes.
         shows_bars: whether rank 0 shows bars (the Trainer's ``disable_tqdm``).
+        passes: of a pipeline's stage, which windows of swapped tensors cross; ``None``: there is no pipeline.
     """
+
+    passes: PassOrder | None = None
 
     def __init__(self, accelerator: Any, mesh: ParallelMesh, model: nn.Module, timeout_s: float) -> None:
         self.mesh, self._accelerator = mesh, accelerator
@@ -141,6 +148,33 @@ class ParallelTraining(ModelInParts):
     def tensor_group(self) -> dist.ProcessGroup:
         """The ranks that hold each layer together: all that hold the model."""
         return self.patched.group
+
+    def take_fused_head(self) -> None:
+        """Replace TRL's fused head, if there is one; see `fused_head`."""
+        take_fused_head(self.patched)
+
+    def plan_of_rank(self, plan: MemoryPlan) -> MemoryPlan:
+        """Return what of a plan of the whole model is this rank's: all."""
+        return plan
+
+    @property
+    def recorded_stage(self) -> int | None:
+        """The stage of a pipeline whose run this rank records: rank 0 the only one; ``None``: none."""
+        return 0 if dist.get_rank() == 0 else None
+
+    def recorded_stages(self, micro_batches: int) -> RecordedStages | None:
+        """Return what the record says of the stages: there are none."""
+
+    def begin_step(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """The Trainer has read the micro-batches of an optimizer step."""
+
+    def training_step(self, trainer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the loss of a micro-batch whose gradients have been added: the Trainer's own ``stock``."""
+        return stock(*args, **kwargs)
+
+    def prediction_step(self, trainer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return loss, logits and labels of a batch, without gradients: the Trainer's own ``stock``."""
+        return stock(*args, **kwargs)
 
     def sum_gradients(self) -> None:
         """Sum the tagged gradients over the ranks of the group, those that are not summed yet."""

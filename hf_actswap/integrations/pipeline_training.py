@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..config import ActSwapConfig
-from ..config.schema import ParallelConfig
+from ..config.schema import ParallelConfig, PipelineSchedule
 from ..errors import Problem
 from ..parallel.gradients import TaggedGradients
 from ..parallel.mesh import (
@@ -51,9 +51,10 @@ from ..pipeline import (
     prove_cut,
     whole_state,
 )
-from ..pipeline.runtime import Call, bubble_share, problem_of_schedule
-from ..pipeline.stages import layout_of
+from ..pipeline.runtime import Call, bubble_share, passes_in_flight, problem_of_schedule
+from ..pipeline.stages import layout_of, stage_of_rank
 from ..plan import MemoryPlan, model_structure
+from ..report.run_files import RecordedStages
 from .optimizer_parameters import names_of_parameters, own_entry, whole_entry
 from .parallel_limits import USE_OUR_TRAINER, problems_of_trainer
 from .parallel_training import ModelInParts
@@ -94,6 +95,7 @@ class PipelineTraining(ModelInParts):
         assert parallel.schedule is not None
         device = accelerator.device
         self.staged, self._group, self._tensor_group = staged, pipeline_group, tensor_group
+        self._schedule, self.passes = parallel.schedule, staged.passes
         self._runtime = PipelineRuntime(staged, pipeline_group, parallel.schedule, device)
         self._gradients = StageGradients(staged, pipeline_group, device, tensor_group)
         self._tagged = None if tensor_group is None else TaggedGradients(staged.model, tensor_group)
@@ -110,12 +112,34 @@ class PipelineTraining(ModelInParts):
         prepared: nn.Module = self._accelerator.prepare_model(model, evaluation_mode=True)
         return prepared
 
+    @property
+    def recorded_stage(self) -> int | None:
+        """The stage whose run this rank records: its own, if it is the first rank that holds it."""
+        first = self._tensor_group is None or self._tensor_group.rank() == 0
+        return self.staged.stage if first and self.mesh.data_parallel_rank == 0 else None
+
+    def recorded_stages(self, micro_batches: int) -> RecordedStages | None:
+        """Return what the record says of the stages, in steps of so many micro-batches."""
+        layout, name = self.staged.layout, self._schedule
+        stages, vpp = range(layout.pp), layout.vpp
+        passes = [passes_in_flight(name, micro_batches, layout.pp, vpp, stage) for stage in stages]
+        return {
+            "schedule": name,
+            "micro_batches": micro_batches,
+            "bubble_share": bubble_share(micro_batches, layout.pp, vpp),
+            "layers": tuple(tuple(layout.layers_of(stage)) for stage in stages),
+            "in_flight": tuple(count / vpp for count in passes),
+        }
+
+    def take_fused_head(self) -> None:
+        """There is none: a trainer's own ``compute_loss`` (TRL's) is rejected."""
+
     def begin_step(self, batches: Sequence[Mapping[str, Any]]) -> None:
         """The Trainer has read the micro-batches of an optimizer step."""
         self._batches = batches
 
     def training_step(
-        self, trainer: Any, model: nn.Module, _inputs: Any, num_items_in_batch: Any = None
+        self, trainer: Any, _stock: Any, model: nn.Module, _inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """In the place of the Trainer's: return the loss of the next micro-batch.
 
@@ -142,16 +166,30 @@ class PipelineTraining(ModelInParts):
             self._losses = iter(losses)
         return next(self._losses)
 
-    def loss_of_evaluation(self, trainer: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-        """Return the loss of a batch, without gradients; the same on every rank."""
-        batch = trainer._prepare_inputs(inputs)
-        items = trainer._get_num_items_in_batch([batch], trainer.args.device)
-        return self._runtime.evaluate(batch, self._call(trainer, items, 1, trains=False))
+    def prediction_step(
+        self, trainer: Any, stock: Callable[..., Any], _model: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """In the place of the Trainer's, which runs on the last stage; every rank has what it returns there.
 
-    def _call(self, trainer: Any, items: Any, count: int, trains: bool = True) -> Call:
+        Returns:
+            Loss, logits and labels as the Trainer has them.
+        """
+        batch, model, items = trainer._prepare_inputs(inputs), trainer.model, None
+        if all(batch.get(name) is not None for name in trainer.label_names):
+            items = trainer._get_num_items_in_batch([batch], trainer.args.device)  # asks all data ranks
+
+        def call(batch: Mapping[str, Any], is_last: bool) -> Any:
+            if is_last:
+                return stock(model, dict(batch), *args, **kwargs)
+            with trainer.compute_loss_context_manager():
+                return model(**_without_labels(trainer, batch))
+
+        with answering(trainer, "_get_num_items_in_batch", lambda *_: items):
+            return self._runtime.evaluate(batch, call)
+
+    def _call(self, trainer: Any, items: Any, count: int) -> Call:
         """What a stage does with a micro-batch; the last one returns the Trainer's own loss, scaled alike."""
-        model = trainer.model_wrapped if trains else trainer.model
-        labels = {*trainer.label_names, "shift_labels"}
+        model = trainer.model_wrapped
         is_sum = getattr(trainer, "loss_is_scaled_for_ga", None)  # what a trainer says of its own loss
         if is_sum is None:
             of_model = trainer.model_accepts_loss_kwargs and items is not None
@@ -160,9 +198,9 @@ class PipelineTraining(ModelInParts):
         def call(batch: Mapping[str, Any], is_last: bool) -> Any:
             with trainer.compute_loss_context_manager():
                 if not is_last:
-                    return model(**{name: value for name, value in batch.items() if name not in labels})
+                    return model(**_without_labels(trainer, batch))
                 loss = trainer.compute_loss(model, dict(batch), num_items_in_batch=items)
-            return loss / count if trains and not is_sum else loss
+            return loss if is_sum else loss / count
 
         return call
 
@@ -200,7 +238,8 @@ class PipelineTraining(ModelInParts):
             yield
 
     def plan_of_rank(self, plan: MemoryPlan) -> MemoryPlan:
-        """Return what of a plan of the whole model is this rank's."""
+        """Return what of a plan of the whole model is this rank's; warn of what the schedule makes dear."""
+        _warn_of_recomputation(plan, self._schedule)
         return replace(self.staged.plan_of_stage(plan), unsupported=())
 
     def whole_weights(self, keeps: bool) -> dict[str, torch.Tensor]:
@@ -311,8 +350,11 @@ def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
         raise PipelineError(problems)
     structure = model_structure(trainer.model)
     layout = layout_of(structure, parallel)
-    stage = trainer.args.process_index // size % stages
+    stage = stage_of_rank(trainer.args.process_index, parallel)
     staged = StagedModel(trainer.model, structure, layout, stage, parallel.sequence_ranks)
+    if absent := [name for name, tensor in staged.own_state().items() if tensor.is_meta]:
+        hint = "Open it by hf_actswap.stage_from_pretrained with the configuration of this training."
+        raise PipelineError([Problem("model", f"the weights of stage {stage}", f"no {absent[0]}", hint)])
     prove_cut(staged, trainer.accelerator.autocast)
     for stage in range(stages):
         if not any(
@@ -361,11 +403,14 @@ def pipeline_of(trainer: Any, staged: StagedModel, parallel: ParallelConfig) -> 
     )
 
 
-def warn_of_recomputation(plan: MemoryPlan, parallel: ParallelConfig) -> None:
+def _without_labels(trainer: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
+    labels = {*trainer.label_names, "shift_labels"}
+    return {name: value for name, value in batch.items() if name not in labels}
+
+
+def _warn_of_recomputation(plan: MemoryPlan, schedule: PipelineSchedule) -> None:
     """Say what layers recomputed whole cost under the zero-bubble schedule."""
-    if parallel.schedule == "zero_bubble" and any(
-        row.fate == "recompute" and not row.op_path for row in plan.rows
-    ):
+    if schedule == "zero_bubble" and any(row.fate == "recompute" and not row.op_path for row in plan.rows):
         logger.warning(
             "zero_bubble makes the gradients of inputs and of weights apart: on all stages but the first a "
             "layer that is recomputed whole runs again for its inputs and for each of its groups of weights. "
@@ -411,16 +456,12 @@ def _problems_of_settings(trainer: Any, config: ActSwapConfig) -> Iterator[Probl
         ("average_tokens_across_devices", "false", not args.average_tokens_across_devices),
         ("neftune_noise_alpha", "a number", args.neftune_noise_alpha is not None),
         ("save_on_each_node", "true", args.save_on_each_node),
-        ("compute_metrics", "a function", trainer.compute_metrics is not None),
         ("optimizers", "an optimizer of the whole model", trainer.optimizer is not None),
         ("dispatch_batches", "true", bool(trainer.accelerator.dispatch_batches)),
     )
     for name, found, is_asked in asked:
         if is_asked:
-            hint = (
-                "Only losses come back from the last stage." if name == "compute_metrics" else "Leave it out."
-            )
-            yield Problem(name, expected, found, hint)
+            yield Problem(name, expected, found, "Leave it out.")
     for name in _OWN_STEPS:
         for owner in type(trainer).__mro__:
             if name not in vars(owner) or owner.__module__.startswith((_TRAINER, f"{__package__}.")):

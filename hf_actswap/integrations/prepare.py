@@ -15,6 +15,7 @@ from ..engine import AppliedPlan
 from ..errors import Problem, short_traceback
 from ..parallel import tensor_parallel_group
 from ..parallel.rank_agreement import failing_together
+from ..pipeline import PipelineError
 from ..plan import ConfigOrPlan, load_config_or_plan
 from ..planner import Planner
 from .optimizer_parameters import full_optimizer_state, own_optimizer_state
@@ -114,12 +115,15 @@ def prepare(
         RankAgreementError: another rank failed, was given another configuration, or does not answer.
         MeshError, PatchError, ValueError: see `begin_parallel_training`.
         ParallelTrainingError: the accelerator is set up for what does not go with a model in parts.
+        PipelineError: the configuration runs a pipeline, which `ActSwapTrainer` alone does.
     """
     with failing_together("hf_actswap.prepare") as facts:
         requested = load_config_or_plan(config)
         loaded = requested if isinstance(requested, ActSwapConfig) else ActSwapConfig()
         reject_lonely_processes(accelerator.num_processes)
         facts.update(facts_of(requested), shard_over_data=str(shard_over_data))
+        if loaded.parallel_config.runs_pipeline:
+            raise PipelineError([_PIPELINE])
         if loaded.parallel_config.tensor_parallel_size > 1:
             _reject(accelerator)
         elif shard_over_data:
@@ -148,6 +152,14 @@ def prepare(
     prepared_optimizer = None if optimizer is None else accelerator.prepare_optimizer(optimizer)
     return Prepared(parallel.wrap(model), prepared_optimizer, applied, parallel, model, accelerator)
 
+
+_PIPELINE = Problem(
+    "parallel_config.schedule",
+    "a training under hf_actswap.ActSwapTrainer",
+    "hf_actswap.prepare",
+    "A loop calls the model once per micro-batch, and a schedule runs all micro-batches of a step in its own "
+    "order.",
+)
 
 _SHARDED_ALONE = Problem(
     "shard_over_data",

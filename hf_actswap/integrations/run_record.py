@@ -30,7 +30,7 @@ from ..plan import MemoryPlan
 from ..plan.model_structure import unwrapped
 from ..planner import CountingMeter, Planner
 from ..planner.meter import baseline_tensors, device_name
-from ..report.run_files import PLANNER, RUN, SAVING, RunFiles
+from ..report.run_files import PLANNER, RUN, SAVING, RecordedStages, RunFiles
 from ..report.saving import COUNTED, Saving
 from ..version import __version__
 
@@ -60,6 +60,8 @@ class RunRecord:
         applied: what is on it.
         optimizer: of the model, whose states are counted where no allocator does (CPU).
         config: that was read, for the report.
+        stage: of a pipeline, that this rank holds.
+        stages: of a pipeline: what `run_files.RecordedStages` says.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class RunRecord:
         *,
         optimizer: Any = None,
         config: ActSwapConfig | None = None,
+        stage: int = 0,
+        stages: RecordedStages | None = None,
     ) -> None:
-        self._files = RunFiles(output_dir)
+        self._files = RunFiles(output_dir, stage)
         self._model, self._applied, self._optimizer = model, applied, optimizer
         self._device = next((item.device for item in unwrapped(model).parameters()), torch.device("cpu"))
         self._watch: TimeWatch | MemoryWatch | None = None
@@ -86,7 +90,7 @@ class RunRecord:
         self._stall_ms = 0.0
         self._watched_peak_bytes: int | None = None
         self._peak_before_bytes = self._device_memory().get("peak_bytes", 0)
-        self._files.write(RUN, _about(model, applied, self._device, config))
+        self._files.write(RUN, {**_about(model, applied, self._device, config), "stages": stages})
 
     def step_starts(self) -> None:
         """Ahead of the first forward of a step."""

@@ -24,7 +24,6 @@ from ..parallel.collectives import lost_rank_error
 from ..parallel.mesh import ParallelMesh
 from ..pipeline import PipelineError
 from .callback import ActSwapCallback
-from .fused_head import take_fused_head
 from .parallel_checkpoint import (
     load_optimizer_and_scheduler,
     random_states_by_data_rank,
@@ -39,11 +38,11 @@ NO_LABEL = -100
 LABELS = ("labels", "shift_labels")
 
 
-_NO_LOGITS = Problem(
-    "evaluation in a pipeline",
-    "one that returns losses only (prediction_loss_only)",
-    "one that returns logits too (predict, compute_metrics)",
-    "Only the loss comes back from the last stage. Evaluate the saved model in one process.",
+_PARTLY_READ = Problem(
+    "model",
+    "all weights, in a training without a pipeline",
+    "some on meta",
+    "What hf_actswap.stage_from_pretrained opens is trained with parallel_config.schedule.",
 )
 
 
@@ -70,6 +69,8 @@ class ActSwapTrainerMixin:
     """What the callback looks at: saving, resuming and several models (dp > 1) are seen to."""
 
     args: Any
+    model: Any
+    place_model_on_device: bool
     accelerator: Any
     optimizer: Any
     lr_scheduler: Any
@@ -84,8 +85,17 @@ class ActSwapTrainerMixin:
             callback = ActSwapCallback(self.args)
             self.add_callback(callback)  # type: ignore[attr-defined]
             callback.on_init_end(self.args, self.state, self.control)  # type: ignore[attr-defined]
-        if isinstance(self.parallel, ParallelTraining):
-            take_fused_head(self.parallel.patched)  # for an evaluation before the training
+        if self.place_model_on_device and _partly_read(self.model):  # not FSDP's loading by one rank
+            raise PipelineError([_PARTLY_READ])
+        if self.parallel is not None:
+            self.parallel.take_fused_head()  # for an evaluation before the training
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """As the Trainer's; what `stage_from_pretrained` has not read stays on ``meta``."""
+        if not _partly_read(model):
+            super()._move_model_to_device(model, device)  # type: ignore[misc]
+            return
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
     def get_tp_size(self) -> int:
         """Return how many ranks train on the same batch."""
@@ -97,7 +107,7 @@ class ActSwapTrainerMixin:
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's: in a pipeline, what it reads for a step are the micro-batches."""
         batches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
-        if isinstance(self.parallel, PipelineTraining):
+        if self.parallel is not None:
             self.parallel.begin_step(batches)
         return batches, items
 
@@ -109,12 +119,13 @@ class ActSwapTrainerMixin:
         Raises:
             LostRankError: a rank has ended, or does not answer.
         """
+        stock = super().training_step  # type: ignore[misc]
+        if self.parallel is None:
+            return stock(*args, **kwargs)
         try:
-            if isinstance(self.parallel, PipelineTraining):
-                return self.parallel.training_step(self, *args, **kwargs)
-            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+            return self.parallel.training_step(self, stock, *args, **kwargs)
         except RuntimeError as error:
-            lost = None if self.parallel is None else lost_rank_error(error, None)
+            lost = lost_rank_error(error, None)
             if lost is None:
                 raise
             raise lost from None
@@ -126,9 +137,6 @@ class ActSwapTrainerMixin:
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the Trainer's; over data ranks the loss is that of one process with their batches as one."""
-        losses_only = args[0] if args else kwargs.get("prediction_loss_only")
-        if isinstance(self.parallel, PipelineTraining) and not losses_only:
-            raise PipelineError([_NO_LOGITS])
         mesh = None if self.parallel is None else self.parallel.mesh
         if mesh is None or mesh.data_parallel_size == 1 or not divides_by_all_tokens(self):
             return self._predicted(model, inputs, *args, **kwargs)
@@ -137,10 +145,11 @@ class ActSwapTrainerMixin:
         return None if loss is None else loss_of_all(loss, mesh), logits, labels
 
     def _predicted(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(self.parallel, PipelineTraining):
-            return super().prediction_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        stock = super().prediction_step  # type: ignore[misc]
+        if self.parallel is None:
+            return stock(model, inputs, *args, **kwargs)
         with self._declared():
-            return self.parallel.loss_of_evaluation(self, inputs), None, None
+            return self.parallel.prediction_step(self, stock, model, inputs, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save whole weights in Hugging Face's format. Every rank must call it, as with the Trainer's own."""
@@ -223,6 +232,10 @@ class ActSwapTrainerMixin:
 
     def _declared(self) -> Any:
         return nullcontext() if self.parallel is None else declared(self.accelerator, self._ranks_per_batch)
+
+
+def _partly_read(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def divides_by_all_tokens(trainer: Any) -> bool:

@@ -4,11 +4,18 @@ The whole model and the stages, one after the other, are called with the same fe
 with the model's own code and weights. What they return must be equal bit for bit: loss and logits. So a
 family whose layers pass anything else to later ones (residuals of values, losses that balance experts, shared
 keys) is rejected by name, and never trained wrongly.
+
+Where this rank has not read the weights of other stages (they are on ``meta``), each of their layers gets
+made-up values while it is called: Hankel matrices ``r[i + j]``, of as many random numbers as they have rows
+and columns, so that they are quick to make. One layer of them is there at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +43,7 @@ def prove_cut(staged: StagedModel, autocast: Callable[[], Any]) -> None:
     batch = _few_tokens(staged)
     model.eval()
     try:
-        with torch.no_grad(), autocast():
+        with torch.no_grad(), autocast(), _values_for_foreign_parts(staged):
             expected = _tensors(learn_form(staged, lambda: model(**batch), batch["input_ids"].shape))
             received = None
             for chunk in staged.chunks:
@@ -76,12 +83,65 @@ def learn_form(staged: StagedModel, call: Callable[[], Any], shape: torch.Size) 
 
 def _few_tokens(staged: StagedModel) -> dict[str, torch.Tensor]:
     embedding: Any = staged.model.get_submodule(staged.structure.embedding or "")
-    device = next(staged.model.parameters()).device
+    device = _device(staged)
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(getattr(embedding, "num_embeddings", 2))
     ids = torch.randint(0, max(vocabulary, 2), _TOKENS, generator=generator).to(device)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     return {**batch, "labels": ids} if staged.structure.head is not None else batch
+
+
+def _device(staged: StagedModel) -> torch.device:
+    return next((p.device for p in staged.model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+@contextmanager
+def _values_for_foreign_parts(staged: StagedModel) -> Iterator[None]:
+    """Within the block parts on ``meta`` have values whenever they are called."""
+    device = _device(staged)
+    paths = {staged.model.get_submodule(path): path for path in staged.foreign_parts()}
+    filled: defaultdict[nn.Module, ExitStack] = defaultdict(ExitStack)
+
+    def fill(module: nn.Module, _args: Any) -> None:
+        filled[module].enter_context(_with_values(staged, paths[module], device))
+
+    def empty(module: nn.Module, *_: Any) -> None:
+        filled[module].close()
+
+    with ExitStack() as hooks:
+        for module in paths:
+            hooks.callback(module.register_forward_pre_hook(fill, prepend=True).remove)
+            hooks.callback(module.register_forward_hook(empty, always_call=True).remove)
+        yield
+
+
+@contextmanager
+def _with_values(staged: StagedModel, path: str, device: torch.device) -> Iterator[None]:
+    replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for name, module in staged.model.get_submodule(path).named_modules(prefix=path):
+        for tensors in (module._parameters, module._buffers):
+            for last, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    full = f"{name}.{last}"
+                    values = _values(tensor, staged.entries.get(full, full), device)
+                    replaced.append((tensors, last, tensor))
+                    tensors[last] = nn.Parameter(values, False) if tensors is module._parameters else values
+    try:
+        yield
+    finally:
+        for tensors, last, tensor in replaced:
+            tensors[last] = tensor
+
+
+def _values(tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
+    """Return values of a tensor's shape: vectors around 1, matrices that leave the size of a vector."""
+    if not tensor.is_floating_point():
+        return torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype, device=device)
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    line = torch.rand(sum(tensor.shape) + 1, generator=generator)
+    scaled = 0.5 + line if tensor.dim() < 2 else (2 * line - 1) * (3 / tensor.shape[-1]) ** 0.5
+    matrix = scaled.to(device, tensor.dtype).as_strided(tensor.shape, (1,) * tensor.dim())
+    return matrix.contiguous()
 
 
 def _note_form(staged: StagedModel, hidden: list[Any], shape: torch.Size) -> None:

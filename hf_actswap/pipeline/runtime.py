@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..config.schema import PipelineSchedule
 from ..engine.passes import Pass
@@ -87,10 +88,13 @@ class PipelineRuntime:
         return found
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, call: Call) -> torch.Tensor:
-        """Run one forward; return its loss, an fp32 scalar, the same on every rank."""
+    def evaluate(self, batch: Batch, call: Call) -> Any:
+        """Run one forward; return what the last stage's call returned, on every rank.
+
+        Tensors in tuples, lists and dicts; whatever else it contains is ``None``.
+        """
         stages, shape = self.staged.layout.pp, _shape_of(batch)  # without gradients sequences are whole
-        loss = torch.zeros((), device=self._device)
+        found = None
         for chunk in self.staged.own_chunks:
             received = None
             if not chunk.is_first:
@@ -100,11 +104,24 @@ class PipelineRuntime:
                 dist.recv(received, self._rank_of((chunk.index - 1) % stages), group=self.group)
             output, sent = self.staged.run(chunk, received, functools.partial(call, batch, chunk.is_last))
             if sent is None:
-                loss.copy_(output)
+                found = output
             else:
                 dist.send(sent.contiguous(), self._rank_of((chunk.index + 1) % stages), group=self.group)
-        dist.broadcast(loss, self._rank_of(stages - 1), group=self.group)
-        return loss
+        return self._from_last_stage(found)
+
+    def _from_last_stage(self, values: Any) -> Any:
+        source = self._rank_of(self.staged.layout.pp - 1)
+        leaves, spec = tree_flatten(values)
+        found = [leaf if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        told: list[Any] = [spec, [leaf if leaf is None else (leaf.shape, leaf.dtype) for leaf in found]]
+        dist.broadcast_object_list(told, source, group=self.group, device=self._device)
+        if not self.staged.is_last:
+            found = [fact and torch.empty(fact[0], dtype=fact[1], device=self._device) for fact in told[1]]
+        found = [leaf if leaf is None else leaf.contiguous() for leaf in found]
+        for leaf in found:
+            if leaf is not None:
+                dist.broadcast(leaf, source, group=self.group)
+        return tree_unflatten(found, told[0])
 
     def _rank_of(self, stage: int) -> int:
         return dist.get_global_rank(self.group, stage)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -224,6 +225,12 @@ class StagedModel:
         self._holders: dict[str, set[int]] = {}
         self._find_holders()
 
+    def as_stage(self, stage: int) -> StagedModel:
+        """Return the same model, before `cut`, of which a rank holds another stage; its form stays known."""
+        other = copy(self)
+        other.stage, other._arrangements = stage, {}
+        return other
+
     @property
     def own_chunks(self) -> tuple[Chunk, ...]:
         """Those of this rank."""
@@ -241,6 +248,15 @@ class StagedModel:
         table of positions) by all.
         """
         return tuple(sorted(self._holders[name]))
+
+    def foreign_parts(self) -> tuple[str, ...]:
+        """Return the paths of layers, embedding, norm and head of which this rank holds no tensor."""
+        held = [name for name, first in self.entries.items() if self.stage in self._holders[first]]
+        return tuple(
+            slot.path
+            for slot in self._slots
+            if slot.stage != self.stage and not any(name.startswith(f"{slot.path}.") for name in held)
+        )
 
     def own_state(self) -> dict[str, torch.Tensor]:
         """Return what this rank holds of the whole state dict, by its first name there."""
@@ -422,6 +438,11 @@ def layout_of(structure: ModelStructure, parallel: ParallelConfig) -> PipelineLa
     if layout is None:
         raise PipelineError(problems)
     return layout
+
+
+def stage_of_rank(rank: int, parallel: ParallelConfig) -> int:
+    """Return the stage of a rank: data parallelism is outermost, the ranks of a stage are neighbours."""
+    return rank // parallel.tensor_parallel_size % parallel.pipeline_stage
 
 
 def _parameter_names(model: nn.Module) -> list[str]:

@@ -314,7 +314,9 @@ def _record(
     layers = [layer for own in stacks.values() for layer in own]
     try:
         with dry_call(model, {}), expert_stand_ins(layers, recorder.ran_unseen):
-            state = fake_weights(model, _CPU)  # on meta, attention would be another one, with other ops
+            # On meta, attention would be another one, with other ops.
+            weights = (weight.device for weight in root.parameters() if not weight.is_meta)
+            state = fake_weights(model, next(weights, _CPU))
             recorder.run_on_fakes(model, root, state, (), example_batch(model, state.values()))
     except Exception as error:  # the model's own code runs: it may raise anything
         logger.debug("no recording on fake tensors", exc_info=True)

@@ -76,6 +76,7 @@ def page(run: RecordedRun, facts: RunFacts, pictures: Sequence[Picture]) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="muted">{escape(_subtitle(about))}</p>',
         _tiles(facts),
+        _stages_table(run, facts),
         *(_figure(picture) for picture in pictures),
     ]
     if facts.compared:
@@ -215,6 +216,37 @@ def _compared_table(compared: Sequence[Compared]) -> str:
     return _table(
         "Predicted and measured", ("A step", "Predicted", "Measured", "Measured / predicted"), rows, 3
     )
+
+
+def _stages_table(run: RecordedRun, facts: RunFacts) -> str:
+    """The stages of a pipeline side by side, and by the formula how long equal ones wait; else nothing."""
+    if (found := run.about.get("stages")) is None:
+        return ""
+
+    def size(value: int | None) -> str:
+        return "not measured" if value is None else size_text(value)
+
+    rows = [
+        (
+            "",
+            (
+                str(number),
+                folded(stage.layers),
+                size(stage.weight_bytes),
+                f"{stage.in_flight:g}",
+                size(stage.peak_bytes),
+                size(stage.offloaded_bytes),
+                "not measured" if stage.stall_ms is None else ms_text(stage.stall_ms),
+            ),
+        )
+        for number, stage in enumerate(facts.stages)
+    ]
+    head = ("Stage", "Layers", "Weights", "In flight", "Peak memory", "Swapped", "Waits for copies")
+    line = (
+        f"{found['schedule']}, {found['micro_batches']} micro-batches a step: by the formula equal stages "
+        f"wait {found['bubble_share']:.1%} of it for each other. Measured on one rank of each stage."
+    )
+    return _table("Stages", head, rows, 5) + f'<p class="muted">{escape(line)}</p>'
 
 
 def _trials_table(facts: RunFacts) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -38,6 +38,26 @@ class Compared:
 
 
 @dataclass(frozen=True)
+class StageFacts:
+    """One stage of a pipeline.
+
+    Args:
+        layers: that it holds.
+        in_flight: micro-batches whose forward it has run and whose backward it has not, at most.
+        weight_bytes, peak_bytes, step_ms, offloaded_bytes, stall_ms: as of a run, on the rank that was
+            recorded; ``None``: not measured.
+    """
+
+    layers: tuple[int, ...]
+    in_flight: float
+    weight_bytes: int | None = None
+    peak_bytes: int | None = None
+    step_ms: float | None = None
+    offloaded_bytes: int | None = None
+    stall_ms: float | None = None
+
+
+@dataclass(frozen=True)
 class RunFacts:
     """The numbers of a recorded run that the report shows.
 
@@ -53,6 +73,7 @@ class RunFacts:
         trials: of the planner.
         budget_bytes: of the planner.
         saving: memory with and without the plan; ``None``: not known.
+        stages: of a pipeline; empty without one.
     """
 
     steps: int
@@ -66,6 +87,7 @@ class RunFacts:
     trials: Sequence[RecordedTrial]
     budget_bytes: int | None
     saving: Saving | None
+    stages: Sequence[StageFacts] = ()
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -114,9 +136,28 @@ def run_facts(run: RecordedRun, prediction: Prediction | None) -> RunFacts:
         budget_bytes=None if planner is None else planner["budget_bytes"],
         saving=run.saving,
     )
-    if prediction is None:
-        return facts
-    return RunFacts(**{**facts.__dict__, "compared": tuple(_compared(facts, prediction))})
+    facts = replace(facts, stages=tuple(_stages(run, facts)))
+    return facts if prediction is None else replace(facts, compared=tuple(_compared(facts, prediction)))
+
+
+def _stages(run: RecordedRun, first: RunFacts) -> Iterator[StageFacts]:
+    if (found := run.about.get("stages")) is None:
+        return
+    for number, (layers, in_flight) in enumerate(zip(found["layers"], found["in_flight"], strict=True)):
+        stage = run.stages.get(number) if number else run
+        if stage is None:
+            yield StageFacts(tuple(layers), in_flight)
+            continue
+        own = run_facts(stage, None) if number else first
+        yield StageFacts(
+            tuple(layers),
+            in_flight,
+            stage.about.get("weight_bytes"),
+            own.peak_bytes,
+            own.step_ms,
+            own.offloaded_bytes,
+            own.stall_ms,
+        )
 
 
 def _of_step(line: LoggedStep) -> dict[str, Any]:

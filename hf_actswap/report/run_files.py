@@ -11,7 +11,8 @@ timeline.json  one step, measured: compute, copies, stalls (`engine.step_watch.S
 memory.json    the step after it: memory by fate (`engine.step_watch.StepMemory`)
 ============== =========================================================================================
 
-All but ``run.json`` may be missing. Sizes in bytes and times in ms, of rank 0.
+All but ``run.json`` may be missing. Sizes in bytes and times in ms, of rank 0. In a pipeline rank 0 holds the
+first stage; the folders ``stage_1``, ``stage_2`` .. hold the same files of the others.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -50,6 +51,16 @@ _MAX_BYTES = 256 * 2**20
 """Of one file; a million lines of steps."""
 
 
+class RecordedStages(TypedDict):
+    """How a pipeline divided the model: of each stage its layers, and the micro-batches in flight at most."""
+
+    schedule: str
+    micro_batches: Count
+    bubble_share: float
+    layers: tuple[tuple[int, ...], ...]
+    in_flight: tuple[float, ...]
+
+
 class RunAbout(TypedDict, total=False):
     """``run.json``."""
 
@@ -65,6 +76,7 @@ class RunAbout(TypedDict, total=False):
     weight_bytes: Bytes
     planner: str
     config: str | None
+    stages: RecordedStages | None
 
 
 class LoggedStats(TypedDict):
@@ -132,7 +144,8 @@ class RecordedRun:
         steps: the lines of ``steps.jsonl``.
         planner: ``planner.json``; ``None``: there was no planner, or it had not settled.
         saving: ``saving.json``; ``None``: it is not known.
-        profile: see the module's text; so are the others.
+        profile: see the module's text; so are timeline and memory.
+        stages: of a pipeline, by number, those after the first.
     """
 
     folder: Path
@@ -144,6 +157,7 @@ class RecordedRun:
     profile: Profile | None
     timeline: StepTimeline | None
     memory: StepMemory | None
+    stages: Mapping[int, RecordedRun] = field(default_factory=dict)
 
 
 class RunFiles:
@@ -154,10 +168,11 @@ class RunFiles:
 
     Args:
         output_dir: of the training. Files of an earlier run in it are replaced.
+        stage: of a pipeline, whose run it is.
     """
 
-    def __init__(self, output_dir: str | os.PathLike[str]) -> None:
-        self.folder = Path(output_dir) / FOLDER
+    def __init__(self, output_dir: str | os.PathLike[str], stage: int = 0) -> None:
+        self.folder = _of_stage(Path(output_dir) / FOLDER, stage)
         self._writes = True
         self._attempt(self._begin)
 
@@ -239,9 +254,12 @@ def read_run(run_dir: str | os.PathLike[str]) -> RecordedRun:
     if not (folder / RUN).is_file():
         raise ReportError([Problem(str(run_dir), f"{FOLDER}/{RUN}, which a training leaves there", "none")])
     plan, profile = folder / PLAN, folder / PROFILE
+    about: RunAbout = _read(folder / RUN, RunAbout)
+    stages = about.get("stages")
+    others = range(1, 0 if stages is None else len(stages["layers"]))
     return RecordedRun(
         folder=folder,
-        about=_read(folder / RUN, RunAbout),
+        about=about,
         plan=MemoryPlan.from_json(_text(plan), str(plan)) if plan.is_file() else None,
         steps=_lines(folder / STEPS),
         planner=_read(folder / PLANNER, RecordedPlanner),
@@ -249,7 +267,12 @@ def read_run(run_dir: str | os.PathLike[str]) -> RecordedRun:
         profile=profile_from_json(_text(profile), str(profile)) if profile.is_file() else None,
         timeline=_read(folder / TIMELINE, StepTimeline),
         memory=_read(folder / MEMORY, StepMemory),
+        stages={n: read_run(at) for n in others if ((at := _of_stage(folder, n)) / RUN).is_file()},
     )
+
+
+def _of_stage(folder: Path, stage: int) -> Path:
+    return folder / f"stage_{stage}" if stage else folder
 
 
 def _read(path: Path, kind: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_actswap import load_config, model_structure
+from hf_actswap.cli import stages
 from hf_actswap.pipeline import StagedModel, prove_cut
 from hf_actswap.pipeline.stages import layout_of
 from tests.pipeline.staged_worker import Meter
@@ -53,6 +55,15 @@ def test_what_the_schedule_adds(staged: Any) -> None:
     assert [row["scope"] for row in first["plan"]["rows"] if row["fate"] == "recompute"] == [0]
     assert not last["plan"]["rows"]
     assert first["micro_batch"]["recomputed_bytes"] > 0 == last["micro_batch"]["recomputed_bytes"]
+
+
+def test_the_whole_model_runs_once(run: Run, tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    calls = Counter[str]()
+    learn = stages.learn_form
+    monkeypatch.setattr(stages, "learn_form", lambda *given: calls.update(["whole"]) or learn(*given))
+    (path := tmp_path / "config.yaml").write_text(PIPELINE.replace("2", "4"))
+    assert len(run("plan", tiny, path, *STEP, "--json").document["stages"]) == 4
+    assert calls == {"whole": 1}
 
 
 def held_by(stage: int, layout: Any) -> tuple[int, int]:

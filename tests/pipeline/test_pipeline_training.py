@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hf_actswap.report.write_report import write_report
 from tests.pipeline.trainer_worker import CASES, DIVIDED, DIVIDED_MORE, ONE_AGAIN, TWO, Run, lose_a_stage
 from tests.processes import launch, launch_trainers, result
 
@@ -36,7 +39,8 @@ def alike(found: Run, expected: Run) -> None:
     assert found.evaluations == expected.evaluations
 
 
-COMPARED = [name for name in TWO if name != "rejections" and not name.startswith("dropout")]
+APART = ("dropout", "opened", "predicted", "rejections")
+COMPARED = [name for name in TWO if not name.startswith(APART)]
 
 
 @pytest.mark.parametrize("name", COMPARED)
@@ -52,9 +56,37 @@ def test_the_log_is_that_of_one_process(name: str, runs: Path) -> None:
             alike(found, expected)
 
 
+def test_predictions_are_those_of_one_process(runs: Path) -> None:
+    expected = result(runs, "predicted one")
+    assert [one[1] is None for one in expected] == [False, True]
+    for rank in range(2):
+        for one, other in zip(result(runs, "predicted two", rank), expected, strict=True):
+            assert np.array_equal(one[0], other[0])
+            assert np.array_equal(one[1], other[1])
+            assert one[2] == other[2]
+
+
 @pytest.mark.parametrize("name", ONE_AGAIN)
 def test_one_process_goes_on_from_two_stages(name: str, runs: Path) -> None:
     alike(result(runs, name), result(runs, "saving one"))
+
+
+OPENED = {
+    "opened llama": ("plain 1f1b", "plain 1f1b 2"),
+    "opened tied": ("tied 1f1b", "tied 1f1b 2"),
+    "opened lora": ("opened whole lora", "opened whole lora 1f1b 2"),
+}
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_a_model_opened_by_stage_trains_as_one_opened_whole(name: str, runs: Path) -> None:
+    expected, folder = OPENED[name]
+    for rank in range(2):
+        alike(result(runs, name, rank), result(runs, expected, rank))
+    (file,) = (runs / f"{name} 1f1b 2" / "last").glob("*.safetensors")
+    found, whole = load_file(file), load_file(runs / folder / "last" / file.name)
+    assert list(found) == list(whole)
+    assert all(torch.equal(found[key], whole[key]) for key in found)
 
 
 @pytest.mark.parametrize("name", ["saving", *(name for name in CASES if name not in ("lora", "tied"))])
@@ -103,6 +135,26 @@ def test_windows_know_the_schedule(runs: Path) -> None:
     ):
         assert [result(runs, f"mixed {schedule}", rank).crosses for rank in range(2)] == [knows] * 2
     assert not result(runs, "plain 1f1b").crosses  # nothing is swapped
+
+
+def test_the_report_shows_the_stages_side_by_side(runs: Path, tmp_path: Path) -> None:
+    written = write_report(runs / "reported 1f1b 2", tmp_path / "report.html")
+    found = written.facts.stages
+    assert [stage.layers for stage in found] == [(0, 1), (2, 3)]
+    assert [stage.in_flight for stage in found] == [2, 1]
+    assert all(stage.offloaded_bytes and stage.peak_bytes and stage.step_ms for stage in found)
+    whole = sum(t.nbytes for t in load_file(runs / "reported one 1/last/model.safetensors").values())
+    weights = [stage.weight_bytes or 0 for stage in found]
+    assert sum(weights) == whole
+    assert all((stage.peak_bytes or 0) > weight for stage, weight in zip(found, weights, strict=True))
+    page = written.page.read_text(encoding="utf-8")
+    assert "1f1b, 4 micro-batches a step: by the formula equal stages wait 20.0%" in page
+    assert "<td>0</td><td>0-1</td>" in page
+    assert "<td>1</td><td>2-3</td>" in page
+    shutil.copytree(runs / "reported 1f1b 2" / "actswap", tmp_path / "actswap")
+    shutil.rmtree(tmp_path / "actswap" / "stage_1")
+    assert write_report(tmp_path).facts.stages[1].peak_bytes is None
+    assert write_report(runs / "reported one 1", tmp_path / "one.html").facts.stages == ()
 
 
 def test_dropout_goes_on_as_if_never_interrupted(runs: Path) -> None:
@@ -170,6 +222,11 @@ def test_divided_stages_train_as_one_process(name: str, divided: Path) -> None:
     assert sum(of_rank.trained for of_rank in found[::2]) < 0.6 * expected.trained
 
 
+def test_a_stage_opened_by_several_ranks_is_divided_among_them(divided: Path) -> None:
+    for rank in range(4):
+        alike(result(divided, "opened divided", rank), result(divided, "divided plain", rank))
+
+
 def test_one_process_goes_on_from_divided_stages(divided: Path) -> None:
     close(result(divided, "resumed from four"), result(divided, "saving one"))
 
@@ -230,7 +287,6 @@ def test_more_divided_stages(name: str, divided_more: Path) -> None:
 
 REJECTED = {
     "Trainer": "Trainer: expected hf_actswap.ActSwapTrainer",
-    "compute_metrics": "compute_metrics: expected a setting that goes with a pipeline",
     "own loss": "_OwnLoss.compute_loss: expected the compute_loss of transformers.Trainer",
     "own loss below": "_StockOwnLoss.compute_loss: expected the compute_loss of transformers.Trainer",
     "torch_compile": "torch_compile: expected a setting that goes with a pipeline",
@@ -242,7 +298,7 @@ REJECTED = {
     "1f1b": "write interleaved_1f1b",
     "chunks": "parallel_config.pipeline_stage: expected at most 4, the layers of the model, found 8 chunks",
     "three stages": "expected 3 processes, one per stage, or a multiple",
-    "predict": "evaluation in a pipeline: expected one that returns losses only",
+    "other weights": "model: expected the weights of stage ",
 }
 
 

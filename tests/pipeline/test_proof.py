@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
-from hf_actswap import PlanError, apply, load_config, model_structure, resolve_plan
+from hf_actswap import PlanError, apply, load_config, model_structure, prepare, resolve_plan
 from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.errors import ConfigError
 from hf_actswap.pipeline import PipelineError, StagedModel, prove_cut
@@ -129,6 +130,8 @@ def test_schedule_is_read_and_runs_under_our_trainer_alone() -> None:
     assert not load_config({"parallel_config": {"pipeline_stage": 2}}).parallel_config.runs_pipeline
     with pytest.raises(PlanError, match=r"schedule: 1f1b \(a pipeline of 2 stages"):
         apply(tiny_model("llama", 4), asked)
+    with pytest.raises(PipelineError, match=r"under hf_actswap.ActSwapTrainer, found hf_actswap.prepare"):
+        prepare(Accelerator(cpu=True), tiny_model("llama", 4), asked)
     one = load_config({"parallel_config": {"pipeline_stage": 1, "schedule": "1f1b"}})
     plan = resolve_plan(one, model_structure(tiny_model("llama", 4)))
     assert [item.where for item in plan.adjustments] == ["parallel_config.schedule"]

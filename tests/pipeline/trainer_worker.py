@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import Trainer
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Trainer
 
-from hf_actswap import ActSwapTrainerMixin
+from hf_actswap import ActSwapTrainerMixin, stage_from_pretrained
 from hf_actswap.integrations.pipeline_training import PipelineTraining
 from tests.integrations.parallel_runs import LENGTH, OrderedTrainer, Rows, make, told
 from tests.pipeline.staged_worker import tiny_model
@@ -28,6 +29,19 @@ MIXED = {
     },
     "recompute_config": {"recompute": [1]},
 }
+
+
+class MeasuringTrainer(OrderedTrainer):
+    """Evaluates logits and labels too: sums over all of them are in its log."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, compute_metrics=self.sums, **kwargs)
+
+    def sums(self, found: Any) -> dict[str, float]:
+        """Of logits, ``[samples, length, vocabulary]``, and labels."""
+        return {f"sum_{index}": float(values.sum()) for index, values in enumerate(found)}
+
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "mixed": {"sections": MIXED},
@@ -40,6 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
     "checkpointing": {"gradient_checkpointing": True},
     "tiled": {"sections": {"tile_config": {"loss": 2}}},
     "wide": {"per_device_eval_batch_size": 6},
+    "metrics": {"kind": MeasuringTrainer},
+    "reported": {"sections": MIXED, "max_steps": 6, "logging_steps": 1},
 }
 
 
@@ -91,9 +107,10 @@ def trainer_of(
     sections: Any = None,
     family: str = "llama",
     kind: Any = OrderedTrainer,
+    model: Any = None,
     **settings: Any,
 ) -> Any:
-    """A Trainer of a tiny model of four layers."""
+    """A Trainer of a tiny model of four layers, if none is given."""
     given = {
         "max_steps": STEPS,
         "gradient_accumulation_steps": 4,
@@ -103,7 +120,7 @@ def trainer_of(
         **settings,
     }
     asked = pipeline(stages, schedule, interleaves, **(sections or {}))
-    trainer = make(asked, folder, kind, tiny_model(family, 4), **given)
+    trainer = make(asked, folder, kind, tiny_model(family, 4) if model is None else model, **given)
     trainer.data_collator = padded
     return trainer
 
@@ -125,11 +142,21 @@ def trained(
     trainer.save_model(str(place / "last"))
     history = trainer.state.log_history
     log = (place / f"worker_{trainer.args.process_index}.log").read_text(encoding="utf-8")
-    found = [[e[key] for e in history if key in e] for key in ("loss", "grad_norm", "eval_loss")]
+    evaluations = [e[key] for key in ("eval_loss", "eval_sum_0", "eval_sum_1") for e in history if key in e]
+    found = [[e[key] for e in history if key in e] for key in ("loss", "grad_norm")]
     count = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     assert (stages > 1) == isinstance(trainer.parallel, PipelineTraining)
     crosses = stages > 1 and bool(trainer.parallel.staged.passes._lengths)
-    return Run(found[0], found[1], found[2], log, count, crosses)
+    return Run(found[0], found[1], evaluations, log, count, crosses)
+
+
+def predictions(stages: int, folder: Path) -> Any:
+    """Predict with labels and without."""
+    trainer = trainer_of(folder / "predicted", stages)
+    found = [trainer.predict(Rows(5))]
+    trainer.data_collator = lambda rows: {**padded(rows), "labels": None}
+    found.append(trainer.predict(Rows(5)))
+    return [(one.predictions, one.label_ids, one.metrics.get("test_loss")) for one in found]
 
 
 def rejections(folder: Path) -> dict[str, str]:
@@ -137,7 +164,6 @@ def rejections(folder: Path) -> dict[str, str]:
     two, place = partial(trainer_of, folder / "rejected", 2), folder / "rejected"
     asked: dict[str, dict[str, Any]] = {
         "Trainer": {"kind": Trainer},
-        "compute_metrics": {"kind": _WithMetrics},
         "own loss": {"kind": _OwnLoss},
         "own loss below": {"kind": _OwnLossBelow},
         "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
@@ -150,17 +176,14 @@ def rejections(folder: Path) -> dict[str, str]:
     }
     found = {name: told(partial(two, **settings)) for name, settings in asked.items()}
     found["three stages"] = told(lambda: trainer_of(place, 3))
+    other = pipeline(2, "interleaved_1f1b", 2)
+    elsewhere = stage_from_pretrained(AutoModelForCausalLM, saved(place, "llama"), other)
+    found["other weights"] = told(lambda: trainer_of(place, 2, model=elsewhere))
     predicting = trainer_of(place, 2)
-    found["predict"] = told(lambda: predicting.predict(Rows(4)))
     embedded = {"inputs_embeds": torch.zeros(1, 4, 32), "labels": torch.ones(1, 4, dtype=torch.long)}
     predicting.parallel.begin_step([embedded])
     found["embeds"] = told(lambda: predicting.training_step(predicting.model, embedded, 3))
     return found
-
-
-class _WithMetrics(OrderedTrainer):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, compute_metrics=len, **kwargs)
 
 
 class _OwnLoss(OrderedTrainer):
@@ -177,6 +200,29 @@ class _OwnLossBelow(ActSwapTrainerMixin, _StockOwnLoss):
     """As with TRL's trainers."""
 
 
+def saved(folder: Path, family: str) -> Path:
+    """Save a tiny model of four layers, once for all ranks."""
+    source = folder / f"weights of {family}"
+    tiny_model(family, 4).save_pretrained(source, is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    return source
+
+
+def opened(family: str, folder: Path, whole: bool = False, **parallel: Any) -> Run:
+    """Train a model of which this rank has read its own stage, or all with ``whole``."""
+    source = saved(folder, "llama" if family == "lora" else family)
+    config = {} if whole else pipeline(2, parallel_config=parallel)
+    how = {"attn_implementation": "eager"}  # as `tiny_model` has it
+    model: Any = stage_from_pretrained(AutoModelForCausalLM, source, config, **how)
+    assert any(parameter.is_meta for parameter in model.parameters()) != whole
+    if family == "lora":
+        torch.manual_seed(1)
+        targets = ["q_proj", "up_proj"]
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+    name = f"opened {'whole ' if whole else ''}{family}"
+    return trained(2, name, "1f1b", folder, sections={"parallel_config": parallel}, model=model)
+
+
 SAVING = {
     "save_strategy": "steps",
     "save_steps": 2,
@@ -191,6 +237,7 @@ ONE: dict[str, Any] = {
     **{f"{name} one": partial(trained, 1, name, "one") for name in CASES if name != "table"},
     "table one": partial(trained, 1, "table", "one", sections={"recompute_config": {"recompute": [3]}}),
     "saving one": partial(trained, 1, "saving", "one", **SAVING),
+    "predicted one": partial(predictions, 1),
 }
 """One process."""
 
@@ -210,6 +257,11 @@ TWO: dict[str, Any] = {
         trained, 2, "dropout resumed", "1f1b", family="dropout", resume="dropout 1f1b 2/checkpoint-2"
     ),
     "rejections": rejections,
+    "predicted two": partial(predictions, 2),
+    "opened llama": partial(opened, "llama"),
+    "opened tied": partial(opened, "tied"),
+    "opened lora": partial(opened, "lora"),
+    "opened whole lora": partial(opened, "lora", whole=True),
 }
 """Two stages."""
 
@@ -256,6 +308,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "saving": {"sections": MIXED, **SAVING},
     "small norm": {"schedule": "interleaved_1f1b", "interleaves": 2, "sections": TABLE},
     "tied": {"schedule": "gpipe"},
+    "metrics": {},
     "resumed": {"resume": "divided saving 1f1b 2/checkpoint-2", "sequence": False},
     "resumed from one": {"resume": "saving one 1/checkpoint-2"},
 }
@@ -285,6 +338,7 @@ def rejected_divided(folder: Path) -> str:
 FOUR_DIVIDED: dict[str, Any] = {
     **{f"divided {name}": partial(divided, name, **settings) for name, settings in DIVIDED.items()},
     "divided rejected": rejected_divided,
+    "opened divided": partial(opened, "llama", tensor_parallel_size=2),
 }
 """Two stages of two ranks each."""
 FOUR_MORE: dict[str, Any] = {

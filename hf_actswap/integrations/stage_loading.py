@@ -1,0 +1,121 @@
+"""Opens a pretrained model of which this rank reads the weights of its own stage only."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from ..config import ActSwapConfig
+from ..config.schema import ParallelConfig
+from ..errors import Problem, short_traceback
+from ..pipeline import PipelineError, StagedModel
+from ..pipeline.stages import layout_of, stage_of_rank
+from ..plan import ConfigOrPlan, load_config_or_plan, model_structure
+
+_OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
+_NOT_BESIDE = ("device_map", "distributed_config", "output_loading_info", "quantization_config", "state_dict")
+
+
+@short_traceback
+def stage_from_pretrained(kind: Any, source: str | os.PathLike[str], config: ConfigOrPlan, **how: Any) -> Any:
+    """Open pretrained weights as ``kind.from_pretrained`` does, those of this rank's stage alone.
+
+    The model is whole in its modules and names. Parameters and buffers of the layers (and of the embedding,
+    the norm and the head) of other stages are on ``meta``: nothing of them is read or allocated. Give it to
+    `ActSwapTrainer` with the same configuration. Adapters (PEFT) are added as usual.
+
+        model = stage_from_pretrained(AutoModelForCausalLM, "meta-llama/Llama-3.1-70B", "config.yaml")
+
+    ``from_pretrained`` of transformers loads, with its conversions of weights (experts), into a model without
+    the other stages' modules. Files must be safetensors, or each is read whole. Tied weights are read on the
+    first and the last stage. Beside ``tensor_parallel_size`` each rank reads its stage whole, and divides it.
+    Without a pipeline in the configuration the whole model is opened.
+
+    Args:
+        kind: a class of transformers, or an auto class (``AutoModelForCausalLM``).
+        source: a folder or a Hub id.
+        config: whatever `hf_actswap.apply` takes; its ``parallel_config`` says which stage holds what.
+        how: further arguments of ``from_pretrained``.
+
+    Raises:
+        ConfigError: the configuration is malformed.
+        PipelineError: the model has no parts to divide it by, or ``how`` does not go with stages.
+    """
+    loaded = load_config_or_plan(config)
+    parallel = loaded.parallel_config if isinstance(loaded, ActSwapConfig) else ParallelConfig()
+    if not parallel.runs_pipeline:
+        return kind.from_pretrained(source, **how)
+    if problems := [_unfit(name) for name in _NOT_BESIDE if how.get(name)]:
+        raise PipelineError(problems)
+    whole = _on_meta(kind, source, how)
+    structure = model_structure(whole)
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    stage = stage_of_rank(rank, parallel)
+    foreign = StagedModel(whole, structure, layout_of(structure, parallel), stage).foreign_parts()
+    return _opened_without(foreign, type(whole), source, how)
+
+
+def _unfit(name: str) -> Problem:
+    return Problem(name, "no such argument beside parallel_config.schedule", "it is given", "Leave it out.")
+
+
+def _on_meta(kind: Any, source: str | os.PathLike[str], how: Mapping[str, Any]) -> PreTrainedModel:
+    trusts = {name: how[name] for name in ("trust_remote_code",) if name in how}
+    config = how.get("config")
+    if config is None:
+        of_hub = {name: how[name] for name in _OF_THE_HUB if name in how}
+        config = AutoConfig.from_pretrained(source, **of_hub, **trusts)
+    with torch.device("meta"):
+        made: PreTrainedModel = (
+            kind(config) if issubclass(kind, PreTrainedModel) else kind.from_config(config, **trusts)
+        )
+    return made
+
+
+def _opened_without(
+    foreign: tuple[str, ...], kind: type[PreTrainedModel], source: Any, how: Mapping[str, Any]
+) -> PreTrainedModel:
+    """Load into a model that lacks the modules at ``foreign``; then put them back, on ``meta``."""
+    taken: dict[str, nn.Module] = {}
+    tied: dict[str, str] = {}
+
+    @functools.wraps(kind.__init__)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        kind.__init__(self, *args, **kwargs)
+        for path in foreign:
+            taken[path] = self.get_submodule(path)
+            self.set_submodule(path, nn.Identity())
+        tied.update(self.all_tied_weights_keys)
+        self.all_tied_weights_keys = {
+            name: other for name, other in tied.items() if not {name, other} & _below(taken)
+        }
+
+    known, quiet = kind._keys_to_ignore_on_load_unexpected, {rf"^{re.escape(path)}\." for path in foreign}
+    names: dict[str, Any] = {
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__init__": construct,
+    }
+    names["_keys_to_ignore_on_load_unexpected"] = {*(known or ()), *quiet}
+    opening: Any = type(kind.__name__, (kind,), names)
+    model: Any = opening.from_pretrained(source, **how)
+    for path, module in taken.items():
+        model.set_submodule(path, module)
+    model.__class__, model.all_tied_weights_keys = kind, tied
+    model._keys_to_ignore_on_load_unexpected -= quiet
+    if any(not {name, other}.isdisjoint(_below(taken)) for name, other in tied.items()):
+        model.tie_weights()  # on meta
+    found: PreTrainedModel = model.eval()
+    return found
+
+
+def _below(taken: Mapping[str, nn.Module]) -> set[str]:
+    return {f"{path}.{name}" for path, module in taken.items() for name, _ in module.named_parameters()}

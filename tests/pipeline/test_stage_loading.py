@@ -1,0 +1,113 @@
+"""Of a saved model each stage reads its own weights only, and has what the whole model has."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, core_model_loading
+
+from hf_actswap import load_config, model_structure, stage_from_pretrained
+from hf_actswap.pipeline import PipelineError, StagedModel, prove_cut
+from hf_actswap.pipeline.stages import Entrance, layout_of
+from tests.pipeline.staged_worker import tiny_model
+from tests.pipeline.trainer_worker import pipeline, trainer_of
+from tests.quick_cases import quick_first
+
+STAGES = 3
+
+
+@pytest.fixture
+def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each tensor that transformers has read from files."""
+    found: list[int] = []
+    original = core_model_loading._materialize_copy
+
+    def counted(tensor: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        copy = original(tensor, *args, **kwargs)
+        found.append(copy.nbytes)
+        return copy
+
+    monkeypatch.setattr(core_model_loading, "_materialize_copy", counted)
+    return found
+
+
+def opened(folder: Path, rank: int, monkeypatch: pytest.MonkeyPatch, kind: Any = AutoModelForCausalLM) -> Any:
+    monkeypatch.setenv("RANK", str(rank))
+    return stage_from_pretrained(kind, folder, pipeline(STAGES))
+
+
+def held(model: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not tensor.is_meta}
+
+
+@pytest.mark.parametrize("family", quick_first(["mixtral", "tied", "llama", "granite", "gpt2"], 2))
+def test_a_stage_reads_its_own_weights(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_bytes: list[int]
+) -> None:
+    tiny_model(family, 6).save_pretrained(tmp_path, max_shard_size="40KB")
+    whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    state, buffers, names = whole.state_dict(), dict(whole.named_buffers()), set[str]()
+    for rank in range(STAGES):
+        read_bytes.clear()
+        model = opened(tmp_path, rank, monkeypatch)
+        found, own = model.state_dict(keep_vars=True), held(model)
+        assert type(model) is type(whole)
+        assert list(found) == list(state)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in own.items())
+        own_bytes = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in own.values()}.values())
+        assert sum(read_bytes) == own_bytes
+        assert len(own) < 0.5 * len(found)
+        layers = {int(name.split(".")[2]) for name in own if ".layers." in name or ".h." in name}
+        assert layers == {2 * rank, 2 * rank + 1}
+        assert all(b.is_meta or torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+        rotary = getattr(model.base_model, "rotary_emb", None)
+        assert rotary is None or not rotary.inv_freq.is_meta
+        assert not model.training
+        names |= set(own)
+    assert names == set(state)
+
+
+def test_the_cut_is_proven_without_the_weights_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("granite", 6).save_pretrained(tmp_path)
+    models = [opened(tmp_path, rank, monkeypatch) for rank in range(STAGES)]
+    structure = model_structure(models[0])
+    assert structure.functions_known
+    layout = layout_of(structure, load_config(pipeline(STAGES)).parallel_config)
+
+    def prove(rank: int) -> None:
+        prove_cut(StagedModel(models[rank], structure, layout, rank), nullcontext)
+
+    for rank, model in enumerate(models):
+        before = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+        prove(rank)
+        assert before == {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}
+    monkeypatch.setattr(Entrance, "act", lambda _self, hidden: hidden)
+    for rank in range(STAGES):
+        with pytest.raises(PipelineError, match=r"model \(granite\) in a pipeline.*another loss and logits"):
+            prove(rank)
+
+
+def test_without_a_pipeline_all_is_opened(tmp_path: Path) -> None:
+    tiny_model("llama", 4).save_pretrained(tmp_path)
+    model = stage_from_pretrained(LlamaForCausalLM, tmp_path, {}, dtype=torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    assert held(model).keys() == model.state_dict().keys()
+
+
+def test_what_does_not_fit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_model("llama", 6).save_pretrained(tmp_path)
+    with pytest.raises(PipelineError, match=r"device_map.*\n.*state_dict"):
+        stage_from_pretrained(
+            AutoModelForCausalLM, tmp_path, pipeline(2), device_map="auto", state_dict={1: 2}
+        )
+    with pytest.raises(PipelineError, match="at most 6, the layers of the model, found 7"):
+        stage_from_pretrained(AutoModelForCausalLM, tmp_path, pipeline(7))
+    model = opened(tmp_path, 0, monkeypatch, LlamaForCausalLM)
+    with pytest.raises(PipelineError, match=r"model: expected all weights.*some on meta"):
+        trainer_of(tmp_path / "out", 1, model=model)

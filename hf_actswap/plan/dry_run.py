@@ -204,7 +204,8 @@ def fake_weights(model: nn.Module, device: torch.device) -> dict[str, torch.Tens
         if not _is_its_data(tensor):
             continue
         dtype = gathered.get(name.rpartition(".")[0]) if name in weights else None
-        fake = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=_place(tensor, device))
+        shape = getattr(tensor, "ds_shape", tensor.shape)  # of a parameter that ZeRO-3 shards
+        fake = torch.empty(shape, dtype=dtype or tensor.dtype, device=_place(tensor, device))
         trained = tensor.requires_grad
         state[name] = nn.Parameter(fake, trained) if name in weights else fake.requires_grad_(trained)
     return state

@@ -463,6 +463,21 @@ def test_auto_makes_no_tiny_tiles() -> None:
     assert set(rows) == {ROWS}, "no more tokens than make a tile: whole, and saved as without"
 
 
+def test_weights_that_zero_3_shards_run_whole_and_this_is_said() -> None:
+    """A stand-in for DeepSpeed: between calls its parameters are empty, and know their shapes."""
+    model: Any = tiny_llama()
+    _, expected = run(model)
+    model.zero_grad()
+    wholes = {item: item.data for item in model.parameters()}
+    for number, (item, whole) in enumerate(wholes.items()):
+        item.ds_id, item.ds_shape, item.data = number, whole.shape, torch.empty(0)
+    with apply(model, TILES) as applied:
+        for item, whole in wholes.items():
+            item.data = whole
+        assert furthest(run(model)[1], expected) == 0.0
+    assert {item.reason for item in applied.plan.adjustments} == {"ZeRO-3 frees weights between the tiles"}
+
+
 def test_other_tensors_of_a_call_have_rows_too() -> None:
     """A module that is given a gate for each token, flattened."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.tiles_worker import CASES, WORLD_SIZE, train_on_rank
+from tests.engine.tiles_worker import CASES, WORLD_SIZE, train_on_rank, train_under_zero
 from tests.processes import launch
 
 
@@ -31,3 +31,20 @@ def test_each_rank_has_the_numbers_without_tiles(what: str, kind: str, smooth: b
             assert float((tiled[1][name] - one).norm()) < 2e-6 * float(one.norm()), name
         stays_whole = kind in ("fsdp2 lm_head", "fsdp2 gate_proj")
         assert bool(tiled[2]) == stays_whole, "what FSDP2 frees between tiles stays whole, and this is said"
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_zero_2_in_tiles_and_zero_3_whole(tmp_path: Path) -> None:
+    """Peers wait forever where ranks have unequal numbers of tiles: stage 3 gathers weights in each."""
+    pytest.importorskip("deepspeed", reason="ZeRO is tested where DeepSpeed is installed")
+    launch(train_under_zero, tmp_path, WORLD_SIZE, 250, fresh=True)
+    for rank in range(WORLD_SIZE):
+        for stage in (2, 3):
+            whole, tiled = (torch.load(tmp_path / f"zero{stage}.{on}.{rank}.pt") for on in (False, True))
+            assert tiled[0] == pytest.approx(whole[0], rel=1e-6)
+            for name, one in whole[1].items():
+                assert float((tiled[1][name] - one).norm()) < 2e-6 * float(one.norm()), name
+            said = {"whole: ZeRO-3 frees weights between the tiles"}
+            said.add("whole logits: ZeRO-3 frees the head's weight after its call")
+            assert set(tiled[2]) == (said if stage == 3 else set())

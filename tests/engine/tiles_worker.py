@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -79,5 +80,45 @@ def train_on_rank(rank: int, folder: str) -> None:
             for tiled in (False, True):
                 found = steps(kind, smooth, TILES[what] if tiled else {})
                 torch.save(found, Path(folder, f"{what}.{kind}.{smooth}.{tiled}.{rank}.pt"))
+    finally:
+        dist.destroy_process_group()
+
+
+def zero_steps(stage: int, tiles: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
+    """Train two steps under DeepSpeed; return the losses, the first gradients, and what runs whole."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    model = tiny_llama()
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    applied = apply(engine.module, {"tile_config": tiles})
+    losses, grads = [], {}
+    for step in range(2):
+        ids = batch(2 * step + dist.get_rank())
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        grads = grads or {name: safe_get_full_grad(one).clone() for name, one in model.named_parameters()}
+        engine.step()
+        losses.append(loss.item())
+    applied.remove()
+    engine.destroy()
+    return losses, grads, [f"{item.got}: {item.reason}" for item in applied.plan.adjustments]
+
+
+def train_under_zero(rank: int, folder: str) -> None:
+    """Write ``zero<stage>.<tiled>.<rank>.pt``."""
+    os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    join_group(rank, folder, WORLD_SIZE, limit_s=60)
+    try:
+        for stage in (2, 3):
+            for tiled in (False, True):
+                found = zero_steps(stage, {**TILES["loss"], **TILES["modules"]} if tiled else {})
+                torch.save(found, Path(folder, f"zero{stage}.{tiled}.{rank}.pt"))
     finally:
         dist.destroy_process_group()

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import benchmarks  # noqa: F401  (settings of PyTorch on an accelerator, ahead of its import)
+from tests.quick_cases import mark_slow_combinations
 
 # The models of the tests are tiny: more threads than one only wait for each other, here and in children.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -28,8 +29,10 @@ settings.load_profile("untimed")
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
+@pytest.hookimpl(tryfirst=True)  # ahead of the selection by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked ``gpu`` where there is no accelerator."""
+    """Choose the quick cases, and skip the tests marked ``gpu`` where there is no accelerator."""
+    mark_slow_combinations(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

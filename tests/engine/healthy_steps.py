@@ -26,6 +26,7 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
+from tests.quick_cases import quick_named
 
 PLANS: dict[str, MemoryPlan | str] = {
     "everything swapped": swap_everything(5),
@@ -35,7 +36,8 @@ PLANS: dict[str, MemoryPlan | str] = {
         *swap_rows(["output", "mlp.up_proj"], range(NUM_LAYERS), 5),
     ),
 }
-every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+QUICK = ("everything swapped", "exclude_inside_full", "functions recomputed")
+every_plan = pytest.mark.parametrize("plan", quick_named(PLANS, QUICK))
 
 
 def forward(model: nn.Module, step: int = 0) -> torch.Tensor:

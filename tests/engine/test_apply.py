@@ -27,9 +27,11 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
+from tests.quick_cases import each_value_once, quick_named
 
 PLANS: dict[str, MemoryPlan | str] = {"everything swapped": swap_everything(5), **CASES}
-every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+QUICK = ("everything swapped", "case_4", "select_recompute", "exclude_inside_full")
+every_plan = pytest.mark.parametrize("plan", quick_named(PLANS, QUICK))
 
 
 @every_plan
@@ -113,6 +115,7 @@ def fresh_accelerate() -> Iterator[None]:
     AcceleratorState._reset_state(True)
 
 
+@each_value_once
 @every_plan
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.parametrize("first", ["apply", "prepare"])

@@ -27,6 +27,7 @@ from tests.engine.tiny_models import (
     tiny_neox,
     train,
 )
+from tests.quick_cases import each_value_once, quick_first
 
 STEPS = 20
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -94,6 +95,7 @@ def assert_plan_was_at_work(name: str, run: Run) -> None:
     assert run.stats[-1].host_bytes == 0
 
 
+@each_value_once
 @pytest.mark.parametrize("name", [*CASES, *OWN])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_training_is_bitwise_equal(name: str, precision: str) -> None:
@@ -107,6 +109,7 @@ def test_the_comparison_can_fail() -> None:
         assert_same_training(bare_run("bf16"), bare_run("autocast"))
 
 
+@each_value_once
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", [*CASES, "every_function_recomputed", "everything_swapped"])
 def test_dropout_is_replayed(name: str, attention: str) -> None:
@@ -134,14 +137,18 @@ def test_another_family_with_all_its_dropouts(attention: str, parallel_residual:
 
 
 @pytest.mark.parametrize(
-    "name", ["case_4", "full_recompute", "everything_swapped", "every_function_recomputed"]
+    "name",
+    quick_first(["everything_swapped", "every_function_recomputed", "case_4", "full_recompute"], 2),
 )
 def test_tied_embeddings(name: str) -> None:
     bare = train(tiny_llama(tie_word_embeddings=True), None, 3)
     assert_same_training(train(tiny_llama(tie_word_embeddings=True), plan_named(name), 3), bare)
 
 
-@pytest.mark.parametrize("name", [*CASES, "everything_swapped", "every_function_recomputed"])
+@pytest.mark.parametrize(
+    "name",
+    quick_first(dict.fromkeys(["case_4", "exclude_inside_full", "everything_swapped", *OWN[:1], *CASES]), 4),
+)
 def test_gradient_accumulation(name: str) -> None:
     bare = train(tiny_llama(), None, 3, accumulation=3)
     run = train(tiny_llama(), plan_named(name), 3, accumulation=3)
@@ -149,7 +156,7 @@ def test_gradient_accumulation(name: str) -> None:
     assert_same_training(run, bare)
 
 
-@pytest.mark.parametrize("prefetch_ops", [0, 1, 7, 100, 100_000])
+@pytest.mark.parametrize("prefetch_ops", quick_first([0, 7, 100_000, 1, 100], 3))
 def test_every_window_gives_the_same_numbers(prefetch_ops: int) -> None:
     run = train(tiny_llama(), swap_everything(prefetch_ops), 2, transfer=RecordingTransfer())
     assert run.stats[-1].offloads > 0

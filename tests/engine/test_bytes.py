@@ -26,6 +26,7 @@ from tests.engine.tiny_models import (
     tiny_llama,
     train,
 )
+from tests.quick_cases import each_value_once
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,8 @@ def step_of(model: torch.nn.Module, shapes: Shapes) -> None:
     model(input_ids=ids, labels=ids).loss.backward()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@each_value_once
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shapes", [SMALL, ODD], ids=["small", "odd"])
 @pytest.mark.parametrize("case", SWAP_CASES)
 def test_bytes_are_those_of_the_shapes(case: str, shapes: Shapes, dtype: torch.dtype) -> None:

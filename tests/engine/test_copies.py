@@ -25,6 +25,7 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
+from tests.quick_cases import each_value_once
 
 LAYERS = range(NUM_LAYERS)
 PLANS: dict[str, MemoryPlan] = {
@@ -48,6 +49,7 @@ def through_a_file(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
+@each_value_once
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_a_file])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 def test_a_copy_computes_alone(plan: MemoryPlan, copied: Callable[[nn.Module], nn.Module]) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from hf_actswap import MemoryPlan
 from tests.engine.healthy_steps import (
     PLANS,
+    QUICK,
     applied_on,
     assert_nothing_is_left,
     every_plan,
@@ -30,6 +31,7 @@ from tests.engine.tiny_models import (
     swap_everything,
     tiny_llama,
 )
+from tests.quick_cases import each_value_once
 
 PLACES = {
     "embedding": lambda model: model.model.embed_tokens,
@@ -47,7 +49,7 @@ every_fault = pytest.mark.parametrize(
             plan,
             error,
             id=f"{error.__name__}-{name}",
-            marks=[pytest.mark.slow] if error is KeyboardInterrupt and name != "case_4" else [],
+            marks=[] if name in (QUICK if error is ValueError else ["case_4"]) else [pytest.mark.slow],
         )
         for error in (ValueError, KeyboardInterrupt)
         for name, plan in PLANS.items()
@@ -251,6 +253,7 @@ def test_double_backward(plan: MemoryPlan | str) -> None:
     assert_bitwise_equal(penalty_gradients(plan), penalty_gradients(None))
 
 
+@each_value_once
 @every_plan
 @pytest.mark.parametrize("trained", ["q_proj", "layers.2.mlp", "embed_tokens"])
 def test_frozen_parameters(plan: MemoryPlan | str, trained: str) -> None:

@@ -12,6 +12,7 @@ from hf_actswap import apply
 from hf_actswap.engine import AppliedPlan
 from hf_actswap.plan.model_structure import model_structure
 from tests.engine.tiny_models import NUM_LAYERS, assert_bitwise_equal, batch, gradients, tiny_llama
+from tests.quick_cases import each_value_once
 
 MODULES = ["attention_norm", "ffn_norm", r"feed_forward\.mul", r"feed_forward\.w1\.activation\.silu"]
 LAYER_KERNELS = 2
@@ -56,6 +57,7 @@ def _fresh_compiler() -> object:
     torch._dynamo.reset()
 
 
+@each_value_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", ["modules and ops", "ops"])
 def test_gradients_are_as_near_as_the_last_bit(form: str, dtype: torch.dtype) -> None:

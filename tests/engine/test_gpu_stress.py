@@ -26,6 +26,7 @@ from tests.engine.pretended_streams import pretend
 from tests.engine.stressed_transfer import StressedTransfer
 from tests.engine.test_gpu import device
 from tests.engine.tiny_models import on
+from tests.quick_cases import quick_named
 
 BATCH, LENGTH = 4, 512
 CPU = torch.device("cpu")
@@ -174,7 +175,7 @@ def cpu_stress() -> Stress:
     return found
 
 
-@every_plan
+@pytest.mark.parametrize("plan", quick_named(PLANS, ["windows 1", "auto", "swapped and recomputed"]))
 def test_the_stress_runs_on_pretended_streams(
     plan: MemoryPlan | str, cpu_stress: Stress, monkeypatch: pytest.MonkeyPatch
 ) -> None:

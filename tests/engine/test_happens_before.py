@@ -18,6 +18,7 @@ from tests.engine.gpu_stress import PLANS, Stress, moving, small_llama
 from tests.engine.pretended_streams import CPU, PretendedEvent, PretendedStream, StreamOrder, pretend
 from tests.engine.test_random_orders import Example, Trainer, examples, structure_of
 from tests.engine.tiny_models import on, swap_everything
+from tests.quick_cases import quick_named
 
 UNWAITED = [
     ("compute", "out"),  # memory is given back while it is copied out
@@ -94,7 +95,9 @@ def test_random_orders(monkeypatch: pytest.MonkeyPatch, example: Example, seed: 
     assert violations(example, StreamOrder(seed, collections=0.05), monkeypatch) == []
 
 
-@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize(
+    "plan", quick_named(PLANS, ["case_4", "windows 0", "auto", "recomputed layers", "swapped and recomputed"])
+)
 def test_a_model(plan: MemoryPlan | str, stress: Stress, monkeypatch: pytest.MonkeyPatch) -> None:
     order = StreamOrder(1, collections=0.05)
     assert run_stress(stress, moving(plan), order, monkeypatch) == []

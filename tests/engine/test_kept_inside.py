@@ -51,6 +51,7 @@ from tests.engine.tiny_models import (
     tiny_llama,
     tiny_neox,
 )
+from tests.quick_cases import each_value_once
 
 LAYERS = range(NUM_LAYERS)
 WIDE_PRODUCT = 2 * TOKENS * HIDDEN * INNER
@@ -154,6 +155,7 @@ FORMS: dict[str, Form] = {
 }
 
 
+@each_value_once
 @DTYPES
 @pytest.mark.parametrize("name", FORMS)
 def test_what_is_not_the_modules_own_does_not_run_again(name: str, dtype: torch.dtype) -> None:
@@ -213,6 +215,7 @@ def test_settling_a_settled_plan_changes_nothing(plan: MemoryPlan, asked: str) -
     assert settled(once, shape, saved) is once
 
 
+@each_value_once
 @pytest.mark.parametrize(
     "plan",
     [
@@ -248,6 +251,7 @@ def test_a_second_and_a_partial_backward(name: str) -> None:
         assert_bitwise_equal(gradients(model), bare)
 
 
+@each_value_once
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("path", ["post_attention_dropout", "attention", "mlp", "attention.flash_attention"])
 def test_random_numbers_after_it_are_drawn_alike(path: str, dtype: torch.dtype) -> None:
@@ -429,6 +433,7 @@ class _Twice(nn.Module):
         return result
 
 
+@each_value_once
 @pytest.mark.parametrize("fate", [keep, swap])
 @pytest.mark.parametrize("order", ["outside first", "inside first"])
 def test_a_result_that_its_own_op_and_another_read(order: str, fate: Callable[..., MemoryPlan]) -> None:

@@ -30,6 +30,7 @@ from tests.engine.tiny_models import (
     tiny_llama,
     tiny_neox,
 )
+from tests.quick_cases import each_value_once
 
 LAYERS = range(NUM_LAYERS)
 HEADS, TOKENS, HIDDEN, INNER = 4, BATCH * LENGTH, 32, 48
@@ -285,6 +286,7 @@ FORMS: dict[str, Form] = {
 }
 
 
+@each_value_once
 @DTYPES
 @pytest.mark.parametrize("name", FORMS)
 def test_each_form_to_the_byte_and_to_the_operator(name: str, dtype: torch.dtype) -> None:

@@ -34,6 +34,7 @@ from tests.engine.tiny_models import (
     recompute_rows,
     tiny_llama,
 )
+from tests.quick_cases import each_value_once
 
 LAYERS = range(NUM_LAYERS)
 Op = Callable[[torch.Tensor], torch.Tensor]
@@ -88,6 +89,7 @@ RANDOM_OPS: dict[str, Op] = {
 }
 
 
+@each_value_once
 @pytest.mark.parametrize("name", RANDOM_OPS)
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 def test_a_random_function_draws_the_same_again(name: str, autocast: bool) -> None:

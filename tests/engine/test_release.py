@@ -26,6 +26,7 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
+from tests.quick_cases import each_value_once
 
 
 def forward(model: nn.Module) -> torch.Tensor:
@@ -111,6 +112,7 @@ def test_poisoned_attention_outputs_do_not_reach_the_gradients() -> None:
     assert_bitwise_equal(poisoned_gradients(plan), bare)
 
 
+@each_value_once
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("prefetch_ops", [0, 1, 10, 1000])
 def test_poison_in_everything_that_was_swapped(prefetch_ops: int, dtype: torch.dtype) -> None:

@@ -24,6 +24,7 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
+from tests.quick_cases import each_value_once, quick_named
 
 LAYERS = range(NUM_LAYERS)
 TOKENS, HIDDEN, INNER, HEADS, WIDTH, SIZE = 32, 32, 48, 4, 8, 4
@@ -110,7 +111,9 @@ PLANS: dict[str, MemoryPlan] = {
         *recompute_rows([""], LAYERS), *swap_rows(["self_attn.flash_attention"], LAYERS, 5)
     ),
 }
-every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+every_plan = pytest.mark.parametrize(
+    "plan", quick_named(PLANS, ["everything swapped", "core swapped", "attention recomputed"])
+)
 
 
 @every_plan
@@ -198,6 +201,7 @@ MLPS = {
 }
 
 
+@each_value_once
 @pytest.mark.parametrize("plan", MLPS.values(), ids=list(MLPS))
 @pytest.mark.parametrize("name", WRITING)
 def test_a_backward_that_writes_into_what_it_saved(name: str, plan: MemoryPlan) -> None:
@@ -230,7 +234,7 @@ def _fused_loss_step(model: nn.Module) -> None:
     _FusedLoss.apply(logits.flatten(0, 1), ids.flatten()).backward()
 
 
-@pytest.mark.parametrize("plan", MLPS.values(), ids=list(MLPS))
+@pytest.mark.parametrize("plan", quick_named(MLPS, ["fetched on use", "op", "layers recomputed"]))
 def test_a_loss_that_writes_its_gradient_over_the_logits(plan: MemoryPlan) -> None:
     """Catches logits that were swapped before the loss overwrote them, and come back as they were."""
     same_gradients(tiny_llama, plan, _fused_loss_step)

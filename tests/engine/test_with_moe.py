@@ -24,6 +24,7 @@ from tests.engine.tiny_models import (
     swap_everything,
     swap_rows,
 )
+from tests.quick_cases import each_value_once
 
 LAYERS = range(NUM_LAYERS)
 STEPS = 4
@@ -83,6 +84,7 @@ class _Routing:
             self.counts.append(tuple(args[1].flatten().bincount(minlength=8).tolist()))
 
 
+@each_value_once
 @every_model
 @pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 def test_four_steps_of_changing_routes_are_bitwise_equal(name: str, plan: MemoryPlan) -> None:
@@ -111,6 +113,7 @@ def test_routes_change_and_leave_experts_without_tokens(name: str) -> None:
     assert 0 in routing.counts[-1]
 
 
+@each_value_once
 @every_model
 @pytest.mark.parametrize(
     "plan",

@@ -23,6 +23,7 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
+from tests.quick_cases import each_value_once
 
 LAYERS = range(NUM_LAYERS)
 BLOCK = 16
@@ -154,11 +155,10 @@ PLANS: dict[str, MemoryPlan | str] = {
 }
 
 
+@each_value_once
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("kind", "plan"),
-    [pytest.param(kind, plan, id=f"{kind}-{name}") for kind in KINDS for name, plan in PLANS.items()],
-)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_the_factors_are_the_same(kind: str, plan: MemoryPlan | str) -> None:
     """Catches packed data that comes back as something else, and weights unpacked from a freed block."""
     stats = same_gradients(lambda: quantised_llama(kind), plan)

@@ -72,7 +72,7 @@ def hooks_of(model: torch.nn.Module) -> dict[str, Any]:
             marks=pytest.mark.slow,
         ),
         (REGIONAL, CASE_1, {"bf16": True}),
-        (REGIONAL, CASE_2, {"gradient_accumulation_steps": 2}),
+        pytest.param(REGIONAL, CASE_2, {"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         (REGIONAL, CASE_2, {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -15,6 +15,7 @@ from hf_actswap.planner import least_budget
 from hf_actswap.planner.least_budget import LeastBudget
 from tests.engine.tiny_models import tiny_llama, tiny_neox
 from tests.planner.simulated_device import train
+from tests.quick_cases import quick_first
 
 GIB = 2**30
 SHARE = 0.2
@@ -42,7 +43,7 @@ def named_bytes(text: str) -> int:
     return int(float(named[1]) * GIB)
 
 
-@pytest.mark.parametrize("share", [0.3, 2.5, 3.5])
+@pytest.mark.parametrize("share", quick_first([0.3, 3.5, 2.5], 2))
 def test_it_is_the_same_at_every_depth(share: float) -> None:
     """Not enough for the weights, for the gradients, for the states that the first step makes."""
 

@@ -16,6 +16,7 @@ from hf_actswap.report.run_files import read_run
 from hf_actswap.report.write_report import write_report
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.simulated_device import train
+from tests.quick_cases import each_value_once
 from tests.report.recorded_runs import train_recorded
 
 MEMORY = {"mode": "adaptive", "warmup_steps": 2, "search_steps": 4, "reduce_by_gib": 20_000 / 2**30}
@@ -42,6 +43,7 @@ def clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
+@each_value_once
 @pytest.mark.parametrize("requested", [{"memory": MEMORY}, {"swap_config": {"swap": True}}])
 def test_a_training_its_record_and_its_report(requested: object, clock: str, tmp_path: Path) -> None:
     steps = train_recorded(tmp_path, requested, count=14)

@@ -26,6 +26,7 @@ from tests.engine.tiny_models import (
     swap_everything,
     swap_rows,
 )
+from tests.quick_cases import each_value_once
 
 LATE, AT_ONCE = 1000, 0
 REFUSED = "modified by an inplace operation"
@@ -60,6 +61,7 @@ def _added_to(total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return total
 
 
+@each_value_once
 @pytest.mark.parametrize("name", ILLEGAL)
 @pytest.mark.parametrize(
     "plan",
@@ -88,6 +90,7 @@ def test_pitfall_01_a_copy_that_is_late_and_reads_changed_data_is_not_used(name:
     assert seen[0] > 0  # when the tensor was changed its copy had not run
 
 
+@each_value_once
 @pytest.mark.parametrize("name", LEGAL)
 @pytest.mark.parametrize("prefetch_ops", [AT_ONCE, LATE])
 def test_pitfall_01_in_place_before_pack_is_no_error(name: str, prefetch_ops: int) -> None:
@@ -152,6 +155,7 @@ SWAPS = {
 }
 
 
+@each_value_once
 @pytest.mark.parametrize("plan", SWAPS.values(), ids=list(SWAPS))
 @pytest.mark.parametrize("visibly", [True, False])
 def test_pitfall_02_backward_may_write_into_what_it_saved(plan: MemoryPlan, visibly: bool) -> None:

@@ -28,6 +28,7 @@ from tests.engine.tiny_models import (
     swap_rows,
     tiny_llama,
 )
+from tests.quick_cases import each_value_once
 
 MLP = plan_of(*swap_rows(["mlp"], [1], 5))
 WIDE = 2 * 16 * INNER * 4
@@ -91,6 +92,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@each_value_once
 @pytest.mark.parametrize("prefetch_ops", [0, 1000])
 @pytest.mark.parametrize("name", VIEWS)
 def test_pitfall_04_a_view_comes_back_with_its_own_geometry(name: str, prefetch_ops: int) -> None:

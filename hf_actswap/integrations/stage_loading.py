@@ -109,6 +109,10 @@ def _opened_without(
     model: Any = opening.from_pretrained(source, **how)
     for path, module in taken.items():
         model.set_submodule(path, module)
+        for name, parameter in module.named_parameters(prefix=path):  # as transformers leaves what it loads
+            if any(kept in name for kept in model._get_dtype_plan(model.dtype)):
+                parameter.data = parameter.data.float()
+            parameter.requires_grad_(parameter.is_floating_point())
     model.__class__, model.all_tied_weights_keys = kind, tied
     model._keys_to_ignore_on_load_unexpected -= quiet
     if any(not {name, other}.isdisjoint(_below(taken)) for name, other in tied.items()):

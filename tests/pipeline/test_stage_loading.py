@@ -8,9 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, core_model_loading
+from transformers import (
+    AutoModelForCausalLM,
+    Ernie4_5_MoeConfig,
+    Ernie4_5_MoeForCausalLM,
+    LlamaForCausalLM,
+    core_model_loading,
+)
 
 from hf_actswap import load_config, model_structure, stage_from_pretrained
+from hf_actswap.parallel.rank_agreement import parameters_fact
 from hf_actswap.pipeline import PipelineError, StagedModel, prove_cut
 from hf_actswap.pipeline.stages import Entrance, layout_of
 from tests.pipeline.staged_worker import tiny_model
@@ -67,8 +74,29 @@ def test_a_stage_reads_its_own_weights(
         rotary = getattr(model.base_model, "rotary_emb", None)
         assert rotary is None or not rotary.inv_freq.is_meta
         assert not model.training
+        assert parameters_fact(model) == parameters_fact(whole)
         names |= set(own)
     assert names == set(state)
+
+
+@pytest.mark.slow
+def test_what_stays_in_fp32_and_what_is_trained_is_that_of_the_whole_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gates of Ernie are fp32 in a bf16 model, and its statistics, made frozen, are not so once loaded."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_attention_heads": 4,
+    }
+    config = Ernie4_5_MoeConfig(vocab_size=67, num_hidden_layers=6, moe_num_experts=4, moe_k=2, **sizes)
+    Ernie4_5_MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    for rank in range(STAGES):
+        monkeypatch.setenv("RANK", str(rank))
+        model = stage_from_pretrained(AutoModelForCausalLM, tmp_path, pipeline(STAGES), dtype=torch.bfloat16)
+        assert parameters_fact(model) == parameters_fact(whole)
 
 
 def test_the_cut_is_proven_without_the_weights_of_others(

@@ -128,8 +128,10 @@ def build_model(
         if model.model_name_or_path:
             source, how["revision"] = model.model_name_or_path, model.model_revision
             text = AutoConfig.from_pretrained(source, revision=model.model_revision).get_text_config()
-            by_stage = {} if actswap is None or len(tokenizer) > text.vocab_size else actswap
-            built = stage_from_pretrained(AutoModelForCausalLM, source, by_stage, **how)
+            if len(tokenizer) > text.vocab_size:
+                logger.info("The vocabulary must grow: each process opens the whole model, not its stage alone.")
+                actswap = None
+            built = stage_from_pretrained(AutoModelForCausalLM, source, actswap or {}, **how)
         else:
             if model.config_name:
                 config = AutoConfig.from_pretrained(model.config_name, revision=model.model_revision)

@@ -18,9 +18,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.engine.tiled_calls import auto_tokens, tile_module
 from hf_actswap.plan.actions import PlanRow, Tile
+from hf_actswap.plan.tile_ladder import tile_ladder
 from hf_actswap.plan.token_mixing import checked_tiles
 from hf_actswap.report import plan_table
 from tests.engine.tiny_models import batch, gradients, plan_of, swap_rows, tiny_llama
+from tests.parallel.patched_models import tiny_model
 
 HIDDEN, LAYERS, ROWS = 32, 4, 32
 EVERY_TOKEN = {"op_name": ["feed_forward", "attention_norm", "ffn_norm", "final_norm"], "tokens": 10}
@@ -379,6 +381,23 @@ def test_routed_experts(op_name: str) -> None:
     model = mixtral()
     _, expected = run(model)
     with apply(model, {"tile_config": {"tile": {"op_name": op_name, "tokens": 10}}}) as applied:
+        _, found = run(model)
+    assert not applied.plan.adjustments
+    assert furthest(found, expected) < ROUNDING
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_all_norms_of_a_layer_are_chosen_and_have_their_gradients(family: str) -> None:
+    """Queries and keys are given as [B, T, heads, d] (Qwen3) and [B, heads, T, d] (Gemma)."""
+    model = tiny_model(family)
+    structure = model_structure(model)
+    norms = {name for name, _ in model.model.layers[0].named_modules() if "norm" in name}
+    assert {"self_attn.q_norm", "self_attn.k_norm"} < norms
+    *_, (tiles, plan) = tile_ladder(load_config({}), model, structure)
+    assert norms < {tile.op_path for tile in plan.tiles}
+    _, expected = run(model)
+    names = [rule.op_name for rule in tiles.tile]
+    with apply(model, {"tile_config": {"tile": {"op_name": names, "tokens": 10}}}) as applied:
         _, found = run(model)
     assert not applied.plan.adjustments
     assert furthest(found, expected) < ROUNDING

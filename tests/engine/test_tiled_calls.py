@@ -86,7 +86,7 @@ AROUND: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-def test_two_forwards_and_gradients_to_rounding(around: str) -> None:
+def test_two_forwards_not_three_and_gradients_to_rounding(around: str) -> None:
     """The peers' third forward under checkpointing; fates of what is around a tile stay what they were."""
     model = tiny_llama()
     loss, expected = run(model)
@@ -264,7 +264,7 @@ def test_a_users_hook_on_a_weight_acts_once() -> None:
     assert furthest(run(model)[1], {name: one / 3 for name, one in expected.items()}) < ROUNDING
 
 
-def test_accumulation_adds_each_micro_batch_once() -> None:
+def test_gradients_are_not_too_large_under_accumulation() -> None:
     """Gradients were 2 to 2.5 times too large where peers accumulated."""
     model = tiny_llama()
     parts = [run(model, step)[1] for step in range(3)]
@@ -286,7 +286,7 @@ class Dropped(LlamaMLP):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_random_numbers_of_a_tile_are_the_same_both_times(recompute: bool) -> None:
+def test_dropout_draws_the_same_random_numbers_in_the_second_run_of_a_tile(recompute: bool) -> None:
     """The expectation is written out: the pieces one after the other, in a graph of their own each."""
     torch.manual_seed(0)
     mlp, hidden = Dropped(LlamaConfig(hidden_size=HIDDEN, intermediate_size=48)), torch.randn(2, 16, HIDDEN)
@@ -307,7 +307,7 @@ def test_random_numbers_of_a_tile_are_the_same_both_times(recompute: bool) -> No
     undo()
 
 
-def test_adapters_are_weights() -> None:
+def test_adapters_are_seen_as_weights() -> None:
     model = get_peft_model(
         tiny_llama(), LoraConfig(r=4, target_modules=["gate_proj", "down_proj"], init_lora_weights=False)
     )
@@ -332,7 +332,7 @@ def test_nothing_around_a_tile_needs_gradients() -> None:
 
 
 @pytest.mark.parametrize("how", ["bf16 weights", "autocast"])
-def test_half_precision_is_as_close_to_the_truth_as_without_tiles(how: str) -> None:
+def test_sums_of_mixed_dtypes_are_as_close_to_the_truth_as_without_tiles(how: str) -> None:
     """A peer's sums of gradients in bf16 lose what many tiles add."""
     model = tiny_llama(hidden_size=64, intermediate_size=96, num_hidden_layers=2)
     ids = torch.randint(0, 64, (2, 256), generator=torch.Generator().manual_seed(3))
@@ -473,7 +473,7 @@ def test_inside_a_compiled_layer_it_is_rejected() -> None:
         apply(model, TILES)
 
 
-def test_auto_makes_no_tiny_tiles() -> None:
+def test_auto_makes_no_tiny_tiles_of_seq_by_hidden_tokens() -> None:
     """A peer's tiles of ``seq / hidden`` tokens cost 3.2 times the MLP's time."""
     assert [auto_tokens(tokens) for tokens in (100, 8192, 16_384, 131_072)] == [1024, 1024, 1024, 8192]
     model = tiny_llama()

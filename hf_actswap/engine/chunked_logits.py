@@ -40,7 +40,7 @@ from ..plan.actions import Tile
 from ..plan.fsdp2 import FSDP2_METHOD
 from ..plan.op_facts import FULL_LOGITS, ROW_LOSSES, argument_of
 from .head_chunks import Head, HeadCall, Here, RowCall, RowsForm, is_same_for_rows, layout_of
-from .hook_wrappers import Undo, replace_forward
+from .hook_wrappers import Hook, Undo, replace_forward
 from .pieces import no_saved_tensor_hooks as no_hooks
 from .replay import CallState
 
@@ -58,6 +58,11 @@ _COPIES = (torch.Tensor.contiguous, torch.Tensor.clone, torch.clone)
 _RESHAPES = (torch.Tensor.reshape, torch.Tensor.view, torch.Tensor.flatten, torch.flatten, torch.reshape)
 _LEAVES_TORCH = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__)
 
+NOT_CALLED = (
+    "the model's forward computes its loss from the head's weight, without a call of the head (Liger's fused "
+    "loss, TRL's trainers): switch that off, or leave tile_config.loss out"
+)
+
 Say = Callable[[str], None]
 """Is told why the logits are whole in training after all."""
 
@@ -71,15 +76,36 @@ def auto_tokens(tokens: int, hidden_size: int, vocabulary_size: int) -> int:
     return max(AUTO_LEAST_TOKENS, tokens * hidden_size // (2 * vocabulary_size))
 
 
-def chunk_head(head: nn.Module, tile: Tile, say: Say) -> Undo:
+def chunk_head(
+    head: nn.Module, tile: Tile, say: Say, model: nn.Module | None = None, unused: Say | None = None
+) -> Undo:
     """Let a head and what follows it run in chunks; return what restores its forward.
 
     Args:
         head: a linear layer, or a module around one (adapters).
         tile: how many tokens make a chunk.
         say: see `Say`.
+        model: that holds the head.
+        unused: is told if the first training forward of ``model`` does not call the head.
     """
-    return replace_forward(head, _ChunkedHead(head, tile, say).forward)
+    chunked = _ChunkedHead(head, tile, say)
+    restore = replace_forward(head, chunked.forward)
+    if model is None or unused is None:
+        return restore
+
+    def look(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            watch.remove()
+            if not chunked.called:
+                unused(NOT_CALLED)
+
+    watch = model.register_forward_hook(Hook(look))
+
+    def undo() -> None:
+        watch.remove()
+        restore()
+
+    return undo
 
 
 def is_chunked(head: nn.Module) -> bool:
@@ -92,9 +118,11 @@ class _ChunkedHead:
     def __init__(self, module: nn.Module, tile: Tile, say: Say) -> None:
         self._head, self._tile, self._say = Head(module), tile, say
         self._kinds: dict[Any, tuple[int, torch.dtype]] = {}
+        self.called = False
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         """Stand in the place of the head's own forward: hidden states ``[.., H]`` to logits ``[.., V]``."""
+        self.called = True
         module, own = self._head.module, self._head.run
         if (
             args

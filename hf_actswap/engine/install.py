@@ -200,9 +200,9 @@ def put_tiles(
     """
     said: set[str] = set()
 
-    def say(tile: Tile, reason: str) -> None:
+    def say(tile: Tile, reason: str, got: str = "whole logits") -> None:
         if tile.scope == "head":
-            found = Adjustment("tile_config.loss", (), "head", str(tile), "whole logits", reason)
+            found = Adjustment("tile_config.loss", (), "head", str(tile), got, reason)
         else:
             found = Adjustment("tile_config.tile", (tile.scope,), tile.op_path, str(tile), "whole", reason)
         if str(found) not in said:
@@ -213,7 +213,7 @@ def put_tiles(
                 adjust([found])
 
     return [
-        chunk_head(module, tile, partial(say, tile))
+        chunk_head(module, tile, partial(say, tile), root, partial(say, tile, got="no tiles"))
         if tile.scope == "head"
         else tile_module(module, tile, partial(say, tile), parts[tile])
         for tile, module in _tiled(root, parts, structure)

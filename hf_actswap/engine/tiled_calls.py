@@ -235,7 +235,10 @@ class _Call:
                         shape = (
                             (*lead, *item.shape[len(lead) :]) if by_lead else (lead.numel(), *item.shape[1:])
                         )
-                        whole.append(item.new_empty(shape))
+                        if given[0].shape == shape:  # with its strides, as without tiles
+                            whole.append(torch.empty_like(given[0], dtype=item.dtype))
+                        else:
+                            whole.append(item.new_empty(shape))
                     place = self._cut.place(whole[at], rows, lead)
                     place.copy_(item.detach().view(place.shape))
         return tuple(whole)

@@ -20,7 +20,7 @@ from .resolve import resolve_plan
 from .token_mixing import checked_tiles
 
 EACH_TOKEN = ("feed_forward", "attention_norm", "ffn_norm", "final_norm")
-"""Modules that treat tokens one by one in most models; the first is worth most."""
+"""Modules that treat tokens one by one in most models; the first is worth most. `_norms` has the others."""
 
 SECOND_CLASS = (
     "no mix of keep, swap and recompute keeps within the budget without. Losses stay; gradients of weights "
@@ -66,6 +66,9 @@ def tile_ladder(
             return replace(tiles, tile=tuple(map(OpTileRule, names)))
 
         names: tuple[str, ...] = EACH_TOKEN
+        found = resolved(with_modules(names))
+        known = [f"{tile.op_path}." for tile in found.tiles if tile.op_path] if found is not None else []
+        names += tuple(path for path in _norms(structure) if not any(map(f"{path}.".startswith, known)))
         if resolved(with_modules(names)) is None:
             names = tuple(name for name in names if resolved(with_modules([name])) is not None)
         for count in (1, len(names)):
@@ -77,6 +80,12 @@ def tile_ladder(
             last = plan
             asked = Adjustment("tile_config", (), named(plan.tiles), "nothing", "tiles", SECOND_CLASS)
             yield tiles, replace(plan, adjustments=(*plan.adjustments, asked))
+
+
+def _norms(structure: ModelStructure) -> tuple[str, ...]:
+    """Return the op paths of all norms: Gemma has two more, and many families norm queries and keys."""
+    paths = (op.path for layer in structure.layers for op in layer.ops if op.kind != "function")
+    return tuple(dict.fromkeys(path for path in paths if "norm" in path.rpartition(".")[2].lower()))
 
 
 def named(tiles: Iterable[Tile]) -> str:

@@ -212,11 +212,11 @@ class _Sizes:
         """Whether a dimension is one of tokens."""
         return size > 0 and (size % self.batch == 0 or size % self.length == 0)
 
-    def of(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """How often each prime occurs in the number of elements."""
+    def of(self, elements: int) -> tuple[int, int]:
+        """How often each prime occurs in a number of elements."""
         counts = []
         for prime in (self.batch, self.length):
-            count, size = 0, tensor.numel()
+            count, size = 0, elements
             while size and size % prime == 0:
                 count, size = count + 1, size // prime
             counts.append(count)
@@ -256,8 +256,8 @@ class _Ops(TorchDispatchMode):
     def _why_mixed(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> str:
         """Return what an op does that pieces of the tokens would show; empty: nothing."""
         name = func._schema.name.partition("::")[2].removesuffix("_")  # the ones that write in place, too
-        read = [self._sizes.of(item) for item in given]
-        made = [self._sizes.of(item) for item in tree_leaves(out) if isinstance(item, torch.Tensor)]
+        read = [self._sizes.of(item.numel()) for item in given]
+        made = [self._sizes.of(item.numel()) for item in tree_leaves(out) if isinstance(item, torch.Tensor)]
         if all(primes == _NO_TOKEN for primes in read):
             alike = name in _CONSTANTS or all(primes == _NO_TOKEN for primes in made)
             return "" if alike else "makes something that differs from token to token"
@@ -294,7 +294,7 @@ class _Ops(TorchDispatchMode):
 def _of_arguments(given: Sequence[torch.Tensor], returned: Sequence[Any], sizes: _Sizes) -> tuple[str, int]:
     """Return what of arguments and results has no row for each token, and the parts of the results."""
     lead = given[0].shape[:-1] if given else torch.Size()
-    if lead.numel() not in (sizes.batch * sizes.length, sizes.batch * sizes.length * sizes.parts):
+    if sizes.of(lead.numel()) != _EACH_TOKEN:  # rows of heads or experts in them are rows, too
         return "a module that is not called with hidden states first", 1
     for item in given:
         if not _has_rows(item, lead):

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ..engine.agreement import rank, world_size
+from ..engine.agreement import rank
 from ..engine.install import AppliedPlan
 from ..engine.stats import GIB, SwapStats, gib_text
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
@@ -304,10 +304,10 @@ class Planner:
         self._phase = Stable(run, run.meter.limit_bytes(), self._largest, MOST_PLANS, stays_guarded=True)
 
     def _can_try_again(self) -> str:
-        """The stage in which memory may run out once, or nothing. Of several ranks none tiles alone."""
+        """The stage in which memory may run out once, or nothing. `Retry` lets none of several ranks tile."""
         if isinstance(self._phase, WarmUp):
-            known, alone = self._largest, world_size() == 1 and self._run.memory.mode == "adaptive"
-            return self.phase if alone and (known is None or known.tokens > AUTO_LEAST_TOKENS) else ""
+            known, may_tile = self._largest, self._run.memory.mode == "adaptive"
+            return self.phase if may_tile and (known is None or known.tokens > AUTO_LEAST_TOKENS) else ""
         return self.phase if isinstance(self._phase, Stable) and not self._run.guarded else ""
 
     def _ran_out(self, failure: Failure) -> None:

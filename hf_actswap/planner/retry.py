@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 SHARDED = "FSDP2 gathers weights inside it, and the other ranks have done their part"
+ONE_OF_SEVERAL = "a rank cannot choose tiles alone, and the others may wait for it in a collective"
 COMMUNICATES = "it communicates, and the other ranks have done their part"
 
 
@@ -155,7 +156,7 @@ class Retry:
             stage = self._ready()
             if failure is None or not stage or _is_explained(error):  # or a retry inside failed
                 raise
-            why = why_not()
+            why = ONE_OF_SEVERAL if stage == "warm-up" and world_size() > 1 else why_not()
             if len(restore) < len(self._random):
                 why = "a graph of the accelerator is being captured"
             if why is not None:
@@ -177,7 +178,10 @@ def _is_explained(error: RuntimeError) -> bool:
 def _explained(failure: Failure, what: str, why: str, stage: str) -> RuntimeError:
     hint = "A smaller `memory.budget_gib` leaves more room beside the plan."
     if stage != "stable":
-        hint = "With `tile_config: {loss: auto}` head and loss run in tiles from the first step on."
+        hint = (
+            "With `tile_config: {loss: auto, tile: {op_name: feed_forward}}` head, loss and MLPs run in "
+            "tiles from the first step on."
+        )
     return failure.kind(
         f"{what} ran out of memory in the planner's {stage} stage, and cannot be run again: {why}. {hint} "
         f"({failure.text})"

@@ -36,7 +36,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.config.schema import TileTokens
-from hf_actswap.engine.chunked_logits import ChunkedLogits, auto_tokens, chunk_head
+from hf_actswap.engine.chunked_logits import NOT_CALLED, ChunkedLogits, auto_tokens, chunk_head
 from hf_actswap.plan.actions import Tile
 from hf_actswap.report import plan_table
 from tests.engine.tiny_models import CASES, gradients, tiny_llama
@@ -433,6 +433,36 @@ def test_a_loss_of_whole_logits_says_so_and_is_right(caplog: pytest.LogCaptureFi
     assert adjustment.got == "whole logits"
     assert "aten.mean" in adjustment.reason
     assert [record.getMessage() for record in caplog.records] == [str(adjustment)]
+
+
+def test_a_forward_that_reads_the_heads_weight_itself_is_right_and_this_is_said() -> None:
+    """As Liger's fused loss and TRL's trainers replace a model's forward."""
+    model = made()
+    own = model.forward
+
+    def fused(input_ids: torch.Tensor, labels: torch.Tensor, **_: Any) -> Any:
+        hidden = model.model(input_ids=input_ids).last_hidden_state[:, :-1].flatten(0, 1)
+        loss = F.cross_entropy(hidden @ model.lm_head.weight.t(), labels[:, 1:].flatten())
+        return BaseModelOutputWithPast(last_hidden_state=loss)
+
+    def step(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(input_ids=ids, labels=labels).last_hidden_state
+        return found
+
+    model.forward = fused
+    loss, expected = run(model, step)
+    with apply(model, TOKENS) as applied:
+        for _ in range(2):
+            found_loss, found = run(model, step)
+        (adjustment,) = applied.plan.adjustments
+    assert torch.equal(found_loss, loss)
+    assert furthest(found, expected) == 0.0
+    assert (adjustment.got, adjustment.reason) == ("no tiles", NOT_CALLED)
+    model.forward = own
+    with apply(model, TOKENS) as applied:
+        run(model)
+    assert not applied.plan.adjustments
+    assert not model._forward_hooks
 
 
 def test_writing_into_the_logits_is_right_or_raises() -> None:

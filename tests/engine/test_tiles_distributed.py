@@ -19,8 +19,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(("what", "kind", "smooth"), CASES)
-def test_each_rank_has_the_numbers_without_tiles(what: str, kind: str, smooth: bool, results: Path) -> None:
-    """DDP "marked ready twice", gradients corrupted by FSDP2's resharding between tiles: not here."""
+def test_no_weight_is_ready_twice_none_resharded_between_tiles_and_no_rank_waits(
+    what: str, kind: str, smooth: bool, results: Path
+) -> None:
+    """DDP "marked ready twice", gradients corrupted by FSDP2, unequal numbers of tiles: not here."""
     for rank in range(WORLD_SIZE):
         whole, tiled = (
             torch.load(results / f"{what}.{kind}.{smooth}.{on}.{rank}.pt") for on in (False, True)

@@ -25,9 +25,15 @@ TILES: dict[str, dict[str, Any]] = {
 }
 KINDS = {
     "loss": ("ddp", "unused", "static", "fsdp2", "fsdp2 lm_head"),
-    "modules": ("ddp", "unused", "static", "fsdp2", "fsdp2 mlp", "fsdp2 gate_proj"),
+    "modules": (
+        *("ddp", "unused", "static", "fsdp2", "fsdp2 mlp", "fsdp2 gate_proj"),
+        *("ddp unequal", "fsdp2 unequal"),
+    ),
 }
-"""What runs in tiles -> wrappers; FSDP2 also with a part of its own for the modules of that name."""
+"""What runs in tiles -> wrappers; FSDP2 also with a part of its own for the modules of that name.
+
+``unequal``: the second rank's sequences are half as long, and so are its numbers of tiles.
+"""
 CASES = [
     (what, kind, smooth)
     for what, kinds in KINDS.items()
@@ -56,6 +62,8 @@ def steps(kind: str, smooth: bool, tiles: dict[str, Any]) -> tuple[list[float], 
         optimizer.zero_grad()
         for part in range(1 if kind == "static" else 2):
             ids = batch(4 * step + 2 * part + rank)
+            if kind.endswith("unequal"):
+                ids = ids[:, : ids.shape[1] // (rank + 1)]
             if smooth:
                 loss = LabelSmoother(0.1)(wrapped(input_ids=ids), ids, shift_labels=True)
             else:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_actswap import ActSwapCallback
+from hf_actswap.engine.chunked_logits import ChunkedLogits
 
 from .conftest import SHORT_ON_CPU, losses, tiny_llama
 from .test_planner_loops import tokenizer
@@ -28,43 +30,69 @@ PLAN = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_supervised_fine_tuning(way: str, tmp_path: Path) -> None:
+TILES: dict[str, Any] = {
+    "tile_config": {"loss": {"tokens": 5}, "tile": {"op_name": ["mlp", "input_layernorm"], "tokens": 5}}
+}
+
+
+def fine_tuned(settings: dict[str, Any], callback: ActSwapCallback | None, folder: Path) -> Any:
+    """Fine-tune a tiny model with TRL; return the trainer, the weights, and the arguments of each call."""
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(4, 20, (40,), generator=generator).tolist()
     rows = [{"input_ids": torch.randint(2, 60, (size,), generator=generator).tolist()} for size in sizes]
+    args = trl.SFTConfig(
+        output_dir=str(folder),
+        max_steps=4,
+        per_device_train_batch_size=4,
+        gradient_checkpointing=False,
+        bf16=False,
+        **{**SHORT_ON_CPU, "max_length": 32, **settings},
+    )
+    model = tiny_llama()
+    model.config.use_cache = False
+    calls: list[Any] = []
+    model.register_forward_pre_hook(lambda _module, _args, kwargs: calls.append(kwargs), with_kwargs=True)
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=args,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+        callbacks=[] if callback is None else [callback],
+    )
+    trainer.train()
+    return losses(trainer), {name: item.clone() for name, item in model.state_dict().items()}, calls
 
-    def train(callbacks: list[Any], folder: str) -> tuple[list[float], dict[str, torch.Tensor], list[Any]]:
-        args = trl.SFTConfig(
-            output_dir=str(tmp_path / folder),
-            max_steps=4,
-            per_device_train_batch_size=4,
-            gradient_checkpointing=False,
-            bf16=False,
-            **{**SHORT_ON_CPU, "max_length": 32, **WAYS[way]},
-        )
-        model = tiny_llama()
-        model.config.use_cache = False
-        calls: list[Any] = []
-        model.register_forward_pre_hook(lambda _module, _args, kwargs: calls.append(kwargs), with_kwargs=True)
-        trainer = trl.SFTTrainer(
-            model=model,
-            args=args,
-            train_dataset=datasets.Dataset.from_list(rows),
-            processing_class=tokenizer(),
-            callbacks=callbacks,
-        )
-        trainer.train()
-        return losses(trainer), {name: item.clone() for name, item in model.state_dict().items()}, calls
 
-    expected, weights, calls = train([], "plain")
+@pytest.mark.parametrize("way", WAYS)
+def test_supervised_fine_tuning(way: str, tmp_path: Path) -> None:
+    expected, weights, calls = fine_tuned(WAYS[way], None, tmp_path / "plain")
     restarts = [
         bool((call["position_ids"].diff(dim=-1) != 1).any()) for call in calls if "position_ids" in call
     ]
     assert any(restarts) == (way != "packed, cut anywhere")
-    callback = ActSwapCallback(PLAN)
-    found, trained, _ = train([callback], "under a plan")
+    found, trained, _ = fine_tuned(WAYS[way], ActSwapCallback(PLAN), tmp_path / "under a plan")
     assert found == expected
     assert [name for name in weights if not torch.equal(weights[name], trained[name])] == []
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_supervised_fine_tuning_in_tiles(smoothing: float, tmp_path: Path, monkeypatch: Any) -> None:
+    """TRL computes its own loss from the head's weight, in tiles of its own; smoothed it reads the logits."""
+    settings = {**WAYS["packed"], "label_smoothing_factor": smoothing}
+    expected, weights, _ = fine_tuned(settings, None, tmp_path / "plain")
+    seen: list[type] = []
+    smooth = LabelSmoother.__call__
+    monkeypatch.setattr(
+        LabelSmoother,
+        "__call__",
+        lambda self, out, *args, **kwargs: (
+            seen.append(type(out["logits"])) or smooth(self, out, *args, **kwargs)
+        ),
+    )
+    found, trained, _ = fine_tuned(settings, ActSwapCallback(TILES), tmp_path / "in tiles")
+    assert set(seen) == ({ChunkedLogits} if smoothing else set())
+    assert found == pytest.approx(expected, rel=1e-5)
+    for name, one in weights.items():
+        torch.testing.assert_close(trained[name], one, rtol=1e-3, atol=1e-5)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_actswap import MemoryPlan, apply
-from hf_actswap.planner import BudgetError, Planner
+from hf_actswap.planner import BudgetError, Planner, retry
 from hf_actswap.planner.trials import Trial
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.simulated_device import Trained, on_device, train
@@ -91,6 +91,22 @@ def test_a_warm_up_that_runs_out_of_memory_goes_on_in_tiles(
         planner.remove()
     assert losses == pytest.approx(unplanned.losses[:3], rel=1e-5)
     assert not any("forward" in vars(module) or "_call_impl" in vars(module) for module in model.modules())
+
+
+def test_of_several_ranks_none_tiles_alone_and_the_error_says_what_to_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retry, "world_size", lambda: 2)
+    model = wordy().train()
+    ids = torch.zeros(SHAPE, dtype=torch.long)
+    with on_device(model, 21_000_000) as device:
+        optimizer = torch.optim.AdamW(model.parameters())
+        planner = apply(model, {"memory": {"mode": "adaptive"}}, optimizer=optimizer, meter=device)
+        with pytest.raises(torch.OutOfMemoryError, match="cannot be run again: a rank cannot") as caught:
+            model(input_ids=ids, labels=ids)
+        planner.remove()
+    assert "`tile_config: {loss: auto, tile: {op_name: feed_forward}}`" in str(caught.value)
+    assert planner.plan.tiles == ()
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def build_model(
             source, how["revision"] = model.model_name_or_path, model.model_revision
             text = AutoConfig.from_pretrained(source, revision=model.model_revision).get_text_config()
             if len(tokenizer) > text.vocab_size:
-                logger.info("The vocabulary must grow: each process opens the whole model, not its stage alone.")
+                logger.info("The vocabulary must grow: each process opens the whole model.")
                 actswap = None
             built = stage_from_pretrained(AutoModelForCausalLM, source, actswap or {}, **how)
         else:

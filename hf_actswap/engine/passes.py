@@ -9,7 +9,8 @@ passes, those of a forward as they rise, those of a backward as they fall::
     copy out ... release_ops ... release                      copy back ... prefetch_ops ... read
 
 What is due in a pass is done at its first hook at or after the point, or else at the first hook of the next
-pass. A pass is taken to have as many operators as the latest forward of the same chunk.
+pass. A pass is taken to have as many operators as the latest forward of the same chunk; a chunk's first
+forward releases at its end.
 
 A window counts for two thirds of a pass at most (`REACH`). So of all micro-batches in flight two thirds of
 one wait for their release, and two thirds of one are back ahead of need, besides what a hook more or less
@@ -118,15 +119,17 @@ class PassOrder:
             backward: of the forward.
 
         Returns:
-            What is released now: all that is not yet, where the backward follows at once.
+            What is released now: all that is not yet, where the backward follows at once, and of the first
+            forward of a chunk, whose length was not known.
         """
         last_op, turn = backward.clock.now(), self._turn(queue.index)
         self._lengths[self._order[queue.index].chunk] = max(last_op + 1 - queue.first_op, 1)
         backward.watch(lambda op: self.reached((turn, last_op - op)))
         if turn == queue.index + 1:
             return queue.drain()
+        released = queue.drain() if queue.most_ops == NEVER else []
         most_ops = self.most_ops(queue.index)
-        latest, earliest = (queue.index + 1, most_ops), (turn - 1, 0)
+        latest, earliest = (turn, 0), (turn - 1, 0)
         if turn == queue.index + 2:
             latest = earliest = (turn - 1, self._length(turn - 1) // 2)
         for due_op, reference in queue.left():
@@ -137,7 +140,7 @@ class PassOrder:
                 ahead_ops = group.last_use + group.prefetch_ops - last_op
                 if ahead_ops > 0:
                     self._add(max(self._point(turn, -ahead_ops), earliest), reference, False)
-        return []
+        return released
 
     def most_ops(self, index: int) -> int:
         """Return how far windows of a forward reach.
@@ -188,12 +191,12 @@ class CrossingReleases(ReleaseQueue[Swapped]):
     def __init__(self, passes: PassOrder, index: int, first_op: int) -> None:
         super().__init__()
         self._passes, self.index, self.first_op = passes, index, first_op
-        self._most_ops = passes.most_ops(index)
+        self.most_ops = passes.most_ops(index)
         self.next_at = self._others_at = first_op
 
     def add(self, item: Swapped, copied_at: int, release_ops: int) -> None:
         """See `ReleaseQueue`."""
-        super().add(item, copied_at, min(release_ops, self._most_ops))
+        super().add(item, copied_at, min(release_ops, self.most_ops))
         self.next_at = min(self.next_at, self._others_at)
 
     def due(self, now: int) -> list[Swapped]:

@@ -101,6 +101,11 @@ CASES: dict[str, Case] = {
     ),
     "slices_of_parts": Case({"recompute": True, "recompute_slice_activation": True}),
 }
+SLOW = (
+    *("select_comm_one_norm", "select_comm_excluded", "select_comm_and_swap", "recompute_kept_two_layers"),
+    *("select_mlp", "replicated_kept", "slices_kept"),
+)
+"""Cases that differ little from another."""
 
 
 @dataclass
@@ -177,8 +182,8 @@ class _Warnings(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def run_on_rank(rank: int, folder: str) -> None:
-    """Run each case; see `run_cases`."""
+def run_on_rank(slow_too: bool, rank: int, folder: str) -> None:
+    """Run each case, or each that is not slow; see `run_cases`."""
 
     def world() -> dist.ProcessGroup:
         group = dist.group.WORLD
@@ -186,7 +191,9 @@ def run_on_rank(rank: int, folder: str) -> None:
         return group
 
     cases: dict[str, Callable[[dist.ProcessGroup | None], object]] = {
-        name: lambda _, case=case: run_case(case, world()) for name, case in CASES.items()
+        name: lambda _, case=case: run_case(case, world())
+        for name, case in CASES.items()
+        if slow_too or name not in SLOW
     }
     cases |= {f"weights_{name}": lambda _, again=again: run_sharded(again) for name, again in WEIGHTS.items()}
     cases["mappings"] = lambda _: run_mappings(rank, world())

@@ -34,6 +34,12 @@ def quick_named(cases: Mapping[str, Any], names: Collection[str]) -> list[Any]:
     return [pytest.param(case, id=name, marks=slow[name]) for name, case in cases.items()]
 
 
+def runs_slow_cases(request: pytest.FixtureRequest) -> bool:
+    """Whether slow tests of this module are selected too: a launch that serves them all then runs theirs."""
+    own = (item for item in request.session.items if item.path == request.path)
+    return any(item.get_closest_marker("slow") for item in own)
+
+
 def mark_slow_combinations(items: Iterable[pytest.Item]) -> None:
     """Mark as slow what `each_value_once` leaves to `make test-all`."""
     products: dict[str, list[pytest.Function]] = {}

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_actswap import apply
 from hf_actswap.plan import MemoryPlan, load_plan
+from tests.quick_cases import quick_first
 
 from .conftest import TINY, Ended, Run
 
@@ -206,7 +207,7 @@ def test_compare(run: Run, tiny: Path) -> None:
         assert run("plan", tiny, "--compare", wrong).code == 2
 
 
-@pytest.mark.parametrize("sequence_parallel", ["true", "false"])
+@pytest.mark.parametrize("sequence_parallel", quick_first(["true", "false"], 1))
 def test_head_and_loss_in_tiles_of_two_ranks(
     sequence_parallel: str, run: Run, tiny: Path, write: Write, tmp_path: Path
 ) -> None:

@@ -257,7 +257,7 @@ HELD_ALONE = Example(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @example(example=HELD_ALONE)
 @given(example=examples)
 def test_random_orders(example: Example) -> None:

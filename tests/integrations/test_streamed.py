@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Trainer
 
 import hf_actswap
+from tests.quick_cases import quick_first
 
 from .conftest import Tokens, grad_norms, losses, tiny_llama
 
@@ -38,7 +39,7 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     "settings",
     [
         {"gradient_accumulation_steps": 2},
-        {"bf16": True, "average_tokens_across_devices": False},
+        pytest.param({"bf16": True, "average_tokens_across_devices": False}, marks=pytest.mark.slow),
         {"lora": True, "learning_rate": 1e-2},
     ],
     ids=["items in batch", "autocast", "adapters"],
@@ -99,7 +100,7 @@ def test_the_plan_is_logged(make_trainer: Callable[..., Trainer], caplog: pytest
     assert "recomputes nothing" not in caplog.text
 
 
-@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("order", quick_first(["before", "after"], 1))
 def test_accelerate_loop(order: str) -> None:
     runs = []
     for config in ({}, STREAMED):

@@ -19,6 +19,7 @@ from hf_actswap import ActSwapTrainingArguments
 from hf_actswap.engine.chunked_logits import ChunkedLogits
 from tests.engine.test_tiled_loss import Meter
 from tests.engine.tiny_models import tiny_llama as a_llama
+from tests.quick_cases import quick_first
 
 from .conftest import SHORT_ON_CPU, Tokens, losses, tiny_llama
 
@@ -48,7 +49,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     [
         {"gradient_accumulation_steps": 2},
         {"label_smoothing_factor": 0.1},
-        {"bf16": True, "average_tokens_across_devices": False},
+        pytest.param({"bf16": True, "average_tokens_across_devices": False}, marks=pytest.mark.slow),
     ],
     ids=["items in batch", "label smoothing", "autocast"],
 )
@@ -110,7 +111,7 @@ def test_ten_thousand_tokens_of_wikitext(tmp_path: Path) -> None:
     assert 4 * tiled_bytes < whole_bytes
 
 
-@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("reads", quick_first([True, False], 1))
 def test_evaluation_inside_training(make_trainer: Callable[..., Trainer], reads: bool) -> None:
     found = []
     for config in (None, TILES):
@@ -135,7 +136,7 @@ def test_the_plan_is_logged(make_trainer: Callable[..., Trainer], caplog: pytest
     assert "Nothing is swapped" not in caplog.text
 
 
-@pytest.mark.parametrize("order", ["before", "after", "prepare"])
+@pytest.mark.parametrize("order", quick_first(["prepare", "before", "after"], 2))
 def test_accelerate_loop(order: str, tmp_path: Path) -> None:
     runs = []
     for config in ({}, TILES):

@@ -73,7 +73,12 @@ def hooks_of(model: torch.nn.Module) -> dict[str, Any]:
         ),
         (REGIONAL, CASE_1, {"bf16": True}),
         pytest.param(REGIONAL, CASE_2, {"gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
-        (REGIONAL, CASE_2, {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True}),
+        pytest.param(
+            REGIONAL,
+            CASE_2,
+            {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -39,7 +39,7 @@ def state_of(model: torch.nn.Module) -> dict[str, Any]:
     "settings",
     [
         {},
-        {"gradient_accumulation_steps": 2, "max_steps": 5},
+        pytest.param({"gradient_accumulation_steps": 2, "max_steps": 5}, marks=pytest.mark.slow),
         pytest.param({"bf16": True, "max_steps": 5}, marks=pytest.mark.slow),
         pytest.param({"eval_strategy": "steps", "eval_steps": 2, "max_steps": 5}, marks=pytest.mark.slow),
     ],

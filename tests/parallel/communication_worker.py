@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import sleep
 from typing import Any
@@ -101,6 +101,11 @@ CASES: dict[str, Case] = {
     ),
     "slices_of_parts": Case({"recompute": True, "recompute_slice_activation": True}),
 }
+SLOW = (
+    *("select_comm_one_norm", "select_comm_excluded", "select_comm_and_swap", "recompute_kept_two_layers"),
+    *("select_mlp", "replicated_kept", "slices_kept"),
+)
+"""Cases that differ little from another."""
 
 
 @dataclass
@@ -177,8 +182,8 @@ class _Warnings(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def run_on_rank(rank: int, folder: str) -> None:
-    """Run each case; see `run_cases`."""
+def run_on_rank(slow_too: bool, rank: int, folder: str) -> None:
+    """Run each case, or each that is not slow; see `run_cases`."""
 
     def world() -> dist.ProcessGroup:
         group = dist.group.WORLD
@@ -186,7 +191,9 @@ def run_on_rank(rank: int, folder: str) -> None:
         return group
 
     cases: dict[str, Callable[[dist.ProcessGroup | None], object]] = {
-        name: lambda _, case=case: run_case(case, world()) for name, case in CASES.items()
+        name: lambda _, case=case: run_case(case, world())
+        for name, case in CASES.items()
+        if slow_too or name not in SLOW
     }
     cases |= {f"weights_{name}": lambda _, again=again: run_sharded(again) for name, again in WEIGHTS.items()}
     cases["mappings"] = lambda _: run_mappings(rank, world())
@@ -213,7 +220,7 @@ def run_case(case: Case, group: dist.ProcessGroup) -> Result:
     result.warnings = seen.lines
     result.left_over = _differences(before, snapshot(model))
     after = Result()
-    _step(model, case, after)
+    _step(model, case, after, holds=False)
     result.calls_after, result.grads_after = after.calls, after.grads
     return result
 
@@ -222,15 +229,16 @@ def _differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return [name for name in before if before[name] != after[name]]
 
 
-def _step(model: nn.Module, case: Case, result: Result) -> None:
+def _step(model: nn.Module, case: Case, result: Result, holds: bool = True) -> None:
     model.zero_grad()
     torch.manual_seed(5)
     generator = torch.Generator().manual_seed(11)
     ids = torch.randint(0, VOCABULARY, (case.batch, LENGTH), generator=generator)
     with counted(result) as begin:
-        with HeldBytes(ids, *model.parameters()) as held:
+        with HeldBytes(ids, *model.parameters()) if holds else nullcontext() as held:
             loss = model(input_ids=ids, labels=ids).loss
-        result.held_bytes = held.settled_total()
+        if held is not None:
+            result.held_bytes = held.settled_total()
         begin("backward")
         loss.backward()
     result.losses.append(loss.item())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from docs.make_families import page_of
 from hf_actswap.apply import apply
 from hf_actswap.parallel.patch_model import Patched, PatchError, patch_model
 from tests.parallel.patch_worker import LENGTH, Case, compared, config, step
-from tests.parallel.patched_models import FAMILIES, MOST_USED, NOT_TESTED, tiny_model
+from tests.parallel.patched_models import FAMILIES, NOT_TESTED, tiny_model
 from tests.processes import launch, run_cases
 
 RIGHT, REFUSED, WRONG = "right", "rejected", "wrong"
@@ -118,9 +118,9 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
 
 
-def run_most_used(rank: int, folder: str) -> None:
-    """Divide the families that are used most among two ranks."""
-    _run(rank, folder, 2, {f: _divisions(f) for f in MOST_USED})
+def run_families(families: Sequence[str], rank: int, folder: str) -> None:
+    """Divide some families among two ranks."""
+    _run(rank, folder, 2, {family: _divisions(family) for family in families})
 
 
 def run_everything(rank: int, folder: str) -> None:

@@ -173,11 +173,15 @@ NOT_TESTED = {
 FAMILIES = tuple(sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(NOT_TESTED)))
 """``model_type`` of all others."""
 
+QUICK = (
+    *("llama", "qwen3", "qwen3_next", "mixtral", "gemma3_text", "gemma3n_text", "phi3", "gpt2", "gpt_neox"),
+    *("gpt_oss", "bloom", "falcon", "cohere2", "deepseek_v3", "llama4_text"),
+)
+"""Of the most used those whose layers differ most."""
 MOST_USED = (
-    *("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_next", "mistral", "mixtral", "gemma", "gemma2"),
-    *("gemma3_text", "gemma3n_text", "phi", "phi3", "gpt2", "gpt_neox", "gpt_oss", "opt", "bloom", "falcon"),
-    *("olmo2", "granite", "cohere2", "glm4", "glm4_moe", "deepseek_v2", "deepseek_v3", "llama4_text"),
-    *("smollm3", "starcoder2"),
+    *QUICK,
+    *("qwen2", "qwen3_moe", "mistral", "gemma", "gemma2", "phi", "opt", "olmo2", "granite", "glm4"),
+    *("glm4_moe", "deepseek_v2", "smollm3", "starcoder2"),
 )
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.engine.tiny_models import NUM_LAYERS, assert_bitwise_equal
-from tests.parallel.communication_worker import CASES, LENGTH, WORLD_SIZE, Result, run_on_rank
+from tests.parallel.communication_worker import CASES, LENGTH, SLOW, WORLD_SIZE, Result, run_on_rank
 from tests.processes import launch, result
+from tests.quick_cases import quick_named, runs_slow_cases
 
 LIMIT_S = 150
 HIDDEN, SIZE_BYTES = 32, 4
@@ -21,9 +25,10 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what each rank wrote; all cases run in one launch."""
-    return launch(run_on_rank, tmp_path_factory.mktemp("communication"), WORLD_SIZE, LIMIT_S)
+    run = partial(run_on_rank, runs_slow_cases(request))
+    return launch(run, tmp_path_factory.mktemp("communication"), WORLD_SIZE, LIMIT_S)
 
 
 def result_of(name: str, folder: Path, rank: int = 0) -> Result:
@@ -40,10 +45,15 @@ def bare_of(name: str) -> str:
     )
 
 
+def quick(names: Collection[str]) -> list[Any]:
+    """Return the names as parameters, those of slow cases marked."""
+    return quick_named({name: name for name in names}, set(names) - set(SLOW))
+
+
 PLANNED = [name for name, case in CASES.items() if case.recompute is not None]
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", quick(PLANNED))
 def test_gradients_are_those_without_recomputation(name: str, results: Path) -> None:
     for rank in range(WORLD_SIZE):
         found, bare = result_of(name, results, rank), result_of(bare_of(name), results, rank)
@@ -51,7 +61,7 @@ def test_gradients_are_those_without_recomputation(name: str, results: Path) -> 
         assert_bitwise_equal(found.grads, bare.grads)
 
 
-@pytest.mark.parametrize("name", PLANNED)
+@pytest.mark.parametrize("name", quick(PLANNED))
 def test_removed_without_trace(name: str, results: Path) -> None:
     for rank in range(WORLD_SIZE):
         found, bare = result_of(name, results, rank), result_of(bare_of(name), results, rank)
@@ -96,7 +106,7 @@ MORE_CALLS: dict[str, dict[str, int]] = {
 """Collectives that backward does in addition. The last reduction of a recomputed layer is not needed."""
 
 
-@pytest.mark.parametrize("name", MORE_CALLS)
+@pytest.mark.parametrize("name", quick(MORE_CALLS))
 def test_collectives_done_again_in_backward(name: str, results: Path) -> None:
     for rank in range(WORLD_SIZE):
         found, bare = result_of(name, results, rank), result_of(bare_of(name), results, rank)
@@ -126,7 +136,7 @@ MORE_BYTES: dict[str, tuple[str, int]] = {
 """Bytes held from forward to backward, compared with another case."""
 
 
-@pytest.mark.parametrize("name", MORE_BYTES)
+@pytest.mark.parametrize("name", quick(MORE_BYTES))
 def test_bytes_held(name: str, results: Path) -> None:
     other, more_bytes = MORE_BYTES[name]
     for rank in range(WORLD_SIZE):

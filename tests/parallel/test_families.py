@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from tests.parallel.family_worker import (
     everything,
     findings,
     page,
-    run_most_used,
+    run_families,
 )
-from tests.parallel.patched_models import FAMILIES, MOST_USED
+from tests.parallel.patched_models import FAMILIES, MOST_USED, QUICK
 from tests.processes import launch
+from tests.quick_cases import quick_first, runs_slow_cases
 
 LIMIT_S, LONG_LIMIT_S = 200, 1500
 
@@ -26,12 +28,13 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
-def most_used(tmp_path_factory: pytest.TempPathFactory) -> Findings:
+def most_used(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Findings:
     """What was found of the families that are used most, in one launch."""
-    return findings(launch(run_most_used, tmp_path_factory.mktemp("families"), 2, LIMIT_S))
+    run = partial(run_families, MOST_USED if runs_slow_cases(request) else QUICK)
+    return findings(launch(run, tmp_path_factory.mktemp("families"), 2, LIMIT_S))
 
 
-@pytest.mark.parametrize("family", MOST_USED)
+@pytest.mark.parametrize("family", quick_first(MOST_USED, len(QUICK)))
 def test_as_in_one_process(family: str, most_used: Findings) -> None:
     """Losses, each gradient, and the state dict, with sequence parallelism and without."""
     assert {way: finding for way, finding in most_used[family].items() if finding[0] != RIGHT} == {}

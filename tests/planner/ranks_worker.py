@@ -381,7 +381,6 @@ def averaging_llama(first: int) -> nn.Module:
 def run_two(rank: int, folder: str) -> None:
     """Some cases of two ranks."""
     cases = {
-        "devices": lambda _: devices_of_different_size(),
         "impossible": lambda _: no_budget_is_enough(),
         "tensor_parallel": lambda group: divided_model(group, False),
         "retry": lambda _: memory_runs_out_on_one_rank(),
@@ -393,6 +392,7 @@ def run_two(rank: int, folder: str) -> None:
 def run_two_more(rank: int, folder: str) -> None:
     """The others."""
     cases = {
+        "devices": lambda _: devices_of_different_size(),
         "lengths": lambda _: batches_of_different_length(),
         "turns": lambda _: lengths_that_take_turns(),
         "plan_file": lambda _: a_plan_file(folder),

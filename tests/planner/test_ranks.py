@@ -103,8 +103,8 @@ def check_impossible(found: list[Mapping[str, Run]]) -> None:
 
 
 @pytest.mark.slow
-def test_the_smallest_device_is_the_budget_of_all(two: Path) -> None:
-    check_devices(of_ranks(two, "devices"))
+def test_the_smallest_device_is_the_budget_of_all(two_more: Path) -> None:
+    check_devices(of_ranks(two_more, "devices"))
 
 
 @pytest.mark.slow

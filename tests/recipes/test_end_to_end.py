@@ -107,6 +107,7 @@ def test_the_log_names_the_swapped_ops_as_the_document_does(case1: Path) -> None
         assert line.endswith(f"-INFO - Set op_swap at layer {layer}: attention.flash_attention, value=10")
 
 
+@pytest.mark.slow
 def test_swapping_changes_no_digit(case1: Path, tmp_path: Path) -> None:
     run(tmp_path, *TINY, "--actswap", "none", "--do_eval", "false")
     assert losses(tmp_path) == losses(case1)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.parallel.patch_ways_worker import FURTHER_PLANNED, LENGTH, MAX_NORM, STEPS, WORLD_SIZE, run_on_rank
+from tests.parallel.patch_ways_worker import (
+    FURTHER_PLANNED,
+    LENGTH,
+    MAX_NORM,
+    SLOW,
+    STEPS,
+    WORLD_SIZE,
+    run_on_rank,
+)
 from tests.parallel.patch_worker import BATCH
 from tests.parallel.patched_models import HIDDEN, INNER, LAYERS
 from tests.parallel.test_patch_model import assert_as_in_one_process
 from tests.processes import launch, result
+from tests.quick_cases import runs_slow_cases
 
 LIMIT_S = 200
 TOLERANCE = 1e-5
@@ -22,16 +32,24 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what each rank wrote; all cases run in one launch."""
-    return launch(run_on_rank, tmp_path_factory.mktemp("ways"), WORLD_SIZE, LIMIT_S)
+    run = partial(run_on_rank, runs_slow_cases(request))
+    return launch(run, tmp_path_factory.mktemp("ways"), WORLD_SIZE, LIMIT_S)
+
+
+def named(prefix: str, *names: str) -> list[Any]:
+    """Return the names as parameters, slow where the case of that name is."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (f"{prefix}{name}" in SLOW)) for name in names]
 
 
 def of_ranks(folder: Path, name: str) -> list[Any]:
     return [result(folder, name, rank) for rank in range(WORLD_SIZE)]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "qwen3_moe", "phi3", "gpt2", "bloom"])
+@pytest.mark.parametrize(
+    "kind", named("generation_", "llama", "gemma3_text", "qwen3_moe", "phi3", "gpt2", "bloom")
+)
 def test_generation(kind: str, results: Path) -> None:
     for found in of_ranks(results, f"generation_{kind}"):
         assert torch.equal(found["tokens"], found["expected"])
@@ -61,7 +79,7 @@ def test_logits_of_a_training_forward_are_gathered_when_read(results: Path) -> N
         assert "gathered when read" in found["text"]
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "phi3", "mixtral"])
+@pytest.mark.parametrize("kind", named("state_", "qwen2", "phi3", "mixtral"))
 def test_state(kind: str, results: Path) -> None:
     """Names, shapes and values of one process; loaded by from_pretrained and into other patched models."""
     for rank, found in enumerate(of_ranks(results, f"state_{kind}")):
@@ -77,7 +95,7 @@ def test_state(kind: str, results: Path) -> None:
         assert "replicated: model.layers.*" in found["description"]
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "phi3", "mixtral"])
+@pytest.mark.parametrize("kind", named("training_", "qwen3", "phi3", "mixtral"))
 def test_training(kind: str, results: Path) -> None:
     """Steps with clipping: the losses and weights of one process; replicas stay bitwise the same."""
     assert MAX_NORM < 1
@@ -90,7 +108,7 @@ def test_training(kind: str, results: Path) -> None:
         assert found["drift"] == []
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_replicated", "gpt_neox", "qwen2"])
+@pytest.mark.parametrize("name", named("adapters_", "llama", "llama_replicated", "gpt_neox", "qwen2"))
 def test_adapters(name: str, results: Path) -> None:
     for found in of_ranks(results, f"adapters_{name}"):
         assert_as_in_one_process(found)
@@ -152,7 +170,7 @@ def test_collectives_of_a_layer_with_experts(results: Path) -> None:
     ("name", "block_ends"),
     [
         ("plan", ("self_attn.o_proj", "mlp.down_proj")),
-        ("plan_full", ("self_attn.o_proj", "mlp.down_proj")),
+        pytest.param("plan_full", ("self_attn.o_proj", "mlp.down_proj"), marks=pytest.mark.slow),
         ("plan_neox", ("attention.dense", "mlp.dense_4h_to_h")),
     ],
 )
@@ -170,7 +188,7 @@ def test_plans(name: str, block_ends: tuple[str, str], results: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("family", FURTHER_PLANNED)
+@pytest.mark.parametrize("family", named("plan_", *FURTHER_PLANNED))
 def test_plans_of_further_families(family: str, results: Path) -> None:
     """Gradients bitwise those without."""
     for found in of_ranks(results, f"plan_{family}"):
@@ -178,7 +196,7 @@ def test_plans_of_further_families(family: str, results: Path) -> None:
         assert found["rows"] > 0
 
 
-@pytest.mark.parametrize("name", ["plan_experts", "plan_experts_full", "plan_experts_ops"])
+@pytest.mark.parametrize("name", named("", "plan_experts", "plan_experts_full", "plan_experts_ops"))
 def test_plans_of_experts(name: str, results: Path) -> None:
     """Gradients bitwise those without; a model structure sees how experts communicate."""
     for found in of_ranks(results, name):
@@ -193,7 +211,7 @@ def test_plans_of_experts(name: str, results: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("name", ["images", "images_replicated"])
+@pytest.mark.parametrize("name", named("", "images", "images_replicated"))
 def test_images(name: str, results: Path) -> None:
     """The decoder of a model that sees is divided, its deeper tower is not; gradients of both are right."""
     for found in of_ranks(results, name):

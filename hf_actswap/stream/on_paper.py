@@ -59,21 +59,25 @@ class LayerTrace:
     def moving_bytes(self) -> int:
         """On the device in backward for each token of a chunk: what leaves for the host, and what comes.
 
-        Gradients of keys and values of four pieces (`host_sequence`), and the output of the next layer.
+        Gradients of keys and values of four pieces (`host_sequence`), the output of the next layer, and the
+        first piece of this one with its gradients.
         """
-        return 4 * self.key_numbers * self.gradient_bytes + self.output_bytes
+        pieces = self.item_bytes + 5 * self.gradient_bytes
+        return self.key_numbers * pieces + self.output_bytes
 
     @property
     def pieces_bytes(self) -> int:
-        """While attention runs backward beside it, beyond what that of a whole sequence holds, at most.
+        """While attention runs backward beside those that move, and beyond a whole sequence's, at most.
 
         Of queries: the sum of gradients, those of one piece more, and upstream in one piece. Of keys and
         values: two pieces and one that ends; gradients of one piece more; and in the dtype of sums the
-        chunk's own gradients, those that are found, brought, and coming.
+        chunk's own gradients, those that are found, brought, and coming. Less the piece that `moving_bytes`
+        has, and its gradients.
         """
         queries = self.heads * self.key_size * (self.wide_bytes + self.item_bytes)
         upstream = self.heads * self.value_size * self.item_bytes
-        return queries + upstream + self.key_numbers * (4 * self.item_bytes + 4 * self.wide_bytes)
+        pieces = 3 * self.item_bytes + 4 * self.wide_bytes - self.gradient_bytes
+        return queries + upstream + self.key_numbers * pieces
 
 
 @dataclass(frozen=True)

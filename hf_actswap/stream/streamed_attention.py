@@ -70,6 +70,8 @@ class ChunkAttention:
         """A chunk runs: without gradients, or for the second time with them."""
         self.chunk, self.second = chunk, second
         self._given.clear()
+        if second:
+            self.host.expect(("output", min(self.layers), chunk))
 
     @property
     def positions(self) -> range:
@@ -164,6 +166,8 @@ class ChunkAttention:
         coming = [("keys", layer, chunk) for chunk in earlier]
         if earlier and layer + 1 in self.layers:  # the next layer's first piece comes with this one's last
             coming += [("keys", layer + 1, chunk) for chunk in self._seen(self.layers[layer + 1].visible)[:1]]
+        elif earlier:  # and behind the last layer that of the next chunk
+            coming.append(("keys", min(self.layers), self.chunk))
         for piece in coming[:1]:
             self.host.expect(piece)
         left = len(self.left_by(self.chunk, scores.visible))
@@ -188,10 +192,16 @@ class ChunkAttention:
     def output(self, layer: int) -> list[torch.Tensor]:
         """Return a layer's output and log-sum-exp of the first pass; those of the next are on their way.
 
-        The next are those of the layer above in forward, and of the one below where layers run again.
+        The next are those of the layer above in forward, and of the one below where layers run again, which
+        begins with the last one; behind the first one comes the chunk before.
         """
-        found = self.host.bring(("output", layer, self.chunk))
-        self.host.expect(("output", layer - 1 if layer in self._given else layer + 1, self.chunk))
+        found, again = self.host.bring(("output", layer, self.chunk)), layer in self._given
+        following, chunk = layer - 1 if again else layer + 1, self.chunk
+        if following not in self.layers:
+            following, chunk = (min(self.layers), chunk - 1) if again else (layer, chunk)
+        self.host.expect(("output", following, chunk))
+        if again:  # backward through its MLP is ahead of that through its attention
+            self._expect_piece(layer, self._seen(self.layers[layer].visible)[:1])
         self._given.add(layer)
         return found
 

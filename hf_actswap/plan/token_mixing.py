@@ -298,7 +298,8 @@ def _of_arguments(
     lead = given[0].shape[:-1] if given else torch.Size()
     whole = (sizes.batch * sizes.length, sizes.batch * sizes.length * sizes.parts)
     shapes = {weight.shape for weight in module.parameters()}
-    of_heads = sizes.of(lead.numel()) == _EACH_TOKEN and shapes == {given[0].shape[-1:]}  # a norm of each head
+    # A norm of each head; other modules may count the heads.
+    of_heads = sizes.of(lead.numel()) == _EACH_TOKEN and shapes == {given[0].shape[-1:]}
     if lead.numel() not in whole and not of_heads:
         return "a module that is not called with hidden states first", 1
     for item in given:

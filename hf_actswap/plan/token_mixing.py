@@ -169,7 +169,7 @@ def _watch(module: nn.Module, path: str, look: _Look, sizes: _Sizes) -> list[Cal
             output = own(*args, **kwargs)
         mixing = running.pop().mixing
         first = look.mixing == _NOT_CALLED
-        of_call, look.parts = _of_arguments(given, tree_leaves(output), sizes)
+        of_call, look.parts = _of_arguments(module, given, tree_leaves(output), sizes)
         look.mixing = ("" if first else look.mixing) or mixing or of_call
         return output
 
@@ -291,10 +291,16 @@ class _Ops(TorchDispatchMode):
         return any(self._sizes.has_tokens(tensor.shape[dim]) for dim in chosen)
 
 
-def _of_arguments(given: Sequence[torch.Tensor], returned: Sequence[Any], sizes: _Sizes) -> tuple[str, int]:
+def _of_arguments(
+    module: nn.Module, given: Sequence[torch.Tensor], returned: Sequence[Any], sizes: _Sizes
+) -> tuple[str, int]:
     """Return what of arguments and results has no row for each token, and the parts of the results."""
     lead = given[0].shape[:-1] if given else torch.Size()
-    if sizes.of(lead.numel()) != _EACH_TOKEN:  # rows of heads or experts in them are rows, too
+    whole = (sizes.batch * sizes.length, sizes.batch * sizes.length * sizes.parts)
+    shapes = {weight.shape for weight in module.parameters()}
+    # A norm of each head; other modules may count the heads.
+    of_heads = sizes.of(lead.numel()) == _EACH_TOKEN and shapes == {given[0].shape[-1:]}
+    if lead.numel() not in whole and not of_heads:
         return "a module that is not called with hidden states first", 1
     for item in given:
         if not _has_rows(item, lead):

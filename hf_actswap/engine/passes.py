@@ -67,7 +67,7 @@ class Pass(NamedTuple):
 
 
 class PassOrder:
-    """The passes of a step on one stage, and what is due in them. See the module's text.
+    """The passes of a step on one stage, and which releases and copies back are due in them.
 
     Who runs the passes says what they are (`begin`, `forward_follows`); the rest is the engine's.
     """
@@ -104,7 +104,7 @@ class PassOrder:
         index = -1 if one is None else self._place.get(one, -1)
         return (
             ReleaseQueue()
-            if index < 0 or self._turn(index) < index
+            if index < 0 or self._backward_of(index) < index
             else CrossingReleases(self, index, first_op)
         )
 
@@ -122,16 +122,16 @@ class PassOrder:
             What is released now: all that is not yet, where the backward follows at once, and of the first
             forward of a chunk, whose length was not known.
         """
-        last_op, turn = backward.clock.now(), self._turn(queue.index)
+        last_op, back = backward.clock.now(), self._backward_of(queue.index)
         self._lengths[self._order[queue.index].chunk] = max(last_op + 1 - queue.first_op, 1)
-        backward.watch(lambda op: self.reached((turn, last_op - op)))
-        if turn == queue.index + 1:
+        backward.watch(lambda op: self.reached((back, last_op - op)))
+        if back == queue.index + 1:
             return queue.drain()
         released = queue.drain() if queue.most_ops == NEVER else []
         most_ops = self.most_ops(queue.index)
-        latest, earliest = (turn, 0), (turn - 1, 0)
-        if turn == queue.index + 2:
-            latest = earliest = (turn - 1, self._length(turn - 1) // 2)
+        latest, earliest = (back, 0), (back - 1, 0)
+        if back == queue.index + 2:
+            latest = earliest = (back - 1, self._length(back - 1) // 2)
         for due_op, reference in queue.left():
             self._add(min(self._point(queue.index, due_op - queue.first_op), latest), reference, True)
         for reference in swapped:
@@ -139,7 +139,7 @@ class PassOrder:
                 group.prefetch_ops = min(group.prefetch_ops, most_ops)
                 ahead_ops = group.last_use + group.prefetch_ops - last_op
                 if ahead_ops > 0:
-                    self._add(max(self._point(turn, -ahead_ops), earliest), reference, False)
+                    self._add(max(self._point(back, -ahead_ops), earliest), reference, False)
         return released
 
     def most_ops(self, index: int) -> int:
@@ -148,7 +148,7 @@ class PassOrder:
         There is no limit where its backward follows at once, and where no forward of its chunk has ended.
         """
         length = self._lengths.get(self._order[index].chunk)
-        return NEVER if length is None or self._turn(index) == index + 1 else int(REACH * length)
+        return NEVER if length is None or self._backward_of(index) == index + 1 else int(REACH * length)
 
     def reached(self, now: Point) -> int:
         """Do what is due at a hook; return after how many operators of this pass the next is."""
@@ -159,7 +159,7 @@ class PassOrder:
                 group.release() if is_release else group.fetch()
         return self._due[0][0][1] if self._due and self._due[0][0][0] == now[0] else NEVER
 
-    def _turn(self, index: int) -> int:
+    def _backward_of(self, index: int) -> int:
         """The place of a forward's backward; -1: it has none."""
         return self._place.get(self._order[index]._replace(is_backward=True), -1)
 

@@ -317,7 +317,7 @@ def test_memory_is_not_given_back_before_its_copy_is_complete(never_waits: Direc
 @pytest.mark.parametrize(
     "pair",
     [
-        None,
+        pytest.param(None, marks=pytest.mark.slow),
         ("compute", "out"),
         pytest.param(("compute", "in"), marks=pytest.mark.slow),
         pytest.param(("in", "compute"), marks=pytest.mark.slow),

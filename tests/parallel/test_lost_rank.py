@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,11 +53,12 @@ class _Trainer(ActSwapTrainerMixin, _Failing):
 
 def test_a_trainers_step_names_it_too(tmp_path: Path) -> None:
     """Also where a communication that is not ours notices (DDP's, over the data axis)."""
+    in_parts = SimpleNamespace(training_step=lambda _trainer, stock: stock())
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with pytest.raises(LostRankError, match="All of them noticed"):
-            _Trainer("a model in parts").training_step()
+            _Trainer(in_parts).training_step()
         with pytest.raises(RuntimeError, match=r"^Connection closed"):
             _Trainer(None).training_step()
     finally:

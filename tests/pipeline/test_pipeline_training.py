@@ -14,8 +14,18 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_actswap.report.write_report import write_report
-from tests.pipeline.trainer_worker import CASES, DIVIDED, DIVIDED_MORE, ONE_AGAIN, TWO, Run, lose_a_stage
+from tests.pipeline.trainer_worker import (
+    CASES,
+    DIVIDED,
+    DIVIDED_MORE,
+    ONE_AGAIN,
+    SLOW,
+    TWO,
+    Run,
+    lose_a_stage,
+)
 from tests.processes import launch, launch_trainers, result
+from tests.quick_cases import runs_slow_cases
 
 pytestmark = pytest.mark.dist
 
@@ -24,10 +34,11 @@ LIMIT_S = 200
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One process, two stages, and one process again, in one folder of checkpoints."""
     folder = tmp_path_factory.mktemp("trainings")
-    for cases, world_size in (("ONE", 1), ("TWO", 2), ("ONE_AGAIN", 1)):
+    some = "" if runs_slow_cases(request) else "_QUICK"
+    for cases, world_size in ((f"ONE{some}", 1), (f"TWO{some}", 2), ("ONE_AGAIN", 1)):
         launch_trainers(f"{WORKER}:{cases}", folder, world_size, LIMIT_S)
     return folder
 
@@ -43,7 +54,12 @@ APART = ("dropout", "opened", "predicted", "rejections")
 COMPARED = [name for name in TWO if not name.startswith(APART)]
 
 
-@pytest.mark.parametrize("name", COMPARED)
+def quick(*names: str) -> list[Any]:
+    """Return names of trainings as parameters, slow where a quick launch leaves the training out."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(SLOW)) for name in names]
+
+
+@pytest.mark.parametrize("name", quick(*COMPARED))
 def test_the_log_is_that_of_one_process(name: str, runs: Path) -> None:
     case = name.rpartition(" ")[0]
     expected: Run = result(runs, "saving one" if case.startswith("resumed") else f"{case} one")
@@ -78,7 +94,7 @@ OPENED = {
 }
 
 
-@pytest.mark.parametrize("name", OPENED)
+@pytest.mark.parametrize("name", quick(*OPENED))
 def test_a_model_opened_by_stage_trains_as_one_opened_whole(name: str, runs: Path) -> None:
     expected, folder = OPENED[name]
     for rank in range(2):
@@ -89,7 +105,7 @@ def test_a_model_opened_by_stage_trains_as_one_opened_whole(name: str, runs: Pat
     assert all(torch.equal(found[key], whole[key]) for key in found)
 
 
-@pytest.mark.parametrize("name", ["saving", *(name for name in CASES if name not in ("lora", "tied"))])
+@pytest.mark.parametrize("name", quick("saving", *(name for name in CASES if name not in ("lora", "tied"))))
 def test_the_saved_model_is_that_of_one_process(name: str, runs: Path) -> None:
     found = load_file(runs / f"{name} 1f1b 2" / "last" / "model.safetensors")
     expected = load_file(runs / f"{name} one 1" / "last" / "model.safetensors")

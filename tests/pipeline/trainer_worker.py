@@ -265,6 +265,20 @@ TWO: dict[str, Any] = {
 }
 """Two stages."""
 
+SLOW = (
+    "one epoch",
+    "bf16",
+    "checkpointing",
+    "tiled",
+    "wide",
+    "opened tied",
+    "opened lora",
+    "opened whole lora",
+)
+"""Trainings that a quick launch leaves out."""
+ONE_QUICK = {name: run for name, run in ONE.items() if not name.startswith(SLOW)}
+TWO_QUICK = {name: run for name, run in TWO.items() if not name.startswith(SLOW)}
+
 FOUR: dict[str, Any] = {
     **{
         f"wide {family}": partial(

@@ -346,6 +346,13 @@ TWO: dict[str, Callable[[Path], Any]] = {
     "missing rank": missing_rank,
 }
 
+SLOW = (
+    *("two no clip", "two weight decay, one epoch", "callback accumulation", "own loop without clip"),
+    "metrics in tiles",
+)
+"""Cases of two ranks that a quick launch leaves out."""
+TWO_QUICK = {name: case for name, case in TWO.items() if name not in SLOW}
+
 STOCK: dict[str, Callable[[Path], Any]] = {
     **{f"stock {name}": (lambda folder, name=name: plain_ddp(name, folder / "stock")) for name in SETTINGS},
     "saving experts": lambda folder: saving_experts(folder, 2, "experts two"),

@@ -15,6 +15,7 @@ from hf_actswap import ActSwapTrainer
 from tests.integrations import parallel_training_worker as worker
 from tests.integrations.parallel_runs import STEPS, Rows, Run
 from tests.processes import launch_trainers, result
+from tests.quick_cases import runs_slow_cases
 
 WORKER = "tests.integrations.parallel_training_worker"
 CLOSE = {"rel": 1e-5}
@@ -37,14 +38,19 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(one: Path) -> Path:
-    return launch_trainers(f"{WORKER}:TWO", one, 2, 280)
+def two(request: pytest.FixtureRequest, one: Path) -> Path:
+    return launch_trainers(f"{WORKER}:{'TWO' if runs_slow_cases(request) else 'TWO_QUICK'}", one, 2, 280)
 
 
 @pytest.fixture(scope="module")
 def four(two: Path) -> Path:
     launch_trainers(f"{WORKER}:STOCK", two, 2, 120)
     return launch_trainers(f"{WORKER}:FOUR", two, 4, 280)
+
+
+def quick(prefix: str, *names: str) -> list[Any]:
+    """Return names of cases as parameters, slow where a quick launch leaves the case out."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (prefix + name in worker.SLOW)) for name in names]
 
 
 @functools.cache
@@ -70,7 +76,7 @@ def assert_same(found: Run, expected: Run, steps: int = STEPS, evaluates: bool =
     assert found.drift == 0.0
 
 
-@pytest.mark.parametrize("name", [*TRAINED, "weight decay, one epoch"])
+@pytest.mark.parametrize("name", quick("two ", *TRAINED, "weight decay, one epoch"))
 def test_two_ranks_train_as_one(name: str, two: Path) -> None:
     for rank in (0, 1):
         assert_same(result(two, f"two {name}", rank), alone(name))
@@ -83,7 +89,7 @@ def test_head_and_loss_in_tiles_train_as_one(two: Path) -> None:
     assert_same(result(two, "tiled smoothing"), smoothed)
 
 
-@pytest.mark.parametrize("name", ["plain", "accumulation"])
+@pytest.mark.parametrize("name", quick("callback ", "plain", "accumulation"))
 def test_a_callback_alone_trains_one_model(name: str, two: Path) -> None:
     assert_same(result(two, f"callback {name}"), alone(name), evaluates=False)
 
@@ -112,7 +118,7 @@ def test_an_optimizer_of_the_whole_model_is_given_its_parts(two: Path) -> None:
     assert_same(result(two, "given optimizer"), worker.given_optimizer(Path("given"), 1), evaluates=False)
 
 
-@pytest.mark.parametrize("name", ["metrics", "metrics in tiles"])
+@pytest.mark.parametrize("name", quick("", "metrics", "metrics in tiles"))
 def test_evaluation_and_prediction_see_each_sample_once(name: str, two: Path) -> None:
     found, expected = result(two, name), worker.metrics(Path("metrics"), 1)
     assert found["shape"] == expected["shape"]
@@ -130,7 +136,7 @@ def test_supervised_fine_tuning_with_adapters(two: Path) -> None:
         assert found["log"][name] == pytest.approx(values, rel=1e-5), name
 
 
-@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("clips", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_loop_of_accelerates(clips: bool, two: Path) -> None:
     expected = worker.own_loop(Path(), 1, clips)
     found = result(two, "own loop" if clips else "own loop without clip")

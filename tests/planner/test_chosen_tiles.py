@@ -130,5 +130,7 @@ def test_plans_that_miss_the_budget_give_way_to_tiles(
     assert found.phases.count("warm-up") == 4
     assert found.phases[-1] == "stable"
     assert found.planner is not None
-    assert [paths(trial.plan) for trial in found.planner.trials] == [[], [], ["head"]]
+    *missed, last = [paths(trial.plan) for trial in found.planner.trials]
+    assert missed in ([[]], [[], []])  # a second one only if by the measured times it could be faster
+    assert last == ["head"]
     assert not found.planner._run.guarded

@@ -22,6 +22,11 @@ def quick_first(cases: Iterable[Any], count: int) -> list[Any]:
     return [*found[:count], *(pytest.param(*values, marks=pytest.mark.slow) for values in slow)]
 
 
+def slow_among(names: Iterable[str], slow: Collection[str], prefix: str = "") -> list[Any]:
+    """Return names as parameters of a test, slow where the case of ``prefix`` and the name is in ``slow``."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (prefix + name in slow)) for name in names]
+
+
 def quick_named(cases: Mapping[str, Any], names: Collection[str]) -> list[Any]:
     """Return the cases of a test as parameters with their names as ids, slow but for those in ``names``.
 

@@ -76,9 +76,7 @@ def auto_tokens(tokens: int, hidden_size: int, vocabulary_size: int) -> int:
     return max(AUTO_LEAST_TOKENS, tokens * hidden_size // (2 * vocabulary_size))
 
 
-def chunk_head(
-    head: nn.Module, tile: Tile, say: Say, model: nn.Module | None = None, unused: Say | None = None
-) -> Undo:
+def chunk_head(head: nn.Module, tile: Tile, say: Say, model: nn.Module, unused: Say) -> Undo:
     """Let a head and what follows it run in chunks; return what restores its forward.
 
     Args:
@@ -90,8 +88,6 @@ def chunk_head(
     """
     chunked = _ChunkedHead(head, tile, say)
     restore = replace_forward(head, chunked.forward)
-    if model is None or unused is None:
-        return restore
 
     def look(*_: Any) -> None:
         if torch.is_grad_enabled():

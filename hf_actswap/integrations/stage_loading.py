@@ -86,6 +86,7 @@ def _opened_without(
     """Load into a model that lacks the modules at ``foreign``; then put them back, on ``meta``."""
     taken: dict[str, nn.Module] = {}
     tied: dict[str, str] = {}
+    absent: set[str] = set()
 
     @functools.wraps(kind.__init__)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -94,8 +95,9 @@ def _opened_without(
             taken[path] = self.get_submodule(path)
             self.set_submodule(path, nn.Identity())
         tied.update(self.all_tied_weights_keys)
+        absent.update(f"{path}.{name}" for path in taken for name, _ in taken[path].named_parameters())
         self.all_tied_weights_keys = {
-            name: other for name, other in tied.items() if not {name, other} & _below(taken)
+            name: other for name, other in tied.items() if absent.isdisjoint((name, other))
         }
 
     known, quiet = kind._keys_to_ignore_on_load_unexpected, {rf"^{re.escape(path)}\." for path in foreign}
@@ -103,8 +105,8 @@ def _opened_without(
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__init__": construct,
+        "_keys_to_ignore_on_load_unexpected": {*(known or ()), *quiet},
     }
-    names["_keys_to_ignore_on_load_unexpected"] = {*(known or ()), *quiet}
     opening: Any = type(kind.__name__, (kind,), names)
     model: Any = opening.from_pretrained(source, **how)
     for path, module in taken.items():
@@ -115,11 +117,7 @@ def _opened_without(
             parameter.requires_grad_(parameter.is_floating_point())
     model.__class__, model.all_tied_weights_keys = kind, tied
     model._keys_to_ignore_on_load_unexpected -= quiet
-    if any(not {name, other}.isdisjoint(_below(taken)) for name, other in tied.items()):
+    if not absent.isdisjoint((*tied, *tied.values())):
         model.tie_weights()  # on meta
     found: PreTrainedModel = model.eval()
     return found
-
-
-def _below(taken: Mapping[str, nn.Module]) -> set[str]:
-    return {f"{path}.{name}" for path, module in taken.items() for name, _ in module.named_parameters()}

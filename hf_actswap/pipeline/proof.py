@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ..errors import Problem
+from ..plan.model_structure import device_of
 from .stages import PipelineError, StagedModel
 
 _TOKENS = (2, 8)
@@ -83,7 +84,7 @@ def learn_form(staged: StagedModel, call: Callable[[], Any], shape: torch.Size) 
 
 def _few_tokens(staged: StagedModel) -> dict[str, torch.Tensor]:
     embedding: Any = staged.model.get_submodule(staged.structure.embedding or "")
-    device = _device(staged)
+    device = device_of(staged.model)
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(getattr(embedding, "num_embeddings", 2))
     ids = torch.randint(0, max(vocabulary, 2), _TOKENS, generator=generator).to(device)
@@ -91,14 +92,10 @@ def _few_tokens(staged: StagedModel) -> dict[str, torch.Tensor]:
     return {**batch, "labels": ids} if staged.structure.head is not None else batch
 
 
-def _device(staged: StagedModel) -> torch.device:
-    return next((p.device for p in staged.model.parameters() if not p.is_meta), torch.device("cpu"))
-
-
 @contextmanager
 def _values_for_foreign_parts(staged: StagedModel) -> Iterator[None]:
     """Within the block parts on ``meta`` have values whenever they are called."""
-    device = _device(staged)
+    device = device_of(staged.model)
     paths = {staged.model.get_submodule(path): path for path in staged.foreign_parts()}
     filled: defaultdict[nn.Module, ExitStack] = defaultdict(ExitStack)
 

@@ -237,15 +237,14 @@ def order_of_passes(name: PipelineSchedule, count: int, stages: int, stage: int)
 
 def _order_of(actions: Sequence[Any]) -> tuple[Pass, ...]:
     """The passes of torch's actions of one rank; none, if backwards are made in parts."""
-    kinds = {"F": False, "B": True, "I": None, "W": None}
-    found = [
-        (action.stage_index, action.microbatch_index, kinds[action.computation_type.value])
-        for action in actions
-        if action is not None and action.computation_type.value in kinds
-    ]
-    if any(is_backward is None for _, _, is_backward in found):
+    named = [(action.computation_type.value, action) for action in actions if action is not None]
+    if any(kind in ("I", "W") for kind, _ in named):  # a backward to inputs, and one to weights
         return ()
-    return tuple(Pass(chunk, number, bool(is_backward)) for chunk, number, is_backward in found)
+    return tuple(
+        Pass(action.stage_index, action.microbatch_index, kind == "B")
+        for kind, action in named
+        if kind in ("F", "B")
+    )
 
 
 def problem_of_schedule(

@@ -207,6 +207,11 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return _from_wrapper_to_model(model)[-1]
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of a model's weights; some may be on ``meta``. The CPU, if all are."""
+    return next((weight.device for weight in model.parameters() if not weight.is_meta), _CPU)
+
+
 def _from_wrapper_to_model(model: nn.Module) -> list[nn.Module]:
     nesting = [model]
     while True:
@@ -314,9 +319,7 @@ def _record(
     layers = [layer for own in stacks.values() for layer in own]
     try:
         with dry_call(model, {}), expert_stand_ins(layers, recorder.ran_unseen):
-            # On meta, attention would be another one, with other ops.
-            weights = (weight.device for weight in root.parameters() if not weight.is_meta)
-            state = fake_weights(model, next(weights, _CPU))
+            state = fake_weights(model, device_of(root))  # on meta, attention would have other ops
             recorder.run_on_fakes(model, root, state, (), example_batch(model, state.values()))
     except Exception as error:  # the model's own code runs: it may raise anything
         logger.debug("no recording on fake tensors", exc_info=True)

@@ -352,7 +352,7 @@ def test_head_and_loss_hold_one_chunk() -> None:
     model.lm_head = nn.Linear(hidden, vocabulary, bias=False)
     model = model.to(torch.bfloat16)
     model.config.vocab_size = vocabulary
-    undo = chunk_head(model.lm_head, Tile("head"), pytest.fail)
+    undo = chunk_head(model.lm_head, Tile("head"), pytest.fail, model, pytest.fail)
     ids = torch.randint(0, vocabulary, (1, tokens))
     with Meter(model) as meter:
         model(input_ids=ids, labels=ids).loss.backward()

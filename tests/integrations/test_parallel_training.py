@@ -15,7 +15,7 @@ from hf_actswap import ActSwapTrainer
 from tests.integrations import parallel_training_worker as worker
 from tests.integrations.parallel_runs import STEPS, Rows, Run
 from tests.processes import launch_trainers, result
-from tests.quick_cases import runs_slow_cases
+from tests.quick_cases import runs_slow_cases, slow_among
 
 WORKER = "tests.integrations.parallel_training_worker"
 CLOSE = {"rel": 1e-5}
@@ -48,11 +48,6 @@ def four(two: Path) -> Path:
     return launch_trainers(f"{WORKER}:FOUR", two, 4, 280)
 
 
-def quick(prefix: str, *names: str) -> list[Any]:
-    """Return names of cases as parameters, slow where a quick launch leaves the case out."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (prefix + name in worker.SLOW)) for name in names]
-
-
 @functools.cache
 def alone(name: str, **more: Any) -> Run:
     return worker.trained(name, Path("runs"), 1, **more)
@@ -76,7 +71,7 @@ def assert_same(found: Run, expected: Run, steps: int = STEPS, evaluates: bool =
     assert found.drift == 0.0
 
 
-@pytest.mark.parametrize("name", quick("two ", *TRAINED, "weight decay, one epoch"))
+@pytest.mark.parametrize("name", slow_among([*TRAINED, "weight decay, one epoch"], worker.SLOW, "two "))
 def test_two_ranks_train_as_one(name: str, two: Path) -> None:
     for rank in (0, 1):
         assert_same(result(two, f"two {name}", rank), alone(name))
@@ -89,7 +84,7 @@ def test_head_and_loss_in_tiles_train_as_one(two: Path) -> None:
     assert_same(result(two, "tiled smoothing"), smoothed)
 
 
-@pytest.mark.parametrize("name", quick("callback ", "plain", "accumulation"))
+@pytest.mark.parametrize("name", slow_among(["plain", "accumulation"], worker.SLOW, "callback "))
 def test_a_callback_alone_trains_one_model(name: str, two: Path) -> None:
     assert_same(result(two, f"callback {name}"), alone(name), evaluates=False)
 
@@ -118,7 +113,7 @@ def test_an_optimizer_of_the_whole_model_is_given_its_parts(two: Path) -> None:
     assert_same(result(two, "given optimizer"), worker.given_optimizer(Path("given"), 1), evaluates=False)
 
 
-@pytest.mark.parametrize("name", quick("", "metrics", "metrics in tiles"))
+@pytest.mark.parametrize("name", slow_among(["metrics", "metrics in tiles"], worker.SLOW))
 def test_evaluation_and_prediction_see_each_sample_once(name: str, two: Path) -> None:
     found, expected = result(two, name), worker.metrics(Path("metrics"), 1)
     assert found["shape"] == expected["shape"]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.engine.tiny_models import NUM_LAYERS, assert_bitwise_equal
 from tests.parallel.communication_worker import CASES, LENGTH, SLOW, WORLD_SIZE, Result, run_on_rank
 from tests.processes import launch, result
-from tests.quick_cases import quick_named, runs_slow_cases
+from tests.quick_cases import runs_slow_cases, slow_among
 
 LIMIT_S = 150
 HIDDEN, SIZE_BYTES = 32, 4
@@ -45,15 +43,10 @@ def bare_of(name: str) -> str:
     )
 
 
-def quick(names: Collection[str]) -> list[Any]:
-    """Return the names as parameters, those of slow cases marked."""
-    return quick_named({name: name for name in names}, set(names) - set(SLOW))
-
-
 PLANNED = [name for name, case in CASES.items() if case.recompute is not None]
 
 
-@pytest.mark.parametrize("name", quick(PLANNED))
+@pytest.mark.parametrize("name", slow_among(PLANNED, SLOW))
 def test_gradients_are_those_without_recomputation(name: str, results: Path) -> None:
     for rank in range(WORLD_SIZE):
         found, bare = result_of(name, results, rank), result_of(bare_of(name), results, rank)
@@ -61,7 +54,7 @@ def test_gradients_are_those_without_recomputation(name: str, results: Path) -> 
         assert_bitwise_equal(found.grads, bare.grads)
 
 
-@pytest.mark.parametrize("name", quick(PLANNED))
+@pytest.mark.parametrize("name", slow_among(PLANNED, SLOW))
 def test_removed_without_trace(name: str, results: Path) -> None:
     for rank in range(WORLD_SIZE):
         found, bare = result_of(name, results, rank), result_of(bare_of(name), results, rank)
@@ -106,7 +99,7 @@ MORE_CALLS: dict[str, dict[str, int]] = {
 """Collectives that backward does in addition. The last reduction of a recomputed layer is not needed."""
 
 
-@pytest.mark.parametrize("name", quick(MORE_CALLS))
+@pytest.mark.parametrize("name", slow_among(MORE_CALLS, SLOW))
 def test_collectives_done_again_in_backward(name: str, results: Path) -> None:
     for rank in range(WORLD_SIZE):
         found, bare = result_of(name, results, rank), result_of(bare_of(name), results, rank)
@@ -136,7 +129,7 @@ MORE_BYTES: dict[str, tuple[str, int]] = {
 """Bytes held from forward to backward, compared with another case."""
 
 
-@pytest.mark.parametrize("name", quick(MORE_BYTES))
+@pytest.mark.parametrize("name", slow_among(MORE_BYTES, SLOW))
 def test_bytes_held(name: str, results: Path) -> None:
     other, more_bytes = MORE_BYTES[name]
     for rank in range(WORLD_SIZE):

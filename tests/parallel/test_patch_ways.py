@@ -22,7 +22,7 @@ from tests.parallel.patch_worker import BATCH
 from tests.parallel.patched_models import HIDDEN, INNER, LAYERS
 from tests.parallel.test_patch_model import assert_as_in_one_process
 from tests.processes import launch, result
-from tests.quick_cases import runs_slow_cases
+from tests.quick_cases import runs_slow_cases, slow_among
 
 LIMIT_S = 200
 TOLERANCE = 1e-5
@@ -38,17 +38,17 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return launch(run, tmp_path_factory.mktemp("ways"), WORLD_SIZE, LIMIT_S)
 
 
-def named(prefix: str, *names: str) -> list[Any]:
-    """Return the names as parameters, slow where the case of that name is."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (f"{prefix}{name}" in SLOW)) for name in names]
-
-
 def of_ranks(folder: Path, name: str) -> list[Any]:
     return [result(folder, name, rank) for rank in range(WORLD_SIZE)]
 
 
 @pytest.mark.parametrize(
-    "kind", named("generation_", "llama", "gemma3_text", "qwen3_moe", "phi3", "gpt2", "bloom")
+    "kind",
+    slow_among(
+        ["llama", "gemma3_text", "qwen3_moe", "phi3", "gpt2", "bloom"],
+        SLOW,
+        "generation_",
+    ),
 )
 def test_generation(kind: str, results: Path) -> None:
     for found in of_ranks(results, f"generation_{kind}"):
@@ -79,7 +79,7 @@ def test_logits_of_a_training_forward_are_gathered_when_read(results: Path) -> N
         assert "gathered when read" in found["text"]
 
 
-@pytest.mark.parametrize("kind", named("state_", "qwen2", "phi3", "mixtral"))
+@pytest.mark.parametrize("kind", slow_among(["qwen2", "phi3", "mixtral"], SLOW, "state_"))
 def test_state(kind: str, results: Path) -> None:
     """Names, shapes and values of one process; loaded by from_pretrained and into other patched models."""
     for rank, found in enumerate(of_ranks(results, f"state_{kind}")):
@@ -95,7 +95,7 @@ def test_state(kind: str, results: Path) -> None:
         assert "replicated: model.layers.*" in found["description"]
 
 
-@pytest.mark.parametrize("kind", named("training_", "qwen3", "phi3", "mixtral"))
+@pytest.mark.parametrize("kind", slow_among(["qwen3", "phi3", "mixtral"], SLOW, "training_"))
 def test_training(kind: str, results: Path) -> None:
     """Steps with clipping: the losses and weights of one process; replicas stay bitwise the same."""
     assert MAX_NORM < 1
@@ -108,7 +108,10 @@ def test_training(kind: str, results: Path) -> None:
         assert found["drift"] == []
 
 
-@pytest.mark.parametrize("name", named("adapters_", "llama", "llama_replicated", "gpt_neox", "qwen2"))
+@pytest.mark.parametrize(
+    "name",
+    slow_among(["llama", "llama_replicated", "gpt_neox", "qwen2"], SLOW, "adapters_"),
+)
 def test_adapters(name: str, results: Path) -> None:
     for found in of_ranks(results, f"adapters_{name}"):
         assert_as_in_one_process(found)
@@ -188,7 +191,7 @@ def test_plans(name: str, block_ends: tuple[str, str], results: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("family", named("plan_", *FURTHER_PLANNED))
+@pytest.mark.parametrize("family", slow_among(FURTHER_PLANNED, SLOW, "plan_"))
 def test_plans_of_further_families(family: str, results: Path) -> None:
     """Gradients bitwise those without."""
     for found in of_ranks(results, f"plan_{family}"):
@@ -196,7 +199,7 @@ def test_plans_of_further_families(family: str, results: Path) -> None:
         assert found["rows"] > 0
 
 
-@pytest.mark.parametrize("name", named("", "plan_experts", "plan_experts_full", "plan_experts_ops"))
+@pytest.mark.parametrize("name", slow_among(["plan_experts", "plan_experts_full", "plan_experts_ops"], SLOW))
 def test_plans_of_experts(name: str, results: Path) -> None:
     """Gradients bitwise those without; a model structure sees how experts communicate."""
     for found in of_ranks(results, name):
@@ -211,7 +214,7 @@ def test_plans_of_experts(name: str, results: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("name", named("", "images", "images_replicated"))
+@pytest.mark.parametrize("name", slow_among(["images", "images_replicated"], SLOW))
 def test_images(name: str, results: Path) -> None:
     """The decoder of a model that sees is divided, its deeper tower is not; gradients of both are right."""
     for found in of_ranks(results, name):

@@ -25,7 +25,7 @@ from tests.pipeline.trainer_worker import (
     lose_a_stage,
 )
 from tests.processes import launch, launch_trainers, result
-from tests.quick_cases import runs_slow_cases
+from tests.quick_cases import runs_slow_cases, slow_among
 
 pytestmark = pytest.mark.dist
 
@@ -54,12 +54,7 @@ APART = ("dropout", "opened", "predicted", "rejections")
 COMPARED = [name for name in TWO if not name.startswith(APART)]
 
 
-def quick(*names: str) -> list[Any]:
-    """Return names of trainings as parameters, slow where a quick launch leaves the training out."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * name.startswith(SLOW)) for name in names]
-
-
-@pytest.mark.parametrize("name", quick(*COMPARED))
+@pytest.mark.parametrize("name", slow_among(COMPARED, SLOW))
 def test_the_log_is_that_of_one_process(name: str, runs: Path) -> None:
     case = name.rpartition(" ")[0]
     expected: Run = result(runs, "saving one" if case.startswith("resumed") else f"{case} one")
@@ -94,7 +89,7 @@ OPENED = {
 }
 
 
-@pytest.mark.parametrize("name", quick(*OPENED))
+@pytest.mark.parametrize("name", slow_among(OPENED, SLOW))
 def test_a_model_opened_by_stage_trains_as_one_opened_whole(name: str, runs: Path) -> None:
     expected, folder = OPENED[name]
     for rank in range(2):
@@ -105,7 +100,9 @@ def test_a_model_opened_by_stage_trains_as_one_opened_whole(name: str, runs: Pat
     assert all(torch.equal(found[key], whole[key]) for key in found)
 
 
-@pytest.mark.parametrize("name", quick("saving", *(name for name in CASES if name not in ("lora", "tied"))))
+@pytest.mark.parametrize(
+    "name", slow_among(["saving", *(name for name in CASES if name not in ("lora", "tied"))], SLOW)
+)
 def test_the_saved_model_is_that_of_one_process(name: str, runs: Path) -> None:
     found = load_file(runs / f"{name} 1f1b 2" / "last" / "model.safetensors")
     expected = load_file(runs / f"{name} one 1" / "last" / "model.safetensors")

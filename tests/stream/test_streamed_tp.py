@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import launch
+from tests.processes import launch, result
 from tests.stream.streamed_models import FAMILIES, SIZES
 from tests.stream.streamed_tp_worker import QUICK, WORLD_SIZE, run_others, run_quick
 
@@ -27,10 +27,7 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def results(folder: Path, name: str) -> list[Any]:
     """What each rank saw."""
-    found = [torch.load(folder / f"{name}.{rank}.pt", weights_only=False) for rank in range(WORLD_SIZE)]
-    for one in found:
-        assert not isinstance(one, str), one
-    return found
+    return [result(folder, name, rank) for rank in range(WORLD_SIZE)]
 
 
 def check(found: dict[str, Any]) -> None:

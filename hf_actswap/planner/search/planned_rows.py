@@ -178,10 +178,10 @@ class _Moves:
             self._forward.append((begin_ms[0], saves[0]))
             self._backward.append((backward_ms, saves[-1]))
         else:
-            for place, delay in sorted(_hooks(graph).items()):
-                self._forward.append((begin_ms[place + delay], saves[place]))
             hooks = _hooks(graph)
-            starts = zip(costs.backward_start_ms, graph.backward_order, strict=False)
+            for place, delay in sorted(hooks.items()):
+                self._forward.append((begin_ms[place + delay], saves[place]))
+            starts = zip(costs.backward_start_ms, graph.backward_order, strict=True)
             self._backward += [(backward_ms + ms, saves[place]) for ms, place in starts if place in hooks]
         for index, (maker, read_ms) in sorted(costs.held.items()):
             if not costs.moves(index, maker):

@@ -90,12 +90,12 @@ class ForwardPass:
         """What runs a region again in one kernel; ``None``: regions run as they are."""
         return self._setting.fuse
 
-    def meet(self, tensor: torch.Tensor) -> int | None:
+    def track(self, tensor: torch.Tensor) -> int | None:
         """Make sure that the storage of ``tensor`` has an owner, and return its identity."""
         key = storage_key(tensor)
         if key is not None and self.owners.by_key(key) is None:
             cast = self._autocast and is_cast_of_parameter(tensor)
-            self.owners.own(tensor, KEEP if cast else self._action_of_unmet())
+            self.owners.own(tensor, KEEP if cast else self._action_of_untracked())
         return key
 
     def own_outside(self, values: Any) -> None:
@@ -254,7 +254,7 @@ class ForwardPass:
             region.packs += 1  # also of tensors without a storage: the recomputation counts them too
             for group in region.input_groups:
                 group.last_use = op
-        key = self.meet(tensor)
+        key = self.track(tensor)
         owner = None if key is None else self.owners.by_key(key)
         saved, tensor = tensor, tensor.detach()
         if owner is None:
@@ -270,7 +270,7 @@ class ForwardPass:
             self._watched.append(step_of(saved, asked, action, ticket, op - self._first_op, small))
         return ticket
 
-    def _action_of_unmet(self) -> Action:
+    def _action_of_untracked(self) -> Action:
         if self.running is not None:
             return self.running
         if self.scope is None:

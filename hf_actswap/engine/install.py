@@ -259,7 +259,7 @@ def _check(
         elif row.fate == "re-gather" and not _communicates(row, layers):
             problems.append(Problem(where, "a communication of the layer", row.fate))
         elif row.fate == "slice" and row.op_path != OUTPUT:
-            problems.append(Problem(where, f"{OUTPUT}, what a layer or the embedding hands on", row.fate))
+            problems.append(Problem(where, f"{OUTPUT}, the output of a layer or of the embedding", row.fate))
         elif row.fate == "slice" and replicas is None:
             hint = "Apply the plan inside `with tensor_parallel_group(group):`."
             problems.append(Problem(where, "a tensor-parallel group", row.fate, hint))

@@ -81,11 +81,11 @@ class Result:
     def hold(self, ticket_of: TicketOf) -> None:
         """It is needed."""
         if self._tensor is not None:
-            self.met(self._tensor)
+            self.check_version(self._tensor)
         if self._tensor is not None and not self.written:
             self._ticket, self._tensor = ticket_of(self._tensor), None
 
-    def met(self, tensor: torch.Tensor) -> None:
+    def check_version(self, tensor: torch.Tensor) -> None:
         """A view of it is seen: note if it is not any more what was returned."""
         if tensor._version != self._version:
             self.written = True

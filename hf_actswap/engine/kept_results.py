@@ -60,7 +60,7 @@ class KeptResults:
         self._function: KeptCall | None = None
         self._module: tuple[nn.Module, KeptCall, Counter[str]] | None = None
         self._read: list[Result] = []
-        self._met: list[tuple[Result, torch.Tensor]] = []
+        self._observed: list[tuple[Result, torch.Tensor]] = []
         self._functions: _Functions = {}
         self._modules: _Modules = {}
         self._unheld: list[Result] = []
@@ -89,13 +89,13 @@ class KeptResults:
         """The function that was called last has returned."""
         call, self._function = self._function, None
         read, self._read = self._read, []
-        met, self._met = self._met, []
-        for known, tensor in met:
-            known.met(tensor)
+        observed, self._observed = self._observed, []
+        for known, tensor in observed:
+            known.check_version(tensor)
         if call is None:
             return
         if not call.returned(result, packs):
-            for known, tensor in met if not call.looked_through else ():
+            for known, tensor in observed if not call.looked_through else ():
                 self._read_outside(known, tensor)
             return
         for inner in read:
@@ -148,7 +148,7 @@ class KeptResults:
         self._ticket_of = self._function = self._module = None
         for result in self._unheld:
             result.drop()
-        self._unheld, self._read, self._met = [], [], []
+        self._unheld, self._read, self._observed = [], [], []
         self._made.clear()
 
     def needed_until(self, last: int) -> None:
@@ -170,11 +170,11 @@ class KeptResults:
     def _reads(self, arguments: Any, path: str | None) -> list[Result]:
         """Return the results among ``arguments`` that the op at ``path`` made; all others are needed."""
         own = []
-        self._met = []
+        self._observed = []
         for leaf in tree_leaves(arguments) if self._made else ():
             if isinstance(leaf, torch.Tensor) and (known := self._made.get(storage_key(leaf) or 0)):
                 _, result, maker = known
-                self._met.append((result, leaf))
+                self._observed.append((result, leaf))
                 if maker == path:
                     own.append(result)
                     continue

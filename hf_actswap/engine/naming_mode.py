@@ -47,7 +47,7 @@ class NamingMode(TorchFunctionMode):
         path, ordinal = stack.begin(name)
         action = self._fates[scope, path, ordinal]
         inputs = _tensors((*args, *kwargs.values()) if kwargs else args)
-        known = {forward.meet(tensor) for tensor in inputs}
+        known = {forward.track(tensor) for tensor in inputs}
         region = self._region(func, path, name, args, kwargs, action)
         versions = None if region is None else [tensor._version for tensor in inputs]
         forward.running = action

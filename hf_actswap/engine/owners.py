@@ -80,9 +80,9 @@ class Owners:
         self._read()
         self._unread = modules
 
-    def own_later(self, tensor: torch.Tensor, action: Action, only_if_unmet: bool) -> None:
-        """As `own`, before the next question; ``only_if_unmet``: unless the storage has an owner then."""
-        self._left_behind.append((weakref.ref(tensor), action, only_if_unmet))
+    def own_later(self, tensor: torch.Tensor, action: Action, only_if_unowned: bool) -> None:
+        """As `own`, before the next question; ``only_if_unowned``: unless the storage has an owner then."""
+        self._left_behind.append((weakref.ref(tensor), action, only_if_unowned))
 
     def by_key(self, key: int) -> Owner | None:
         """The owner of a storage, if it has one."""
@@ -147,13 +147,13 @@ class Owners:
                 if key is not None and key not in self._owners:
                     self._set(leaf, key, None, KEEP)
         left_behind, self._left_behind = self._left_behind, []
-        for reference, action, only_if_unmet in left_behind:
+        for reference, action, only_if_unowned in left_behind:
             tensor = reference()
             key = None if tensor is None else storage_key(tensor)
             if tensor is None or key is None:
                 continue
             known = self._owners.get(key)
-            if known is None or not only_if_unmet:
+            if known is None or not only_if_unowned:
                 self._set(tensor, key, known, action)
 
     def _read_parameters(self) -> None:

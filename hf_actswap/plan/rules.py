@@ -43,7 +43,7 @@ NO_COUNTERPART = "the reference has this op and these layers have no counterpart
 
 
 @dataclass(frozen=True)
-class Painted:
+class Assigned:
     """What a node carries: a fate, its windows, and for a recompute the path that is rebuilt as one."""
 
     fate: Fate = "keep"
@@ -51,7 +51,7 @@ class Painted:
     root: str | None = None
 
 
-KEEP = Painted()
+KEEP = Assigned()
 
 
 class LayerFates:
@@ -65,13 +65,13 @@ class LayerFates:
         self.layer = layer
         self.recompute_roots: list[str] = []
         self.compile_budget: float | None = None
-        self._nodes: dict[str, Painted] = {"": KEEP}
+        self._nodes: dict[str, Assigned] = {"": KEEP}
         self._nodes.update({op.path: KEEP for op in layer.ops})
         self._nodes[OUTPUT] = KEEP
-        self._exact: dict[OpKey, Painted] = {}
+        self._exact: dict[OpKey, Assigned] = {}
         self._kinds = {op.path: op.kind for op in layer.ops}
 
-    def __getitem__(self, path: str) -> Painted:
+    def __getitem__(self, path: str) -> Assigned:
         return self._nodes[path]
 
     @property
@@ -81,7 +81,7 @@ class LayerFates:
 
     def swap(self, path: str, windows: Windows | None) -> None:
         """Swap everything at or below ``path``; ``None``: windows are chosen by measurement."""
-        self._paint(path, lambda _: Painted("swap", windows))
+        self._assign(path, lambda _: Assigned("swap", windows))
 
     def recompute(self, path: str) -> list[str]:
         """Recompute ``path`` as one; return the topmost op paths below it whose swap is dropped (rule 1).
@@ -96,11 +96,11 @@ class LayerFates:
             return []  # already inside a recomputed module
         lost = [
             node
-            for node, painted in self._nodes.items()
-            if painted.fate == "swap" and node != OUTPUT and self._is_below(node, path)
+            for node, assigned in self._nodes.items()
+            if assigned.fate == "swap" and node != OUTPUT and self._is_below(node, path)
         ]
         lost = [node for node in lost if not any(is_below(node, top) for top in lost if top != node)]
-        self._paint(path, lambda _: Painted("recompute", root=path))
+        self._assign(path, lambda _: Assigned("recompute", root=path))
         self._nodes[OUTPUT] = KEEP if self._is_below(OUTPUT, path) else self._nodes[OUTPUT]
         self.recompute_roots = [root for root in self.recompute_roots if not is_below(root, path)] + [path]
         return lost
@@ -112,8 +112,8 @@ class LayerFates:
     def exclude(self, path: str) -> bool:
         """Take ``path`` out of recomputation; return whether anything was recomputed there."""
         hit = False
-        for node, painted in list(self._nodes.items()):
-            if self._is_below(node, path) and painted.fate == "recompute":
+        for node, assigned in list(self._nodes.items()):
+            if self._is_below(node, path) and assigned.fate == "recompute":
                 self._nodes[node] = KEEP
                 hit = True
         self.recompute_roots = [root for root in self.recompute_roots if not is_below(root, path)]
@@ -141,7 +141,7 @@ class LayerFates:
         found = [(node, self._nodes[node].fate) for node in lost]
         self._nodes.update(dict.fromkeys((path, *inside), returned))
         self.recompute_roots = [root for root in self.recompute_roots if not is_below(root, path)]
-        self._exact = {key: painted for key, painted in self._exact.items() if not is_below(key[0], path)}
+        self._exact = {key: assigned for key, assigned in self._exact.items() if not is_below(key[0], path)}
         return [item for item in found if not any(is_below(item[0], top) for top in lost if top != item[0])]
 
     def keep_inputs_of_recompute(self) -> tuple[list[OpKey], bool]:
@@ -179,7 +179,7 @@ class LayerFates:
     def swap_output(self, windows: Windows | None) -> None:
         """Swap the hidden state handed on, unless it is swapped already: then its own windows hold."""
         if self._nodes[OUTPUT].fate != "swap":
-            self._nodes[OUTPUT] = Painted("swap", windows)
+            self._nodes[OUTPUT] = Assigned("swap", windows)
 
     def give_up_swap(self) -> tuple[list[str], Windows | None]:
         """Nothing of the layer is saved: take its swap back.
@@ -188,7 +188,7 @@ class LayerFates:
             The topmost op paths that were swapped (none if nothing was), and the farthest windows among
             theirs; ``None``: all were left to measurement.
         """
-        swapped = [node for node, painted in self._nodes.items() if painted.fate == "swap"]
+        swapped = [node for node, assigned in self._nodes.items() if assigned.fate == "swap"]
         top = [node for node in swapped if not any(is_below(node, one) for one in swapped if one != node)]
         written = [windows for node in swapped if (windows := self._nodes[node].windows) is not None]
         for node in swapped:
@@ -213,7 +213,7 @@ class LayerFates:
         root = before.root
         if root is not None and root != path and not self._leaves(path, root):
             return False
-        self._nodes[path] = Painted("re-gather")
+        self._nodes[path] = Assigned("re-gather")
         return before.fate == "swap"
 
     def keep_communications(self, paths: Iterable[str], recomputed_only: bool = False) -> list[str]:
@@ -227,7 +227,7 @@ class LayerFates:
         """Keep a slice of the hidden state handed on, on each rank; return whether no swap has it."""
         if self._nodes[OUTPUT].fate == "swap":
             return False
-        self._nodes[OUTPUT] = Painted("slice")
+        self._nodes[OUTPUT] = Assigned("slice")
         return True
 
     def _leaves(self, path: str, module: str) -> bool:
@@ -242,18 +242,18 @@ class LayerFates:
     def rows(self, scope: Scope) -> list[PlanRow]:
         """Return the fewest rows that say the same: one for each node that differs from the row above it."""
         rows = []
-        effective: dict[str, Painted] = {}
+        effective: dict[str, Assigned] = {}
         for path in sorted(self._nodes, key=lambda node: (bool(node), node.count("."))):
-            painted = self._nodes[path]
+            assigned = self._nodes[path]
             above = effective[path_around(path)] if path else KEEP
-            effective[path] = painted
+            effective[path] = assigned
             own = {} if path or self.compile_budget is None else {COMPILE_BUDGET: self.compile_budget}
-            if painted != above or own:
-                rows.append(PlanRow(scope, path, painted.fate, windows=painted.windows, parameters=own))
+            if assigned != above or own:
+                rows.append(PlanRow(scope, path, assigned.fate, windows=assigned.windows, parameters=own))
         exact = self._exact.items()
-        return rows + [PlanRow(scope, path, painted.fate, ordinal) for (path, ordinal), painted in exact]
+        return rows + [PlanRow(scope, path, assigned.fate, ordinal) for (path, ordinal), assigned in exact]
 
-    def _paint(self, path: str, new: Callable[[str], Painted]) -> None:
+    def _assign(self, path: str, new: Callable[[str], Assigned]) -> None:
         for node in self._nodes:
             if self._is_below(node, path):
                 self._nodes[node] = new(node)

@@ -64,7 +64,7 @@ class FrontierPoint:
     """One way in which a compiled layer saves less than by itself, and what comes of it.
 
     Ratios, because layers may differ in size. "All" is what a layer saves by itself, apart from its input and
-    what it hands on.
+    its output.
 
     Args:
         share: of its activation memory that the region may save (`COMPILE_BUDGET`); 1: there is no budget.

@@ -79,28 +79,28 @@ def _add_op(model: nn.Module) -> None:
 
 
 @pytest.fixture
-def met(monkeypatch: pytest.MonkeyPatch) -> list[ForwardPass]:
+def tracked(monkeypatch: pytest.MonkeyPatch) -> list[ForwardPass]:
     """Grows with each saved tensor whose owner had to be found."""
     seen: list[ForwardPass] = []
-    meet = ForwardPass.meet
+    track = ForwardPass.track
 
     def noting(self: ForwardPass, tensor: torch.Tensor) -> int | None:
         seen.append(self)
-        return meet(self, tensor)
+        return track(self, tensor)
 
-    monkeypatch.setattr(ForwardPass, "meet", noting)
+    monkeypatch.setattr(ForwardPass, "track", noting)
     return seen
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_after_two_equal_calls_nothing_is_followed(name: str, met: list[ForwardPass]) -> None:
+def test_after_two_equal_calls_nothing_is_followed(name: str, tracked: list[ForwardPass]) -> None:
     steps = _Steps(PLANS[name])
     first = steps.run()
-    assert met
+    assert tracked
     assert steps.run().offloaded_bytes == first.offloaded_bytes
-    met.clear()
+    tracked.clear()
     assert steps.run().offloaded_bytes == first.offloaded_bytes
-    assert not met
+    assert not tracked
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -117,27 +117,27 @@ def test_a_layer_that_departs_moves_what_it_moves_when_followed(name: str) -> No
     assert usual[0].offloaded_bytes == usual[-1].offloaded_bytes
 
 
-def test_what_runs_between_layers_departs_alone(met: list[ForwardPass]) -> None:
+def test_what_runs_between_layers_departs_alone(tracked: list[ForwardPass]) -> None:
     """A forward without a loss saves less after the head; the layers go on by their cached traces."""
     steps = _Steps(PLANS["layers"])
     for _ in range(3):
         steps.run()
-    met.clear()
+    tracked.clear()
     steps.run(labels=False)
-    assert not met
+    assert not tracked
     steps.run()
-    between = len(met)
+    between = len(tracked)
     assert between
     steps.run()
-    met.clear()
+    tracked.clear()
     steps.run()
-    assert not met
+    assert not tracked
     followed = _Steps(PLANS["layers"])
     followed.run()
-    assert 0 < 4 * between < len(met)
+    assert 0 < 4 * between < len(tracked)
 
 
-def test_a_model_that_never_does_the_same_is_always_followed(met: list[ForwardPass]) -> None:
+def test_a_model_that_never_does_the_same_is_always_followed(tracked: list[ForwardPass]) -> None:
     steps = _Steps(PLANS["layers"])
     first = steps.run()
     for _ in range(3):
@@ -152,9 +152,9 @@ def test_a_model_that_never_does_the_same_is_always_followed(met: list[ForwardPa
         for hook in hooks:
             hook.remove()
     for _ in range(3):
-        met.clear()
+        tracked.clear()
         assert steps.run().offloaded_bytes == first.offloaded_bytes
-        assert met
+        assert tracked
 
 
 def test_what_was_too_small_is_swapped_as_soon_as_it_is_large_enough() -> None:

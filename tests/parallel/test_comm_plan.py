@@ -205,7 +205,7 @@ def test_rows_that_nothing_can_carry_out() -> None:
         install(model, plan_of(*rows), model_structure(model))
     assert [str(problem) for problem in caught.value.problems] == [
         "plan row 0.mlp.mul: expected a communication of the layer, found re-gather.",
-        "plan row 1.self_attn: expected output, what a layer or the embedding hands on, found slice.",
+        "plan row 1.self_attn: expected output, the output of a layer or of the embedding, found slice.",
         "plan row embedding.output: expected a tensor-parallel group, found slice. "
         "Apply the plan inside `with tensor_parallel_group(group):`.",
     ]

@@ -118,7 +118,7 @@ def with_points(profile: Profile, points: Mapping[int, FrontierPoint]) -> Profil
 
 
 def bytes_of_layers(profile: Profile) -> Mapping[int, int]:
-    """Return the bytes that each layer saves by itself, apart from its input and what it hands on."""
+    """Return the bytes that each layer saves by itself, apart from its input and its output."""
     found: dict[int, int] = {}
     for storage in profile.saved.storages:
         scope = _owner(storage)

@@ -106,7 +106,7 @@ class ForwardWalk:
         """When each copy out began and ended; to be asked when the step is over."""
         if link is None:
             return {name: (ms, ms) for name, ms in self.queued_ms.items()}
-        for name in self.queued_ms:  # what nobody waited for
+        for name in self.queued_ms:  # what nothing waited for
             link.wait(link.out, self.numbers[name], self.queued_ms[name])
         return _lane_times(link.out, self.numbers, self.queued_ms)
 
@@ -184,7 +184,7 @@ class BackwardWalk:
         if link is None:
             times: _Times = {name: (ms, ms) for name, ms in self._fetched.items()}
         else:
-            for name in self._fetched:  # what nobody waited for
+            for name in self._fetched:  # what nothing waited for
                 link.wait(link.back, self._numbers[name], self.now_ms)
             times = _lane_times(link.back, self._numbers, self._fetched)
         return {name: (*times[name], self.read_ms.get(name, self.now_ms)) for name in times}
@@ -246,7 +246,7 @@ class BackwardWalk:
         self._reading.append(name)
 
     def _let_go(self) -> None:
-        """Who read is done; what nobody will read again is gone."""
+        """Who read is done; what nothing will read again is gone."""
         for item in self._reading:
             if isinstance(item, Built):
                 left = self._tickets[id(item)] = self._tickets.get(id(item), item.tickets) - 1

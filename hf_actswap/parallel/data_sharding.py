@@ -88,7 +88,7 @@ def trained_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def whole_over_data(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor: of a shard the whole. Then every rank of the data axis must call it."""
+    """Return a plain tensor; a shard is gathered, for which every rank of the data axis must call this."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole: torch.Tensor = tensor.full_tensor()
@@ -122,5 +122,5 @@ def reject_tensor_axis(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _held_by(module: Any) -> list[Any]:
-    """FSDP2's own objects of a module's parameters."""
+    """Return FSDP2's own objects for a module's parameters."""
     return [held for group in parameter_groups(module) for held in group.fsdp_params]

@@ -1,4 +1,4 @@
-"""State dicts in Hugging Face's names and shapes, of a model that the ranks hold together."""
+"""Saves and loads a divided model as a whole state dict, in Hugging Face's names and shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .weights import Partition, whole_of_ranks
 Item = TypeVar("Item")
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes are done, and how many there are."""
+"""Called with the bytes done so far, and the bytes in all."""
 
 
 def partitions_of(model: nn.Module) -> Iterator[tuple[str, Partition]]:

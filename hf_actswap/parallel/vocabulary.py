@@ -38,7 +38,7 @@ from .mappings import gather_from_tensor_model_parallel_region
 from .sequence_region import SEQUENCE_DIM, SequenceForward, SequenceRegion, cut_masked_rows, without_padding
 
 _CAUSAL_LM_LOSS = "ForCausalLMLoss"
-"""Name of transformers' loss that ours stands for."""
+"""Name of the transformers loss that `VocabularyLoss` computes."""
 
 
 _LOSS = "loss_function"
@@ -46,7 +46,7 @@ _LOSS = "loss_function"
 
 
 class ScaledParallelEmbedding(ParallelEmbedding):
-    """As Gemma's: what is looked up is multiplied by a number, ``embed_scale``."""
+    """An embedding whose result is multiplied by ``embed_scale``, as Gemma's."""
 
     embed_scale: torch.Tensor | float
 
@@ -67,7 +67,7 @@ class ScaledParallelEmbedding(ParallelEmbedding):
 
 
 def problems_of_vocabulary(model: Any) -> Iterator[Problem]:
-    """Name an embedding or a head that is not understood."""
+    """Yield a problem for an embedding or a head that is not supported."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding):
         hint = "Adapters on it are not supported: take it out of target_modules and modules_to_save."
@@ -128,7 +128,7 @@ def _names_in_forward(model: nn.Module) -> tuple[str, ...]:
 
 
 def reject_resizing(*_: Any, **__: Any) -> None:
-    """In the place of ``model.resize_token_embeddings``: a rank holds some rows of each table only.
+    """Replaces ``model.resize_token_embeddings``, because a rank holds only some rows of each table.
 
     Raises:
         RuntimeError: always.
@@ -148,7 +148,7 @@ def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 class VocabularyLoss:
-    """In the place of ``model.loss_function``.
+    """Replaces ``model.loss_function``: computes the loss from this rank's part of the logits.
 
     Args:
         region: of the model.
@@ -176,7 +176,7 @@ class VocabularyLoss:
 
 
 class _HeadHook:
-    """Hook of the head: called by somebody else than the model, it returns the whole vocabulary."""
+    """Hook of the head: if the caller is not the model's own forward, gathers the whole vocabulary."""
 
     part_of_the_model = True
 
@@ -225,7 +225,7 @@ class _ModelExitHook:
             region.end(model)
 
     def _without_padding(self, output: Any, current: SequenceForward) -> Any:
-        """An output whose logits are whole already."""
+        """Cut the padding off an output whose logits are whole already."""
         if current.length and not isinstance(output, tuple):
             output.logits = without_padding(output.logits, SEQUENCE_DIM, current.length)
         return output
@@ -245,7 +245,7 @@ _aten = torch.ops.aten
 def full_logits(
     shard: torch.Tensor, vocabulary_size: int, group: dist.ProcessGroup, when_read: bool = False
 ) -> torch.Tensor:
-    """Gather logits ``[.., V / tp]`` to ``[.., vocabulary_size]``; every rank goes on with them alike.
+    """Gather logits ``[.., V / tp]`` to ``[.., vocabulary_size]``; every rank must do the same with them.
 
     With ``when_read`` they are gathered when they are read.
     """

@@ -104,7 +104,7 @@ class Partition:
 
     @property
     def tags(self) -> dict[str, Any]:
-        """NxD's attributes of a parameter that is divided so; and how many ranks hold the same of it.
+        """NxD's attributes of a parameter with this division, and how many ranks hold the same part.
 
         ``replicated_over`` is there only where more than one rank does: an ``int``, or where sections differ
         a tuple of (size of the part along the dim, number of ranks).

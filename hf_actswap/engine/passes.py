@@ -117,7 +117,7 @@ class PassOrder:
         Args:
             queue: releases of the forward.
             swapped: everything that the forward has swapped.
-            backward: of the forward.
+            backward: the backward of this forward.
 
         Returns:
             What the caller releases now: all that is left, if the backward follows directly or if this was

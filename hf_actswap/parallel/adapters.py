@@ -29,8 +29,8 @@ class SharedInputLinear(nn.Linear):
     """A whole linear layer among divided ones, which may read their input.
 
     Args:
-        full: whose weight it takes.
-        region: of the model.
+        full: the linear layer whose weight it takes.
+        region: says where the model\'s hidden states are parts of the sequence.
     """
 
     def __init__(self, full: nn.Linear, region: SequenceRegion) -> None:

@@ -114,8 +114,8 @@ class WholeBlockHooks:
     ranks, as in a divided block.
 
     Args:
-        gather: of its input, without readers.
-        region: of the model.
+        gather: gathers its input; made without readers.
+        region: says where the model\'s hidden states are parts of the sequence.
     """
 
     part_of_the_model = True
@@ -157,7 +157,7 @@ class WideNormHooks:
     """Hooks around a norm over the features of all heads: they gather the features that this rank lacks.
 
     Args:
-        region: of the model.
+        region: says where the model\'s hidden states are parts of the sequence.
         replicas: ranks that hold the same heads.
     """
 
@@ -190,7 +190,7 @@ class HeadArgumentsHook:
     Args:
         module: the attention.
         heads: query heads of the whole model.
-        region: of the model.
+        region: says where the model\'s hidden states are parts of the sequence.
     """
 
     part_of_the_model = True
@@ -226,9 +226,9 @@ def with_changed(
     """Return a call's arguments with some of them changed, positional or by keyword.
 
     Args:
-        names: of the function's parameters.
-        args, kwargs: of the call.
-        changes: of tensors, by name.
+        names: names of the function's parameters.
+        args, kwargs: arguments of the call.
+        changes: by name, what replaces a tensor among them.
     """
 
     def changed(name: str, value: Any) -> Any:
@@ -267,7 +267,7 @@ class SharesCheck:
     only the autograd graph shows that; it is checked in the first forward that has one.
 
     Args:
-        name: of the block.
+        name: name of the block, for messages.
         whole: modules in it, and names of their parameters.
     """
 
@@ -307,7 +307,7 @@ class RankStreamHooks:
     """Hooks around a module in training: dropout differs between ranks, and is repeated in a recomputation.
 
     Args:
-        region: of the model.
+        region: says where the model\'s hidden states are parts of the sequence.
         on_parts: true for a layer, which works on parts of the sequence while the region is active; false for
             attention, whose heads are always divided and which its layer covers in an active region.
     """

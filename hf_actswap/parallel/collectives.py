@@ -234,7 +234,7 @@ def lost_rank_error(error: RuntimeError, group: dist.ProcessGroup | None) -> Los
 
     Args:
         error: as the backend raised it.
-        group: whose collective it was; ``None``: all ranks, or not known.
+        group: the group of the collective; ``None``: all ranks, or not known.
     """
     text = str(error)
     if isinstance(error, LostRankError) or not any(sign in text.lower() for sign in _SIGNS):

@@ -52,8 +52,8 @@ def reduce_scatter(
         whole: partial sums.
         dim: divides by the group size.
         group: tensor-parallel group.
-        gradient_dtype: to which gradients are cast before they are gathered.
-        reduce_dtype: in which is summed; the result has the dtype of ``whole`` again.
+        gradient_dtype: dtype to which gradients are cast before they are gathered.
+        reduce_dtype: dtype of the sum; the result has the dtype of ``whole`` again.
 
     Raises:
         ValueError: the size along ``dim`` does not divide by the group size.

@@ -32,7 +32,7 @@ class ShardedParameter(NamedTuple):
     """A parameter under FSDP2, under one of its names.
 
     Args:
-        module, name: whose, and as what.
+        module, name: the module that holds it, and its name there.
         shard: what optimizers see.
         gathered: what the module sees while it runs; ``None`` before the first time.
     """
@@ -49,7 +49,7 @@ def shard_over_data(model: nn.Module, layers: Iterable[nn.Module], mesh: DeviceM
     Args:
         model: patched, or whole.
         layers: its decoder layers.
-        mesh: of one dim: ``build_mesh(..).device_mesh["dp_shard"]``.
+        mesh: the data axis, a mesh of one dim: ``build_mesh(..).device_mesh["dp_shard"]``.
         settings: further arguments of ``torch.distributed.fsdp.fully_shard``.
 
     Raises:

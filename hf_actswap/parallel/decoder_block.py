@@ -114,8 +114,8 @@ class Division:
     """What the projections of one block are divided among.
 
     Args:
-        ranks: of the tensor-parallel group.
-        heads: of an attention block.
+        ranks: size of the tensor-parallel group.
+        heads: of an attention block; ``None``: another block.
     """
 
     ranks: int
@@ -344,9 +344,9 @@ def _count_own_heads(module: Any, heads: Heads, features: int, region: SequenceR
 
     Args:
         module: the attention.
-        heads: of it.
-        features: of all query heads.
-        region: of the model.
+        heads: of the whole module, and the ranks that divide them.
+        features: number of features of all query heads.
+        region: says where the model\'s hidden states are parts of the sequence.
     """
     counts = {
         "query": (heads.query, heads.own_query),

@@ -167,9 +167,10 @@ def _divide_layer(
     """Divide one layer.
 
     Args:
-        layer: of the decoder.
-        decoder: that has it.
-        region, tags: of the model.
+        layer: the layer to divide.
+        decoder: the decoder that has it.
+        region: says where the model\'s hidden states are parts of the sequence.
+        tags: keeps attributes on its parameters.
         drops: whether anything is dropped at random.
         seen: modules of earlier layers, which this layer may share.
     """
@@ -197,8 +198,9 @@ class _Rest:
         layer: the decoder layer.
         handled: paths in it of the divided modules.
         seen: modules of earlier layers, which have been handled.
-        family: of the model.
-        region, tags: of the model.
+        family: what is known of the model's family.
+        region: says where the model\'s hidden states are parts of the sequence.
+        tags: keeps attributes on its parameters.
     """
 
     layer: nn.Module

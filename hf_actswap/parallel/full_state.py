@@ -38,7 +38,7 @@ def gather_full_state(
 
     Args:
         model: patched.
-        region: of the model.
+        region: says where the model\'s hidden states are parts of the sequence.
         wanted: by name; the same on every rank.
         keeps: whether this rank gets the result; other ranks only take part, and get an empty dict.
         progress: called with how many bytes of this rank's tensors are gathered, and how many there are.

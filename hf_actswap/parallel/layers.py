@@ -160,7 +160,7 @@ class ColumnParallelLinear(ParallelLinear):
         skip_bias_add: return ``(output, bias)``, the bias not added.
         pad: rejected.
         tensor_model_parallel_group: default: the enclosing one.
-        reduce_dtype: in which input gradients are summed over the ranks; ``None``: their own.
+        reduce_dtype: dtype in which input gradients are summed over the ranks; ``None``: their own.
         sections: sizes of the parts of the weight that are divided one by one, in place of ``stride``.
         replicas: number of consecutive ranks that hold the same rows, for each section or all (kv heads
             fewer than ranks); their gradients are summed, so that they stay alike.

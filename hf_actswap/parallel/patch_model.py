@@ -67,9 +67,9 @@ class Patched:
 
     Args:
         model: after patching, adapters included.
-        region: of the model.
-        tags: of its parameters.
-        layers: of its decoder; ``None``: they are looked for.
+        region: says where the model\'s hidden states are parts of the sequence.
+        tags: keeps attributes on its parameters.
+        layers: layers of its decoder; ``None``: they are looked for.
 
     Attributes:
         model: the model.
@@ -194,7 +194,7 @@ def patch_model(
     the group must do, or none; without labels, and without gradients, they are there.
 
     Args:
-        model: of Hugging Face; bare, or with LoRA.
+        model: a Hugging Face model, bare or with LoRA.
         parallel_config: ``tensor_parallel_size`` and ``sequence_parallel_enabled``.
         group: tensor-parallel group; else the enclosing one.
         reduce_dtype: in which activations and their gradients are summed over the ranks; ``None``: their own.

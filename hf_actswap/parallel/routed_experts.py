@@ -121,11 +121,11 @@ class ParallelExperts(ShardedModule):
             ``[E, H, I]``, or as `ExpertsLayout` says, ``act_fn`` or ``_apply_gate``, and a ``config`` whose
             ``_experts_implementation`` is read at each call: ``eager`` computes one expert after the other,
             all others one kernel for all where the device has one for these sizes.
-        region: of the model.
+        region: says where the model\'s hidden states are parts of the sequence.
         layer: the decoder layer that it is in.
 
     Attributes:
-        layout: of the parameters, which have the names of those of ``full``.
+        layout: how its parameters are stored; they have the names of those of ``full``.
         keep_gathered: see `column_input`; besides, what is gathered is kept where Hugging Face's gradient
             checkpointing is on for the layer.
     """

@@ -75,10 +75,10 @@ class SequenceRegion:
     Args:
         group: tensor-parallel group.
         enabled: whether sequence parallelism is on.
-        reduce_dtype: in which input gradients are summed; ``None``: their own.
+        reduce_dtype: dtype in which input gradients are summed; ``None``: their own.
 
     Attributes:
-        head: of the model, if it is divided.
+        head: the head of the model, if it is divided.
         head_reads_parts: whether it reads parts of the sequence, because no module is between the layers and
             it.
         head_hands_on_parts: whether it returns parts of the vocabulary, because the loss is replaced.
@@ -216,7 +216,7 @@ class EntryHook:
     """Pre-hook of a model: begins a forward, unless one is under way.
 
     Args:
-        region: of the model.
+        region: says where the model\'s hidden states are parts of the sequence.
         forward: the model's own, by whose signature positional arguments get names.
         before: called at the beginning of each forward.
         calls_head: the model ends with a head that is divided.
@@ -330,10 +330,10 @@ class ScatterHook:
     """Pre-hook of a layer: keeps this rank's part of the sequence.
 
     Args:
-        layer: whose arguments they are. In a pipeline the hook is put on what stands in its place, too.
-        region: of the model.
+        layer: the layer that is called. In a pipeline the hook is put on its stand-in, too.
+        region: says where the model\'s hidden states are parts of the sequence.
         names: arguments that have a row for each token, ``[.., S, n]``.
-        first_dim: of the sequence in the first argument, which is cut too; ``None``: it is cut already.
+        first_dim: dim of the sequence in the first argument, which is cut too; ``None``: it is cut already.
     """
 
     part_of_the_model = True
@@ -403,8 +403,8 @@ class PartsHook:
     Args:
         module: a module with parameters of its own.
         behind: whether it is registered after the layers.
-        region: of the model.
-        tags: of its parameters.
+        region: says where the model\'s hidden states are parts of the sequence.
+        tags: keeps attributes on its parameters.
     """
 
     part_of_the_model = True

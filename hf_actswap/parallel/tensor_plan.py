@@ -47,9 +47,9 @@ def blocks_of(layer: nn.Module, plan: Mapping[str, str], family: Family) -> list
     """Return the blocks of a layer whose projections are divided, in the order of its modules.
 
     Args:
-        layer: of the decoder.
+        layer: the decoder layer.
         plan: from `plan_of`.
-        family: of the model.
+        family: what is known of the model's family.
     """
     found: list[Block] = []
     for group, styles in _groups(layer, plan, family).items():

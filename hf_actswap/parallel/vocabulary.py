@@ -151,12 +151,12 @@ class VocabularyLoss:
     """Replaces ``model.loss_function``: computes the loss from this rank's part of the logits.
 
     Args:
-        region: of the model.
+        region: says where the model\'s hidden states are parts of the sequence.
         vocabulary_size: without padding.
         own: the model's own loss. If it is not transformers' for causal language models it gets whole logits.
 
     Attributes:
-        __name__: that of the model's own.
+        __name__: name of the model's own loss.
     """
 
     def __init__(self, region: SequenceRegion, vocabulary_size: int, own: Callable[..., Any]) -> None:

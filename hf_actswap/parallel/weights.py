@@ -29,7 +29,7 @@ class Partition:
     order of the sections. NxD's ``stride=k`` is k sections of equal size.
 
     Args:
-        dim: that is divided.
+        dim: the divided dim.
         sections: their sizes in the full tensor.
         ranks: size of the tensor-parallel group.
         replicas: of each section, how many consecutive ranks hold the same part: with 2, ranks 0 and 1 hold

@@ -162,25 +162,6 @@ def plan(
     compared = _sizes(compare) if compare is not None else ()
     if save is not None:
         _reject_overwriting(save)
-    if compared and (save is not None or tp is not None):
-        raise typer.BadParameter("--compare cannot be combined with --save or --tp")
-    if compared and profile is not None:
-        raise typer.BadParameter("--profile cannot be combined with --compare: it is of one number of ranks")
-    if profile is not None and (lora or quantize or shard or grad_dtype):
-        raise typer.BadParameter(
-            "--profile cannot be combined with --lora, --quantize, --shard or --grad-dtype"
-        )
-    if quantize is not None and (lora is None or (tp or 1) > 1 or compared):
-        raise typer.BadParameter(
-            "--quantize needs --lora (quantised weights are not trained) and one tensor-parallel rank"
-        )
-    alone = config or seq or batch or profile or compared or save or windows or full
-    if (longest and alone) or (host_memory_gib is not None and not longest):
-        raise typer.BadParameter(
-            "--longest finds CONFIG, --seq and the plan itself, for --batch 1. It can be combined with "
-            "--device, --budget, --host-memory-gib, --tp and the options of how the model is trained. "
-            "--host-memory-gib needs --longest"
-        )
     asked = PlanRequest(
         model=ModelRequest(model, dtype, lora, quantize, trust_remote_code),
         config=config,
@@ -195,6 +176,7 @@ def plan(
         host_bytes=None if host_memory_gib is None else round(host_memory_gib * 2**30),
         micro_batches=micro_batches,
     )
+    _reject_combinations(asked, longest)
 
     def ask() -> Answer:
         module, name = ("longest", "answer_longest") if longest else ("plan_answer", "answer_plan")
@@ -202,6 +184,39 @@ def plan(
         return found
 
     answer("plan", as_json, ask)
+
+
+def _reject_combinations(asked: PlanRequest, longest: bool) -> None:
+    """Reject options that exclude each other.
+
+    Args:
+        asked: all options.
+        longest: whether ``--longest`` was given.
+
+    Raises:
+        typer.BadParameter: with the options, and what they can be combined with.
+    """
+    model, step = asked.model, asked.step
+    if asked.compared and (asked.save is not None or asked.tp is not None):
+        raise typer.BadParameter("--compare cannot be combined with --save or --tp")
+    if asked.compared and asked.profile is not None:
+        raise typer.BadParameter("--profile cannot be combined with --compare: it is of one number of ranks")
+    if asked.profile is not None and (model.lora or model.quantize or step.sharding or step.gradient_dtype):
+        raise typer.BadParameter(
+            "--profile cannot be combined with --lora, --quantize, --shard or --grad-dtype"
+        )
+    if model.quantize is not None and (model.lora is None or (asked.tp or 1) > 1 or asked.compared):
+        raise typer.BadParameter(
+            "--quantize needs --lora (quantised weights are not trained) and one tensor-parallel rank"
+        )
+    alone = asked.config or step.tokens or step.sequences or asked.profile or asked.compared
+    alone = alone or asked.save or asked.windows or asked.full
+    if (longest and alone) or (asked.host_bytes is not None and not longest):
+        raise typer.BadParameter(
+            "--longest finds CONFIG, --seq and the plan itself, for --batch 1. It can be combined with "
+            "--device, --budget, --host-memory-gib, --tp and the options of how the model is trained. "
+            "--host-memory-gib needs --longest"
+        )
 
 
 def _sizes(text: str) -> tuple[int, ...]:

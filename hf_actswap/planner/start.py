@@ -88,7 +88,7 @@ def start_planner(
     pool = host.pool(device, transfer.overlaps, None)
     idle = IdleTensors(device, pool if transfer.overlaps else None, fixed.min_tensor_bytes)
     least = LeastBudget(model, structure, lambda: run.fixed, memory, optimizer, device_name(device))
-    guard = OomGuard(meter, idle, least_budget=least.in_words)
+    guard = OomGuard(meter, idle, least.in_words)
     run = Run(
         model,
         structure,

@@ -81,7 +81,7 @@ class SequenceRegion:
         head: the head of the model, if it is divided.
         head_reads_parts: whether it reads parts of the sequence, because no module is between the layers and
             it.
-        head_hands_on_parts: whether it returns parts of the vocabulary, because the loss is replaced.
+        head_returns_parts: whether it returns parts of the vocabulary, because the loss is replaced.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SequenceRegion:
         self.is_active = False
         self._layers: list[ParallelLinear] = []
         self.head: ParallelLinear | None = None
-        self.head_hands_on_parts = self.head_reads_parts = True
+        self.head_returns_parts = self.head_reads_parts = True
         self.current: SequenceForward | None = None
 
     @property

@@ -114,9 +114,9 @@ def _divide_head(model: Any, head: nn.Linear, tied_to: nn.Parameter | None, regi
     if tied_to is not None:
         region.head.weight = tied_to
     replace(model, head, region.head)
-    region.head_hands_on_parts = _LOSS in _names_in_forward(model)
+    region.head_returns_parts = _LOSS in _names_in_forward(model)
     region.head.register_forward_hook(_HeadHook(region, head.out_features))
-    if region.head_hands_on_parts:
+    if region.head_returns_parts:
         model.loss_function = VocabularyLoss(region, head.out_features, model.loss_function)
     model.register_forward_hook(_ModelExitHook(region, head.out_features), always_call=True)
 
@@ -185,7 +185,7 @@ class _HeadHook:
 
     def __call__(self, _head: nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         current = self._region.current
-        if current is not None and self._region.head_hands_on_parts:
+        if current is not None and self._region.head_returns_parts:
             return output
         if current is not None:
             current.lost = True  # the model's own loss reads what is whole
@@ -213,7 +213,7 @@ class _ModelExitHook:
                     "loss, such as Liger's?): it has seen this rank's part of the vocabulary only. Switch "
                     "the fused loss off; the patched model's own never makes whole logits either"
                 )
-            if not region.head_hands_on_parts:
+            if not region.head_returns_parts:
                 return self._without_padding(output, current)
             if isinstance(output, tuple):
                 place = 1 if current.labelled else 0

@@ -34,7 +34,7 @@ from hf_actswap.config import load_config
 from hf_actswap.config.keys import RECOMPUTE_KEYS
 from hf_actswap.engine import SwapStats
 from hf_actswap.plan import MemoryPlan, model_structure, resolve_plan
-from hf_actswap.planner import CountingMeter, Planner
+from hf_actswap.planner import CountingMeter, PlannedTraining, Planner
 from hf_actswap.planner.trials import best_trial
 
 TRL_MODULE = "trl.models.activation_offloading"
@@ -163,10 +163,10 @@ def _start(step: TrainingStep, options: Mapping[str, Any]) -> Planned:
         meter = CountingMeter()
         leaves = step.leaves().values()
         meter.own(item for leaf in leaves for item in (leaf.detach(), leaf.grad) if item is not None)
-    planner = plan_while_training(
-        step.model, resolve_plan(config, shape), shape, config.memory, counts_steps=False, meter=meter
+    training = PlannedTraining(
+        step.model, shape, resolve_plan(config, shape), config.memory, counts_steps=False
     )
-    return Planned(planner, options["budget_bytes"])
+    return Planned(plan_while_training(training, meter=meter), options["budget_bytes"])
 
 
 def _ending_steps(

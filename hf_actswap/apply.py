@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from .config import ActSwapConfig
-from .config.schema import MemoryConfig
 from .engine import AppliedPlan, Resources, Transfer, install
 from .engine.host_budget import HostMemory, Progress
 from .engine.install import put_tiles, tile_parts
@@ -35,7 +34,7 @@ from .plan.actions import Tile
 from .plan.checkpointing_rules import problems_of_checkpointing
 from .plan.model_structure import unwrapped
 from .plan.tile_ladder import tile_ladder
-from .planner import Meter, Planner, start_planner
+from .planner import Meter, PlannedTraining, Planner, start_planner
 from .report import PinningBar, PlannerBar
 from .stream import problems_of_model, stream_sequences
 
@@ -91,17 +90,8 @@ def apply(
         return apply_plan(model, plan, shape, Resources(transfer, progress))
     if optimizer is None:
         raise PlanError([_NO_OPTIMIZER])
-    return plan_while_training(
-        model,
-        plan,
-        shape,
-        requested.memory,
-        optimizer=optimizer,
-        transfer=transfer,
-        progress=progress,
-        meter=meter,
-        written=requested,
-    )
+    training = PlannedTraining(model, shape, plan, requested.memory, optimizer)
+    return plan_while_training(training, Resources(transfer, progress), meter=meter, written=requested)
 
 
 _NO_OPTIMIZER = Problem(
@@ -113,15 +103,9 @@ _NO_OPTIMIZER = Problem(
 
 
 def plan_while_training(
-    model: nn.Module,
-    fixed: MemoryPlan,
-    shape: ModelStructure,
-    memory: MemoryConfig,
+    training: PlannedTraining,
+    resources: Resources = Resources(),
     *,
-    optimizer: torch.optim.Optimizer | None = None,
-    counts_steps: bool = True,
-    transfer: Transfer | None = None,
-    progress: Progress | None = None,
     meter: Meter | None = None,
     written: ActSwapConfig | None = None,
 ) -> Planner:
@@ -130,45 +114,38 @@ def plan_while_training(
     All plans that are tried share one host memory.
 
     Args:
-        model: on its device, as it is called.
-        fixed: the plan of the fates that are written by hand.
-        shape: the model's structure.
-        memory: the ``memory`` section; its mode is not ``off``.
-        optimizer: of the model.
-        counts_steps: whether the optimizer's step ends a training step; if not, the caller calls
-            `Planner.step_ended`.
-        transfer, progress, meter: see `apply`.
+        training: the model, and what is written for it.
+        resources: that each plan is given, besides what the planner adds: the tensor-parallel ranks, host
+            memory that all plans share, and what makes tickets that can be evicted.
+        meter: of device memory; by default the device's.
         written: what the user wrote; under ``adaptive`` more of the model runs in tiles than that where no
             plan fits. ``None``: no more does.
 
     Raises:
         PlanError: something does not go with the planner, or the plan file is malformed.
     """
-    whole, shape, host = shape, shape.decoder, HostMemory(fixed)
+    model, whole = training.model, training.structure
+    shape, host = whole.decoder, HostMemory(training.fixed)
     root, replicas = unwrapped(model), enclosing_replicas()
+    given = replace(resources, replicas=replicas, host=host)
 
     def put(plan: MemoryPlan, pack_handler: PackHandler | None) -> AppliedPlan:
-        return apply_plan(model, plan, shape, Resources(transfer, progress, replicas, pack_handler, host))
+        return apply_plan(model, plan, shape, replace(given, pack_handler=pack_handler))
 
     def tiles_on(tiles: Iterable[Tile]) -> list[Callable[[], None]]:
         return put_tiles(root, tile_parts(root, tiles, shape, replicas), shape)
 
     ladder: Iterable[MemoryPlan] = ()
-    if written is not None and memory.mode == "adaptive":
+    if written is not None and training.memory.mode == "adaptive":
         size = 1 if replicas is None else replicas.size
         ladder = (plan for _, plan in tile_ladder(written, root, whole, size))
 
     planner = start_planner(
-        model,
-        shape,
-        fixed,
-        memory,
+        replace(training, structure=shape),
         put,
         tiles_on,
         host,
-        optimizer=optimizer,
-        counts_steps=counts_steps,
-        transfer=transfer,
+        transfer=resources.transfer,
         meter=meter,
         ladder=ladder,
     )

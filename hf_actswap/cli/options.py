@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -46,6 +46,11 @@ def _read(how: Callable[[str], Value], text: str) -> Value:
         raise typer.BadParameter(str(error)) from None
 
 
+def without_default(*names: str, **settings: Any) -> Any:
+    """Return a `typer.Option` whose help shows no default; its text says what happens without it."""
+    return typer.Option(*names, show_default=False, **settings)
+
+
 Config = Annotated[
     str,
     typer.Argument(
@@ -54,47 +59,48 @@ Config = Annotated[
         show_default=False,
     ),
 ]
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A folder of a model, its config.json, or a Hub id.", show_default=False
+    ),
+]
 Model = Annotated[
     str,
-    typer.Option(
+    without_default(
         "--model",
         "-m",
         metavar="M",
         help="A folder of a model, its config.json, or a Hub id (org/name\\[@revision]). "
         "Weights are not read.",
-        show_default=False,
     ),
 ]
 Seq = Annotated[
     int | None,
-    typer.Option(
+    without_default(
         "--seq",
         parser=tokens,
         metavar="N",
         help="Tokens of a sequence: 8192, 8k. Needed for bytes and times.",
-        show_default=False,
     ),
 ]
 Batch = Annotated[int, typer.Option("--batch", min=1, metavar="N", help="Sequences of a micro-batch.")]
 Dtype = Annotated[
     DtypeName | None,
-    typer.Option(
-        "--dtype", help="Type of the weights. Default: that of the model's config.", show_default=False
-    ),
+    without_default("--dtype", help="Type of the weights. Default: that of the model's config."),
 ]
 Autocast = Annotated[
     AutocastName | None,
-    typer.Option("--autocast", help="Mixed precision (the Trainer's bf16, fp16).", show_default=False),
+    without_default("--autocast", help="Mixed precision (the Trainer's bf16, fp16)."),
 ]
 Device = Annotated[
     str | None,
-    typer.Option(
+    without_default(
         "--device",
         parser=device_named,
         metavar="NAME",
         help=f"Device to predict for, by a usual name: {', '.join(DEVICE_KINDS)}. Or your own numbers, as "
         f"the device reaches them: {OWN_DEVICE}. Default: this machine's accelerator, or H200.",
-        show_default=False,
     ),
 ]
 Optimizer = Annotated[
@@ -105,12 +111,6 @@ Optimizer = Annotated[
 ]
 Tp = Annotated[
     int | None,
-    typer.Option(
-        "--tp",
-        min=1,
-        metavar="N",
-        help="tensor_parallel_size in place of the configuration's.",
-        show_default=False,
-    ),
+    without_default("--tp", min=1, metavar="N", help="tensor_parallel_size in place of the configuration's."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")]

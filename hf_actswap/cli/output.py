@@ -159,15 +159,15 @@ def heading(text: str) -> RenderableType:
 class Bullet:
     """A paragraph behind a dash, wrapped at words so that names stay whole where they can."""
 
-    def __init__(self, text: str, indent: str = "  ") -> None:
-        self._text, self._indent = text, indent
+    def __init__(self, text: str) -> None:
+        self._text = text
 
     def __rich_console__(self, console: Console, options: Any) -> Iterator[RenderableType]:
-        width = max(options.max_width - len(self._indent) - 2, 20)
+        width = max(options.max_width - 4, 20)
         lines = Text(self._text).wrap(console, width)
         for number, line in enumerate(lines):
             line.rstrip()
-            yield Text(f"{self._indent}{'- ' if number == 0 else '  '}{line.plain}")
+            yield Text(f"{'  - ' if number == 0 else '    '}{line.plain}")
 
 
 def size_text(size_bytes: int) -> str:

@@ -14,187 +14,154 @@ from .options import DtypeName, PaperOptimizerName, QuantizeName
 from .output import Answer, answer
 from .plan_request import PREDICTED, AskedStep, Lora, ModelRequest, PlanRequest, Sharding
 
+Config = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[CONFIG]",
+        help="Its fates stay as they are; its `memory` section applies.",
+        show_default=False,
+    ),
+]
+Seq = Annotated[
+    int | None,
+    options.without_default(
+        "--seq", parser=options.tokens, metavar="N", help="Tokens of a sequence: 8192, 8k. Default: 4096."
+    ),
+]
+Batch = Annotated[
+    int | None,
+    options.without_default("--batch", min=1, metavar="N", help="Sequences of a micro-batch. Default: 1."),
+]
+ProfileFile = Annotated[
+    str | None,
+    options.without_default(
+        "--profile",
+        metavar="FILE",
+        help="Plan from a profile of hf-actswap profile or of a training, for the step that it recorded.",
+    ),
+]
+Budget = Annotated[
+    int | None,
+    options.without_default(
+        "--budget",
+        "--budget-gib",
+        parser=options.size,
+        metavar="SIZE",
+        help="The most device memory of a step, per rank: 40GB, 24GiB, or a number of GiB. Default: the "
+        "configuration's, else the device's less 3 %.",
+    ),
+]
+Optimizer = Annotated[
+    PaperOptimizerName | None,
+    options.without_default(
+        "--optimizer",
+        help="Optimizer whose states are on the device. Default: adamw, 2 values per weight in its type.",
+    ),
+]
+GradDtype = Annotated[
+    DtypeName | None,
+    options.without_default(
+        "--grad-dtype", help="Type of the gradients until the optimizer's step. Default: that of the weights."
+    ),
+]
+Shard = Annotated[
+    Sharding | None,
+    options.without_default(
+        "--shard",
+        parser=Sharding.read,
+        metavar="fsdp=N",
+        help="zero1=N, zero2=N, zero3=N or fsdp=N: what is sharded over N data-parallel ranks.",
+    ),
+]
+Adapters = Annotated[
+    Lora | None,
+    options.without_default(
+        "--lora",
+        parser=Lora.read,
+        metavar="r=16",
+        help="Train adapters only (PEFT): r=16,targets=q_proj+v_proj,dropout=0.05; targets=all-linear.",
+    ),
+]
+Quantize = Annotated[
+    QuantizeName | None,
+    options.without_default(
+        "--quantize", help="How the base's linear layers are stored with --lora (QLoRA)."
+    ),
+]
+TrustRemoteCode = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run the model's own code, if it has some.")
+]
+Full = Annotated[bool, typer.Option("--full", help="Print the plan layer by layer, and the least budget.")]
+Windows = Annotated[
+    bool, typer.Option("--windows", help="Print a line for each op, with its prefetch and release.")
+]
+Longest = Annotated[
+    bool,
+    typer.Option(
+        "--longest",
+        help="Find the longest sequence that fits, with everything in tiles, and its configuration.",
+    ),
+]
+HostMemoryGib = Annotated[
+    float | None,
+    options.without_default(
+        "--host-memory-gib",
+        min=0,
+        metavar="N",
+        help="With --longest: the most host memory of a rank. Default: as much as it needs.",
+    ),
+]
+MicroBatches = Annotated[
+    int | None,
+    options.without_default(
+        "--micro-batches",
+        min=1,
+        metavar="N",
+        help="Of a step of a pipeline (parallel_config.schedule); else four for each stage.",
+    ),
+]
+Compare = Annotated[
+    str | None,
+    options.without_default("--compare", metavar="tp=1,2,4", help="Plan for several numbers of ranks."),
+]
+Save = Annotated[
+    str | None,
+    options.without_default(
+        "--save", metavar="FILE", help="Write the plan for training: actswap=FILE, or memory.plan_file."
+    ),
+]
+
 
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A folder of a model, its config.json, or a Hub id.", show_default=False
-        ),
-    ],
-    config: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[CONFIG]",
-            help="Its fates stay as they are; its `memory` section applies.",
-            show_default=False,
-        ),
-    ] = None,
-    seq: Annotated[
-        int | None,
-        typer.Option(
-            "--seq",
-            parser=options.tokens,
-            metavar="N",
-            help="Tokens of a sequence: 8192, 8k. Default: 4096.",
-            show_default=False,
-        ),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option(
-            "--batch",
-            min=1,
-            metavar="N",
-            help="Sequences of a micro-batch. Default: 1.",
-            show_default=False,
-        ),
-    ] = None,
+    model: options.ModelName,
+    config: Config = None,
+    seq: Seq = None,
+    batch: Batch = None,
     device: options.Device = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            "--profile",
-            metavar="FILE",
-            help="Plan from a profile of hf-actswap profile or of a training, for the step that it recorded.",
-            show_default=False,
-        ),
-    ] = None,
-    budget: Annotated[
-        int | None,
-        typer.Option(
-            "--budget",
-            "--budget-gib",
-            parser=options.size,
-            metavar="SIZE",
-            help="The most device memory of a step, per rank: 40GB, 24GiB, or a number of GiB. Default: the "
-            "configuration's, else the device's less 3 %.",
-            show_default=False,
-        ),
-    ] = None,
+    profile: ProfileFile = None,
+    budget: Budget = None,
     dtype: options.Dtype = None,
     autocast: options.Autocast = None,
-    optimizer: Annotated[
-        PaperOptimizerName | None,
-        typer.Option(
-            "--optimizer",
-            help="Optimizer whose states are on the device. Default: adamw, 2 values per weight in its type.",
-            show_default=False,
-        ),
-    ] = None,
-    grad_dtype: Annotated[
-        DtypeName | None,
-        typer.Option(
-            "--grad-dtype",
-            help="Type of the gradients until the optimizer's step. Default: that of the weights.",
-            show_default=False,
-        ),
-    ] = None,
-    shard: Annotated[
-        Sharding | None,
-        typer.Option(
-            "--shard",
-            parser=Sharding.read,
-            metavar="fsdp=N",
-            help="zero1=N, zero2=N, zero3=N or fsdp=N: what is sharded over N data-parallel ranks.",
-            show_default=False,
-        ),
-    ] = None,
-    lora: Annotated[
-        Lora | None,
-        typer.Option(
-            "--lora",
-            parser=Lora.read,
-            metavar="r=16",
-            help="Train adapters only (PEFT): r=16,targets=q_proj+v_proj,dropout=0.05; targets=all-linear.",
-            show_default=False,
-        ),
-    ] = None,
-    quantize: Annotated[
-        QuantizeName | None,
-        typer.Option(
-            "--quantize",
-            help="How the base's linear layers are stored with --lora (QLoRA).",
-            show_default=False,
-        ),
-    ] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the model's own code, if it has some.")
-    ] = False,
+    optimizer: Optimizer = None,
+    grad_dtype: GradDtype = None,
+    shard: Shard = None,
+    lora: Adapters = None,
+    quantize: Quantize = None,
+    trust_remote_code: TrustRemoteCode = False,
     tp: options.Tp = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="Print the plan layer by layer, and the least budget.")
-    ] = False,
-    windows: Annotated[
-        bool, typer.Option("--windows", help="Print a line for each op, with its prefetch and release.")
-    ] = False,
-    longest: Annotated[
-        bool,
-        typer.Option(
-            "--longest",
-            help="Find the longest sequence that fits, with everything in tiles, and its configuration.",
-        ),
-    ] = False,
-    host_memory_gib: Annotated[
-        float | None,
-        typer.Option(
-            "--host-memory-gib",
-            min=0,
-            metavar="N",
-            help="With --longest: the most host memory of a rank. Default: as much as it needs.",
-            show_default=False,
-        ),
-    ] = None,
-    micro_batches: Annotated[
-        int | None,
-        typer.Option(
-            "--micro-batches",
-            min=1,
-            metavar="N",
-            help="Of a step of a pipeline (parallel_config.schedule); else four for each stage.",
-            show_default=False,
-        ),
-    ] = None,
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            "--compare", metavar="tp=1,2,4", help="Plan for several numbers of ranks.", show_default=False
-        ),
-    ] = None,
-    save: Annotated[
-        str | None,
-        typer.Option(
-            "--save",
-            metavar="FILE",
-            help="Write the plan for training: actswap=FILE, or memory.plan_file.",
-            show_default=False,
-        ),
-    ] = None,
+    full: Full = False,
+    windows: Windows = False,
+    longest: Longest = False,
+    host_memory_gib: HostMemoryGib = None,
+    micro_batches: MicroBatches = None,
+    compare: Compare = None,
+    save: Save = None,
     as_json: options.Json = False,
 ) -> None:
     """Find what to keep, swap and recompute within a budget, and predict the step."""
     compared = _sizes(compare) if compare is not None else ()
     if save is not None:
         _reject_overwriting(save)
-    if compared and (save is not None or tp is not None):
-        raise typer.BadParameter("--compare cannot be combined with --save or --tp")
-    if compared and profile is not None:
-        raise typer.BadParameter("--profile cannot be combined with --compare: it is of one number of ranks")
-    if profile is not None and (lora or quantize or shard or grad_dtype):
-        raise typer.BadParameter(
-            "--profile cannot be combined with --lora, --quantize, --shard or --grad-dtype"
-        )
-    if quantize is not None and (lora is None or (tp or 1) > 1 or compared):
-        raise typer.BadParameter(
-            "--quantize needs --lora (quantised weights are not trained) and one tensor-parallel rank"
-        )
-    alone = config or seq or batch or profile or compared or save or windows or full
-    if (longest and alone) or (host_memory_gib is not None and not longest):
-        raise typer.BadParameter(
-            "--longest finds CONFIG, --seq and the plan itself, for --batch 1. It can be combined with "
-            "--device, --budget, --host-memory-gib, --tp and the options of how the model is trained. "
-            "--host-memory-gib needs --longest"
-        )
     asked = PlanRequest(
         model=ModelRequest(model, dtype, lora, quantize, trust_remote_code),
         config=config,
@@ -209,6 +176,7 @@ def plan(
         host_bytes=None if host_memory_gib is None else round(host_memory_gib * 2**30),
         micro_batches=micro_batches,
     )
+    _reject_combinations(asked, longest)
 
     def ask() -> Answer:
         module, name = ("longest", "answer_longest") if longest else ("plan_answer", "answer_plan")
@@ -216,6 +184,39 @@ def plan(
         return found
 
     answer("plan", as_json, ask)
+
+
+def _reject_combinations(asked: PlanRequest, longest: bool) -> None:
+    """Reject options that exclude each other.
+
+    Args:
+        asked: all options.
+        longest: whether ``--longest`` was given.
+
+    Raises:
+        typer.BadParameter: with the options, and what they can be combined with.
+    """
+    model, step = asked.model, asked.step
+    if asked.compared and (asked.save is not None or asked.tp is not None):
+        raise typer.BadParameter("--compare cannot be combined with --save or --tp")
+    if asked.compared and asked.profile is not None:
+        raise typer.BadParameter("--profile cannot be combined with --compare: it is of one number of ranks")
+    if asked.profile is not None and (model.lora or model.quantize or step.sharding or step.gradient_dtype):
+        raise typer.BadParameter(
+            "--profile cannot be combined with --lora, --quantize, --shard or --grad-dtype"
+        )
+    if model.quantize is not None and (model.lora is None or (asked.tp or 1) > 1 or asked.compared):
+        raise typer.BadParameter(
+            "--quantize needs --lora (quantised weights are not trained) and one tensor-parallel rank"
+        )
+    alone = asked.config or step.tokens or step.sequences or asked.profile or asked.compared
+    alone = alone or asked.save or asked.windows or asked.full
+    if (longest and alone) or (asked.host_bytes is not None and not longest):
+        raise typer.BadParameter(
+            "--longest finds CONFIG, --seq and the plan itself, for --batch 1. It can be combined with "
+            "--device, --budget, --host-memory-gib, --tp and the options of how the model is trained. "
+            "--host-memory-gib needs --longest"
+        )
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -112,35 +112,28 @@ class Profiled:
 
 
 def profile(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A folder of a model, its config.json, or a Hub id.", show_default=False
-        ),
-    ],
+    model: options.ModelName,
     seq: Annotated[
         int, typer.Option("--seq", parser=options.tokens, metavar="N", help="Tokens of a sequence: 4096, 4k.")
     ] = 4096,
     batch: options.Batch = 1,
     layers: Annotated[
         int | None,
-        typer.Option(
+        options.without_default(
             "--layers",
             min=1,
             metavar="K",
             help="Measure only the first K layers; the others get their times.",
-            show_default=False,
         ),
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(
+        options.without_default(
             "--device",
             parser=_device_or_this,
             metavar="NAME",
             help="Measured if it is here, else computed from shapes: this, or a name as `plan` takes it. "
             "Else the accelerator that is here, and H200 where none is.",
-            show_default=False,
         ),
     ] = None,
     dtype: options.Dtype = None,
@@ -148,12 +141,8 @@ def profile(
     optimizer: options.Optimizer = "adamw",
     output: Annotated[
         str | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FILE",
-            help="File for the profile; hf-actswap plan --profile reads it.",
-            show_default=False,
+        options.without_default(
+            "--output", "-o", metavar="FILE", help="File for the profile; hf-actswap plan --profile reads it."
         ),
     ] = None,
     as_json: options.Json = False,

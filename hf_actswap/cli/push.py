@@ -52,22 +52,20 @@ def push(
     ],
     plan: Annotated[
         str | None,
-        typer.Option("--plan", metavar="FILE", help="A plan to publish with it.", show_default=False),
+        options.without_default("--plan", metavar="FILE", help="A plan to publish with it."),
     ] = None,
     base_model: Annotated[
         str | None,
-        typer.Option(
-            "--base-model", metavar="ID", help="Hub id of its model, for the card.", show_default=False
-        ),
+        options.without_default("--base-model", metavar="ID", help="Hub id of its model, for the card."),
     ] = None,
     private: Annotated[bool, typer.Option("--private", help="Create the repository as private.")] = False,
     revision: Annotated[
         str | None,
-        typer.Option("--revision", metavar="BRANCH", help="Branch for the commit.", show_default=False),
+        options.without_default("--revision", metavar="BRANCH", help="Branch for the commit."),
     ] = None,
     message: Annotated[
         str | None,
-        typer.Option("--message", metavar="TEXT", help="Message of the commit.", show_default=False),
+        options.without_default("--message", metavar="TEXT", help="Message of the commit."),
     ] = None,
     create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
     as_json: options.Json = False,

@@ -66,18 +66,13 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            metavar="FILE",
-            help="File for the page. Default: RUN_DIR/actswap/report.html.",
-            show_default=False,
+        options.without_default(
+            "--out", metavar="FILE", help="File for the page. Default: RUN_DIR/actswap/report.html."
         ),
     ] = None,
     png: Annotated[
         Path | None,
-        typer.Option(
-            "--png", metavar="DIR", help="Write the pictures as PNG too (matplotlib).", show_default=False
-        ),
+        options.without_default("--png", metavar="DIR", help="Write the pictures as PNG too (matplotlib)."),
     ] = None,
     as_json: options.Json = False,
 ) -> None:

@@ -29,9 +29,11 @@ schema, which does not need its output.
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -48,18 +50,108 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from ..plan.actions import Scope
+from ..plan.actions import COMPILE_BUDGET, Scope
 from ..plan.compiled import uncompiled
-from ..plan.model_structure import ModelStructure
+from ..plan.model_structure import OUTPUT, LayerStructure, ModelStructure, is_below
 from ..plan.op_facts import aliased_argument, op_draws
 from ..plan.opnames import OpStack, function_name
 from ..plan.recomputed_modules import RecomputedModules
 from ..plan.record import OpKey, storage_key
 from .hook_wrappers import Undo, replace_forward, wrap_call
-from .region_rules import RegionRules, region_rules
 
 _GRAPHS_OF_EARLIER_PLANS = 48
-"""Whoever tries plans has tried fewer. All of them together run the code of `_traced_forward`."""
+"""More graphs than a search of plans makes. All of them run the code of `_traced_forward`."""
+
+_TAGS_VERSION = 2
+"""Part of the key: another way to tag must not find graphs of the old one in a cache."""
+
+
+@dataclass(frozen=True)
+class RegionRules:
+    """What a plan recomputes in one compiled layer. Layers with equal rules share one graph.
+
+    Args:
+        budget: share of the activation memory that may be saved, above 0; ``None``: not touched.
+        fates: op path -> whether it is recomputed; the longest path wins. Empty: no tags.
+        outputs: ops whose outputs recomputed modules return: not recomputed.
+        modules: op paths of the layer's modules.
+        attention: op paths of its attention modules.
+    """
+
+    budget: float | None
+    fates: tuple[tuple[str, bool], ...]
+    outputs: tuple[OpKey, ...]
+    modules: tuple[str, ...]
+    attention: tuple[str, ...]
+
+    @functools.cached_property
+    def key(self) -> str:
+        """A digest of all fields, the same in every process."""
+        return hashlib.sha256(f"{_TAGS_VERSION} {self!r}".encode()).hexdigest()
+
+    @functools.cached_property
+    def _table(self) -> dict[str, bool]:
+        return dict(self.fates)
+
+    @property
+    def tagged(self) -> bool:
+        """Whether any op needs a tag."""
+        return bool(self.fates) or (self.budget is not None and self.budget < 1)
+
+    def tag_of_random(self) -> CheckpointPolicy:
+        """Return the tag of an op that draws random numbers and is not named."""
+        free = self.budget is None or self.budget == 1
+        return CheckpointPolicy.PREFER_SAVE if free else CheckpointPolicy.MUST_SAVE
+
+    def recomputes(self, op: OpKey) -> bool:
+        """Whether the output of ``op`` is rebuilt in backward."""
+        path = op[0]
+        while path not in self._table:
+            if not path:
+                return False
+            path = path.rpartition(".")[0]
+        return self._table[path] and op not in self.outputs
+
+
+def region_rules(recomputed: RecomputedModules, layer: LayerStructure) -> RegionRules | None:
+    """Return what a plan recomputes inside a layer, if it is compiled and not recomputed whole.
+
+    The compiler decides op by op: it gets a table of fates, and the outputs of recomputed modules.
+
+    Args:
+        recomputed: index of the plan that is applied to the layer's model.
+        layer: of it.
+    """
+    if not layer.compiled:
+        return None
+    plan = recomputed.plan
+    rows = {row.op_path: row for row in plan.rows if row.scope == layer.index and row.ordinal is None}
+    root = rows.get("")
+    budget = root.parameters.get(COMPILE_BUDGET) if root is not None else None
+    fates = {path: row.fate == "recompute" for path, row in rows.items() if path != OUTPUT}
+    if not any(fates.values()) or not any(fates.keys()):
+        fates = {}  # nothing, or the layer as a whole
+    if budget == 0:
+        budget, fates = None, {"": True}
+    if budget is None and not fates:
+        return None
+    modules = tuple(op.path for op in layer.ops if op.kind != "function")
+    roots = [path for path in fates if path and recomputed.is_root(layer.index, path)]
+    return RegionRules(
+        budget,
+        tuple(sorted(fates.items())),
+        tuple(sorted({key for path in roots for key in _outputs_of(layer, path)})),
+        modules,
+        tuple(sorted(layer.attention_paths)),
+    )
+
+
+def _outputs_of(layer: LayerStructure, module_path: str) -> set[OpKey]:
+    """The ops inside a module whose outputs are read outside of it."""
+    read = {key for call in layer.calls if not is_below(call.key[0], module_path) for key in call.inputs}
+    if layer.output_of is not None:
+        read.add(layer.output_of)
+    return {key for key in read if is_below(key[0], module_path)}
 
 
 class CompiledRegions:
@@ -123,7 +215,7 @@ def _traced_forward(rules: RegionRules, own: Callable[..., Any] | None) -> Calla
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(type(self).forward, self) if own is None else own
-        # The key is never empty. Looking at it makes dynamo guard on it: see the module's text.
+        # The key is never empty. Reading it makes dynamo guard on it, so another key gets its own graph.
         if not key or contexts is None or not torch.is_grad_enabled():
             return call(*args, **kwargs)
         return checkpoint(call, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -177,7 +269,7 @@ class RegionTags:
         self._before: tuple[Any, CheckpointPolicy] | None = None
 
     def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Return the tag of ``func``, which has just run (or is about to: see the module's text)."""
+        """Return the tag of ``func``, which has just run (before PyTorch 2.13: which is about to run)."""
         if context.is_recompute:  # earlier versions call it again; the result changes nothing in the trace
             return CheckpointPolicy.PREFER_SAVE
         if self._before is not None:

@@ -57,7 +57,7 @@ class IdleTensors:
 
     Attributes:
         evictions, evicted_bytes: copies to the host, in all.
-        reloads, reloaded_bytes: copies back, in all.
+        reloads: copies back, in all.
         away_bytes: what backward is still to read and is not on the device now.
     """
 
@@ -70,7 +70,7 @@ class IdleTensors:
         self._known: dict[int, weakref.ref[EvictableStorage]] = {}
         self._lock = threading.RLock()
         self._uses_of_one = _uses(one.untyped_storage())
-        self.evictions = self.evicted_bytes = self.reloads = self.reloaded_bytes = self.away_bytes = 0
+        self.evictions = self.evicted_bytes = self.reloads = self.away_bytes = 0
 
     def keep(self, tensor: torch.Tensor) -> Ticket:
         """Make the ticket of a tensor that stays on the device until memory runs out.
@@ -237,7 +237,6 @@ class EvictableStorage:
         self._block, self._unread = block, set(self._views)
         self._goes_away(False)
         self._idle.reloads += 1
-        self._idle.reloaded_bytes += self._size_bytes
         return block
 
     def _goes_away(self, away: bool) -> None:

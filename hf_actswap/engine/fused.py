@@ -96,11 +96,6 @@ class Fuser:
         self._by_code: dict[object, Callable[..., Sequence[torch.Tensor]]] = {}
         self.runs = 0
 
-    @property
-    def kernels(self) -> int:
-        """How many different ones were compiled."""
-        return len(self._by_code)
-
     def run_again(self, region: Region) -> bool:
         """Run ``region`` again, and with it the regions whose outputs it needs and which are not there.
 

@@ -1,35 +1,35 @@
-"""Windows that cross the ends of passes, where the passes between a forward and its backward are known.
+"""Release and prefetch windows that reach into other passes, on a stage of a pipeline.
 
-Alone, a forward releases at its end what is left, and copies back begin with its backward: nothing is known
-of what comes between. A stage of a pipeline knows it. Between the forward of a micro-batch and its backward
-lie whole passes of others, in an order that the schedule fixes. There windows count operators through all
-passes, those of a forward as they rise, those of a backward as they fall::
+A pass is the forward or the backward of one micro-batch through one chunk of layers. Without a known order of
+passes, a forward releases everything by its end, and copies back start with its backward. On a stage of a
+pipeline the schedule fixes which passes of other micro-batches run between the two. Windows then count the
+operators of all these passes, in the order in which they run::
 
     forward 3        | backward 1 | forward 4 | backward 2        | forward 5           | backward 3
     copy out ... release_ops ... release                      copy back ... prefetch_ops ... read
 
-What is due in a pass is done at its first hook at or after the point, or else at the first hook of the next
-pass. A pass is taken to have as many operators as the latest forward of the same chunk; a chunk's first
-forward releases at its end.
+A release or copy that is due in a pass happens at the first hook at or after its point, or else at the first
+hook of the next pass. A pass is assumed to have as many operators as the latest forward of the same chunk;
+the first forward of a chunk releases at its end.
 
-A window counts for two thirds of a pass at most (`REACH`). So of all micro-batches in flight two thirds of
-one wait for their release, and two thirds of one are back ahead of need, besides what a hook more or less
-makes: at most 1.5 are on the device, however large the windows are and however many passes lie between.
-Where one pass lies between, its middle separates releases from copies back. Where a backward follows its
-forward at once, as on the last stage of 1F1B, all is as without an order.
+A window reaches at most two thirds of a pass (`REACH`). So of all micro-batches in flight, two thirds of one
+are not yet released and two thirds of one are copied back early, apart from the distance between hooks: at
+most 1.5 are on the device, however large the windows are and however many passes run between. If one pass
+runs between, its middle separates releases from copies back. If a backward follows its forward directly, as
+on the last stage of 1F1B, nothing differs from an unknown order.
 
-Why it is safe, whatever the order says:
+Why a wrong order costs time but never changes a result:
 
-* **The right micro-batch.** The order says when something moves, never what. Due is a `SwapGroup`, which
-  knows its own host block; autograd's tickets alone say which group a backward reads.
-* **Release, then copy back.** Of each group the release is due first. `SwapGroup.fetch` does nothing as long
+* **The right micro-batch.** The order only decides when a tensor moves. What moves is a `SwapGroup` with its
+  own host block, and only autograd's tickets decide which group a backward reads.
+* **Release, then copy back.** For each group the release is due first. `SwapGroup.fetch` does nothing as long
   as the device has the data, and a release waits for the copy out, so no copy back reads an unfinished host
   block.
-* **What was not done in time** is done by `Backward` as without an order; starting a copy twice does nothing.
+* **Late copies** are started by `Backward`, as without an order; starting a copy twice does nothing.
 * **Lifetimes.** Groups are referred to weakly. One whose graph dies between two passes waits for its copies.
-* **Streams.** Release and copy back are asked for within another micro-batch's pass. `StreamTransfer` takes
-  the stream of that moment, and orders as ever: all streams that ever requested copies wait for a copy out,
-  the copy back waits for the stream whose memory it fills, and its reader waits for it.
+* **Streams.** Release and copy back are requested during another micro-batch's pass. `StreamTransfer` takes
+  the current stream then, and orders copies as always: all streams that ever requested copies wait for a copy
+  out, the copy back waits for the stream whose memory it fills, and its reader waits for the copy.
 * **Threads.** Passes of a stage run one after another, also where backward has a thread of its own.
 """
 
@@ -47,18 +47,19 @@ from .tickets import SwapGroup
 Swapped = weakref.ref[SwapGroup]
 
 REACH = 2 / 3
-"""Of a pass, how far a window reaches at most."""
+"""The longest window, as a fraction of the operators of a pass."""
 
 Point = tuple[int, int]
-"""Which pass of the order, and the operators of it that have run by then."""
+"""A point in the step: index of a pass in the order, and how many of its operators have run."""
 
 
 class Pass(NamedTuple):
     """A forward or a backward of one micro-batch through one chunk of the layers.
 
     Args:
-        chunk, micro_batch: numbers.
-        is_backward: which of the two.
+        chunk: index of the chunk.
+        micro_batch: index in the step.
+        is_backward: whether it is the backward; else the forward.
     """
 
     chunk: int
@@ -67,9 +68,9 @@ class Pass(NamedTuple):
 
 
 class PassOrder:
-    """The passes of a step on one stage, and which releases and copies back are due in them.
+    """The order of passes of a step on one stage, and the releases and copies back that are due in them.
 
-    Who runs the passes says what they are (`begin`, `forward_follows`); the rest is the engine's.
+    The pipeline calls `begin` and `forward_follows`; the engine calls the other methods.
     """
 
     def __init__(self) -> None:
@@ -84,21 +85,21 @@ class PassOrder:
         """Start a step.
 
         Args:
-            order: all of its passes; empty: it is not known, and each pass is treated alone.
+            order: all passes of the step; empty: not known, and no window leaves its pass.
         """
         self._order, self._following = tuple(order), None
         self._place = {one: index for index, one in enumerate(self._order)}
         self._due.clear()
 
     def forward_follows(self, chunk: int, micro_batch: int) -> None:
-        """The next call of the model is the forward of these."""
+        """Note that the next call of the model is the forward of this micro-batch through this chunk."""
         self._following = Pass(chunk, micro_batch, False)
 
     def releases(self, first_op: int) -> ReleaseQueue[Swapped]:
-        """Return the queue of releases of a forward that starts.
+        """Return the queue of releases for a forward that starts.
 
         Args:
-            first_op: the operator that it builds first.
+            first_op: number of its first operator.
         """
         one, self._following = self._following, None
         index = -1 if one is None else self._place.get(one, -1)
@@ -111,16 +112,16 @@ class PassOrder:
     def forward_ended(
         self, queue: CrossingReleases, swapped: Iterable[Swapped], backward: Backward
     ) -> list[Swapped]:
-        """A forward has ended: note when what it has swapped is released, if it is not yet, and comes back.
+        """At the end of a forward, schedule its remaining releases and its copies back in later passes.
 
         Args:
-            queue: of the forward.
-            swapped: all that it has swapped.
-            backward: of the forward.
+            queue: releases of the forward.
+            swapped: everything that the forward has swapped.
+            backward: the backward of this forward.
 
         Returns:
-            What is released now: all that is not yet, where the backward follows at once, and of the first
-            forward of a chunk, whose length was not known.
+            What the caller releases now: all that is left, if the backward follows directly or if this was
+            the first forward of the chunk, whose length was not known.
         """
         last_op, back = backward.clock.now(), self._backward_of(queue.index)
         self._lengths[self._order[queue.index].chunk] = max(last_op + 1 - queue.first_op, 1)
@@ -143,15 +144,22 @@ class PassOrder:
         return released
 
     def most_ops(self, index: int) -> int:
-        """Return how far windows of a forward reach.
+        """Return the longest window of a forward, in operators.
 
-        There is no limit where its backward follows at once, and where no forward of its chunk has ended.
+        It is `NEVER` (no limit) if its backward follows directly, or no forward of its chunk has ended yet.
+
+        Args:
+            index: of the forward in the order.
         """
         length = self._lengths.get(self._order[index].chunk)
         return NEVER if length is None or self._backward_of(index) == index + 1 else int(REACH * length)
 
     def reached(self, now: Point) -> int:
-        """Do what is due at a hook; return after how many operators of this pass the next is."""
+        """Run the releases and copies that are due by now.
+
+        Returns:
+            The operator of this pass at which the next one is due; `NEVER`: none in this pass.
+        """
         while self._due and self._due[0][0] <= now:
             _, _, reference, is_release = heapq.heappop(self._due)
             group = reference()
@@ -160,7 +168,7 @@ class PassOrder:
         return self._due[0][0][1] if self._due and self._due[0][0][0] == now[0] else NEVER
 
     def _backward_of(self, index: int) -> int:
-        """The place of a forward's backward; -1: it has none."""
+        """Return the index of a forward's backward in the order; -1: it has none."""
         return self._place.get(self._order[index]._replace(is_backward=True), -1)
 
     def _add(self, point: Point, reference: Swapped, is_release: bool) -> None:
@@ -168,24 +176,24 @@ class PassOrder:
         self._count += 1
 
     def _point(self, index: int, ops: int) -> Point:
-        """Return where so many operators after (or before) the start of a pass are, one pass on at most."""
+        """Return the point ``ops`` operators after a pass starts, or before; one pass away at most."""
         if ops < 0:
             return index - 1, max(ops + self._length(index - 1), 0)
         length = self._length(index)
         return (index, ops) if ops < length else (index + 1, ops - length)
 
     def _length(self, index: int) -> int:
-        """Operators of a pass; of a chunk that has run no forward yet, a guess."""
+        """Return the operators of a pass; for a chunk that has run no forward yet, the most of any chunk."""
         return self._lengths.get(self._order[index].chunk, max(self._lengths.values()))
 
 
 class CrossingReleases(ReleaseQueue[Swapped]):
-    """Copies out of one forward; at the same hooks what earlier forwards have left for this pass is done.
+    """Releases of one forward; its hooks also run what earlier forwards have scheduled for this pass.
 
     Args:
-        passes: of the step.
-        index: of the forward among them.
-        first_op: the operator that it builds first.
+        passes: the order of passes of the step.
+        index: of the forward in the order.
+        first_op: number of the forward's first operator.
     """
 
     def __init__(self, passes: PassOrder, index: int, first_op: int) -> None:
@@ -195,17 +203,17 @@ class CrossingReleases(ReleaseQueue[Swapped]):
         self.next_at = self._others_at = first_op
 
     def add(self, item: Swapped, copied_at: int, release_ops: int) -> None:
-        """See `ReleaseQueue`."""
+        """Add an item as `ReleaseQueue.add` does, with a window of `most_ops` operators at most."""
         super().add(item, copied_at, min(release_ops, self.most_ops))
         self.next_at = min(self.next_at, self._others_at)
 
     def due(self, now: int) -> list[Swapped]:
-        """See `ReleaseQueue`."""
+        """Return this forward's items that are due, after running what earlier forwards have scheduled."""
         self._others_at = self.first_op + self._passes.reached((self.index, now - self.first_op))
         items = super().due(now)
         self.next_at = min(self.next_at, self._others_at)
         return items
 
     def left(self) -> list[tuple[int, Swapped]]:
-        """Return what is not released, each with the operator at which it is due."""
+        """Return the items that are not released yet, each with the operator at which it is due."""
         return [(due_op, item) for due_op, _, item in self._heap]

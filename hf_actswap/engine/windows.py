@@ -378,7 +378,7 @@ class SwapCopy:
 
 
 def best_set(queue: Sequence[SwapCopy], host_bytes: float) -> frozenset[int]:
-    """Return the indexes to swap beside the fixed ones; see the module's text.
+    """Return the set of the most bytes whose copies out and back are hidden, beside the fixed ones.
 
     Args:
         queue: in order of ``place``.

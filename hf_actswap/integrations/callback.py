@@ -23,7 +23,7 @@ from ..parallel import tensor_parallel_group
 from ..parallel.rank_agreement import failing_together
 from ..plan import ConfigOrPlan, MemoryPlan, load_config_or_plan, model_structure, resolve_plan
 from ..plan.compiled import is_compiled
-from ..planner import Planner
+from ..planner import PlannedTraining, Planner
 from ..report import PinningBar, plan_table
 from ..report.saving import Saving
 from .parallel_checkpoint import checkpoint_fact
@@ -213,14 +213,10 @@ class ActSwapCallback(TrainerCallback):
                 own = plan if parallel is None else parallel.plan_of_rank(plan)
             if config.memory.mode != "off":
                 with self._spoken(state):
+                    optimizer = kwargs.get("optimizer")
                     self.applied = plan_while_training(
-                        model,
-                        plan,
-                        shape,
-                        config.memory,
-                        optimizer=kwargs.get("optimizer"),
-                        counts_steps=False,
-                        progress=silent,
+                        PlannedTraining(model, shape, plan, config.memory, optimizer, counts_steps=False),
+                        Resources(progress=silent),
                         written=config,
                     )
                 if args.disable_tqdm:

@@ -1,4 +1,4 @@
-"""Opens a pretrained model of which this rank reads the weights of its own stage only."""
+"""Loads a pretrained model on a pipeline rank that reads the weights of its own stage only."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ _NOT_BESIDE = ("device_map", "distributed_config", "output_loading_info", "quant
 
 @short_traceback
 def stage_from_pretrained(kind: Any, source: str | os.PathLike[str], config: ConfigOrPlan, **how: Any) -> Any:
-    """Open pretrained weights as ``kind.from_pretrained`` does, those of this rank's stage alone.
+    """Load a pretrained model as ``kind.from_pretrained`` does, with the weights of this rank's stage only.
 
-    The model is whole in its modules and names. Parameters and buffers of the layers (and of the embedding,
-    the norm and the head) of other stages are on ``meta``: nothing of them is read or allocated. Give it to
+    The model has all modules and names. Parameters and buffers of other stages (their layers, the embedding,
+    the norm, the head) are on ``meta``: they are neither read nor allocated. Pass the model to
     `ActSwapTrainer` with the same configuration. Adapters (PEFT) are added as usual.
 
         model = stage_from_pretrained(AutoModelForCausalLM, "meta-llama/Llama-3.1-70B", "config.yaml")
 
-    ``from_pretrained`` of transformers loads, with its conversions of weights (experts), into a model without
-    the other stages' modules. Files must be safetensors, or each is read whole. Tied weights are read on the
-    first and the last stage. Beside ``tensor_parallel_size`` each rank reads its stage whole, and divides it.
-    Without a pipeline in the configuration the whole model is opened.
+    transformers' ``from_pretrained`` loads, with its conversions of weights (experts), into a model without
+    the modules of other stages. Files other than safetensors are read whole. Tied weights are read on the
+    first and the last stage. With ``tensor_parallel_size`` each rank reads its whole stage, then divides it.
+    If the configuration has no pipeline, the whole model is loaded.
 
     Args:
         kind: a class of transformers, or an auto class (``AutoModelForCausalLM``).
         source: a folder or a Hub id.
-        config: whatever `hf_actswap.apply` takes; its ``parallel_config`` says which stage holds what.
+        config: as for `hf_actswap.apply`; its ``parallel_config`` sets the stages and their layers.
         how: further arguments of ``from_pretrained``.
 
     Raises:
         ConfigError: the configuration is malformed.
-        PipelineError: the model has no parts to divide it by, or ``how`` does not go with stages.
+        PipelineError: the model cannot be divided into stages, or an argument in ``how`` is not supported.
     """
     loaded = load_config_or_plan(config)
     parallel = loaded.parallel_config if isinstance(loaded, ActSwapConfig) else ParallelConfig()
@@ -83,7 +83,7 @@ def _on_meta(kind: Any, source: str | os.PathLike[str], how: Mapping[str, Any]) 
 def _opened_without(
     foreign: tuple[str, ...], kind: type[PreTrainedModel], source: Any, how: Mapping[str, Any]
 ) -> PreTrainedModel:
-    """Load into a model that lacks the modules at ``foreign``; then put them back, on ``meta``."""
+    """Load a model without the modules at paths ``foreign``; then put these back, on ``meta``."""
     taken: dict[str, nn.Module] = {}
     tied: dict[str, str] = {}
     absent: set[str] = set()

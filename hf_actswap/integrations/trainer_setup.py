@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -133,7 +133,7 @@ def started_together() -> bool:
     return (dist.get_world_size() if in_group else started_processes(os.environ)) > 1
 
 
-def reject_lonely_processes(num_processes: int, environment: Mapping[str, str] | None = None) -> None:
+def reject_lonely_processes(num_processes: int) -> None:
     """Raise an error if the launcher started several processes that would each train alone.
 
     Accelerate starts them so, without an error, on a machine without accelerator when its configuration says
@@ -141,12 +141,11 @@ def reject_lonely_processes(num_processes: int, environment: Mapping[str, str] |
 
     Args:
         num_processes: how many processes Accelerate sees, this one included.
-        environment: what the launcher set; ``None``: `os.environ`.
 
     Raises:
         MeshError: ``WORLD_SIZE`` is above 1 and ``num_processes`` is 1; with the command to start with.
     """
-    started = started_processes(os.environ if environment is None else environment)
+    started = started_processes(os.environ)
     if started > 1 and num_processes == 1:
         raise MeshError(
             [

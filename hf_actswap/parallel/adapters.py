@@ -29,8 +29,8 @@ class SharedInputLinear(nn.Linear):
     """A whole linear layer among divided ones, which may read their input.
 
     Args:
-        full: whose weight it takes.
-        region: of the model.
+        full: the linear layer whose weight it takes.
+        region: says where the model\'s hidden states are parts of the sequence.
     """
 
     def __init__(self, full: nn.Linear, region: SequenceRegion) -> None:
@@ -63,7 +63,7 @@ def base_of(module: nn.Module) -> nn.Module:
 
 
 def problems_of_adapter(where: str, module: nn.Module, is_row: bool) -> Iterator[Problem]:
-    """Name what an adapter has beside A and B, which is not understood."""
+    """Yield a problem for each part of an adapter that is not supported: anything besides A and B."""
     if not is_adapted(module):
         return
     lora_a, lora_b = getattr(module, "lora_A", None), getattr(module, "lora_B", None)

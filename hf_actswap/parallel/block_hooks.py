@@ -1,7 +1,7 @@
-"""Hooks at the ends of a block: its input gathered once for all readers, its output summed over the ranks.
+"""Hooks around a block: they gather its input once for all readers, and sum its output over the ranks.
 
-In layers that a plan runs again as a whole what is gathered is kept, and not gathered again: by these hooks
-and by all else that gathers an input (`keep_gathered_inputs`).
+In layers that a plan recomputes whole, everything that gathers an input keeps the gathered tensor instead of
+gathering again in backward (`keep_gathered_inputs`).
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from .routed_experts import ParallelExperts
 from .sequence_region import SEQUENCE_DIM, SequenceRegion, argument_names
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""What is done to an argument, or to a result."""
+"""Returns what replaces an argument or a result."""
 
 
 class GatherHook:
-    """Hook of the norm before a block: what the block reads.
+    """Hook of the norm before a block: gathers the whole sequence for the block.
 
-    The block is given the whole sequence, because attention takes the shape of its heads from it.
+    The block gets the whole sequence because attention takes the shape of its heads from its input.
 
-    In a layer that is run again in backward as a whole, the gather is run again with it. Its result is kept
-    then, from there to the products that read it, or it would be gathered a third time.
+    In a layer that is recomputed whole in backward, the recomputation gathers again. That result is then kept
+    until the products that read it have run backward, or it would be gathered a third time.
 
     Args:
-        region: of the model.
+        region: where the model's hidden states are parts of the sequence.
         readers: column-parallel projections; with none, ordinary autograd saves what it needs.
         in_autocast_dtype: see `column_input`.
         layer: the decoder layer that it is in.
 
     Attributes:
-        keep_gathered: see `column_input`; besides, it is kept where Hugging Face's gradient checkpointing is
-            on for the layer.
-        tokens: that it gathered last.
+        keep_gathered: see `InputSettings`; the gathered tensor is also kept if Hugging Face's gradient
+            checkpointing is on for the layer.
+        tokens: shape of the tokens that it gathered last.
     """
 
     part_of_the_model = True
@@ -66,7 +66,7 @@ class GatherHook:
         return self.gathered(output)
 
     def gathered(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return ``[B, S, H]`` of ``[B, S / tp, H]``, or of the whole itself."""
+        """Return the whole ``[B, S, H]`` of ``[B, S / tp, H]``; a whole input stays as it is."""
         weights = [reader.get_parameter("weight") for reader in self._readers]
         runs_again = self._layer.training and is_checkpointed(self._layer)
         keep_gathered = self.keep_gathered or runs_again
@@ -76,7 +76,7 @@ class GatherHook:
         return gathered
 
     def copied(self, source: torch.Tensor) -> torch.Tensor:
-        """Return another sequence, which all ranks have whole, for this block to read."""
+        """Return another sequence (an encoder's), whole on all ranks; its gradients are summed over them."""
         return copied(source, self._region.group, self._region.reduce_dtype)
 
 
@@ -107,15 +107,15 @@ class BlockInputHook:
 
 
 class WholeBlockHooks:
-    """Around a module that is not divided and reads all tokens, while the region is active.
+    """Hooks around a module that is not divided but reads all tokens, while the region is active.
 
-    The module gets the whole sequence, and this rank returns only its own tokens of the output. So the
-    gradient of the output is a share (zero for the other tokens), as in a divided block, and so are its
-    parameters'.
+    The module gets the whole sequence; of its output this rank keeps its own tokens only. So the gradient of
+    the output is zero for the other tokens, and gradients of input and parameters must be summed over the
+    ranks, as in a divided block.
 
     Args:
-        gather: of its input, without readers.
-        region: of the model.
+        gather: gathers its input; made without readers.
+        region: says where the model\'s hidden states are parts of the sequence.
     """
 
     part_of_the_model = True
@@ -131,7 +131,7 @@ class WholeBlockHooks:
     def _before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Gather the first argument, and all that have as many rows."""
+        """Gather the first argument, and all other arguments with as many rows."""
         if not self._region.is_active:
             return None
         names = argument_names(module)
@@ -154,10 +154,10 @@ class WholeBlockHooks:
 
 
 class WideNormHooks:
-    """Around a norm over the features of all heads, of which this rank has its own: gathers them for it.
+    """Hooks around a norm over the features of all heads: they gather the features that this rank lacks.
 
     Args:
-        region: of the model.
+        region: says where the model\'s hidden states are parts of the sequence.
         replicas: ranks that hold the same heads.
     """
 
@@ -185,12 +185,12 @@ class WideNormHooks:
 
 
 class HeadArgumentsHook:
-    """Pre-hook of divided attention: of what is given for each head, such as biases, it takes its own heads'.
+    """Pre-hook of divided attention: cuts arguments with a value per head (biases) to this rank's heads.
 
     Args:
         module: the attention.
         heads: query heads of the whole model.
-        region: of the model.
+        region: says where the model\'s hidden states are parts of the sequence.
     """
 
     part_of_the_model = True
@@ -223,12 +223,12 @@ def with_changed(
     kwargs: dict[str, Any],
     changes: Mapping[str, Change],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a call's arguments with some of them changed, wherever they stand.
+    """Return a call's arguments with some of them changed, positional or by keyword.
 
     Args:
-        names: of the function's parameters.
-        args, kwargs: of the call.
-        changes: of tensors, by name.
+        names: names of the function's parameters.
+        args, kwargs: arguments of the call.
+        changes: by name, what replaces a tensor among them.
     """
 
     def changed(name: str, value: Any) -> Any:
@@ -239,7 +239,7 @@ def with_changed(
 
 
 class ReduceHook:
-    """Hook of a module whose (first) output is this rank's share ``[B, S, H]`` of a sum: adds them up."""
+    """Hook of a module whose (first) output is this rank's summand ``[B, S, H]``: sums it over the ranks."""
 
     part_of_the_model = True
 
@@ -260,15 +260,14 @@ class ReduceHook:
 
 
 class SharesCheck:
-    """Hook of a divided block that checks that parameters that it holds whole act only before the sum over
-    ranks.
+    """Hook that checks once that whole parameters in a divided block act only before the sum over ranks.
 
-    The gradients of such parameters are treated as shares, and summed. A parameter that is added after the
-    sum, or beside it, has a complete gradient on each rank. In a block of an unknown family only its graph
-    shows that; the graph is checked once, in the first forward that has one.
+    Gradients of such parameters are partial on each rank, and are summed. A parameter that is used after the
+    sum, or beside it, has a complete gradient on each rank, which must not be summed. For an unknown family
+    only the autograd graph shows that; it is checked in the first forward that has one.
 
     Args:
-        name: of the block.
+        name: name of the block, for messages.
         whole: modules in it, and names of their parameters.
     """
 
@@ -292,7 +291,7 @@ class SharesCheck:
 
 
 def _leaves_before(node: Any) -> Iterator[torch.Tensor]:
-    """Leaves of the graph that are reached without passing a sum over the ranks, or a block's input."""
+    """Return the leaves of the graph that are reached before any sum over ranks or input of a block."""
     seen, waiting = set(), [node]
     while waiting:
         node = waiting.pop()
@@ -305,12 +304,12 @@ def _leaves_before(node: Any) -> Iterator[torch.Tensor]:
 
 
 class RankStreamHooks:
-    """Around a module that trains: what it drops differs on each rank, and is the same if it runs again.
+    """Hooks around a module in training: dropout differs between ranks, and is repeated in a recomputation.
 
     Args:
-        region: of the model.
-        on_parts: the module is a layer, which holds parts of the sequence while the region is active; else
-            attention, whose heads are divided always, and which is covered by its layer in an active region.
+        region: says where the model\'s hidden states are parts of the sequence.
+        on_parts: true for a layer, which works on parts of the sequence while the region is active; false for
+            attention, whose heads are always divided and which its layer covers in an active region.
     """
 
     part_of_the_model = True
@@ -323,8 +322,9 @@ class RankStreamHooks:
         """Put both hooks on the module.
 
         Args:
-            module: around which.
-            ends: modules in it behind which all ranks have the same again: it ends before them.
+            module: the module to hook.
+            ends: modules inside it before which the rank's own random stream ends, because all ranks compute
+                the same from there on.
         """
         module.register_forward_pre_hook(_Enter(self))
         for end in ends:
@@ -394,18 +394,18 @@ def on_fake_tensors() -> bool:
 
 
 _Gather = GatherHook | SharedInput | ParallelExperts
-"""What gathers an input, and may keep it (``keep_gathered``)."""
+"""Classes that gather an input and can keep the gathered tensor (``keep_gathered``)."""
 
 
 def keep_gathered_inputs(layer: nn.Module) -> Callable[[], None]:
     """Let the column-parallel projections in ``layer`` save their gathered input in place of the shard.
 
-    For a layer that is recomputed whole: what is saved in the recomputation exists only during the layer's
-    backward, and one gather fewer is needed. It finds the gathers of a patched model, and each `SharedInput`
-    that is an attribute of a module. Any other layer is left as it is.
+    This is for a layer that is recomputed whole: what the recomputation saves exists only during the layer's
+    backward, and one gather less is needed. The gathers of a patched model are found, and each `SharedInput`
+    that is an attribute of a module; in other layers nothing is changed.
 
     Returns:
-        What restores the settings.
+        A function that restores the settings.
     """
     found = [(gather, gather.keep_gathered) for gather in _gathers(layer)]
     for gather, _ in found:

@@ -26,13 +26,13 @@ from .rank_agreement import answering_ranks
 
 
 class Pending:
-    """A collective under way.
+    """A collective that was started and may still run.
 
     Args:
         work: its handle; ``None`` if it is done.
-        arrange: makes the result, once the data are there.
-        held: what it reads, kept alive until then.
-        group: whose.
+        arrange: returns the result, once the collective is done.
+        held: tensors that it reads, kept alive until then.
+        group: the process group.
     """
 
     __slots__ = ("_arrange", "_group", "_held", "_work")
@@ -60,7 +60,7 @@ class Pending:
 
 
 def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dtype:
-    """Return in which dtype tensors of ``dtype`` are summed: one as wide as asked, and never narrower."""
+    """Return the dtype in which tensors of ``dtype`` are summed: as wide as requested, and never narrower."""
     return dtype if reduce_dtype is None else torch.promote_types(dtype, reduce_dtype)
 
 
@@ -211,7 +211,7 @@ def _check_divisible(whole: torch.Tensor, dim: int, group: dist.ProcessGroup) ->
 
 
 def _collective(name: str, name_before: str) -> Callable[..., Any]:
-    """The collective by its name since torch 2.13, or by its name before (deprecated since)."""
+    """Return a collective by its name since torch 2.13, or else by its older name."""
     found: Callable[..., Any] | None = getattr(dist, name, None)
     return found if found is not None else getattr(dist, name_before)
 
@@ -234,7 +234,7 @@ def lost_rank_error(error: RuntimeError, group: dist.ProcessGroup | None) -> Los
 
     Args:
         error: as the backend raised it.
-        group: whose collective it was; ``None``: all ranks, or not known.
+        group: the group of the collective; ``None``: all ranks, or not known.
     """
     text = str(error)
     if isinstance(error, LostRankError) or not any(sign in text.lower() for sign in _SIGNS):
@@ -261,7 +261,7 @@ def _who(ranks: list[int]) -> str:
 
 
 def _silent(ranks: list[int]) -> list[int]:
-    """The ranks that have not noticed a loss."""
+    """Return the ranks that have not reported a lost rank."""
     store, own = dist.distributed_c10d._get_default_store(), dist.get_rank()
     keys = {rank: f"hf_actswap/lost/{rank}" for rank in ranks}
     store.set(f"hf_actswap/lost/{own}", "here")

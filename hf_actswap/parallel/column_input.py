@@ -1,11 +1,11 @@
-"""The input that column-parallel layers share: one gather for all, its shard saved, overlap in backward.
+"""One input for several column-parallel layers: gathered once, only the shard saved, overlap in backward.
 
 A column-parallel layer multiplies the whole sequence with its part of the weight. Under sequence parallelism
 a rank has ``1/tp`` of the sequence, so the input is gathered first; ordinary autograd would save the gathered
 tensor for the weight's gradient. Here the *shard* is saved, once for all layers that read it, and gathered
 again in backward.
 
-The gradient of each weight therefore belongs not to the product but to the input::
+So the gradients of the weights are computed by the node of the input, and not by those of the products::
 
     shard --[_ColumnInput]--> gathered --[_Product]--> q          saves W_q alone
               |    ^  ^  ^        |------[_Product]--> k          saves W_k alone
@@ -15,13 +15,13 @@ The gradient of each weight therefore belongs not to the product but to the inpu
 In backward autograd runs the products first, in any order, and the input when all consumers have given their
 gradients:
 
-1. The first product *starts the gather of the shard again*, asynchronously. Each product hands its output
-   gradient dY to the input node and computes its share of dX, while the gather is under way.
-2. The input node has the sum of all dX. It *starts the reduction* (reduce-scatter; without sequence
+1. The first product *starts to gather the shard again*, asynchronously. Each product passes its output
+   gradient dY to the input node and computes its part of dX while the gather runs.
+2. The input node gets the sum of all dX. It *starts the reduction* (reduce-scatter; without sequence
    parallelism all-reduce) in ``reduce_dtype``, waits for the gather, computes each dW from dY and the
-   gathered input while the reduction is under way, waits for it and casts back.
+   gathered input while the reduction runs, waits for it and casts back.
 
-A frozen weight takes no part in this: no dY is held for it, and if all are frozen no input is saved.
+For a frozen weight no dY is held; if all weights are frozen, no input is saved.
 
 **Lifetimes on CUDA.** All runs on the stream of the forward, to which autograd returns in backward. An async
 collective waits (on the device) for what that stream has been given, so it reads finished data; `Pending`
@@ -32,7 +32,7 @@ before the input node (an exception, ``torch.autograd.grad`` with respect to the
 `_Received` behind, which the next backward recognises by its number and drops.
 
 **How a product finds its input node.** By the input's ``grad_fn``, which no view or cast of the tensor has.
-So any other tensor, and any other weight, goes the ordinary way. Without gradients there is no node. A saved
+For any other tensor or weight ordinary autograd is used. Without gradients there is no node. A saved
 tensor is read once per backward, as checkpointing demands.
 
 **Run again.** In a recomputed region the new forward makes a new node of its own, and its graph is thrown
@@ -67,7 +67,7 @@ _running_backward: Callable[[], int] = torch._C._current_graph_task_id
 _INPUTS_BEFORE_WEIGHTS = 4
 
 WeightProduct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Makes a weight's gradient of a product's output gradient and the input's rows ``[T, H]``."""
+"""Computes a weight's gradient from a product's output gradient and the input's rows ``[T, H]``."""
 
 
 class InputSettings(NamedTuple):
@@ -76,8 +76,8 @@ class InputSettings(NamedTuple):
     Args:
         group: tensor-parallel group.
         sequence_parallel: the input is this rank's part of the sequence; else all ranks hold it alike.
-        dim: of the sequence; without sequence parallelism it does not matter.
-        reduce_dtype: in which input gradients are summed over the ranks; ``None``: their own.
+        dim: dim of the sequence; not read without sequence parallelism.
+        reduce_dtype: dtype in which input gradients are summed over the ranks; ``None``: their own.
         keep_gathered: save the gathered input in place of the shard, and do not gather again.
         in_autocast_dtype: under autocast, cast before the gather: for inputs that only products read.
     """
@@ -91,7 +91,7 @@ class InputSettings(NamedTuple):
 
 
 def column_input(x: torch.Tensor, weights: Sequence[torch.Tensor], settings: InputSettings) -> torch.Tensor:
-    """Return what column-parallel layers with these ``weights`` multiply.
+    """Return the input that column-parallel layers with these ``weights`` multiply.
 
     Args:
         x: ``[.., S / tp, .., H]`` under sequence parallelism, else ``[.., H]``, alike on all ranks.
@@ -100,8 +100,8 @@ def column_input(x: torch.Tensor, weights: Sequence[torch.Tensor], settings: Inp
         settings: how to communicate.
 
     Returns:
-        ``[.., S, .., H]``. What else reads it must do different work on each rank, for the gradients of all
-        consumers are summed over the ranks. It must not be written in place.
+        ``[.., S, .., H]``. Any other consumer must also do different work on each rank, because the gradients
+        of all consumers are summed over the ranks. The tensor must not be written in place.
     """
     group = settings.group
     if group.size() == 1:
@@ -123,7 +123,7 @@ def column_input(x: torch.Tensor, weights: Sequence[torch.Tensor], settings: Inp
 
 
 def weight_of_linear(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Return ``[out, in]`` of a weight that is stored so, or as ``[in, out]``."""
+    """Return a weight as ``[out, in]``; ``transposed``: it is stored as ``[in, out]``."""
     return weight.t() if transposed else weight
 
 
@@ -132,8 +132,8 @@ def linear(
 ) -> torch.Tensor:
     """Multiply: ``[.., H]`` with ``weight`` ``[out / tp, H]`` (or its transpose) to ``[.., out / tp]``.
 
-    If ``x`` is what `column_input` returned for ``weight`` among others, it is not saved. A function that a
-    ``TorchFunctionMode`` sees as ``linear``.
+    ``x`` is not saved if `column_input` returned it and ``weight`` was among its weights. A
+    ``TorchFunctionMode`` sees this function, under the name ``linear``.
     """
     if has_torch_function((x, weight)):
         result: torch.Tensor = handle_torch_function(linear, (x, weight), x, weight, group, transposed)
@@ -152,10 +152,10 @@ def linear(
 
 
 def node_behind(x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, int] | None:
-    """Return the input node that made ``x`` and the number that ``weight`` has there, if it is one of its
-    weights.
+    """Return the input node that made ``x``, and the index of ``weight`` among its weights.
 
-    A product that has one leaves the weight's gradient to it: see `hand_over`.
+    That node computes the weight's gradient, from what the product passes to `hand_over`. ``None``: ``x`` was
+    not made by `column_input` with this weight.
     """
     node: Any = x.grad_fn
     input_node: Any = _ColumnInput._backward_cls
@@ -166,11 +166,11 @@ def node_behind(x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, int] | None
 
 
 class _Received:
-    """What the products of one backward have handed to the input node.
+    """Output gradients that the products of one backward have passed to the input node.
 
     Args:
-        backward: its number.
-        gather: of the shard, under way; ``None``: the input was saved whole.
+        backward: number of the backward.
+        gather: the running gather of the shard; ``None``: the input was saved whole.
     """
 
     def __init__(self, backward: int, gather: Pending | None) -> None:
@@ -237,7 +237,7 @@ class _Product(torch.autograd.Function):
 
 
 class _LeafProduct(torch.autograd.Function):
-    """As `_Product`, of an input that no node made. It packs the weight alone, and holds the input itself.
+    """The product of `_Product` for an input without a node: it saves the weight only, and holds the input.
 
     Such an input is held elsewhere anyway, or exists only during a recomputation.
     """
@@ -264,12 +264,12 @@ class _LeafProduct(torch.autograd.Function):
 
 
 def hand_over(node: Any, number: int, gradient: torch.Tensor, product: WeightProduct) -> None:
-    """Give the input node an output gradient; the first of a backward starts the gather.
+    """Pass a product's output gradient to the input node; the first of a backward starts the gather.
 
     Args:
-        node, number: from `node_behind`. Of a frozen weight nothing is held.
-        gradient: contiguous, in any shape that ``product`` understands.
-        product: makes the weight's gradient of it and of the input's rows ``[T, H]``, in its dtype.
+        node, number: from `node_behind`. For a frozen weight nothing is held.
+        gradient: contiguous, in a shape that ``product`` accepts.
+        product: computes the weight's gradient from it and the input's rows ``[T, H]``, in its dtype.
     """
     if not node.needs_input_grad[_INPUTS_BEFORE_WEIGHTS + number]:
         return
@@ -298,7 +298,7 @@ def _weight_gradients(
     whole: torch.Tensor,
     found: list[torch.Tensor | None],
 ) -> None:
-    """Add each weight's gradient, of output gradients and the input ``[.., H]``, into ``found``."""
+    """Compute each weight's gradient from output gradients and the input ``[.., H]``; add it to ``found``."""
     rows = whole.reshape(-1, whole.shape[-1])
     casts: dict[torch.dtype, torch.Tensor] = {}
     with torch.autocast(rows.device.type, enabled=False):
@@ -316,17 +316,17 @@ def _weight_product(transposed: bool) -> WeightProduct:
 
 
 def _dense(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``[out / tp, H]`` of ``[.., out / tp]`` and ``[T, H]``."""
+    """Return the weight's gradient ``[out / tp, H]`` from ``[.., out / tp]`` and ``[T, H]``."""
     return gradient.reshape(-1, gradient.shape[-1]).t().mm(rows)
 
 
 def _dense_transposed(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``[H, out / tp]`` of ``[.., out / tp]`` and ``[T, H]``."""
+    """Return the weight's gradient ``[H, out / tp]`` from ``[.., out / tp]`` and ``[T, H]``."""
     return rows.t().mm(gradient.reshape(-1, gradient.shape[-1]))
 
 
 def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype to which autocast would cast ``x``, if it would."""
+    """Return the dtype to which autocast would cast ``x``; ``None``: it would not."""
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
         return None

@@ -1,9 +1,10 @@
-"""Communications that have a name: the seam between parallel layers and whatever decides about memory.
+"""Named communication functions of the parallel layers, to which a memory plan can give a fate.
 
-A parallel layer communicates in forward only through these functions. Each is a function as PyTorch's own
-are: a ``TorchFunctionMode`` sees it, under the name that it has here. So the structure of a model lists it
-beside the op that it stands at (``input_layernorm.all_gather``), a plan can give its result a fate (keep it,
-or communicate again, ``re-gather``), and the engine can carry that out without knowing any parallel layer.
+A parallel layer communicates in forward only through these functions. A ``TorchFunctionMode`` sees them,
+under the names that they have here, as it sees PyTorch's own functions. So the structure of a model lists
+each beside the op that it belongs to (``input_layernorm.all_gather``), a plan can give its result a fate
+(keep it, or communicate again, ``re-gather``), and the engine can carry that out without knowing any parallel
+layer.
 
 Group and dim are resolved by the caller: a communication that runs again in backward, on a thread of
 autograd, must not look for its group in a context. None of them saves a tensor.
@@ -51,8 +52,8 @@ def reduce_scatter(
         whole: partial sums.
         dim: divides by the group size.
         group: tensor-parallel group.
-        gradient_dtype: to which gradients are cast before they are gathered.
-        reduce_dtype: in which is summed; the result has the dtype of ``whole`` again.
+        gradient_dtype: dtype to which gradients are cast before they are gathered.
+        reduce_dtype: dtype of the sum; the result has the dtype of ``whole`` again.
 
     Raises:
         ValueError: the size along ``dim`` does not divide by the group size.
@@ -74,7 +75,7 @@ def all_reduce(
 
 
 class Tokens:
-    """The shape ``[B, S]`` of the tokens that a block was given last; inside, it may write them ``[B S]``."""
+    """The shape ``[B, S]`` of a block's latest tokens; inside the block they may be flat, ``[B S]``."""
 
     def __init__(self) -> None:
         self.shape: tuple[int, ...] = ()
@@ -87,14 +88,14 @@ def sum_of_shares(
     reduce_dtype: torch.dtype | None = None,
     tokens: Tokens | None = None,
 ) -> torch.Tensor:
-    """Sum over all ranks, in ``reduce_dtype`` if given: what ends a row-parallel block.
+    """Sum the output of a row-parallel block over all ranks, in ``reduce_dtype`` if given.
 
     Args:
-        share: this rank's, of the whole sequence.
+        share: this rank's summand, for the whole sequence.
         group: tensor-parallel group.
         sequence_dim: under sequence parallelism: keep the own part along it; ``None``: keep all of it.
         reduce_dtype: see `reduce_scatter`.
-        tokens: of the block; those of a ``share`` ``[B S, H]`` are kept from each of its sequences then.
+        tokens: shape of the block's tokens; needed to keep the own part of each sequence of ``[B S, H]``.
 
     Raises:
         ValueError: the sequence does not divide by the group size.
@@ -166,4 +167,4 @@ class _AllReduce(torch.autograd.Function):
 
 
 SUMS: tuple[Any, ...] = (_AllReduce._backward_cls, _ReduceScatter._backward_cls)
-"""Nodes of a graph that sum over the ranks in forward."""
+"""Classes of autograd nodes that sum over the ranks in forward."""

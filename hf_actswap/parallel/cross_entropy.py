@@ -266,7 +266,7 @@ def _reject_on_cpu(outside: torch.Tensor, target: torch.Tensor, shard: _Shard) -
 
 
 def _maximum(logits: torch.Tensor, shard: _Shard) -> torch.Tensor:
-    """The largest logit of the whole vocabulary, ``[..]``, in the dtype of the arithmetic."""
+    """Return the largest logit of the whole vocabulary, ``[..]``, in the dtype of the arithmetic."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     if shard.columns:
         own = logits[..., : shard.columns].amax(-1).to(dtype)
@@ -289,7 +289,7 @@ def _own_targets(shifted: torch.Tensor, target: torch.Tensor, shard: _Shard) -> 
 
 
 def _all_reduced(own: torch.Tensor, operation: Any, group: dist.ProcessGroup) -> torch.Tensor:
-    """Reduce in place over a tensor made for it; fake tensors meet nobody."""
+    """Reduce ``own`` in place over the group; a fake tensor is returned as it is."""
     if group.size() > 1 and not isinstance(own, FakeTensor):
         reduce_in_place(own, group, operation)
     return own

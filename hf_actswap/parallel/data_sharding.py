@@ -32,7 +32,7 @@ class ShardedParameter(NamedTuple):
     """A parameter under FSDP2, under one of its names.
 
     Args:
-        module, name: whose, and as what.
+        module, name: the module that holds it, and its name there.
         shard: what optimizers see.
         gathered: what the module sees while it runs; ``None`` before the first time.
     """
@@ -49,7 +49,7 @@ def shard_over_data(model: nn.Module, layers: Iterable[nn.Module], mesh: DeviceM
     Args:
         model: patched, or whole.
         layers: its decoder layers.
-        mesh: of one dim: ``build_mesh(..).device_mesh["dp_shard"]``.
+        mesh: the data axis, a mesh of one dim: ``build_mesh(..).device_mesh["dp_shard"]``.
         settings: further arguments of ``torch.distributed.fsdp.fully_shard``.
 
     Raises:
@@ -88,7 +88,7 @@ def trained_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def whole_over_data(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a plain tensor: of a shard the whole. Then every rank of the data axis must call it."""
+    """Return a plain tensor; a shard is gathered, for which every rank of the data axis must call this."""
     if not isinstance(tensor, DTensor):
         return tensor
     whole: torch.Tensor = tensor.full_tensor()
@@ -122,5 +122,5 @@ def reject_tensor_axis(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _held_by(module: Any) -> list[Any]:
-    """FSDP2's own objects of a module's parameters."""
+    """Return FSDP2's own objects for a module's parameters."""
     return [held for group in parameter_groups(module) for held in group.fsdp_params]

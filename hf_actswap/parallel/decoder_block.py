@@ -1,6 +1,6 @@
-"""Divides one block of a decoder layer: projections replaced in place, its input and heads seen to.
+"""Divides one block of a decoder layer: its projections, the gather of its input, its numbers of heads.
 
-Replaced modules keep the names of their parameters, so that state dicts keep theirs.
+Replaced modules keep the names of their parameters, so that the names in state dicts stay.
 
 **What a rank computes in a block is a share**: of all features it has its own, the row-parallel projection
 multiplies these, and the shares are summed. The gradient that comes back to whatever else the block holds is
@@ -55,7 +55,7 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any, module: Any, ranks: int) -> Heads:
-        """Read them off an attention module, and what it does not say off the configuration of its model."""
+        """Read them off an attention module, and what is missing there off its configuration."""
         groups, head_dim = getattr(module, "num_key_value_groups", None), getattr(module, "head_dim", None)
         key = base_of(getattr(module, "k_proj", module))
         keys = key.out_features // head_dim if head_dim and isinstance(key, nn.Linear) else None
@@ -81,7 +81,7 @@ class Heads:
         return max(self.key_value // self.ranks, 1)
 
     def problems(self) -> Iterator[Problem]:
-        """Name what does not divide."""
+        """Yield a problem for each number of heads that the ranks do not divide."""
         where = "parallel_config.tensor_parallel_size"
         if self.query % self.ranks:
             expected = f"a divisor of {self.query}, the number of attention heads (num_attention_heads)"
@@ -114,8 +114,8 @@ class Division:
     """What the projections of one block are divided among.
 
     Args:
-        ranks: of the tensor-parallel group.
-        heads: of an attention block.
+        ranks: size of the tensor-parallel group.
+        heads: of an attention block; ``None``: another block.
     """
 
     ranks: int
@@ -160,13 +160,13 @@ class Division:
 
 
 def problems_of_block(where: str, layer: nn.Module, block: Block, division: Division) -> Iterator[Problem]:
-    """Name what of a dense block is not understood, or does not divide.
+    """Yield a problem for each part of a dense block that is not supported or does not divide.
 
     Args:
         where: name of the layer.
-        layer: that has the block.
-        block: of it.
-        division: of the block.
+        layer: the layer that has the block.
+        block: its projections.
+        division: heads and ranks among which they are divided.
     """
     if division.heads is not None:
         yield from division.heads.problems()
@@ -223,7 +223,7 @@ def divide_block(
 def _divide_columns(
     layer: nn.Module, block: Block, division: Division, region: SequenceRegion, tags: ParameterTags
 ) -> list[nn.Module]:
-    """Divide what reads the block's input; return the linear layers of it."""
+    """Divide the projections that read the block's input; return their linear layers."""
     readers: list[nn.Module] = []
     for name, kind in block.columns.items():
         target: Any = _get(layer, name)
@@ -245,7 +245,7 @@ def _divide_columns(
 def _divide_rows(
     layer: nn.Module, block: Block, is_split: bool, region: SequenceRegion, tags: ParameterTags
 ) -> Iterator[RowParallelLinear]:
-    """Divide what ends the block, and yield it."""
+    """Divide the projections that end the block, and yield each."""
     row_class = RowShare if block.sums_output else SplitRow if is_split else RowParallelLinear
     for name in block.rows:
         target = layer.get_submodule(name)
@@ -259,7 +259,7 @@ def _divide_rows(
 
 
 def gather_input(layer: nn.Module, block: Block, gather: GatherHook) -> None:
-    """Put the gather where the block's input is made."""
+    """Put the hook that gathers on the norm before the block, or on the block itself."""
     if block.norm is None:
         module = layer.get_submodule(block.path)
         module.register_forward_pre_hook(BlockInputHook(gather), with_kwargs=True)
@@ -270,10 +270,10 @@ def gather_input(layer: nn.Module, block: Block, gather: GatherHook) -> None:
 def _share_rest(
     layer: nn.Module, block: Block, region: SequenceRegion, tags: ParameterTags
 ) -> tuple[list[nn.Module], list[tuple[nn.Module, str]]]:
-    """Tag what the block holds besides its projections.
+    """Tag the parameters of the block outside its projections.
 
     Returns:
-        The linear layers of it, which may read the block's input; and modules with the names of parameters.
+        The linear layers among them, which may read the block's input; and modules with parameter names.
     """
     readers: list[nn.Module] = []
     whole: list[tuple[nn.Module, str]] = []
@@ -344,9 +344,9 @@ def _count_own_heads(module: Any, heads: Heads, features: int, region: SequenceR
 
     Args:
         module: the attention.
-        heads: of it.
-        features: of all query heads.
-        region: of the model.
+        heads: of the whole module, and the ranks that divide them.
+        features: number of features of all query heads.
+        region: says where the model\'s hidden states are parts of the sequence.
     """
     counts = {
         "query": (heads.query, heads.own_query),
@@ -369,6 +369,6 @@ def _count_own_heads(module: Any, heads: Heads, features: int, region: SequenceR
 
 
 def _counted(module: Any, what: str) -> int | None:
-    """A number of heads that an attention module has as an attribute."""
+    """Return a number of heads that an attention module has as an attribute."""
     found = (getattr(module, name, None) for name, of in COUNTS.items() if of == what)
     return next((number for number in found if isinstance(number, int)), None)

@@ -1,8 +1,9 @@
-"""Divides the layers of a decoder: finds them and their blocks, and sees to what stands around these.
+"""Divides the layers of a decoder: finds layers and blocks, and handles the modules between the blocks.
 
-Of a layer, what is no block is of three kinds. Norms, linear layers of their own and the residual stream work
-token by token: under sequence parallelism on this rank's tokens, so that their parameters carry the tag. What
-may mix tokens and is not divided (a state-space mixer) is given all of them. Routed experts do both.
+Outside its blocks a layer has three kinds of modules. Norms, further linear layers and the residual stream
+work token by token: under sequence parallelism on this rank's tokens, so that their parameters are tagged.
+Modules that may mix tokens and are not divided (a state-space mixer) get the whole sequence. Routed experts
+route their own tokens, and compute with those of all ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Decoder:
 
     @classmethod
     def of(cls, root: Any) -> Decoder:
-        """Find it in a language model."""
+        """Find the decoder in a language model."""
         base = _base_of(root)
         config = getattr(base, "config", root.config)
         family, plan = FAMILIES.get(config.model_type, Family()), plan_of(config)
@@ -66,14 +67,14 @@ class Decoder:
         return blocks_of(layer, self.plan, self.family)
 
     def further_modules(self, root: Any) -> list[str]:
-        """Names of what has parameters between the decoder and the head."""
+        """Return the names of modules with parameters between the decoder and the head."""
         known = {id(p) for p in self.base.parameters()}
         head = root.get_output_embeddings()
         known |= {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()
         return [name for name, p in root.named_parameters() if id(p) not in known]
 
     def around(self) -> Iterator[tuple[nn.Module, bool]]:
-        """Yield what has parameters outside of the layers, and whether it is registered behind them."""
+        """Yield modules with parameters outside the layers, and whether each is registered after them."""
         inside = {id(module) for layer in self.layers for module in layer.modules()}
         behind = False
         for module in self.base.modules():
@@ -89,7 +90,7 @@ class Decoder:
 
 
 def _base_of(root: Any) -> nn.Module:
-    """The part of a language model that is called with ids and has the layers."""
+    """Return the part of a language model that is called with ids and holds the layers."""
     named = root.get_decoder() if hasattr(root, "get_decoder") else None
     children = [child for child in root.children() if any(map(_is_list, child.modules()))]
     for found in (named, getattr(root, root.base_model_prefix, None), *children):
@@ -104,7 +105,7 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def problems_of_decoder(model: nn.Module, decoder: Decoder, region: SequenceRegion) -> Iterator[Problem]:
-    """Name what cannot be divided; ``model`` is what the names of layers begin at."""
+    """Yield a problem for each part that cannot be divided; names of layers are paths in ``model``."""
     names = {id(module): name for name, module in model.named_modules()}
     ranks = region.group.size()
     found: dict[Problem, None] = {}
@@ -166,11 +167,12 @@ def _divide_layer(
     """Divide one layer.
 
     Args:
-        layer: of the decoder.
-        decoder: that has it.
-        region, tags: of the model.
+        layer: the layer to divide.
+        decoder: the decoder that has it.
+        region: says where the model\'s hidden states are parts of the sequence.
+        tags: keeps attributes on its parameters.
         drops: whether anything is dropped at random.
-        seen: modules of layers before, some of which may be this layer's too.
+        seen: modules of earlier layers, which this layer may share.
     """
     blocks, experts = decoder.blocks(layer), experts_of(layer)
     if drops:
@@ -190,14 +192,15 @@ def _divide_layer(
 
 @dataclass(frozen=True)
 class _Rest:
-    """What of a layer is no block, under sequence parallelism.
+    """The modules of a layer outside its blocks, under sequence parallelism.
 
     Args:
-        layer: of the decoder.
-        handled: paths in it of what is divided.
-        seen: modules of layers before, which are seen to.
-        family: of the model.
-        region, tags: of the model.
+        layer: the decoder layer.
+        handled: paths in it of the divided modules.
+        seen: modules of earlier layers, which have been handled.
+        family: what is known of the model's family.
+        region: says where the model\'s hidden states are parts of the sequence.
+        tags: keeps attributes on its parameters.
     """
 
     layer: nn.Module
@@ -208,7 +211,7 @@ class _Rest:
     tags: ParameterTags
 
     def see_to(self, module: nn.Module, prefix: str = "") -> None:
-        """Tag what works token by token; gather the sequence for what may not."""
+        """Tag modules that work token by token; gather the sequence for all others."""
         for name in module._parameters:
             self.tags.add(module, name, **{TAG: True})
         for name, child in module.named_children():
@@ -225,7 +228,7 @@ class _Rest:
                 WholeBlockHooks(gather, self.region).attach(child)
 
     def _is_token_wise(self, path: str, module: nn.Module) -> bool:
-        """Whether a module does the same with each token, whatever the others are."""
+        """Whether a module treats each token independently of the others."""
         parent = path.rpartition(".")[0]
         beside_experts = bool(parent) and f"{parent}.{EXPERTS}" in self.handled
         is_norm = "norm" in type(module).__name__.lower()
@@ -233,7 +236,7 @@ class _Rest:
 
 
 def _drops(base: nn.Module) -> bool:
-    """Whether anything is dropped at random in training."""
+    """Whether a module uses dropout in training."""
     return any(
         isinstance(value, float) and value > 0
         for module in base.modules()

@@ -39,11 +39,11 @@ _KERNEL_CAPABILITY = (8, 0)
 
 
 class Routing(NamedTuple):
-    """Which row is whose, sorted by expert.
+    """The rows of all experts, sorted by expert.
 
     Args:
-        order: place of each row in the unsorted ``[T, k]``, flat: ``[R]``.
-        ends: behind the last row of each expert, ``[E]``, int32.
+        order: index of each sorted row in the flattened ``[T, k]``, shape ``[R]``.
+        ends: for each expert the index after its last row, ``[E]``, int32.
     """
 
     order: torch.Tensor
@@ -66,7 +66,7 @@ class ProductSettings(NamedTuple):
     """How products are computed.
 
     Args:
-        dtype: in which.
+        dtype: of the products.
         one_kernel: all experts in one kernel, where it takes the shapes; else one after the other.
         transposed: weights are ``[E, in, out]``; else ``[E, out, in]``.
     """
@@ -230,14 +230,14 @@ def _gradient_of_routed(
     ends: torch.Tensor,
     settings: ProductSettings,
 ) -> torch.Tensor:
-    """``[E, N, H]`` (or its transpose) of ``[R, N]`` and ``[T, H]``."""
+    """Return the weights' gradient ``[E, N, H]`` (or its transpose) from ``[R, N]`` and ``[T, H]``."""
     return _weight_gradient(gradient, _rows(x, order), ends, settings)
 
 
 def _weight_gradient(
     gradient: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, settings: ProductSettings
 ) -> torch.Tensor:
-    """That of each expert's weight, of its output's gradient ``[R, out]`` and its input ``[R, in]``."""
+    """Return each expert's weight gradient from output gradients ``[R, out]`` and inputs ``[R, in]``."""
     pair = (rows, gradient) if settings.transposed else (gradient, rows)
     return _outer(*pair, ends, settings)
 

@@ -5,7 +5,7 @@ row-parallel projection ends it. Everything else of a layer, the norms and the r
 token and holds, under sequence parallelism, a part of the sequence.
 
 Which projections a layer has is read off the model: from its own ``base_model_tp_plan``, else from the names
-of its modules (`PATTERNS`). Here stands what neither of them says.
+of its modules (`PATTERNS`). This module holds what neither of them says.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Block:
     """One block of a layer. All paths are inside the layer.
 
     Args:
-        path: of the module that is given the block's input; under sequence parallelism it is gathered there.
+        path: path of the module that gets the block's input; under sequence parallelism it is gathered there.
         columns: projection -> how it is divided; a parameter of its own too (one number per head).
         rows: projections that end the block.
-        norm: of the norm whose output only this block reads; ``None``: not known, the input is taken at
+        norm: path of the norm whose output only this block reads; ``None``: not known, the input is taken at
             ``path``.
         is_attention: whether heads are divided.
         parameters: those of modules that keep their class -> dim, and number of equal parts along it, each of
@@ -62,10 +62,10 @@ class Family:
         undivided: modules of a layer that stay whole.
         gathered: block -> attribute of its module; where it is not zero, the block needs all features between
             its projections, which are gathered for it.
-        shares: module of a layer -> parameters of a `Block` that it is as a whole.
+        shares: module of a layer that is one `Block` as a whole -> its ``parameters``.
         token_wise: modules of a layer, besides norms and linear layers, that work token by token.
         token_arguments: arguments of a layer that have a row (ids: a number) for each token.
-        sequence_dim: of the hidden states that layers are given.
+        sequence_dim: dim of the sequence in the hidden states that layers are given.
         no_sequence: why layers cannot be given parts of the sequence, if they cannot.
     """
 

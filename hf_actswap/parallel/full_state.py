@@ -1,4 +1,4 @@
-"""State dicts in Hugging Face's names and shapes, of a model that the ranks hold together."""
+"""Saves and loads a divided model as a whole state dict, in Hugging Face's names and shapes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .weights import Partition, whole_of_ranks
 Item = TypeVar("Item")
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes are done, and how many there are."""
+"""Called with the bytes done so far, and the bytes in all."""
 
 
 def partitions_of(model: nn.Module) -> Iterator[tuple[str, Partition]]:
@@ -38,7 +38,7 @@ def gather_full_state(
 
     Args:
         model: patched.
-        region: of the model.
+        region: says where the model\'s hidden states are parts of the sequence.
         wanted: by name; the same on every rank.
         keeps: whether this rank gets the result; other ranks only take part, and get an empty dict.
         progress: called with how many bytes of this rank's tensors are gathered, and how many there are.

@@ -49,7 +49,7 @@ from .group import group_or_enclosing
 
 
 class GradientState(enum.Enum):
-    """What a parameter's gradient is."""
+    """Whether a parameter's gradient is this rank's part, the sum over the ranks, or undecidable."""
 
     PART = "this rank's part, or none"
     SUM = "the sum over the ranks"
@@ -162,7 +162,7 @@ ParameterSource = torch.optim.Optimizer | nn.Module | Iterable[torch.Tensor]
 
 
 class MixedGradientError(RuntimeError):
-    """For some gradients it is undecidable how they would become the sum over the ranks."""
+    """It cannot be decided for some gradients whether they are parts or sums over the ranks."""
 
 
 class UnsummedGradientError(RuntimeError):
@@ -243,10 +243,10 @@ def reject_unsummed(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def forget_sums(source: ParameterSource) -> None:
-    """Note that the tagged parameters' next gradients are parts again.
+    """Declare that the next gradients of the tagged parameters are this rank's parts.
 
-    Only for loops that assign ``parameter.grad`` themselves, once per step: what backward accumulates is
-    noticed.
+    Needed, once per step, only in loops that assign ``parameter.grad`` themselves: accumulation by backward
+    is noticed without it.
     """
     for parameter in tagged_parameters(source):
         watch = watch_of(parameter)
@@ -282,7 +282,7 @@ class TaggedGradients:
         self._watches = [GradientWatch(parameter) for parameter in unwatched]
 
     def reduce(self) -> None:
-        """Sum what is not summed yet; see `allreduce_sequence_parallel_gradients` for what it raises."""
+        """Sum the gradients that are not summed yet; raises as `allreduce_sequence_parallel_gradients`."""
         allreduce_sequence_parallel_gradients(self._source, self._group, self._reduce_dtype)
 
     def remove(self) -> None:
@@ -334,7 +334,7 @@ class _Part:
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the gradient, known without one: all ranks must agree."""
+        """Dtype of the gradient, known from the parameter, so that ranks without a gradient agree."""
         main = getattr(self.parameter, "main_grad", None)
         return self.parameter.dtype if main is None else main.dtype
 
@@ -366,7 +366,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _sum(parts: list[_Part], dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup) -> None:
-    """One all-reduce: the gradients one after the other, then a number per gradient: ranks that have it."""
+    """Sum gradients by one all-reduce; the buffer ends with the number of ranks that have each gradient."""
     flats = [part.flat(dtype) for part in parts]
     here = torch.ones(len(parts), dtype=dtype, device=device)
     for position, part in enumerate(parts):

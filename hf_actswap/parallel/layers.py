@@ -1,9 +1,9 @@
 """Linear layers whose weight is divided among the ranks of a tensor-parallel group, as NxD names them.
 
 `ColumnParallelLinear` divides the output features, `RowParallelLinear` the input features; one after the
-other they need one communication before and one after. What the first does with its input, and in backward,
-stands in `column_input`; a row layer multiplies what the rank has (``F.linear``, ordinary autograd) and sums
-over the ranks by a named communication.
+other they need one communication before and one after. `column_input` describes how the first gathers its
+input, and its backward; a row layer multiplies the rank's features (``F.linear``, ordinary autograd) and sums
+over the ranks by a function of `communication`.
 
 Unlike NxD's, both are right for any sequence dimension and dtype, and a row layer's bias is initialised alike
 for any number of ranks.
@@ -50,7 +50,7 @@ def sizes_of(full: Any) -> tuple[int, int]:
 
 
 def settings_of(full: Any) -> dict[str, Any]:
-    """Return the arguments by which a parallel layer like a full one is made, without storage."""
+    """Return the constructor arguments of a parallel layer for a full one, on the device ``meta``."""
     input_size, output_size = sizes_of(full)
     return {
         "input_size": input_size,
@@ -160,7 +160,7 @@ class ColumnParallelLinear(ParallelLinear):
         skip_bias_add: return ``(output, bias)``, the bias not added.
         pad: rejected.
         tensor_model_parallel_group: default: the enclosing one.
-        reduce_dtype: in which input gradients are summed over the ranks; ``None``: their own.
+        reduce_dtype: dtype in which input gradients are summed over the ranks; ``None``: their own.
         sections: sizes of the parts of the weight that are divided one by one, in place of ``stride``.
         replicas: number of consecutive ranks that hold the same rows, for each section or all (kv heads
             fewer than ranks); their gradients are summed, so that they stay alike.
@@ -232,7 +232,7 @@ class ColumnParallelLinear(ParallelLinear):
         return cls(**{**settings_of(full), "gather_output": gather_output, **settings}).take(full)
 
     def input_settings(self, keep_gathered: bool = False, in_autocast_dtype: bool = False) -> InputSettings:
-        """How the input of this layer is communicated."""
+        """How this layer gathers its input and sums the input's gradients."""
         return InputSettings(
             self.tensor_model_parallel_group,
             self.sequence_parallel_enabled,
@@ -244,11 +244,11 @@ class ColumnParallelLinear(ParallelLinear):
 
     @property
     def input_parts(self) -> int:
-        """How many parts of an input the ranks hold."""
+        """Number of parts into which the sequence of the input is divided."""
         return self.tensor_model_parallel_group.size() if self.sequence_parallel_enabled else 1
 
     def whole_input(self, input_: torch.Tensor, weights: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-        """Return what is multiplied; only the gradients of ``weights`` are made here, see `column_input`."""
+        """Return the gathered input; gradients of ``weights`` are computed by its node (`column_input`)."""
         return column_input(input_, weights, self.input_settings(in_autocast_dtype=True))
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
@@ -288,7 +288,7 @@ class RowParallelLinear(ParallelLinear):
             their own.
 
     Attributes:
-        tokens: whose shares it sums; ``None``: their shape says so.
+        tokens: shape of the tokens whose outputs it sums; ``None``: as in the input.
 
     Raises:
         ValueError: sizes that do not divide, or arguments that exclude each other.
@@ -363,7 +363,7 @@ class RowParallelLinear(ParallelLinear):
 
 
 class GatheredColumns(ColumnParallelLinear):
-    """A column-parallel layer whose output is gathered again, and read by shares: gradients are summed."""
+    """A column-parallel layer with gathered output, whose consumers differ by rank: gradients are summed."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Return ``[.., output_size]``; what reads it does different work on each rank."""
@@ -372,7 +372,7 @@ class GatheredColumns(ColumnParallelLinear):
 
 
 class SplitRow(RowParallelLinear):
-    """A row-parallel layer that takes its part of whole features, whose gradient is a share then."""
+    """A row-parallel layer that takes this rank's part of whole features; their gradient is partial."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Multiply ``[.., input_size]``; see `RowParallelLinear`."""

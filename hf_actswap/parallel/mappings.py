@@ -22,7 +22,7 @@ from .group import group_or_enclosing
 def copy_to_tensor_model_parallel_region(
     input_: torch.Tensor, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Hand a replicated tensor to ranks that do different work on it: identity, all-reduce in backward."""
+    """Copy a replicated tensor to ranks that do different work on it: identity, all-reduce in backward."""
     group = group_or_enclosing(process_group)
     if group.size() == 1:
         return input_

@@ -32,7 +32,7 @@ class MeshError(ActSwapError):
 
 @dataclass(frozen=True)
 class ParallelMesh:
-    """The processes as a table: a row holds one model together, a column the same part of it.
+    """The processes as a table: the ranks of a row divide one model, those of a column hold the same part.
 
     Args:
         device_mesh: two dims, the data axis and then the tensor axis.
@@ -59,12 +59,12 @@ class ParallelMesh:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Ranks per model."""
+        """Number of ranks among which one model is divided."""
         return self.device_mesh.size(1)
 
     @property
     def data_parallel_size(self) -> int:
-        """Models."""
+        """Number of models: of ranks in a column."""
         return self.device_mesh.size(0)
 
     @property

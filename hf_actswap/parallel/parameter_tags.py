@@ -1,9 +1,9 @@
-"""Attributes of parameters whose modules are not ours.
+"""Keeps NxD's attributes on parameters of modules whose classes do not know them.
 
 Norms and routed experts keep their own classes, which know nothing of NxD's attributes, and PyTorch drops
 attributes wherever it makes a parameter anew (``copy.deepcopy``, ``load_state_dict(assign=True)``, FSDP2).
-So it is kept here what they are, by module and name, and they are put on again before each forward: under
-FSDP2 on the shards, which optimizers see.
+So the attributes are kept here by module and name, and set again before each forward; under FSDP2 on the
+shards, which optimizers see.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .gradients import TAG
 
 
 class ParameterTags:
-    """What attributes which parameters have to have.
+    """Attributes by parameter.
 
     Args:
-        model: that holds them.
+        model: the model that holds the parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -67,9 +67,9 @@ class Patched:
 
     Args:
         model: after patching, adapters included.
-        region: of the model.
-        tags: of its parameters.
-        layers: of its decoder; ``None``: they are looked for.
+        region: says where the model\'s hidden states are parts of the sequence.
+        tags: keeps attributes on its parameters.
+        layers: layers of its decoder; ``None``: they are looked for.
 
     Attributes:
         model: the model.
@@ -112,7 +112,7 @@ class Patched:
 
     @property
     def tagged(self) -> tuple[str, ...]:
-        """Names of those whose gradients are to be summed over the ranks once per step."""
+        """Names of parameters whose gradients are summed over the ranks once per step."""
         return tuple(name for name, p in self.model.named_parameters() if getattr(p, TAG, False))
 
     def full_state_dict(
@@ -194,7 +194,7 @@ def patch_model(
     the group must do, or none; without labels, and without gradients, they are there.
 
     Args:
-        model: of Hugging Face; bare, or with LoRA.
+        model: a Hugging Face model, bare or with LoRA.
         parallel_config: ``tensor_parallel_size`` and ``sequence_parallel_enabled``.
         group: tensor-parallel group; else the enclosing one.
         reduce_dtype: in which activations and their gradients are summed over the ranks; ``None``: their own.
@@ -255,7 +255,7 @@ def _language_model(model: Any) -> Any:
 
 
 def _agree(model: nn.Module, config: ParallelConfig, group: dist.ProcessGroup, timeout_s: float) -> None:
-    """Check that all ranks divide the same: in what, how, and of which weights (a sample)."""
+    """Check that all ranks divide the same model in the same way, with the same weights (a sample)."""
     heads = [p.detach().flatten()[:_SAMPLE].double().cpu() for p in model.parameters() if not p.is_meta]
     facts = {
         "tensor_parallel_size": str(config.tensor_parallel_size),
@@ -286,7 +286,7 @@ def _divide(root: Any, decoder: Decoder, region: SequenceRegion, tags: Parameter
 
 
 class PatchedModelError(RuntimeError):
-    """A patched model is trained by what would corrupt it."""
+    """A training loop would corrupt the weights of a patched model."""
 
 
 class StepGuard:
@@ -328,7 +328,7 @@ class StepGuard:
 
 
 def check_step(model: nn.Module) -> None:
-    """Check a patched model as at the beginning of a forward, whose parameters others will stand for.
+    """Run the check of `StepGuard` before a forward that computes with other tensors than the parameters.
 
     Raises:
         PatchedModelError, UnsummedGradientError: see `StepGuard`.

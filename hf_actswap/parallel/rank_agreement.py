@@ -1,14 +1,14 @@
-"""All ranks agree on what they are about to do, or all of them say who does not, in bounded time.
+"""Checks that all ranks agree before their first collective, or lets all of them fail with the cause.
 
-Ranks that hold different configurations or models do not fail where they differ: they wait for each other in
-some collective, for as long as the backend's timeout, and then say nothing of the cause. So do the others
-when one rank fails by itself. So each publishes a few short facts first, or that it failed, in the key-value
-store of the process group: no device, no collective, any backend. Ahead of the process group that is the
-store in which the launcher lets it begin.
+Ranks with different configurations or models do not fail where they differ: they wait for each other in some
+collective until the backend's timeout, whose error does not name the cause. The same happens to the others
+when one rank fails by itself. So each rank first publishes a few short facts, or that it failed, in the
+key-value store of the process group: this needs no device and no collective, and works with any backend.
+Before the process group exists, it is the store that the launcher provides for starting the group.
 
-Two rounds. In the first every rank reads every other's facts; in the second, every other's verdict. Without
-the second a rank that comes a moment too late would find all facts and go on, alone, when the others have
-given up already.
+There are two rounds. In the first every rank reads the facts of all others; in the second, whether the others
+agreed. Without the second, a rank that comes late would find all facts and continue alone after the others
+have given up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WAIT_S = 1800.0
 """How long ranks wait for a slower one: as long as collectives do, unless another time is given."""
 
 READERS_S = 5.0
-"""How long a rank that fails waits for the others to read so: it may be the one that serves the store."""
+"""How long a failing rank waits until the others have read that: it may be the one that serves the store."""
 
 _AGREED = "agreed"
 _FAILURE = "failure"
@@ -61,7 +61,7 @@ def answering_ranks(
 
 @dataclass(frozen=True)
 class _Agreement:
-    """One agreement: its keys in the store, who takes part, and for how long each round may take."""
+    """One agreement: its keys in the store, the ranks that take part, and the time limit of each round."""
 
     store: dist.distributed_c10d.Store
     name: str
@@ -73,7 +73,7 @@ class _Agreement:
         self.store.set(self._key(round_name, self.rank), text)
 
     def read(self, round_name: str) -> dict[int, str]:
-        """What the ranks published; those that did not in time are not in it."""
+        """Return what ranks published, by rank, without those that did not answer in time."""
         keys = {rank: self._key(round_name, rank) for rank in self.ranks}
         present = answering_ranks(self.store, keys, self.timeout_s)
         return {rank: self.store.get(keys[rank]).decode() for rank in present}
@@ -91,8 +91,8 @@ class _Agreement:
 def shared_store(timeout_s: float = WAIT_S) -> Iterator[tuple[dist.distributed_c10d.Store, int, int] | None]:
     """Yield a store that all ranks share, this rank, and how many there are; ``None`` if it is alone.
 
-    Ahead of the process group the store is served by the launcher or, within this block, by rank 0. So let
-    the group begin within the block: else the others may connect to a store that is about to close.
+    Before the process group exists, the launcher serves the store or, within this block, rank 0. So start the
+    group within the block: otherwise other ranks may connect to a store that is about to close.
 
     Args:
         timeout_s: how long to wait for the others.
@@ -111,11 +111,11 @@ def shared_store(timeout_s: float = WAIT_S) -> Iterator[tuple[dist.distributed_c
 def failing_together(name: str, timeout_s: float = WAIT_S) -> Iterator[dict[str, str]]:
     """A block that succeeds on all ranks or fails on all: every rank must come to it, and none may nest.
 
-    A rank that fails in it raises its own error, at the latest after `READERS_S`; the others raise one that
-    names the rank and that error, as soon as they come to the end of the block. Alone it does nothing.
+    A rank that fails in the block raises its own error, after at most `READERS_S`; the others raise an error
+    that names this rank and its error when they reach the end of the block. With one process it does nothing.
 
     Args:
-        name: what is done; each name counts its own calls.
+        name: what the block does; calls are counted by name.
         timeout_s: how long a rank waits at the end of the block for the others.
 
     Yields:

@@ -40,7 +40,7 @@ from .sharded_module import ShardedModule
 from .weights import Partition, like_parameter
 
 TOKEN_DIM = 0
-"""Of what experts are given, ``[T, H]``."""
+"""Dim of the tokens in the input of experts, ``[T, H]``."""
 
 
 _DEFAULT_GATE = "_default_apply_gate"
@@ -121,11 +121,11 @@ class ParallelExperts(ShardedModule):
             ``[E, H, I]``, or as `ExpertsLayout` says, ``act_fn`` or ``_apply_gate``, and a ``config`` whose
             ``_experts_implementation`` is read at each call: ``eager`` computes one expert after the other,
             all others one kernel for all where the device has one for these sizes.
-        region: of the model.
+        region: says where the model\'s hidden states are parts of the sequence.
         layer: the decoder layer that it is in.
 
     Attributes:
-        layout: of the parameters, which have the names of those of ``full``.
+        layout: how its parameters are stored; they have the names of those of ``full``.
         keep_gathered: see `column_input`; besides, what is gathered is kept where Hugging Face's gradient
             checkpointing is on for the layer.
     """
@@ -207,7 +207,7 @@ class ParallelExperts(ShardedModule):
         return of_experts.scatter_add(-1, experts, weights).to(bias.dtype) @ bias
 
     def _settings(self, hidden: torch.Tensor) -> ProductSettings:
-        """As the implementations of transformers: autocast does not know ``grouped_mm``."""
+        """Return dtype and kernel as transformers chooses them: autocast does not cast for ``grouped_mm``."""
         implementation = getattr(self.config, "_experts_implementation", None) or "eager"
         dtype, kind = self.get_parameter(self.layout.rows).dtype, hidden.device.type
         if implementation != "grouped_mm" and torch.is_autocast_enabled(kind):
@@ -250,11 +250,11 @@ def _of_all_tokens(
 
 
 _ARGUMENTS = 3
-"""Of experts: hidden states, experts and routing weights of the tokens."""
+"""Number of arguments of an experts module: hidden states, experts and routing weights."""
 
 
 def experts_of(layer: nn.Module) -> list[str]:
-    """Return the paths of a layer's routed experts that are understood."""
+    """Return the paths of a layer's routed experts of a supported kind."""
     return [
         path
         for path, module in layer.named_modules()
@@ -263,13 +263,13 @@ def experts_of(layer: nn.Module) -> list[str]:
 
 
 def problems_of_experts(where: str, layer: nn.Module, path: str, ranks: int) -> Iterator[Problem]:
-    """Name what cannot be divided of routed experts.
+    """Yield a problem for each reason why routed experts cannot be divided.
 
     Args:
         where: name of the layer.
-        layer: that has them.
-        path: of theirs in it.
-        ranks: of the tensor-parallel group.
+        layer: the layer that has them.
+        path: of the experts in the layer.
+        ranks: size of the tensor-parallel group.
     """
     experts: Any = layer.get_submodule(path)
     size = ExpertsLayout.of(experts).inner_size(experts)
@@ -296,7 +296,7 @@ def divide_experts(layer: nn.Module, path: str, region: SequenceRegion, tags: Pa
 
 
 def is_understood(experts: Any) -> bool:
-    """Whether a module is routed experts that compute as those of transformers do."""
+    """Whether a module is routed experts of a supported kind, which compute as transformers' do."""
     names = {name for name, _ in experts.named_parameters()}
     layout = ExpertsLayout.of(experts)
     if names != set(layout.parameters) or any(

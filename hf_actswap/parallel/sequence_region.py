@@ -39,12 +39,12 @@ from .parameter_tags import ParameterTags
 from .sharded_module import HeldGroup
 
 SEQUENCE_DIM = -2
-"""Of hidden states in Hugging Face's models, ``[B, S, H]``, or of all their tokens, ``[B S, H]``."""
+"""Dim of the sequence in hidden states, ``[B, S, H]``, or of their flattened tokens, ``[B S, H]``."""
 
 
 @dataclass
 class SequenceForward:
-    """One forward that is under way.
+    """A forward that is running.
 
     Args:
         owner: the module whose call began it.
@@ -75,13 +75,13 @@ class SequenceRegion:
     Args:
         group: tensor-parallel group.
         enabled: whether sequence parallelism is on.
-        reduce_dtype: in which input gradients are summed; ``None``: their own.
+        reduce_dtype: dtype in which input gradients are summed; ``None``: their own.
 
     Attributes:
-        head: of the model, if it is divided.
+        head: the head of the model, if it is divided.
         head_reads_parts: whether it reads parts of the sequence, because no module is between the layers and
             it.
-        head_hands_on_parts: whether it returns parts of the vocabulary, because the loss is replaced.
+        head_returns_parts: whether it returns parts of the vocabulary, because the loss is replaced.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class SequenceRegion:
         self.is_active = False
         self._layers: list[ParallelLinear] = []
         self.head: ParallelLinear | None = None
-        self.head_hands_on_parts = self.head_reads_parts = True
+        self.head_returns_parts = self.head_reads_parts = True
         self.current: SequenceForward | None = None
 
     @property
@@ -103,7 +103,7 @@ class SequenceRegion:
         return self._held_group.group
 
     def settings(self, in_autocast_dtype: bool = False, keep_gathered: bool = False) -> InputSettings:
-        """How the input of a block is communicated at present."""
+        """How a block's input is gathered now: with sequence parallelism only while the region is active."""
         return InputSettings(
             self.group,
             self.is_active,
@@ -114,7 +114,7 @@ class SequenceRegion:
         )
 
     def adopt(self, layer: ParallelLinear) -> None:
-        """Switch this layer, too, from now on."""
+        """Add a parallel layer to those that the region switches."""
         self._layers.append(layer)
         layer.sequence_parallel_enabled = self.is_active
 
@@ -133,13 +133,13 @@ class SequenceRegion:
         """Begin a forward; return its arguments, padded if the ranks do not divide the sequence.
 
         Args:
-            owner: whose forward.
-            arguments: of it, by name.
+            owner: the module whose forward begins.
+            arguments: of the forward, by name.
             takes_cache: whether it has an argument ``use_cache``.
             calls_head: whether it ends with the head; if not, it returns hidden states.
 
         Raises:
-            ValueError: the sequence would have to be filled up and cannot be.
+            ValueError: the sequence needs padding and cannot be padded.
         """
         length = sequence_length(arguments)
         divides = self.enabled and torch.is_grad_enabled()
@@ -163,18 +163,18 @@ class SequenceRegion:
         return arguments
 
     def end(self, owner: nn.Module) -> None:
-        """End the forward that ``owner`` began, if it did, also where it failed."""
+        """End the forward that ``owner`` began, also after an exception; nothing if it began none."""
         if self.current is not None and self.current.owner is owner:
             was_active, self.current = self.current.was_active, None
             self.switch(self.is_active if torch.is_grad_enabled() else was_active)
 
     @property
     def holds_parts(self) -> bool:
-        """Whether, in the forward under way, hidden states are parts of the sequence at present."""
+        """Whether hidden states are parts of the sequence at this point of the running forward."""
         return self.is_active and self.current is not None and self.current.is_cut
 
     def whole(self, part: torch.Tensor, length: int) -> torch.Tensor:
-        """Gather ``[B, S / tp, H]`` for a reader that is the same on every rank; cut the padding off."""
+        """Gather ``[B, S / tp, H]`` for a consumer that does the same on every rank; cut off the padding."""
         if self.holds_parts:
             part = gather_from_sequence_parallel_region(part, SEQUENCE_DIM, False, self.group)
         return without_padding(part, SEQUENCE_DIM, length) if length else part
@@ -216,7 +216,7 @@ class EntryHook:
     """Pre-hook of a model: begins a forward, unless one is under way.
 
     Args:
-        region: of the model.
+        region: says where the model\'s hidden states are parts of the sequence.
         forward: the model's own, by whose signature positional arguments get names.
         before: called at the beginning of each forward.
         calls_head: the model ends with a head that is divided.
@@ -330,10 +330,10 @@ class ScatterHook:
     """Pre-hook of a layer: keeps this rank's part of the sequence.
 
     Args:
-        layer: whose arguments they are. In a pipeline the hook is put on what stands in its place, too.
-        region: of the model.
+        layer: the layer that is called. In a pipeline the hook is put on its stand-in, too.
+        region: says where the model\'s hidden states are parts of the sequence.
         names: arguments that have a row for each token, ``[.., S, n]``.
-        first_dim: of the sequence in the first argument, which is cut too; ``None``: it is cut already.
+        first_dim: dim of the sequence in the first argument, which is cut too; ``None``: it is cut already.
     """
 
     part_of_the_model = True
@@ -366,7 +366,7 @@ class ScatterHook:
 
 
 class WholeAgainHook:
-    """Hook of the last layer, where what follows is not known to work token by token: gathers its output."""
+    """Hook of the last layer: gathers its output, if later modules are not known to work token by token."""
 
     part_of_the_model = True
 
@@ -385,7 +385,7 @@ class WholeAgainHook:
 
 
 def share_sequence_hooks(layer: nn.Module, stand_in: nn.Module) -> None:
-    """Let what stands in the place of a layer cut the sequence, or make it whole, where the layer does."""
+    """Put the hooks by which a layer cuts or gathers the sequence on its stand-in, too (in a pipeline)."""
     for before in layer._forward_pre_hooks.values():
         if isinstance(before, ScatterHook):
             stand_in.register_forward_pre_hook(before, with_kwargs=True)
@@ -395,16 +395,16 @@ def share_sequence_hooks(layer: nn.Module, stand_in: nn.Module) -> None:
 
 
 class PartsHook:
-    """Pre-hook of what stands around the layers: its parameters carry the tag if it is given parts.
+    """Pre-hook of a module outside the layers: tags its parameters if its input is a part of the sequence.
 
-    Before the layers it is given the whole sequence, and its gradients are complete; behind them, parts. In
-    most models the place where a module is registered says which; its first call says it for certain.
+    Before the layers a module gets the whole sequence, and its gradients are complete; after them it gets
+    parts. The place where it is registered usually tells which; its first call decides.
 
     Args:
-        module: that has parameters of its own.
-        behind: whether it is taken to stand behind the layers.
-        region: of the model.
-        tags: of its parameters.
+        module: a module with parameters of its own.
+        behind: whether it is registered after the layers.
+        region: says where the model\'s hidden states are parts of the sequence.
+        tags: keeps attributes on its parameters.
     """
 
     part_of_the_model = True

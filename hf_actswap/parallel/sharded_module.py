@@ -110,7 +110,7 @@ class ShardedModule(TaggedModule):
         return group
 
     def divide(self, name: str, partition: Partition) -> None:
-        """Say how the parameter ``name``, which may not be there yet, is divided."""
+        """Set how the parameter ``name`` is divided; the parameter need not exist yet."""
         self.partitions[name] = partition
         self.tag(name, **partition.tags)
 
@@ -128,7 +128,7 @@ class ShardedModule(TaggedModule):
 
 
 def partitions_in(module: nn.Module) -> dict[str, Partition]:
-    """Return how the own parameters of a module are divided, by name; it may be none of ours."""
+    """Return how a module's own parameters are divided, by name; the module may be of any class."""
     found: dict[str, Partition] = vars(module).get("partitions", {})
     return found
 

@@ -1,8 +1,8 @@
-"""Reads off a model which projections its layers have, and how they are divided.
+"""Finds the projections of a model's layers, and how they are divided.
 
-Hugging Face's plans (``base_model_tp_plan``) name a style for each projection of a layer. Where a plan says
-nothing of a module, the names of its projections do (`families.PATTERNS`). Of both a projection counts only
-if a row-parallel one ends its block: what the ranks compute then is a sum of shares.
+Hugging Face's plans (``base_model_tp_plan``) name a style for each projection of a layer. For modules without
+an entry the names of their projections decide (`families.PATTERNS`). A projection is divided only if a
+row-parallel one ends its block, so that the ranks' results add up to that of the block.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def blocks_of(layer: nn.Module, plan: Mapping[str, str], family: Family) -> list
     """Return the blocks of a layer whose projections are divided, in the order of its modules.
 
     Args:
-        layer: of the decoder.
+        layer: the decoder layer.
         plan: from `plan_of`.
-        family: of the model.
+        family: what is known of the model's family.
     """
     found: list[Block] = []
     for group, styles in _groups(layer, plan, family).items():
@@ -94,7 +94,7 @@ def _blocks(
 
 
 def _as_one(path: str, parameters: Mapping[str, tuple[int, int]], found: list[Block]) -> list[Block]:
-    """Blocks with those in the module ``path`` as a single one."""
+    """Return the blocks, with all that lie in the module ``path`` merged into one."""
     inside = [block for block in found if _is_at_or_below(block.path, path)]
     columns = {name: kind for block in inside for name, kind in block.columns.items()}
     rows = tuple(row for block in inside for row in block.rows)
@@ -124,7 +124,7 @@ def _groups(layer: nn.Module, plan: Mapping[str, str], family: Family) -> dict[s
 
 
 def _planned(layer: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Styles of what the layer has, except of routed experts."""
+    """Return the styles of a plan for what the layer has, except routed experts."""
     modules = [name for name, module in layer.named_modules() if not isinstance(module, ParallelLinear)]
     paths = [*modules, *(name for name, of in layer.named_parameters() if of.dim() == 1)]
     wanted = {re.compile(re.escape(path).replace(r"\*", r"\d+")): style for path, style in plan.items()}
@@ -137,7 +137,7 @@ def _planned(layer: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def _matching(group: str, module: nn.Module, known: set[str]) -> Iterator[Styles]:
-    """Styles of the patterns that a module matches, if it holds nothing else that is not understood."""
+    """Return the styles of the patterns that a module matches, unless it holds other, unknown parameters."""
     prefix = f"{group}." if group else ""
     for columns, row in PATTERNS:
         names = (*columns, row)
@@ -190,7 +190,7 @@ def _is_row(layer: nn.Module, path: str, style: str | Columns) -> bool:
 
 
 def _kind(path: str, style: str | Columns) -> Columns | None:
-    """How a projection is divided; not at all, if its style is not one of a projection."""
+    """Return how a projection is divided; ``None``: its style does not divide it."""
     if isinstance(style, Columns):
         return style
     name = path.rpartition(".")[2]

@@ -38,7 +38,7 @@ from .mappings import gather_from_tensor_model_parallel_region
 from .sequence_region import SEQUENCE_DIM, SequenceForward, SequenceRegion, cut_masked_rows, without_padding
 
 _CAUSAL_LM_LOSS = "ForCausalLMLoss"
-"""Name of transformers' loss that ours stands for."""
+"""Name of the transformers loss that `VocabularyLoss` computes."""
 
 
 _LOSS = "loss_function"
@@ -46,7 +46,7 @@ _LOSS = "loss_function"
 
 
 class ScaledParallelEmbedding(ParallelEmbedding):
-    """As Gemma's: what is looked up is multiplied by a number, ``embed_scale``."""
+    """An embedding whose result is multiplied by ``embed_scale``, as Gemma's."""
 
     embed_scale: torch.Tensor | float
 
@@ -67,7 +67,7 @@ class ScaledParallelEmbedding(ParallelEmbedding):
 
 
 def problems_of_vocabulary(model: Any) -> Iterator[Problem]:
-    """Name an embedding or a head that is not understood."""
+    """Yield a problem for an embedding or a head that is not supported."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding):
         hint = "Adapters on it are not supported: take it out of target_modules and modules_to_save."
@@ -114,9 +114,9 @@ def _divide_head(model: Any, head: nn.Linear, tied_to: nn.Parameter | None, regi
     if tied_to is not None:
         region.head.weight = tied_to
     replace(model, head, region.head)
-    region.head_hands_on_parts = _LOSS in _names_in_forward(model)
+    region.head_returns_parts = _LOSS in _names_in_forward(model)
     region.head.register_forward_hook(_HeadHook(region, head.out_features))
-    if region.head_hands_on_parts:
+    if region.head_returns_parts:
         model.loss_function = VocabularyLoss(region, head.out_features, model.loss_function)
     model.register_forward_hook(_ModelExitHook(region, head.out_features), always_call=True)
 
@@ -128,7 +128,7 @@ def _names_in_forward(model: nn.Module) -> tuple[str, ...]:
 
 
 def reject_resizing(*_: Any, **__: Any) -> None:
-    """In the place of ``model.resize_token_embeddings``: a rank holds some rows of each table only.
+    """Replaces ``model.resize_token_embeddings``, because a rank holds only some rows of each table.
 
     Raises:
         RuntimeError: always.
@@ -148,15 +148,15 @@ def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 class VocabularyLoss:
-    """In the place of ``model.loss_function``.
+    """Replaces ``model.loss_function``: computes the loss from this rank's part of the logits.
 
     Args:
-        region: of the model.
+        region: says where the model\'s hidden states are parts of the sequence.
         vocabulary_size: without padding.
         own: the model's own loss. If it is not transformers' for causal language models it gets whole logits.
 
     Attributes:
-        __name__: that of the model's own.
+        __name__: name of the model's own loss.
     """
 
     def __init__(self, region: SequenceRegion, vocabulary_size: int, own: Callable[..., Any]) -> None:
@@ -176,7 +176,7 @@ class VocabularyLoss:
 
 
 class _HeadHook:
-    """Hook of the head: called by somebody else than the model, it returns the whole vocabulary."""
+    """Hook of the head: if the caller is not the model's own forward, gathers the whole vocabulary."""
 
     part_of_the_model = True
 
@@ -185,7 +185,7 @@ class _HeadHook:
 
     def __call__(self, _head: nn.Module, _args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
         current = self._region.current
-        if current is not None and self._region.head_hands_on_parts:
+        if current is not None and self._region.head_returns_parts:
             return output
         if current is not None:
             current.lost = True  # the model's own loss reads what is whole
@@ -213,7 +213,7 @@ class _ModelExitHook:
                     "loss, such as Liger's?): it has seen this rank's part of the vocabulary only. Switch "
                     "the fused loss off; the patched model's own never makes whole logits either"
                 )
-            if not region.head_hands_on_parts:
+            if not region.head_returns_parts:
                 return self._without_padding(output, current)
             if isinstance(output, tuple):
                 place = 1 if current.labelled else 0
@@ -225,7 +225,7 @@ class _ModelExitHook:
             region.end(model)
 
     def _without_padding(self, output: Any, current: SequenceForward) -> Any:
-        """An output whose logits are whole already."""
+        """Cut the padding off an output whose logits are whole already."""
         if current.length and not isinstance(output, tuple):
             output.logits = without_padding(output.logits, SEQUENCE_DIM, current.length)
         return output
@@ -245,7 +245,7 @@ _aten = torch.ops.aten
 def full_logits(
     shard: torch.Tensor, vocabulary_size: int, group: dist.ProcessGroup, when_read: bool = False
 ) -> torch.Tensor:
-    """Gather logits ``[.., V / tp]`` to ``[.., vocabulary_size]``; every rank goes on with them alike.
+    """Gather logits ``[.., V / tp]`` to ``[.., vocabulary_size]``; every rank must do the same with them.
 
     With ``when_read`` they are gathered when they are read.
     """

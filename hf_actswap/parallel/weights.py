@@ -29,7 +29,7 @@ class Partition:
     order of the sections. NxD's ``stride=k`` is k sections of equal size.
 
     Args:
-        dim: that is divided.
+        dim: the divided dim.
         sections: their sizes in the full tensor.
         ranks: size of the tensor-parallel group.
         replicas: of each section, how many consecutive ranks hold the same part: with 2, ranks 0 and 1 hold
@@ -104,7 +104,7 @@ class Partition:
 
     @property
     def tags(self) -> dict[str, Any]:
-        """NxD's attributes of a parameter that is divided so; and how many ranks hold the same of it.
+        """NxD's attributes of a parameter with this division, and how many ranks hold the same part.
 
         ``replicated_over`` is there only where more than one rank does: an ``int``, or where sections differ
         a tuple of (size of the part along the dim, number of ranks).

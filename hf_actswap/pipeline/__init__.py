@@ -1,7 +1,7 @@
 """Pipeline parallelism: stages of an unmodified model, and the schedules that run them.
 
-In: a model whose structure is known, the layout of its layers over stages, batches. Out: losses, and
-gradients on each stage's own parameters. The schedules are those of `torch.distributed.pipelining`.
+In: a model and its structure, the layout of layers over stages, and batches. Out: losses, and gradients on
+each stage's own parameters. The schedules are those of `torch.distributed.pipelining`.
 """
 
 from .proof import learn_form, prove_cut

@@ -1,13 +1,13 @@
-"""The proof, before the first step, that a model computes the same in stages.
+"""Checks before the first step that a model computes the same when it runs in stages.
 
-The whole model and the stages, one after the other, are called with the same few tokens, in this process,
-with the model's own code and weights. What they return must be equal bit for bit: loss and logits. So a
-family whose layers pass anything else to later ones (residuals of values, losses that balance experts, shared
-keys) is rejected by name, and never trained wrongly.
+The whole model, and then the stages one after the other, are called in this process with the same few tokens,
+with the model's own code and weights. Loss and logits must be equal bit for bit. So a family whose layers
+pass more than a hidden state to later layers (value residuals, load-balancing losses, shared keys) is
+rejected, and never trained wrongly.
 
-Where this rank has not read the weights of other stages (they are on ``meta``), each of their layers gets
-made-up values while it is called: Hankel matrices ``r[i + j]``, of as many random numbers as they have rows
-and columns, so that they are quick to make. One layer of them is there at a time.
+If this rank has not read the weights of other stages (they are on ``meta``), each of their layers gets random
+values while it is called: Hankel matrices ``r[i + j]``, which need only as many random numbers as they have
+rows plus columns. Values of one layer exist at a time.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ..plan.model_structure import device_of
 from .stages import PipelineError, StagedModel
 
 _TOKENS = (2, 8)
-"""Rows and length."""
+"""Shape of the ids: rows and length."""
 
 
 def prove_cut(staged: StagedModel, autocast: Callable[[], Any]) -> None:
-    """Compare a staged model with the whole one, and learn the form of what its layers return.
+    """Compare a model in stages with the whole one, and record the form of what its layers return.
 
     Args:
-        staged: before `StagedModel.cut`.
-        autocast: makes the context in which the training calls the model.
+        staged: the model, before `StagedModel.cut`.
+        autocast: returns the context in which the training calls the model.
 
     Raises:
-        PipelineError: they differ, or a stage cannot be called; with the reason.
+        PipelineError: the results differ, or a stage cannot be called; with the reason.
     """
     model, relay = staged.model, staged.relay
     modes = {module: module.training for module in model.modules()}
@@ -61,15 +61,20 @@ def prove_cut(staged: StagedModel, autocast: Callable[[], Any]) -> None:
 
 
 def learn_form(staged: StagedModel, call: Callable[[], Any], shape: torch.Size) -> Any:
-    """Call the whole model, and note what its layers return; return what it returns.
+    """Call the whole model, and record the form of what its first layer returns.
+
+    Sets ``layer_outputs``, ``relay.hidden_size`` and ``relay.dtype`` of ``staged``.
 
     Args:
-        staged: before `StagedModel.cut`.
+        staged: the model, before `StagedModel.cut`.
         call: calls the model, without gradients.
-        shape: of the ids that it is called with, ``[batch, seq]``.
+        shape: shape ``[batch, seq]`` of the ids that it is called with.
+
+    Returns:
+        What ``call`` returned.
 
     Raises:
-        PipelineError: its layers return something else than hidden states.
+        PipelineError: the layer returns something other than a hidden state.
     """
     hidden: list[Any] = []
     first = staged.model.get_submodule(staged.structure.layers[0].module_path)
@@ -94,7 +99,7 @@ def _few_tokens(staged: StagedModel) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _values_for_foreign_parts(staged: StagedModel) -> Iterator[None]:
-    """Within the block parts on ``meta`` have values whenever they are called."""
+    """Within the block, modules of other stages on ``meta`` get random values while they are called."""
     device = device_of(staged.model)
     paths = {staged.model.get_submodule(path): path for path in staged.foreign_parts()}
     filled: defaultdict[nn.Module, ExitStack] = defaultdict(ExitStack)
@@ -131,7 +136,7 @@ def _with_values(staged: StagedModel, path: str, device: torch.device) -> Iterat
 
 
 def _values(tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tensor:
-    """Return values of a tensor's shape: vectors around 1, matrices that leave the size of a vector."""
+    """Return random values of a tensor's shape: vectors around 1, matrices that keep the norm of a vector."""
     if not tensor.is_floating_point():
         return torch.full(tensor.shape, tensor.dtype == torch.bool, dtype=tensor.dtype, device=device)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -142,7 +147,7 @@ def _values(tensor: torch.Tensor, name: str, device: torch.device) -> torch.Tens
 
 
 def _note_form(staged: StagedModel, hidden: list[Any], shape: torch.Size) -> None:
-    """Note what a layer returns: a tensor ``[batch, seq, hidden]``, or a tuple that begins with it."""
+    """Record whether a layer returns a tensor ``[batch, seq, hidden]``, or a tuple that begins with one."""
     output = hidden[0] if hidden else None
     if isinstance(output, tuple):
         staged.layer_outputs, output = len(output), output[0]

@@ -1,10 +1,10 @@
 """Runs a staged model by the schedules of `torch.distributed.pipelining`.
 
-A rank gives each of its chunks to torch as a `PipelineStage`. What a stage is called with is a hidden state
-and the number of a micro-batch; the batch itself every rank of a pipeline has. Micro-batches may differ in
-shape: hidden states travel padded to the largest shape seen so far, and the padding is cut off before they
-enter a layer, so that it changes no value. Under sequence parallelism each rank sends its part of the
-sequence to the rank of the next stage that has the same part.
+Each chunk of a rank is one `PipelineStage` of torch. A stage is called with a hidden state and the number of
+a micro-batch; every rank of a pipeline has the batches themselves. Micro-batches may differ in shape: hidden
+states are sent padded to the largest shape so far, and the padding is cut off before the first layer of the
+next stage, so that it changes no value. Under sequence parallelism each rank sends its part of the sequence
+to the rank of the next stage that holds the same part.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from ..errors import Problem
 from .stages import Chunk, PipelineError, StagedModel
 
 _ENGINE = "torch.distributed.pipelining"
-"""Imported when a pipeline runs: that takes a second."""
+"""Imported only when a pipeline runs, because the import takes a second."""
 
 Batch = Mapping[str, Any]
 
 Call = Callable[[Batch, bool], Any]
-"""Calls the model with a micro-batch; told whether the chunk is the last one, and then returns the loss."""
+"""Calls the model. Arguments: a micro-batch; whether the chunk is the last, which returns the loss."""
 
 
 class PipelineRuntime:
-    """Forwards and backwards of a staged model. Every rank of the pipeline makes one, and calls it together.
+    """Runs training steps and evaluation of a staged model.
+
+    Every rank of the pipeline makes one; its methods are collective.
 
     Args:
-        staged: after `StagedModel.cut`.
+        staged: the model, after `StagedModel.cut`.
         group: the ranks of the pipeline, in the order of the stages.
-        schedule: which order.
+        schedule: order of forwards and backwards.
         device: of this rank.
     """
 
@@ -56,8 +58,8 @@ class PipelineRuntime:
         """Run forward and backward of all micro-batches; gradients are added to the parameters.
 
         Args:
-            batches: the same on every rank; ``input_ids`` are ``[batch, seq]``.
-            call: see `Call`; the sum of the losses is what is differentiated.
+            batches: the micro-batches, the same on every rank; ``input_ids`` are ``[batch, seq]``.
+            call: calls the model; gradients are those of the sum of all losses.
 
         Returns:
             The losses, ``[micro-batches]``, fp32, the same on every rank.
@@ -89,9 +91,15 @@ class PipelineRuntime:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, call: Call) -> Any:
-        """Run one forward; return what the last stage's call returned, on every rank.
+        """Run one forward without gradients.
 
-        Tensors in tuples, lists and dicts; whatever else it contains is ``None``.
+        Args:
+            batch: the same on every rank; ``input_ids`` are ``[batch, seq]``.
+            call: calls the model.
+
+        Returns:
+            On every rank, what the last stage's call returned: tensors in tuples, lists and dicts. Any other
+            value in it is ``None``.
         """
         stages, shape = self.staged.layout.pp, _shape_of(batch)  # without gradients sequences are whole
         found = None
@@ -134,7 +142,7 @@ class PipelineRuntime:
         self._shape = max(rows for rows, _ in shapes), max(length for _, length in shapes)
         wanted = self._shape, len(batches)
         if wanted != self._made_for:
-            self._schedule = None  # its buffers go before new ones are made
+            self._schedule = None  # frees its buffers before new ones are made
             self._schedule, self._made_for = self._new_schedule(len(batches)), wanted
         return self._schedule
 
@@ -174,13 +182,13 @@ _CLASSES = {
 def schedule_class(name: PipelineSchedule, count: int, stages: int, interleaves: int) -> type:
     """Return torch's class for a schedule of ``count`` micro-batches.
 
-    The last step of an epoch may have fewer of them than a schedule takes: then it is GPipe's order, which
-    makes the same gradients.
+    The last step of an epoch may have fewer micro-batches than the schedule needs. It then runs in GPipe's
+    order, which gives the same gradients.
 
     Args:
-        name: as written.
-        count: micro-batches.
-        stages, interleaves: of the layout.
+        name: ``parallel_config.schedule``.
+        count: micro-batches of the step.
+        stages, interleaves: number of stages, and of chunks on each.
     """
     if _is_gpipe(name, count, stages, interleaves):
         kind = "ScheduleGPipe" if interleaves == 1 else "ScheduleLoopedBFS"
@@ -196,17 +204,18 @@ def _is_gpipe(name: PipelineSchedule, count: int, stages: int, interleaves: int)
 
 
 def passes_in_flight(name: PipelineSchedule, count: int, stages: int, interleaves: int, stage: int) -> int:
-    """Return the most forwards of its chunks that a stage has run, and not their backwards.
+    """Return the most forwards of a stage whose backwards have not run yet: their activations are held.
 
-    That many passes' activations are held at once. 1F1B: ``stages - stage`` (Narayanan et al., 2006.09503);
-    interleaved: twice the distance from the last stage, after the rounds of all chunks but one (2104.04473).
-    Zero bubble: all. PyTorch's holds parts of each micro-batch to the end of the step.
+    A forward counts once for each chunk of the stage. 1F1B: ``stages - stage`` (Narayanan et al.,
+    2006.09503). Interleaved 1F1B: one round of micro-batches for every chunk but one, plus twice the distance
+    from the last stage, plus one (2104.04473). GPipe: all. Zero bubble: all, because PyTorch's implementation
+    holds parts of each micro-batch to the end of the step.
 
     Args:
-        name: as written.
+        name: ``parallel_config.schedule``.
         count: micro-batches of a step.
-        stages, interleaves: of the layout.
-        stage: which.
+        stages, interleaves: number of stages, and of chunks on each.
+        stage: index of the stage.
     """
     if _is_gpipe(name, count, stages, interleaves) or name == "zero_bubble":
         return count * interleaves
@@ -218,13 +227,13 @@ def passes_in_flight(name: PipelineSchedule, count: int, stages: int, interleave
 
 
 def order_of_passes(name: PipelineSchedule, count: int, stages: int, stage: int) -> tuple[Pass, ...]:
-    """Return the passes of a stage with one chunk in their order, for ``gpipe`` and ``1f1b``.
+    """Return the order of passes on a stage with one chunk, under ``gpipe`` or ``1f1b``.
 
-    As many forwards as it holds at most, then backwards and forwards by turns (2006.09503); what torch says
-    of these two (``pipeline_order``) is not what they do on the last stage.
+    First as many forwards as the stage holds at most, then a backward and a forward in turn (2006.09503).
+    torch's own ``pipeline_order`` differs from what these two schedules do on the last stage.
 
     Args:
-        name, count, stages, stage: as of `passes_in_flight`.
+        name, count, stages, stage: see `passes_in_flight`.
     """
     ahead = passes_in_flight(name, count, stages, 1, stage)
     found = [Pass(stage, number, False) for number in range(ahead)]
@@ -236,9 +245,9 @@ def order_of_passes(name: PipelineSchedule, count: int, stages: int, stage: int)
 
 
 def _order_of(actions: Sequence[Any]) -> tuple[Pass, ...]:
-    """The passes of torch's actions of one rank; none, if backwards are made in parts."""
+    """Return the passes in torch's list of actions of one rank; empty if it divides backwards in two."""
     named = [(action.computation_type.value, action) for action in actions if action is not None]
-    if any(kind in ("I", "W") for kind, _ in named):  # a backward to inputs, and one to weights
+    if any(kind in ("I", "W") for kind, _ in named):  # I: gradients of inputs, W: of weights
         return ()
     return tuple(
         Pass(action.stage_index, action.microbatch_index, kind == "B")
@@ -250,7 +259,7 @@ def _order_of(actions: Sequence[Any]) -> tuple[Pass, ...]:
 def problem_of_schedule(
     name: PipelineSchedule, count: int, stages: int, interleaves: int, tensor_ranks: int = 1
 ) -> str:
-    """Say why a schedule does not take so many micro-batches, interleaves and ranks; empty if it does."""
+    """Return why a schedule cannot run so many micro-batches, interleaves and ranks; empty if it can."""
     rounds = max(1, count // stages)
     if name == "zero_bubble" and tensor_ranks > 1:
         return (
@@ -265,12 +274,12 @@ def problem_of_schedule(
 
 
 def bubble_share(count: int, stages: int, interleaves: int) -> float:
-    """Return the part of a step of ``count`` micro-batches that each of equal stages waits (2104.04473)."""
+    """Return the fraction of a step of ``count`` micro-batches that equal stages wait (2104.04473)."""
     return (stages - 1) / (interleaves * count + stages - 1)
 
 
 class _ChunkModule(nn.Module):
-    """What torch calls: one chunk with one micro-batch."""
+    """The module that torch calls to run one chunk with one micro-batch."""
 
     def __init__(self, staged: StagedModel, chunk: Chunk) -> None:
         super().__init__()
@@ -280,11 +289,11 @@ class _ChunkModule(nn.Module):
         self.shape = (0, 0)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return the rank's parameters, of which the zero-bubble schedule makes gradients apart."""
+        """Return the rank's parameters: the zero-bubble schedule computes their gradients separately."""
         return self.staged.model.parameters(recurse)
 
     def forward(self, *received: torch.Tensor, micro_batch: torch.Tensor) -> torch.Tensor:
-        """Return the hidden state ``[rows, length, hidden]``, padded; of the last chunk ``[1]``, the loss."""
+        """Return the padded hidden state ``[rows, length, hidden]``; on the last chunk the loss, ``[1]``."""
         assert self.call is not None
         batch, (rows, length) = self.batches[int(micro_batch)], self.shape
         own = _shape_of(batch, self.staged.sequence_ranks)
@@ -297,7 +306,7 @@ class _ChunkModule(nn.Module):
         if sent is None:
             return torch.stack([output])
         if own == self.shape:
-            # The zero-bubble schedule detaches in place what it is given, which no view allows.
+            # The zero-bubble schedule detaches its inputs in place, which is not allowed on a view.
             return sent.clone() if sent._is_view() else sent
         return nn.functional.pad(sent, (0, 0, 0, length - own[1], 0, rows - own[0]))
 
@@ -307,7 +316,7 @@ def _only(losses: torch.Tensor, _number: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_of(batch: Batch, sequence_ranks: int = 1) -> tuple[int, int]:
-    """Rows of a micro-batch, and tokens of its hidden states on each of so many ranks."""
+    """Return the rows of a micro-batch, and how many tokens of its hidden states each rank holds."""
     ids = batch.get("input_ids")
     if not isinstance(ids, torch.Tensor):
         found = ", ".join(batch)

@@ -1,10 +1,9 @@
-"""What the stages of a model know only together: sums of gradients, their norm, the whole state.
+"""Collectives over the stages of a model: sums of shared gradients, the gradient norm, the whole state.
 
-A parameter that several stages hold (tied embeddings: the first and the last) has the sum of their
-gradients on each of them, so that their optimizers make the same step, and counts once in the norm. The norm
-is taken as `torch.nn.utils.clip_grad_norm_` takes it in one process, of the norms of all parameters in the
-model's order, so that it is equal bit for bit. Where ranks of tensor parallelism hold parts of parameters, it
-is the norm of the norms of the stages.
+A parameter that several stages hold (tied embeddings: the first and the last) gets the sum of their gradients
+on each of them, so that their optimizers make the same step; it counts once in the norm. The norm is computed
+as `torch.nn.utils.clip_grad_norm_` does in one process, from the norms of all parameters in the model's
+order, so that it is equal bit for bit. Beside tensor parallelism it is the norm of the stages' norms.
 """
 
 from __future__ import annotations
@@ -23,13 +22,15 @@ Value = TypeVar("Value")
 
 
 class StageGradients:
-    """Gradients of a staged model. Every rank of the pipeline makes one, and calls it together.
+    """Sums and norm of the gradients of a staged model.
+
+    Every rank of the pipeline makes one; its methods are collective.
 
     Args:
-        staged: after `StagedModel.cut`.
+        staged: the model, after `StagedModel.cut`.
         group: the ranks of the pipeline, in the order of the stages.
         device: of this rank.
-        tensor_group: the ranks that hold this rank's stage together; ``None``: it holds it alone.
+        tensor_group: the tensor-parallel ranks of this stage; ``None``: this rank holds the stage alone.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class StageGradients:
             _sum([own[name] for name in self._shared[holders] if name in own], group, self._device)
 
     def average_over_data(self, group: dist.ProcessGroup) -> None:
-        """Give each rank of the data axis, which holds the same stage, the mean of their gradients."""
+        """Average gradients over the data-parallel ranks in ``group``, which hold the same stage."""
         held = list(self._own().values())
         _sum(held, group, self._device)
         for parameter in held:
@@ -96,7 +97,7 @@ class StageGradients:
 
 
 def _sum(parameters: list[torch.Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Sum gradients over a group; one that no rank has stays ``None``."""
+    """Sum gradients over a group; a gradient that is ``None`` on every rank stays ``None``."""
     has = torch.tensor([float(parameter.grad is not None) for parameter in parameters], device=device)
     dist.all_reduce(has, dist.ReduceOp.MAX, group=group)
     for parameter, is_there in zip(parameters, has.tolist(), strict=True):
@@ -107,11 +108,11 @@ def _sum(parameters: list[torch.Tensor], group: dist.ProcessGroup, device: torch
 
 
 def collected(own: Mapping[str, Value], group: dist.ProcessGroup) -> dict[str, Value]:
-    """Return on the first rank of a group what all of its ranks have; on the others an empty dict.
+    """Return the values of all ranks on the first rank of a group; on the others an empty dict.
 
     Args:
-        own: of this rank, by name; moved one by one, tensors on the CPU.
-        group: every rank of it must call this.
+        own: values of this rank by name, sent one by one; tensors must be on the CPU.
+        group: all of its ranks must call this.
     """
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
     if rank > 0:
@@ -140,10 +141,10 @@ def whole_state(
     """Return the whole model's state dict on the CPU, on the first stage; on the others an empty dict.
 
     Args:
-        staged: after `StagedModel.cut`.
-        group: the ranks of the pipeline; every one must call this.
-        tensor_group: the ranks that hold this rank's stage together, which must call it too; ``None``: it
-            holds it alone.
+        staged: the model, after `StagedModel.cut`.
+        group: the ranks of the pipeline; all of them must call this.
+        tensor_group: the tensor-parallel ranks of this stage, which must all call this too; ``None``: this
+            rank holds the stage alone.
     """
     own, partitions = {}, staged.own_partitions()
     for name, tensor in staged.own_state().items():
@@ -153,6 +154,6 @@ def whole_state(
                 whole = whole_of_ranks(whole, partition, tensor_group)
             own[name] = whole.cpu()
     if tensor_group is not None and tensor_group.rank() > 0:
-        own = {}  # the first rank of each stage speaks for it
+        own = {}  # only the first rank of each stage sends it
     found = collected(own, group)
     return {name: found[first] for name, first in staged.entries.items()} if found else {}

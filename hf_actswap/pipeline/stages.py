@@ -1,15 +1,14 @@
 """Stages of an unmodified model.
 
-A stage is the model itself, called with the whole batch, in which what belongs to other stages is replaced by
-modules that hand their first argument on: layers, the final norm and the head. The embedding of a later stage
-is replaced by one that returns the hidden state received, without a gradient, so that the model has something
-of the right shape to make masks and positions of. Where the stage's own layers begin, the module before them
-returns the hidden state received, in the place of whatever the model has made of it (Gemma scales what it
-takes for embeddings). Where they end, the module behind them notes the hidden state to be sent, whatever the
-model does with it afterwards (Gemma-2 caps what it takes for logits).
+A stage is the model itself, called with the whole batch, in which layers, final norm and head of other stages
+are replaced by modules that return their first argument. On later stages the embedding is replaced by a
+module that returns the received hidden state without a gradient, because the model makes masks and positions
+from its shape. The module before the stage's first layer returns the received hidden state, whatever its own
+input is (Gemma scales the output of the embedding). The module after the stage's last layer records the
+hidden state to send, whatever the model does with it afterwards (Gemma-2 caps the output of the head).
 
-Names of parameters stay, and layers keep their index. The chunks of a rank (interleaving) are the same model
-in several arrangements, of which one is in place while the model is called.
+Parameters keep their names, and layers their index. Several chunks of one rank (interleaving) are the same
+model with different modules replaced; the replacements of one chunk are in place during its call.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from ..plan.model_structure import ModelStructure, unwrapped
 
 
 class PipelineError(ActSwapError):
-    """The model, or what was asked of the training, cannot run in a pipeline."""
+    """The model, or the requested training, cannot run in a pipeline."""
 
     subject = "pipeline"
 
@@ -59,10 +58,11 @@ class Chunk:
 
 
 class Relay:
-    """What the stand-ins share: the hidden states received and to be sent, ``[batch, seq, hidden]``.
+    """The received hidden state and the one to send, ``[batch, seq, hidden]``, shared by the stand-ins.
 
     Attributes:
-        hidden_size, dtype: of hidden states between layers; known once the cut is proven.
+        received, sent: of the running call; ``None`` otherwise.
+        hidden_size, dtype: of hidden states between layers; set by `proof.learn_form`.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,8 @@ class HandOn(nn.Module):
     """Stands where a layer, a norm or a head of another stage was: returns its first argument.
 
     Args:
-        replaced: whose plain attributes the model may read (``attention_type``).
+        replaced: the original module; its plain attributes are copied, as the model may read them
+            (``attention_type``).
         outputs: how many values the replaced module returns in a tuple; 0: it returns a tensor.
     """
 
@@ -88,12 +89,12 @@ class HandOn(nn.Module):
                 setattr(self, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand the first argument on."""
+        """Return the first argument, in the form in which the replaced module returns its result."""
         hidden = self.act(args[0] if args else next(iter(kwargs.values())))
         return (hidden, *(None,) * (self.outputs - 1)) if self.outputs else hidden
 
     def act(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what the next module reads."""
+        """Return the hidden state that the next module reads."""
         return hidden
 
 
@@ -109,28 +110,28 @@ class Entrance(HandOn):
         self.relay = relay
 
     def act(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return what was received; in a run on fake tensors nothing was."""
+        """Return the received hidden state, or ``hidden`` in a run on fake tensors."""
         received = self.relay.received
         return hidden if received is None or isinstance(hidden, FakeTensor) else received
 
 
 class Exit(HandOn):
-    """Stands behind the last layer of a stage: notes the hidden state to be sent."""
+    """Stands after the last layer of a stage: records the hidden state to send."""
 
     def __init__(self, replaced: nn.Module, outputs: int, relay: Relay) -> None:
         super().__init__(replaced, outputs)
         self.relay = relay
 
     def act(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Note what is sent."""
+        """Record ``hidden`` to be sent, and return it."""
         self.relay.sent = hidden
         return hidden
 
 
 class NoEmbedding(nn.Module):
-    """Stands where the embedding was: returns the hidden state received, without a gradient.
+    """Stands where the embedding was: returns the received hidden state, without a gradient.
 
-    Where that is a part of the sequence, zeros of the whole length are returned in its place.
+    If that is only this rank's part of the sequence, zeros of the whole length are returned instead.
     """
 
     def __init__(self, relay: Relay) -> None:
@@ -149,13 +150,13 @@ class NoEmbedding(nn.Module):
 
 @dataclass(frozen=True)
 class _Slot:
-    """A place in the model where a part stands.
+    """The place of a layer, embedding, norm or head in the model.
 
     Args:
-        path: of the part.
-        stage: that holds it.
-        children: of the module around it.
-        original: the part.
+        path: of the module.
+        stage: the stage that holds it.
+        children: the submodules of its parent.
+        original: the module itself.
     """
 
     path: str
@@ -164,7 +165,7 @@ class _Slot:
     original: nn.Module
 
     def put(self, module: nn.Module) -> None:
-        """Let ``module`` stand here."""
+        """Put ``module`` in this place."""
         self.children[self.path.rpartition(".")[2]] = module
 
 
@@ -172,21 +173,21 @@ class StagedModel:
     """A model of which this rank holds one stage.
 
     Args:
-        model: whole, bare or PEFT; the same on every rank.
-        structure: of it.
-        layout: layers of each chunk.
-        stage: of this rank.
-        sequence_ranks: by how many ranks of tensor parallelism hidden states are divided between the layers,
-            in forwards with gradients.
+        model: the whole model, bare or PEFT; the same on every rank.
+        structure: its layers and ops.
+        layout: which chunk holds which layers.
+        stage: index of this rank's stage.
+        sequence_ranks: number of tensor-parallel ranks among which the sequence of hidden states is divided
+            between layers, in forwards with gradients.
 
     Attributes:
         model: inside its wrappers.
         structure, layout, stage, sequence_ranks: as given.
         chunks: of all stages, in the order of the layers.
-        relay: see `Relay`.
-        passes: in which order this rank runs them; a plan on the model may read it (`engine.Resources`).
+        relay: the hidden states received and to send.
+        passes: order of this rank's forwards and backwards, for the engine (`engine.Resources`).
         layer_outputs: how many values a layer returns in a tuple; 0: it returns a tensor.
-        entries: names of the whole state dict, each with the first name of the same tensor.
+        entries: every name in the whole state dict, with the first name of the same (tied) tensor.
 
     Raises:
         PipelineError: the model has no parts to divide it by; all reasons at once.
@@ -226,14 +227,14 @@ class StagedModel:
         self._find_holders()
 
     def as_stage(self, stage: int) -> StagedModel:
-        """Return the same model, before `cut`, of which a rank holds another stage; its form stays known."""
+        """Return this model, before `cut`, as a rank of another stage sees it."""
         other = copy(self)
         other.stage, other._arrangements = stage, {}
         return other
 
     @property
     def own_chunks(self) -> tuple[Chunk, ...]:
-        """Those of this rank."""
+        """The chunks of this rank."""
         return self.chunks[self.stage :: self.layout.pp]
 
     @property
@@ -242,10 +243,10 @@ class StagedModel:
         return self.stage == self.layout.pp - 1
 
     def holders(self, name: str) -> tuple[int, ...]:
-        """Return the stages that hold a tensor of the state dict; the first of them speaks for it.
+        """Return the stages that hold a tensor of the state dict; the first of them saves and counts it.
 
-        Tied weights are held by the first and the last stage; what is neither a layer nor around them (a
-        table of positions) by all.
+        Tied weights are held by the first and the last stage. Tensors outside layers, embedding, norm and
+        head (a table of positions) are held by all.
         """
         return tuple(sorted(self._holders[name]))
 
@@ -315,7 +316,7 @@ class StagedModel:
             self._holders.setdefault(first, set()).update(range(self.layout.pp) if stage is None else [stage])
 
     def _arrangement(self, chunk: Chunk) -> list[nn.Module]:
-        """What stands in each slot while the model is called as ``chunk``."""
+        """Return the module for each slot while the model is called as ``chunk``."""
         made: list[nn.Module] = []
         for index, slot in enumerate(self._layers):
             outputs = self.layer_outputs
@@ -343,7 +344,7 @@ class StagedModel:
         return made
 
     def _at_rest(self) -> list[nn.Module]:
-        """What stands in each slot between calls: the parts of all chunks of this rank."""
+        """Return the module for each slot between calls: the originals of all chunks of this rank."""
         chunks = [self._arrangements.setdefault(c.index, self._arrangement(c)) for c in self.own_chunks]
         return [
             next((module for module in modules if module is slot.original), modules[0])
@@ -364,18 +365,18 @@ class StagedModel:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Within the block stand-ins are in the places of other stages' parts; nothing is freed."""
+        """Within the block stand-ins replace the modules of other stages; nothing is freed."""
         with self._arranged(self._at_rest()):
             yield
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Within the block every part stands in its place; those of other stages are on ``meta``."""
+        """Within the block every module is in its original place; those of other stages are on ``meta``."""
         with self._arranged([slot.original for slot in self._slots]):
             yield
 
     def cut(self) -> None:
-        """Leave this rank its own parts, and put the others on ``meta``, until `restore`."""
+        """Replace the modules of other stages by stand-ins and free their tensors, until `restore`."""
         for slot, module in zip(self._slots, self._at_rest(), strict=True):
             slot.put(module)
         own = {id(parameter) for parameter in self.model.parameters()}
@@ -386,10 +387,11 @@ class StagedModel:
                     _free(module, own, made)
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Put every part back; nothing of the pipeline stays on the model.
+        """Put every module back; nothing of the pipeline stays on the model.
 
         Args:
-            state: of the whole model (`PipelineRuntime.whole_state`), in place of what `cut` put on ``meta``.
+            state: state dict of the whole model (`shared_state.whole_state`), which replaces all tensors,
+                also those that `cut` put on ``meta``.
         """
         for slot in self._slots:
             slot.put(slot.original)
@@ -406,12 +408,12 @@ class StagedModel:
         """Call the model as one chunk.
 
         Args:
-            chunk: of this rank; before `cut`, of any.
-            received: what enters its first layer, ``[batch, seq, hidden]``; ``None`` at the first chunk.
+            chunk: a chunk of this rank; before `cut`, any chunk.
+            received: input of its first layer, ``[batch, seq, hidden]``; ``None`` for the first chunk.
             call: calls the model.
 
         Returns:
-            What ``call`` returned, and the hidden state to be sent: ``None`` at the last chunk.
+            What ``call`` returned, and the hidden state to send; ``None`` for the last chunk.
         """
         relay = self.relay
         relay.received, relay.sent = received, None
@@ -441,7 +443,7 @@ def layout_of(structure: ModelStructure, parallel: ParallelConfig) -> PipelineLa
 
 
 def stage_of_rank(rank: int, parallel: ParallelConfig) -> int:
-    """Return the stage of a rank: data parallelism is outermost, the ranks of a stage are neighbours."""
+    """Return the stage of a rank: data parallelism is the outer axis, tensor parallelism the inner one."""
     return rank // parallel.tensor_parallel_size % parallel.pipeline_stage
 
 
@@ -450,7 +452,7 @@ def _parameter_names(model: nn.Module) -> list[str]:
 
 
 def _free(module: nn.Module, own: set[int], made: dict[int, nn.Parameter]) -> None:
-    """Put a module's own parameters and buffers on ``meta``, except those that this rank needs elsewhere."""
+    """Put a module's own parameters and buffers on ``meta``, except the parameters in ``own``."""
     for name, parameter in module._parameters.items():
         if parameter is not None and id(parameter) not in own:
             if id(parameter) not in made:

@@ -1,6 +1,6 @@
 """Finds, while a model trains, what to keep, swap and recompute within a budget of memory.
 
-In: a model, its optimizer and the ``memory`` section (`start_planner`).
+In: a model, its optimizer and the ``memory`` section (`PlannedTraining`, `start_planner`).
 Out: a `Planner`, which puts a `MemoryPlan` on the model and improves it; a `Prediction` of peak and time.
 
 `record` observes a step, or computes one from shapes, as a `Profile`; `cost` predicts a step under a plan;
@@ -17,6 +17,7 @@ from .meter import AllocatorMeter, CountingMeter, Meter
 from .phases import Planner
 from .profile import Limits, Prediction, Profile
 from .rescue.op_hook import op_hook
+from .run import PlannedTraining
 from .start import start_planner
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "CountingMeter",
     "Limits",
     "Meter",
+    "PlannedTraining",
     "Planner",
     "Prediction",
     "Profile",

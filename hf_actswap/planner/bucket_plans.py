@@ -67,8 +67,7 @@ class BucketPlans:
         largest: that plan, as it was tried.
 
     Attributes:
-        searches: how many there were.
-        planning_s: seconds that they took.
+        planning_s: seconds of each search.
     """
 
     def __init__(self, run: Run, task: Task, largest: Trial) -> None:
@@ -83,7 +82,6 @@ class BucketPlans:
         self._used: set[BatchSize] = set()
         planned = largest.plan.rows != task.fixed.rows
         self._searches = planned and not task.profile.compiled_layers
-        self.searches = 0
         self.planning_s: list[float] = []
 
     @property
@@ -154,7 +152,6 @@ class BucketPlans:
         task, larger = self._task, self._serving(bucket.edge).plan
         if larger is None:
             return
-        self.searches += 1
         started = time.perf_counter()
         try:
             found = task.plan_at(bucket.edge)

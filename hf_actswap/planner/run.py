@@ -36,6 +36,28 @@ PutTiles = Callable[[Iterable[Tile]], list[Undo]]
 """Lets parts of the model run in tiles; returns what restores them."""
 
 
+@dataclass(frozen=True)
+class PlannedTraining:
+    """A model in training, and what the user wrote for it.
+
+    Args:
+        model: on its device, as it is called, in its wrappers.
+        structure: of the model inside.
+        fixed: the plan of the fates that are written by hand; its rows are constraints.
+        memory: the ``memory`` section; its mode is not ``off``.
+        optimizer: of the model; ``None``: not known.
+        counts_steps: whether the optimizer's step ends a training step; if not, whoever trains calls
+            `Planner.step_ended`.
+    """
+
+    model: nn.Module
+    structure: ModelStructure
+    fixed: MemoryPlan
+    memory: MemoryConfig
+    optimizer: torch.optim.Optimizer | None = None
+    counts_steps: bool = True
+
+
 @dataclass
 class Run:
     """One training under the planner.

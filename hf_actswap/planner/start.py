@@ -33,7 +33,7 @@ from .meter import AllocatorMeter, CountingMeter, Meter, baseline_tensors, devic
 from .phases import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
 from .rescue.oom_guard import OomGuard
-from .run import Put, PutTiles, Run
+from .run import PlannedTraining, Put, PutTiles, Run
 from .states.optimizer_kinds import inner_optimizer
 from .states.optimizer_states import OptimizerStates
 
@@ -51,16 +51,11 @@ _WRAPPED = "_checkpoint_wrapped_module"  # torch.distributed.algorithms._checkpo
 
 
 def start_planner(
-    model: nn.Module,
-    structure: ModelStructure,
-    fixed: MemoryPlan,
-    memory: MemoryConfig,
+    training: PlannedTraining,
     put: Put,
     put_tiles: PutTiles,
     host: HostMemory,
     *,
-    optimizer: torch.optim.Optimizer | None = None,
-    counts_steps: bool = True,
     transfer: Transfer | None = None,
     meter: Meter | None = None,
     ladder: Iterable[MemoryPlan] = (),
@@ -68,14 +63,9 @@ def start_planner(
     """Begin to plan for a model in training; every rank must call it.
 
     Args:
-        model: on its device, as it is called.
-        structure: of the model inside its wrappers.
-        fixed: the plan of what is written by hand; its rows are constraints.
-        memory: the ``memory`` section; its mode is not ``off``.
+        training: the model, and what is written for it.
         put, put_tiles: put a plan, and tiles, on the model.
         host: the host memory of all plans, which the optimizer's states share (``memory_saving``).
-        optimizer: of the model.
-        counts_steps: whether its step ends a training step; else call `Planner.step_ended`.
         transfer: how bytes move; by default streams on an accelerator, blocking copies on the CPU.
         meter: of device memory; by default the allocator's own, and on the CPU a count of storages, which
             rejects what exceeds ``budget_gib`` as an accelerator would.
@@ -85,6 +75,8 @@ def start_planner(
         PlanError: something is on or in use that does not go with the planner; the plan file is malformed;
             ``memory_saving`` without an optimizer, or with one that cannot be served.
     """
+    model, structure, fixed, memory = training.model, training.structure, training.fixed, training.memory
+    optimizer = training.optimizer
     if memory.mode == "off":
         raise ValueError("memory.mode is off: there is nothing to plan")
     problems = problems_of_planner(model, structure, memory.mode)
@@ -92,11 +84,11 @@ def start_planner(
         raise PlanError(problems)
     device = next((p.device for p in unwrapped(model).parameters()), torch.device("cpu"))
     transfer = transfer or transfer_of(device)
-    meter = meter or _meter_of(device, model, optimizer, memory)
+    meter = meter or _meter_of(device, training)
     pool = host.pool(device, transfer.overlaps, None)
     idle = IdleTensors(device, pool if transfer.overlaps else None, fixed.min_tensor_bytes)
     least = LeastBudget(model, structure, lambda: run.fixed, memory, optimizer, device_name(device))
-    guard = OomGuard(meter, idle, least_budget=least.in_words)
+    guard = OomGuard(meter, idle, least.in_words)
     run = Run(
         model,
         structure,
@@ -113,10 +105,10 @@ def start_planner(
         ladder=iter(ladder),
     )
     if memory.preference == "memory_saving":
-        run.states = _states_on_host(model, structure, optimizer, transfer, pool, fixed.min_tensor_bytes)
+        run.states = _states_on_host(training, transfer, pool)
 
     def made_for(shape: tuple[int, ...]) -> MadeFor:
-        return _made_for(model, structure, fixed, memory, device, shape)
+        return _made_for(training, device, shape)
 
     known, ours = _known_plan(memory, structure, made_for(()))
     with uninterrupted():
@@ -128,7 +120,7 @@ def start_planner(
             raise
         batches = unwrapped(model).register_forward_pre_hook(Hook(least.forward_starts), with_kwargs=True)
         planner.on_remove(batches.remove)
-        if optimizer is not None and counts_steps:
+        if optimizer is not None and training.counts_steps:
             steps = inner_optimizer(optimizer).register_step_post_hook(lambda *_: planner.step_ended())
             planner.on_remove(steps.remove)
     return planner
@@ -147,50 +139,39 @@ _NO_OPTIMIZER = Problem(
 )
 
 
-def _states_on_host(
-    model: nn.Module,
-    structure: ModelStructure,
-    optimizer: torch.optim.Optimizer | None,
-    transfer: Transfer,
-    pool: HostPool,
-    min_tensor_bytes: int,
-) -> OptimizerStates:
-    if optimizer is None:
+def _states_on_host(training: PlannedTraining, transfer: Transfer, pool: HostPool) -> OptimizerStates:
+    if training.optimizer is None:
         raise PlanError([_NO_OPTIMIZER])
-    root = unwrapped(model)
-    layers = [root.get_submodule(layer.module_path) for layer in structure.layers]
+    root = unwrapped(training.model)
     states = OptimizerStates(
-        optimizer, transfer, pool, model=model, layers=layers, min_tensor_bytes=min_tensor_bytes
+        training.optimizer,
+        transfer,
+        pool,
+        model=training.model,
+        layers=[root.get_submodule(layer.module_path) for layer in training.structure.layers],
+        min_tensor_bytes=training.fixed.min_tensor_bytes,
     )
     states.attach()
     return states
 
 
-def _meter_of(
-    device: torch.device, model: nn.Module, optimizer: torch.optim.Optimizer | None, memory: MemoryConfig
-) -> Meter:
+def _meter_of(device: torch.device, training: PlannedTraining) -> Meter:
     if device.type != "cpu":
         return AllocatorMeter(device)
-    limit = None if memory.budget_gib is None else round(memory.budget_gib * GIB)
-    meter = CountingMeter(limit)
-    meter.own(baseline_tensors(model, optimizer))
+    budget_gib = training.memory.budget_gib
+    meter = CountingMeter(None if budget_gib is None else round(budget_gib * GIB))
+    meter.own(baseline_tensors(training.model, training.optimizer))
     return meter
 
 
-def _made_for(
-    model: nn.Module,
-    structure: ModelStructure,
-    fixed: MemoryPlan,
-    memory: MemoryConfig,
-    device: torch.device,
-    shape: tuple[int, ...],
-) -> MadeFor:
-    parameters = list(unwrapped(model).parameters())
+def _made_for(training: PlannedTraining, device: torch.device, shape: tuple[int, ...]) -> MadeFor:
+    structure, fixed = training.structure, training.fixed
+    parameters = list(unwrapped(training.model).parameters())
     count = sum(parameter.numel() for parameter in parameters)
     written = [
         [row.scope, row.op_path, row.fate, asdict(row.windows) if row.windows else None] for row in fixed.rows
     ]
-    requested = {**asdict(replace(memory, plan_file=None)), "written": written}
+    requested = {**asdict(replace(training.memory, plan_file=None)), "written": written}
     if fixed.tiles:
         requested["tiles"] = [asdict(tile) for tile in fixed.tiles]
     return MadeFor(

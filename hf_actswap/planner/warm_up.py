@@ -69,7 +69,6 @@ class WarmUp:
     Args:
         run: the training.
         steps: how many, at least 1.
-        micro_batches: forwards of a step, if it is known.
     """
 
     name = "warm-up"
@@ -77,8 +76,8 @@ class WarmUp:
     """The most that was in use in the last step, the worst of all ranks, once that has ended. ``None``:
     memory was recorded in that step, something had to be evicted, or its batch was of another size."""
 
-    def __init__(self, run: Run, steps: int, micro_batches: int = 1) -> None:
-        self._run, self._steps_left, self._micro_batches = run, steps, micro_batches
+    def __init__(self, run: Run, steps: int) -> None:
+        self._run, self._steps_left, self._micro_batches = run, steps, 1  # until a step has been counted
         self._forwards = 0
         self._recorder: StepRecorder | None = None
         self._held: HeldForwards | None = None

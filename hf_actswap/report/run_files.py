@@ -144,7 +144,8 @@ class RecordedRun:
         steps: the lines of ``steps.jsonl``.
         planner: ``planner.json``; ``None``: there was no planner, or it had not settled.
         saving: ``saving.json``; ``None``: it is not known.
-        profile: see the module's text; so are timeline and memory.
+        profile: ``profile.json``; ``None``: the planner recorded no step.
+        timeline, memory: ``timeline.json`` and ``memory.json``; ``None``: not written.
         stages: of a pipeline, by number, those after the first.
     """
 

@@ -3,9 +3,9 @@
 In: a model with an `AppliedPlan`, and `SequenceChunks` (`stream_sequences`).
 Out: the same model, whose long training calls hold one chunk on the device; what takes that off again.
 
-`two_passes` runs the chunks, `streamed_attention` stands in the place of the model's attention,
-`piecewise_attention` is its arithmetic, `host_sequence` holds what chunks leave for each other, `refusals`
-names what cannot be streamed, `on_paper` computes what a sequence takes.
+`two_passes` runs the chunks. `streamed_attention` replaces the model's attention, and `piecewise_attention`
+computes it. `host_sequence` holds keys, values, outputs and gradients in host memory. `refusals` lists what
+cannot be streamed. `on_paper` predicts memory, copies and FLOP from shapes.
 
 It knows transformers' attention and mask interfaces, the engine's host memory and transfers; no YAML, no
 model families.

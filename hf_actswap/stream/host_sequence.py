@@ -1,17 +1,18 @@
-"""What the chunks of a sequence leave for each other in host memory.
+"""Host memory for the tensors that one chunk of a sequence stores and other chunks read.
 
-`HostSequence` holds tensors under a key, brings them to the device and takes new ones back. It is the only
-one that knows where they are: a tier behind host memory is a change here.
+`HostSequence` stores tensors under a key and copies them to the device and back. No other module knows
+where they are: a second tier behind host memory would be added here.
 
-**Order.** Copies follow the contract of `engine.transfer`. `put` starts a copy to the host and holds its
-source; compute waits for it when `_LEAVING` later ones have been put, so device memory holds the sources of
-a few copies and no wait is for a copy that has only just been asked for. `expect` starts a copy back, ordered
-by the transfer behind the copy that wrote the block; it is called for the next tensors before those that are
-at hand are computed with. `bring` makes compute wait for that copy. What was brought is complete, so a `put`
-under the same key writes the block after its last reader: the gradients of keys and values are brought, added
-to, and put back. `drop` first waits for whatever still moves, then gives the block back to the pool.
+**Order.** Copies follow the contract of `engine.transfer`. `put` starts a copy to the host and keeps its
+source; compute waits for that copy after `_LEAVING` later calls of `put`. So device memory holds the sources
+of a few copies only, and compute never waits for a copy that was started just before. `expect` starts a copy
+to the device, which the transfer orders after the copy that wrote the host block; callers start it for the
+next tensors before they compute with the present ones. `bring` makes compute wait for that copy. A `put`
+under the same key may then overwrite the block, because its last reader is done: gradients of keys and values
+are brought, added to, and put back. `drop` waits for copies that still run, then returns the block to the
+pool.
 
-All methods are called from one thread at a time: the one of the forward, later the one of backward.
+All methods are called from one thread at a time: first that of the forward, later that of the backward.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from ..engine.transfer import Copy, Transfer
 from ..errors import PlanError, Problem
 
 _LEAVING = 4
-"""Entries whose copies to the host may be on their way at once."""
+"""How many entries may have unfinished copies to the host."""
 
 Key = Hashable
 
 
 class _Entry:
-    """Tensors in host memory.
+    """The tensors of one key in host memory.
 
     Args:
-        hosts: a block for each.
+        hosts: one host block for each tensor.
     """
 
     __slots__ = ("coming", "hosts", "leaving", "written")
@@ -50,12 +51,12 @@ class _Entry:
 
 
 class HostSequence:
-    """Holds keys and values, and their gradients, of all chunks in host memory; fetches what a chunk reads.
+    """Stores tensors of the chunks of one sequence in host memory, and copies them back for other chunks.
 
     Args:
-        pool: of host memory.
-        transfer: moves bytes.
-        counters: count them.
+        pool: where host blocks are taken from.
+        transfer: copies between device and host.
+        counters: of the plan; copies, their bytes and waits are added.
     """
 
     def __init__(self, pool: HostPool, transfer: Transfer, counters: Counters) -> None:
@@ -67,14 +68,14 @@ class HostSequence:
         return key in self._entries
 
     def make_ready(self, size_bytes: int, longest: Callable[[int], int]) -> None:
-        """Begin to lock as much memory as the sequence will take.
+        """Start page-locking the host memory that the sequence needs.
 
         Args:
-            size_bytes: of it.
-            longest: says how many tokens of such a sequence take so many bytes.
+            size_bytes: the most host memory that the sequence takes.
+            longest: returns the number of tokens that fit in a number of bytes; for the error message.
 
         Raises:
-            PlanError: so much may not be taken.
+            PlanError: the pool is limited to less.
         """
         most_bytes = self._pool.most_bytes
         if most_bytes is not None and size_bytes > most_bytes:
@@ -85,11 +86,11 @@ class HostSequence:
             self._pool.reserve(size_bytes)
 
     def put(self, key: Key, *tensors: torch.Tensor) -> None:
-        """Copy tensors of the device to the host, over those of the same key and sizes if there are any.
+        """Start copying device tensors to the host; tensors stored under the same key are overwritten.
 
         Args:
-            key: they are brought under.
-            tensors: contiguous; nobody writes to them afterwards.
+            key: under which `bring` returns them.
+            tensors: contiguous, not written to afterwards, of the same sizes as those that they overwrite.
 
         Raises:
             PlanError: there is no host memory left.
@@ -112,7 +113,7 @@ class HostSequence:
             self._has_left(self._leaving.popleft())
 
     def expect(self, key: Key) -> None:
-        """Start the copies to the device, if there are such tensors and they are not on their way."""
+        """Start the copies to the device; nothing for unknown keys and copies that were started already."""
         entry = self._entries.get(key)
         if entry is None or entry.coming:
             return
@@ -122,7 +123,7 @@ class HostSequence:
             self._counters.prefetched_bytes += host.size_bytes
 
     def bring(self, key: Key) -> list[torch.Tensor]:
-        """Return the tensors of a key on the device; they are the caller's."""
+        """Return the tensors of a key on the device, after compute waits for their copies."""
         entry = self._entries[key]
         if not entry.coming:
             self.expect(key)
@@ -133,7 +134,7 @@ class HostSequence:
         return [tensor for tensor, _ in coming]
 
     def drop(self, key: Key) -> None:
-        """Nobody will ask for a key any more."""
+        """Free the host memory of a key, after its copies; unknown keys are ignored."""
         entry = self._entries.pop(key, None)
         if entry is None:
             return

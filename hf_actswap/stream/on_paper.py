@@ -1,4 +1,4 @@
-"""What a streamed sequence takes, by arithmetic on the shapes that its layers show in one chunk."""
+"""Predicts host memory, copies and FLOP of a streamed sequence from the shapes in one chunk of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import accumulate
 from .piecewise_attention import Visibility
 
 TOKEN_BYTES = 4 * 8
-"""On the device for each token of a row: its id, its label, its shifted label and its position."""
+"""Device bytes per token of a row: id, label, shifted label and position, int64 each."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class LayerTrace:
     """Shapes of one layer's attention.
 
     Args:
-        visible: which keys it sees.
-        heads, key_heads: of queries, and of keys and values, of all rows of the batch together.
-        key_size, value_size: numbers of a head of queries and keys, and of values.
-        item_bytes, wide_bytes: of a number, and of one of a sum.
-        gradient_bytes: of a number of the sums of gradients on the host.
+        visible: which keys a query may see.
+        heads, key_heads: number of heads of queries, and of keys and values, times the rows of the batch.
+        key_size, value_size: head size of queries and keys, and of values.
+        item_bytes, wide_bytes: size of an element of the activations, and of the sums in at least fp32.
+        gradient_bytes: size of an element of the gradient sums on the host.
     """
 
     visible: Visibility
@@ -37,42 +37,43 @@ class LayerTrace:
 
     @property
     def key_numbers(self) -> int:
-        """Of keys and values of one token."""
+        """Elements of the keys and values of one token."""
         return self.key_heads * (self.key_size + self.value_size)
 
     @property
     def output_bytes(self) -> int:
-        """Of the output and the log-sum-exp of one token."""
+        """Bytes of attention's output and log-sum-exp for one token."""
         return self.heads * (self.value_size * self.item_bytes + self.wide_bytes)
 
     @property
     def forward_flop(self) -> int:
-        """Of a query and a key in forward: two products."""
+        """FLOP in forward for one pair of a query and a key: two matrix products."""
         return 2 * self.heads * (self.key_size + self.value_size)
 
     @property
     def backward_flop(self) -> int:
-        """Of a query and a key in backward: five products, as the scores are made again."""
+        """FLOP in backward for one pair of a query and a key: five products, one to recompute the scores."""
         return 2 * self.heads * (3 * self.key_size + 2 * self.value_size)
 
     @property
     def moving_bytes(self) -> int:
-        """On the device in backward for each token of a chunk: what leaves for the host, and what comes.
+        """Device bytes in backward, per token of a chunk, of tensors that are being copied.
 
-        Gradients of keys and values of four pieces (`host_sequence`), the output of the next layer, and the
-        first piece of this one with its gradients.
+        To the host: the gradients of keys and values of four pieces (`host_sequence._LEAVING`). To the
+        device: the output of the next layer, and this layer's first piece with its gradients.
         """
         pieces = self.item_bytes + 5 * self.gradient_bytes
         return self.key_numbers * pieces + self.output_bytes
 
     @property
     def pieces_bytes(self) -> int:
-        """While attention runs backward beside those that move, and beyond a whole sequence's, at most.
+        """Further device bytes per token of a chunk, at most, while attention runs backward in pieces.
 
-        Of queries: the sum of gradients, those of one piece more, and upstream in one piece. Of keys and
-        values: two pieces and one that ends; gradients of one piece more; and in the dtype of sums the
-        chunk's own gradients, those that are found, brought, and coming. Less the piece that `moving_bytes`
-        has, and its gradients.
+        They come on top of `moving_bytes` and of what attention over a whole sequence needs. For queries:
+        the sum of their gradients, the gradients from one piece, and a contiguous upstream gradient. For keys
+        and values: the present piece, the next and the last; the gradients from one piece; and in the dtype
+        of sums the chunk's own gradients, a piece's new ones, those brought from the host and those that are
+        being copied. The piece and the gradients that `moving_bytes` counts are subtracted.
         """
         queries = self.heads * self.key_size * (self.wide_bytes + self.item_bytes)
         upstream = self.heads * self.value_size * self.item_bytes
@@ -82,12 +83,12 @@ class LayerTrace:
 
 @dataclass(frozen=True)
 class PassWork:
-    """What one pass over the chunks does for attention.
+    """Work of attention in one pass over all chunks.
 
     Args:
-        flop: arithmetic of attention.
-        merged_bytes: that compute reads and writes to add up what it finds in pieces.
-        out_bytes, in_bytes: that are copied to the host, and back.
+        flop: floating-point operations of attention.
+        merged_bytes: read and written on the device to add up results of pieces.
+        out_bytes, in_bytes: copied to the host, and back to the device.
     """
 
     flop: int
@@ -97,30 +98,30 @@ class PassWork:
 
 
 def chunk_bounds(length: int, tokens: int) -> list[int]:
-    """Return the positions where chunks of ``tokens`` begin, and ``length``."""
+    """Return the first position of each chunk of ``tokens`` tokens, and at the end ``length``."""
     return [*range(0, length, tokens), length]
 
 
 def left_by(bounds: Sequence[int], chunk: int, visible: Visibility) -> range:
-    """Return the positions of a chunk whose keys a later one sees."""
+    """Return the positions in a chunk whose keys a later chunk sees: these are stored on the host."""
     start, stop = bounds[chunk : chunk + 2]
     return range(stop if stop == bounds[-1] else min(max(start, visible.first(stop)), stop), stop)
 
 
 def first_seen(bounds: Sequence[int], chunk: int, visible: Visibility) -> int:
-    """Return the first chunk of which ``chunk`` sees a key."""
+    """Return the first chunk that has a key which ``chunk`` sees."""
     return bisect_right(bounds, visible.first(bounds[chunk])) - 1
 
 
 def host_bytes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> int:
-    """Return the most bytes of host memory that a sequence takes at once.
+    """Return the peak of the host memory that a sequence takes, in bytes.
 
-    When a chunk has run backward there are outputs, keys and values of it and of those before it, and
-    gradients of the keys and values that it sees and of its own. If keys and values of a layer need no
-    gradients, it is less.
+    It is reached in the second pass, at the end of some chunk's backward. By then the host holds outputs,
+    keys and values of that chunk and of all before it, and gradients of its own keys and values and of those
+    that it sees. Layers whose keys and values need no gradients take less than is counted.
 
     Args:
-        layers: of the model.
+        layers: the attention of each layer of the model.
         bounds: see `chunk_bounds`.
     """
     at_end = [0] * (len(bounds) - 1)
@@ -134,12 +135,13 @@ def host_bytes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> int:
 
 
 def longest_on_host(layers: Sequence[LayerTrace], tokens: int, most_bytes: int, length: int) -> int:
-    """Return how long a sequence may be, up to ``length``, to take ``most_bytes`` of host memory or less.
+    """Return the longest sequence, in tokens, that takes at most ``most_bytes`` of host memory.
 
     Args:
-        layers: of the model, at least one.
-        tokens: of a chunk.
-        most_bytes, length: at least 0.
+        layers: the attention of each layer of the model; at least one.
+        tokens: length of a chunk.
+        most_bytes: at least 0.
+        length: the most tokens to return, at least 0.
     """
     most = min(most_bytes // sum(layer.output_bytes for layer in layers), length)
     fits = range(1, most + 1)
@@ -147,16 +149,17 @@ def longest_on_host(layers: Sequence[LayerTrace], tokens: int, most_bytes: int, 
 
 
 def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWork, PassWork]:
-    """Return what both passes do for attention.
+    """Return the work of attention in the first pass and in the second.
 
-    Pieces of keys and values come to each chunk that sees them. In the second pass their gradients come too,
-    but to the chunk that is the first to have some, and leave, and come at last to their own chunk; the
-    output comes twice, to forward and to a layer that is recomputed. In the first pass the merge of a piece
-    reads and writes the sum twice and the output once, beside its conversion; in the second the gradient is
-    added to that of the queries, and those of keys and values are converted and added.
+    A piece is the keys and values that an earlier chunk has stored; each chunk that sees it copies it in. In
+    the second pass each of these chunks also adds to the gradients of the piece and copies them out; all but
+    the first of them copy them in before, and so does the chunk that the piece belongs to. Attention's output
+    is copied in twice: for the forward, and for the recomputation of the layer. Merging a piece in the first
+    pass reads and writes the sum twice and the output once, and converts it; in the second the gradient of
+    the queries is added, and those of keys and values are converted and added.
 
     Args:
-        layers: of the model.
+        layers: the attention of each layer of the model.
         bounds: see `chunk_bounds`.
     """
     first, second = [0] * 4, [0] * 4
@@ -189,6 +192,6 @@ def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWor
 
 
 def _left_until(bounds: Sequence[int], visible: Visibility) -> list[int]:
-    """Tokens whose keys the chunks before each bound leave."""
+    """For each bound, the number of tokens whose keys the chunks before it store on the host."""
     chunks = range(len(bounds) - 1)
     return [0, *accumulate(len(left_by(bounds, chunk, visible)) for chunk in chunks)]

@@ -1,20 +1,20 @@
-"""Attention of a chunk of queries to keys and values that come in pieces and are never all there.
+"""Attention of a chunk of queries to keys and values that are given piece by piece.
 
 **Forward.** For one query let the keys be divided into pieces. Attention to one piece alone gives
 ``o = sum_j exp(s_j) v_j / z`` with ``z = sum_j exp(s_j)``, over the scores ``s_j`` of that piece, and
 ``l = log z``. Attention to two pieces is ``(z_1 o_1 + z_2 o_2) / (z_1 + z_2)``. With
 ``l = log(exp(l_1) + exp(l_2))`` that is ``exp(l_1 - l) o_1 + exp(l_2 - l) o_2``, and ``l`` is the log of the
-sum of both: `merge` can go on with the next piece. (Milakov and Gimelshein, "Online normalizer calculation
+sum of both: `merge` can then add the next piece. (Milakov and Gimelshein, "Online normalizer calculation
 for softmax"; Dao et al., FlashAttention.)
 
-**Backward.** With the final ``l`` and ``o`` the probability of each key is ``p_j = exp(s_j - l)``, so each
-piece's gradients need nothing of the others: for the upstream gradient ``g``, ``dv_j = p_j g``,
+**Backward.** With the final ``l`` and ``o`` the probability of each key is ``p_j = exp(s_j - l)``, so the
+gradients from a piece do not depend on the other pieces: for the upstream gradient ``g``, ``dv_j = p_j g``,
 ``ds_j = p_j (g . v_j - g . o)``, and from it ``dq = sum_j ds_j k_j`` and ``dk_j = ds_j q``. This is what the
 kernels of FlashAttention compute if they are given the final ``l`` and ``o`` in the place of their own.
 
-A piece is computed by the flash kernel of the device where that can: no mask, no softcapping, its dtypes and
-head sizes. Elsewhere the scores are there, for some queries at a time. Neither repeats the keys and values of
-grouped heads. Sums over pieces are in fp32.
+A piece is computed by the flash kernel of the device where that supports it: no mask, no softcapping, a
+supported dtype and head size. Otherwise a block of scores is computed for some queries at a time. Neither
+repeats the keys and values of grouped heads. Sums over pieces are in fp32.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ import torch
 from ..engine.pieces import product
 
 _SCORES = 2**25
-"""Numbers of a block of scores that are there at once: 128 MiB in fp32."""
+"""Elements of a block of scores, at most: 128 MiB in fp32."""
 _ROWS = 1024
-"""Queries of a block at most, so that few keys are computed with that they do not see."""
+"""Queries in a block, at most: with fewer queries fewer masked scores are computed."""
 
 _aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which keys a query sees, beside the rule that none comes after it.
+    """Which keys a query sees: none after its own position, and fewer by these rules.
 
     Args:
-        window: a sliding window: the last so many, itself included.
-        block: chunked attention: those of its own block of so many positions.
-        documents: positions where the documents of a packed sequence begin, rising from 0. A query sees its
-            own document only, and blocks are counted from its beginning.
+        window: a sliding window: only the last ``window`` keys, the query's own position included.
+        block: chunked attention: only keys in the query's own block of ``block`` positions.
+        documents: first positions of the documents of a packed sequence, rising from 0. A query sees keys
+            of its own document only, and blocks are counted from the start of the document.
     """
 
     window: int | None = None
@@ -65,7 +65,7 @@ class Visibility:
         return [range(start, stop) for start, stop in pairwise(ends)]
 
     def pairs(self, length: int) -> int:
-        """Return how many pairs of a query and a key that it sees a sequence has."""
+        """Return the number of pairs of a query and a key that it sees in a sequence of ``length``."""
         if len(self.documents) > 1:
             one = replace(self, documents=(0,))
             return sum(one.pairs(len(document)) for document in self.by_document(range(length)))
@@ -76,12 +76,12 @@ class Visibility:
         return length * reach - reach * (reach - 1) // 2
 
     def mask(self, queries: range, keys: range, device: torch.device) -> torch.Tensor | None:
-        """Return which query sees which key, bool, shape (queries, keys); ``None``: each sees all of them.
+        """Return which query sees which key, bool, shape (queries, keys); ``None``: each sees all keys.
 
         Args:
-            queries: of one document.
-            keys: of the same one.
-            device: of the mask.
+            queries: positions in one document.
+            keys: positions in the same document.
+            device: where the mask is made.
         """
         if keys.stop - 1 <= queries.start and self.first(queries.stop - 1) <= keys.start:
             return None
@@ -98,11 +98,11 @@ class Visibility:
 
 @dataclass(frozen=True)
 class Scores:
-    """How the scores of a layer are made.
+    """How a layer computes its attention scores.
 
     Args:
-        scale: of the products of queries and keys.
-        softcap: ``s`` becomes ``softcap * tanh(s / softcap)``; ``None``: it stays.
+        scale: factor of the products of queries and keys.
+        softcap: a score ``s`` becomes ``softcap * tanh(s / softcap)``; ``None``: scores are not capped.
         visible: which keys a query sees.
     """
 
@@ -119,11 +119,11 @@ def attend(
     Args:
         query: ``[B, H, Q, D]``.
         key, value: ``[B, K, N, D]`` and ``[B, K, N, E]``; ``K`` divides ``H``.
-        scores: how they are made.
-        queries, keys: positions of both in the sequence, ``Q`` and ``N`` of them.
+        scores: scale, softcap and visible keys.
+        queries, keys: the ``Q`` and ``N`` positions of both in the sequence.
 
     Returns:
-        ``[B, H, Q, E]`` and ``[B, H, Q]``, at least fp32. Of a query that sees nothing: 0 and minus infinity.
+        ``[B, H, Q, E]`` and ``[B, H, Q]``, at least fp32; 0 and minus infinity for a query that sees no key.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     out = query.new_zeros((*query.shape[:3], value.shape[-1]), dtype=wide)
@@ -153,9 +153,15 @@ def attend(
 def merge(
     out: torch.Tensor, total: torch.Tensor, other: torch.Tensor, other_total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention to two pieces, of what `attend` returned for each; the first two are written to.
+    """Return attention to two pieces together, from what `attend` returned for each of them.
 
-    See the module's text for the derivation. At least one of the two pieces is seen by each query.
+    With the logs ``l_1``, ``l_2`` of the two sums of exponentials, ``l = log(exp(l_1) + exp(l_2))`` is that
+    of both, and the output is ``exp(l_1 - l) o_1 + exp(l_2 - l) o_2`` (Milakov and Gimelshein, "Online
+    normalizer calculation for softmax"). Each query must see a key of at least one of the two pieces.
+
+    Args:
+        out, total: of the pieces so far, ``[B, H, Q, E]`` and ``[B, H, Q]``; ``out`` is overwritten.
+        other, other_total: of the next piece, in the same shapes.
     """
     both = torch.logaddexp(total, other_total)
     out.mul_((total - both).exp_()[..., None]).addcmul_(other, (other_total - both).exp_()[..., None])
@@ -173,16 +179,16 @@ def attend_backward(
     queries: range,
     keys: range,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of queries, keys and values through one piece.
+    """Return the gradients of queries, keys and values from attention to one piece.
 
     Args:
         upstream: gradient of ``out``.
         query, key, value, scores, queries, keys: as in `attend`.
-        out: attention to all pieces, in the queries' dtype.
-        total: of all pieces.
+        out: attention to all pieces together, in the dtype of the queries.
+        total: the log of the sum of exponentials over all pieces together.
 
     Returns:
-        Of the shapes of ``query``, ``key`` and ``value``; in any dtype.
+        Tensors of the shapes of ``query``, ``key`` and ``value``; the dtype is that of the kernel used.
     """
     wide = total.dtype
     parts = _by_document(scores.visible, queries, keys)
@@ -236,7 +242,7 @@ class _Block:
 def _blocks(
     query: torch.Tensor, key: torch.Tensor, visible: Visibility, queries: range, keys: range
 ) -> Iterator[_Block]:
-    """Yield blocks that hold all that is seen, with few scores each, and few that are not seen."""
+    """Yield blocks of queries and keys that cover all visible pairs, with few scores that are masked."""
     step = min(_ROWS, max(1, _SCORES // (query.shape[0] * query.shape[1] * key.shape[2])))
     for first in range(0, len(queries), step):
         some = queries[first : first + step]
@@ -250,10 +256,11 @@ def _blocks(
 def _by_document(
     visible: Visibility, queries: range, keys: range
 ) -> list[tuple[slice, slice, range, range]] | None:
-    """Return the documents of queries that see some of the keys; ``None``: all queries are of one.
+    """Divide queries by document; ``None``: all queries belong to one document.
 
     Returns:
-        For each the places of its queries and of the keys that it sees, and the positions of both.
+        For each document with a query that sees one of the keys: the slices of its queries and of the keys
+        that they see, and the positions of both.
     """
     documents = visible.by_document(queries)
     if len(documents) == 1:
@@ -268,14 +275,14 @@ def _by_document(
 
 
 def _grouped(rows: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return ``[B, H, q, X]`` as ``[B, K, G * q, X]``: a group's heads are more rows for one key head."""
+    """Return ``[B, H, q, X]`` as ``[B, K, G * q, X]``: heads that share a key head become more rows of it."""
     return rows.reshape(rows.shape[0], key.shape[1], -1, rows.shape[-1])
 
 
 def _scores_of(
     block: _Block, query: torch.Tensor, key: torch.Tensor, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the scores ``[B, K, G * q, n]`` of a block's grouped queries, and their slope if softcapped."""
+    """Return a block's scores ``[B, K, G * q, n]``, and the derivative of the softcap where there is one."""
     made = product(query, key.transpose(-1, -2)).mul_(scores.scale)
     slope = None
     if scores.softcap is not None:
@@ -317,7 +324,7 @@ class _FlashOnCpu:
 
 
 class _FlashOnCuda:
-    """FlashAttention 2 as PyTorch has it. Without dropout its random state is not read."""
+    """PyTorch's FlashAttention 2 kernel. Its random state is zeros: without dropout it is not read."""
 
     @staticmethod
     def forward(
@@ -357,8 +364,8 @@ def _flash_kernel(
     queries: range,
     keys: range,
 ) -> type[_FlashOnCpu] | type[_FlashOnCuda] | None:
-    """Return the kernel that can compute a piece, if there is one."""
-    own = keys == queries  # causal; other pieces are seen by all queries, or are masked
+    """Return the device's flash kernel if it can compute this piece; ``None``: blocks of scores must do."""
+    own = keys == queries  # then causal; any other piece must be seen whole by every query
     visible = scores.visible.first(queries.stop - 1) <= keys.start and (own or keys.stop <= queries.start)
     if not visible or scores.softcap is not None or query.shape[-1] != value.shape[-1]:
         return None

@@ -1,4 +1,4 @@
-"""What cannot be streamed: of models before training begins, of calls before their first chunk runs."""
+"""Rejects models that cannot be streamed before training begins, and calls before their first chunk runs."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _PASSED_ON = frozenset(
         *("num_items_in_batch", "ignore_index", "return_dict"),
     )
 )
-"""Arguments of a call that a streamed one understands."""
+"""Arguments that a streamed call supports."""
 
 
 def problems_of_model(root: nn.Module, structure: ModelStructure) -> list[Problem]:
-    """Return why a model cannot be streamed: all reasons that its configuration and classes show.
+    """Return all reasons why a model cannot be streamed, read off its configuration and classes.
 
     Args:
         root: the model inside its wrappers.
-        structure: of it.
+        structure: its layers and ops.
     """
     model: Any = root
     config: Any = getattr(root, "config", None)
@@ -134,10 +134,10 @@ def reject_call(root: nn.Module, given: Mapping[str, Any]) -> None:
 
     Args:
         root: the model.
-        given: its arguments by name.
+        given: the arguments of the call by name.
 
     Raises:
-        PlanError: it cannot be streamed; names every reason.
+        PlanError: the call cannot be streamed; lists every reason.
     """
     problems = []
     if any(hasattr(type(module), FSDP2_METHOD) for module in root.modules()):
@@ -174,7 +174,7 @@ def _problems_of_mask(given: Mapping[str, Any]) -> list[Problem]:
     targets = given["shift_labels"][:, :-1] if "shift_labels" in given else None
     if targets is None and labels is not None:
         targets = labels[:, 1:]
-    # What a padded token computes differs, because it sees other padding: so it must not count.
+    # A padded token attends to other padding than without streaming, so its loss must be ignored.
     if targets is not None and bool((padded[:, :-1] & (targets != ignored)).any()):
         hint = f"Set the labels of padding to {ignored}, as DataCollatorForLanguageModeling does."
         return [Problem("labels", f"{ignored} where the attention mask is 0", "other labels there", hint)]
@@ -204,7 +204,7 @@ def documents_of(positions: torch.Tensor) -> tuple[int, ...]:
     This is the rule of `transformers` (``masking_utils.find_packed_sequence_indices``).
 
     Args:
-        positions: ``[B, S]``, of which the first row is read.
+        positions: ``[B, S]``; only the first row is read.
     """
     breaks = (positions[0].diff() != 1).nonzero()[:, 0] + 1
     return (0, *breaks.tolist())

@@ -1,20 +1,20 @@
-"""The attention of a streamed model: what `transformers` calls in the place of its own attention functions.
+"""The attention function that `transformers` calls, in place of its own, while a sequence is streamed.
 
-A chunk's queries attend to its own keys, which are on the device, and to those of earlier chunks, which are
-brought from the host one chunk at a time, the next one while this one is computed with. A layer leaves on
-the host, for each chunk:
+A chunk's queries attend to its own keys, which are on the device, and to those of earlier chunks. These are
+copied from the host one chunk at a time; the next is copied while the present one is computed with. A layer
+stores on the host, for each chunk:
 
-* ``("keys", layer, chunk)``: its keys and values, as far as later chunks see them: all of them, or under a
-  sliding window its last ``window - 1`` tokens;
-* ``("output", layer, chunk)``: its attention's output and the log-sum-exp, of the first pass. With these the
-  second pass need not attend again: neither its forward nor the recomputation of a layer computes a score;
-* ``("gradients", layer, chunk)``: in the second pass, the sum of what later chunks give the gradients of its
-  keys and values, in fp32 or by choice rounded to bf16 whenever a chunk has been added.
+* ``("keys", layer, chunk)``: the keys and values that later chunks see: all of them, or under a sliding
+  window the last ``window - 1`` tokens;
+* ``("output", layer, chunk)``: attention's output and log-sum-exp from the first pass. The second reads
+  them, so that neither its forward nor the recomputation of a layer computes attention again;
+* ``("gradients", layer, chunk)``: in the second pass, the gradients of the keys and values that later chunks
+  have added up, in fp32, or if asked for rounded to bf16 after each addition.
 
-The model's own mask function says which keys a layer sees. It is handed to `mask_rule`, which finds out what
-it means and returns a `Visibility`; the model passes that on to its attention as its mask. So no mask is
-made, and a rule that is not known here is an error and not another result. Documents that are packed into the
-sequence are told by its positions, as in `transformers`; what no later chunk's document sees is not kept.
+The model's own mask function says which keys a layer sees. `transformers` gives it to `mask_rule`, which
+recognises the rule and returns a `Visibility`; the model passes that to its attention as the mask. So no mask
+is made, and an unknown rule is an error. Documents that are packed into the sequence are recognised by their
+positions, as in `transformers`; keys that no later chunk sees are not stored.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from .on_paper import LayerTrace, first_seen, left_by
 from .piecewise_attention import Scores, Visibility, attend, attend_backward, merge
 
 _UNKNOWN = ("s_aux", "position_bias", "cache", "head_mask", "cu_seq_lens_q", "block_table")
-"""Arguments of attention functions that change the result, and are not known here."""
+"""Arguments of attention functions that would change the result and are not supported."""
 
 
 class ChunkAttention:
     """The attention of one sequence.
 
     Args:
-        bounds: positions where chunks begin, and where the last one ends.
-        host: what chunks leave for each other.
-        documents: positions where the documents of the sequence begin.
-        grad_accum_dtype: of sums of gradients on the host; ``fp32`` stands for at least that.
+        bounds: first positions of the chunks, and the length of the sequence.
+        host: stores tensors of one chunk for others.
+        documents: first positions of the documents of the sequence.
+        grad_accum_dtype: dtype of the gradient sums on the host; ``fp32`` means at least fp32.
 
     Attributes:
-        chunk: that runs.
-        second: whether it runs with gradients.
-        layers: that were called, in order.
+        chunk: index of the chunk that runs.
+        second: whether it runs in the second pass, with gradients.
+        layers: shapes of the attention of each layer that was called, by layer index, in order of calls.
     """
 
     def __init__(
@@ -67,7 +67,12 @@ class ChunkAttention:
         self._given: set[int] = set()
 
     def begin(self, chunk: int, second: bool) -> None:
-        """A chunk runs: without gradients, or for the second time with them."""
+        """Note which chunk runs next.
+
+        Args:
+            chunk: its index.
+            second: whether it is the second pass, with gradients.
+        """
         self.chunk, self.second = chunk, second
         self._given.clear()
         if second:
@@ -75,7 +80,7 @@ class ChunkAttention:
 
     @property
     def positions(self) -> range:
-        """Of the chunk that runs."""
+        """Positions of the tokens of the chunk that runs."""
         return self.positions_of(self.chunk)
 
     def positions_of(self, chunk: int) -> range:
@@ -83,24 +88,24 @@ class ChunkAttention:
         return range(self.bounds[chunk], self.bounds[chunk + 1])
 
     def left_by(self, chunk: int, visible: Visibility) -> range:
-        """Return the positions of a chunk whose keys a later one sees."""
+        """Return the positions in a chunk whose keys a later chunk sees."""
         return left_by(self.bounds, chunk, visible)
 
     def forget(self, chunk: int) -> None:
-        """Nobody will ask for what a chunk has left."""
+        """Free the host memory of a chunk, after its backward."""
         for layer in self.layers:
             for kind in ("keys", "output", "gradients"):
                 self.host.drop((kind, layer, chunk))
 
     def mask_rule(self, *_: Any, **kwargs: Any) -> Visibility:
-        """Stand in the place of `transformers`' mask functions (``AttentionMaskInterface``).
+        """Return the rule of a layer's mask in place of the mask (transformers' ``AttentionMaskInterface``).
 
         Raises:
             PlanError: the model's mask is neither causal, nor a causal sliding window or blocks.
         """
         size, rule = kwargs.get("local_size"), kwargs["mask_function"]
         if size not in self._masks:
-            with _disable_current_modes():  # on fake tensors nothing can be found out
+            with _disable_current_modes():  # fake tensors have no values to compare
                 found = _visibility(rule, size, kwargs.get("device") or torch.device("cpu"))
             self._masks[size] = replace(found, documents=self._documents)
         return self._masks[size]
@@ -117,21 +122,23 @@ class ChunkAttention:
         softcap: float | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Stand in the place of `transformers`' attention functions (``AttentionInterface``).
+        """Compute attention of a chunk to all tokens so far (transformers' ``AttentionInterface``).
 
         Args:
-            module: the attention, which knows its ``layer_idx``.
+            module: the attention module; its ``layer_idx`` is read.
             query: ``[B, H, C, D]``, of the chunk that runs.
             key, value: ``[B, K, C, D]`` and ``[B, K, C, E]``, of the same tokens.
-            attention_mask: what `mask_rule` returned.
-            dropout, scaling, softcap: see `Scores`.
-            kwargs: of the model's call and of other attention functions.
+            attention_mask: the `Visibility` that `mask_rule` returned.
+            dropout: must be 0.
+            scaling: of the scores; ``None``: ``D ** -0.5``.
+            softcap: see `Scores`.
+            kwargs: further arguments of the model's call; those that change attention are rejected.
 
         Returns:
-            ``[B, C, H, E]``.
+            ``[B, C, H, E]``, and ``None`` for the attention weights.
 
         Raises:
-            PlanError: the attention is of a kind that is not known here.
+            PlanError: this kind of attention cannot be streamed.
         """
         kind = query.device.type
         if torch.is_autocast_enabled(kind):  # as scaled_dot_product_attention does
@@ -142,7 +149,7 @@ class ChunkAttention:
         layer = int(module.layer_idx)
         if layer not in self.layers:
             self.layers[layer] = _trace(attention_mask, query, key, value, self._rounded)
-        if type(query) is not torch.Tensor:  # a run on fake tensors: what is saved, not what is computed
+        if type(query) is not torch.Tensor:  # a run on fake tensors: only shapes and saved tensors matter
             grouped = key.shape[1] != query.shape[1]
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
@@ -166,7 +173,7 @@ class ChunkAttention:
         coming = [("keys", layer, chunk) for chunk in earlier]
         if earlier and layer + 1 in self.layers:  # the next layer's first piece comes with this one's last
             coming += [("keys", layer + 1, chunk) for chunk in self._seen(self.layers[layer + 1].visible)[:1]]
-        elif earlier:  # and behind the last layer that of the next chunk
+        elif earlier:  # after the last layer: the first piece of the next chunk
             coming.append(("keys", min(self.layers), self.chunk))
         for piece in coming[:1]:
             self.host.expect(piece)
@@ -186,21 +193,21 @@ class ChunkAttention:
         return out
 
     def _seen(self, visible: Visibility) -> list[int]:
-        """Return the earlier chunks that the present one sees, the nearest first."""
+        """Return the earlier chunks with keys that the present chunk sees, the nearest first."""
         return [*reversed(range(first_seen(self.bounds, self.chunk, visible), self.chunk))]
 
     def output(self, layer: int) -> list[torch.Tensor]:
-        """Return a layer's output and log-sum-exp of the first pass; those of the next are on their way.
+        """Return a layer's output and log-sum-exp from the first pass, and start the next copies.
 
-        The next are those of the layer above in forward, and of the one below where layers run again, which
-        begins with the last one; behind the first one comes the chunk before.
+        In the forward of the second pass the layer above is next. When layers are recomputed in backward,
+        from the last to the first, the layer below is next, and after the first layer the chunk before.
         """
         found, again = self.host.bring(("output", layer, self.chunk)), layer in self._given
         following, chunk = layer - 1 if again else layer + 1, self.chunk
         if following not in self.layers:
             following, chunk = (min(self.layers), chunk - 1) if again else (layer, chunk)
         self.host.expect(("output", following, chunk))
-        if again:  # backward through its MLP is ahead of that through its attention
+        if again:  # there is time: backward runs through the MLP before attention
             self._expect_piece(layer, self._seen(self.layers[layer].visible)[:1])
         self._given.add(layer)
         return found
@@ -213,14 +220,14 @@ class ChunkAttention:
         saved: tuple[torch.Tensor, ...],
         learns_keys: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the gradients of the chunk's queries, keys and values; earlier chunks' go to the host.
+        """Return the gradients of the chunk's queries, keys and values; add to earlier chunks' on the host.
 
         Args:
-            layer: of the attention.
-            scores: how they are made.
+            layer: index of the layer.
+            scores: scale, softcap and visible keys.
             upstream: gradient of the output, ``[B, H, C, E]``.
-            saved: queries, keys, values, output, log-sum-exp.
-            learns_keys: whether keys and values get gradients.
+            saved: queries, keys, values, output and log-sum-exp of the chunk.
+            learns_keys: whether keys and values need gradients.
         """
         query, key, value, out, total = saved
         own, host = self.positions, self.host
@@ -247,7 +254,7 @@ class ChunkAttention:
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
     def _expect_piece(self, layer: int, chunks: list[int]) -> None:
-        """Start the copies of what backward through a piece reads; without one, of its own gradients."""
+        """Start copying the piece that backward reads next, and its gradients; or else the own gradients."""
         for chunk in chunks:
             self.host.expect(("keys", layer, chunk))
         for chunk in chunks or [self.chunk]:
@@ -260,7 +267,7 @@ class ChunkAttention:
 
 
 class _Attention(torch.autograd.Function):
-    """The second pass of one layer: forward gives what the first pass found."""
+    """Attention of one layer in the second pass: its forward returns the stored output of the first pass."""
 
     @staticmethod
     def forward(
@@ -319,7 +326,7 @@ def _check(module: Any, mask: Any, dropout: float, kwargs: dict[str, Any]) -> No
 
 
 def _visibility(rule: Callable[..., torch.Tensor], size: int | None, device: torch.device) -> Visibility:
-    """Find out what a mask function means: of what is known here it must be one, wherever it is asked."""
+    """Return the rule that a mask function computes, compared at several queries; raise if it is unknown."""
     known = [Visibility()] if size is None else [Visibility(window=size), Visibility(block=size)]
     last = 64 if size is None else 2 * size + 1
     keys, none = torch.arange(last + 2, device=device), torch.zeros((), dtype=torch.long, device=device)

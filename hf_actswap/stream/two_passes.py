@@ -1,22 +1,22 @@
-"""A model's call with a long sequence: two passes over its chunks in the place of one over all tokens.
+"""Runs a model's call with a long sequence as two passes over chunks of it.
 
-Only attention looks from one token to another, and causal attention only back. So the chunks of a sequence
-run one after the other, each with the keys and values of those before it:
+Only attention reads other tokens, and causal attention only earlier ones. So the chunks of a sequence can run
+one after the other, each with the keys and values of those before it:
 
-* **First pass**, in the model's call: the chunks in order, without gradients. It gives the loss, and each
-  layer leaves keys, values and attention's output on the host (`streamed_attention`).
+* **First pass**, in the model's call: the chunks in order, without gradients. It returns the loss, and
+  each layer stores keys, values and attention's output on the host (`streamed_attention`).
 * **Second pass**, in the backward of the loss: the chunks in reverse, each forward with gradients and
-  backward at once. A chunk's keys and values have their whole gradient when it is its turn, because all
-  chunks that see them have run backward by then.
+  backward at once. The gradients of a chunk's keys and values are complete when its backward runs, because
+  all chunks that see them have run backward before.
 
-The model runs as it is: its own call, hooks and plan included, with a chunk's tokens, positions and shifted
-labels. The loss of a chunk is a part of the whole one, because each is divided by the number of tokens of
-all (``num_items_in_batch``). For autograd the two passes are one node: weights are its inputs, and get one
-gradient each. Inside, chunks run with other tensors on the weights' memory, whose gradients are summed in
-fp32; so what listens for the weights' gradients (DDP) hears of them once.
+The model runs unchanged: its own call, hooks and plan included, with a chunk's tokens, positions and shifted
+labels. The losses of chunks add up to that of the sequence, because each is divided by the number of tokens
+of all (``num_items_in_batch``). For autograd the two passes are one node: weights are its inputs and get one
+gradient each. Inside, chunks run with other tensors that share the weights' memory, whose gradients are
+summed in fp32. So hooks on the weights' gradients (DDP) run once.
 
-The second pass draws the random numbers of the first: the state before each chunk is kept. Autocast is that
-of the call.
+The second pass draws the same random numbers as the first: the state before each chunk is saved. Autocast is
+that of the call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .refusals import documents_of, named_arguments, reject_call
 from .streamed_attention import ChunkAttention
 
 _NAME = "hf_actswap_streamed"
-"""Of the attention, among those of `transformers`."""
+"""Name under which the attention is registered with `transformers`."""
 
 _AUTO_TOKENS = 12_288
 _LEAST_AUTO_TOKENS = 2048
@@ -77,13 +77,13 @@ def chunk_tokens(root: nn.Module, chunks: SequenceChunks) -> int:
 def stream_sequences(
     root: nn.Module, chunks: SequenceChunks, applied: AppliedPlan, transfer: Transfer | None
 ) -> Undo:
-    """Let a model's training calls run chunk by chunk; return what takes that off.
+    """Run a model's training calls chunk by chunk; return what undoes it.
 
     Args:
-        root: the model inside its wrappers, which `refusals.problems_of_model` does not reject.
-        chunks: how long a chunk is.
+        root: the model inside its wrappers, not rejected by `refusals.problems_of_model`.
+        chunks: length of a chunk, and dtype of the gradient sums.
         applied: the plan on the model: it acts inside each chunk, and its host memory is used.
-        transfer: how bytes move; ``None``: as the plan's.
+        transfer: copies between device and host; ``None``: that of the plan.
     """
     return replace_call(
         root, lambda inner: _StreamedModel(Exchangeable(root, inner), chunks, applied, transfer).call
@@ -92,13 +92,13 @@ def stream_sequences(
 
 @contextmanager
 def attending(root: nn.Module, attention: ChunkAttention) -> Iterator[None]:
-    """Let the layers of a model call ``attention``, and its masks be made by its rule."""
+    """Within the block the layers of a model call ``attention``, and its mask rule in place of masks."""
     # Where a model of transformers is, this is imported already; importing it costs seconds elsewhere.
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
     found = {id(item.config): item.config for item in root.modules() if hasattr(item, "config")}
-    # Not what stands for a configuration and reads from it (`parallel`: a rank's own numbers of heads).
+    # Not the stand-ins that read from a configuration (`parallel`: a rank's own number of heads).
     configs: list[Any] = [item for item in found.values() if hasattr(type(item), "_attn_implementation")]
     before = [config._attn_implementation for config in configs]
     ATTENTION.register(_NAME, attention)
@@ -118,11 +118,11 @@ def attending(root: nn.Module, attention: ChunkAttention) -> Iterator[None]:
 def traced(
     root: nn.Module, tokens: int, grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
 ) -> Iterator[Mapping[int, LayerTrace]]:
-    """Let a model be called on fake tensors as for a chunk; yield what its layers show of themselves.
+    """Within the block a call of the model on fake tensors fills in the shapes of its layers' attention.
 
     Args:
-        root: which `refusals.problems_of_model` does not reject.
-        tokens: of the chunk.
+        root: a model that `refusals.problems_of_model` does not reject.
+        tokens: length of the chunk.
         grad_accum_dtype: see `SequenceChunks`.
     """
     cpu = torch.device("cpu")
@@ -137,11 +137,12 @@ class _StreamedModel:
     """Calls a model chunk by chunk.
 
     Args:
-        model: and its own call.
+        model: the model with its own call.
         chunks, applied, transfer: see `stream_sequences`.
 
     Attributes:
-        model, root: see above, and the model itself.
+        model: as given.
+        root: the module itself.
         grad_accum_dtype: see `SequenceChunks`.
     """
 
@@ -154,7 +155,7 @@ class _StreamedModel:
         self._place, self._transfer = applied.place, transfer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in the place of the model's call. Short sequences, and calls without gradients, are whole."""
+        """Run the model's call; short sequences and calls without gradients are not divided into chunks."""
         given = named_arguments(self.root, args, kwargs)
         ids = given.get("input_ids")
         length = 0 if ids is None else ids.shape[-1]
@@ -163,7 +164,7 @@ class _StreamedModel:
         if not torch.is_grad_enabled() or length <= self._tokens:
             return self.model.run(*args, **kwargs)
         reject_call(self.root, given)
-        check_step(self.root)  # inside, other tensors stand for the parameters that it watches
+        check_step(self.root)  # inside, chunks use other tensors than the parameters that it checks
         parameters = {name: item for name, item in self.root.named_parameters() if item.requires_grad}
         sequence = _Sequence(self, given, self._tokens, self.host())
         loss = _TwoPasses.apply(sequence, tuple(parameters), *parameters.values())
@@ -177,7 +178,7 @@ class _StreamedModel:
         return HostSequence(self._place.pool(transfer), transfer, self._place.counters)
 
     def check_first_chunk(self, attention: ChunkAttention) -> None:
-        """Raise `PlanError` if not all layers have called ``attention``, or what they leave has no room."""
+        """Raise `PlanError` if a layer has not called ``attention``, or host memory does not suffice."""
         if len(attention.layers) != self._layers:
             expected = f"{self._layers} layers that call transformers' attention interface"
             called = f"calls by {len(attention.layers)} of them"
@@ -190,16 +191,16 @@ class _StreamedModel:
 
 
 class _Sequence:
-    """One call.
+    """One call of a model with a long sequence.
 
     Args:
-        model: that is called.
-        given: arguments of the call, by name, checked.
-        tokens: of a chunk.
-        host: what chunks leave for each other.
+        model: the model that is called.
+        given: arguments of the call by name, checked by `reject_call`.
+        tokens: length of a chunk.
+        host: stores tensors of one chunk for others.
 
     Attributes:
-        output_class: of what the model returns.
+        output_class: type of the model's output.
     """
 
     def __init__(self, model: _StreamedModel, given: dict[str, Any], tokens: int, host: HostSequence) -> None:
@@ -224,7 +225,7 @@ class _Sequence:
         self.output_class: Callable[..., Any] = dict
 
     def first_pass(self) -> torch.Tensor:
-        """Return the loss."""
+        """Run all chunks without gradients; return the loss of the sequence."""
         loss = None
         with attending(self._model.root, self._attention):
             for chunk in range(len(self._attention.bounds) - 1):
@@ -242,7 +243,14 @@ class _Sequence:
     def second_pass(
         self, upstream: torch.Tensor, parameters: dict[str, torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of parameters, by name, for that of the loss.
+        """Run all chunks in reverse with gradients.
+
+        Args:
+            upstream: gradient of the loss.
+            parameters: trained parameters by name.
+
+        Returns:
+            Their gradients, in the same order.
 
         Raises:
             RuntimeError: it has run before.
@@ -264,7 +272,7 @@ class _Sequence:
         return [item.taken() for item in sums.values()]
 
     def _arguments(self, chunk: int) -> dict[str, Any]:
-        """What the model is called with for a chunk."""
+        """Return the arguments of the model's call for a chunk."""
         at = self._attention.positions_of(chunk)
         own = {name: item[..., at.start : at.stop] for name, item in self._by_token.items()}
         targets = own["shift_labels"].contiguous()
@@ -281,11 +289,11 @@ _REPLACED = (
     "input_ids",
     "position_ids",
 )
-"""Arguments of the call that a chunk gets others for."""
+"""Arguments of the call that are replaced for each chunk."""
 
 
 def _past(chunk: range) -> Any:
-    """Return what tells a model where in its sequence a chunk of positions is: a cache that keeps nothing."""
+    """Return an empty cache that tells the model how many tokens of the sequence come before a chunk."""
     from transformers.cache_utils import DynamicCache
 
     class Past(DynamicCache):
@@ -308,7 +316,7 @@ class _GradientSum:
     """The gradient of a parameter, summed over chunks in at least fp32.
 
     Args:
-        parameter: whose memory the chunks compute with.
+        parameter: the trained parameter; chunks compute with a tensor that shares its memory.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -326,7 +334,7 @@ class _GradientSum:
         leaf.grad = None
 
     def taken(self) -> torch.Tensor | None:
-        """Return it in the parameter's dtype, and forget it."""
+        """Return the sum in the parameter's dtype, and free it; ``None``: no gradient came."""
         found, self._sum = self._sum, None
         if self._hook is not None:
             self._hook.remove()
@@ -336,7 +344,7 @@ class _GradientSum:
 
 
 class _TwoPasses(torch.autograd.Function):
-    """The loss of a sequence, of the model's weights."""
+    """Autograd's node of a streamed sequence: from the model's weights to the loss."""
 
     @staticmethod
     def forward(

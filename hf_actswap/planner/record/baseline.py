@@ -30,8 +30,8 @@ class Baseline:
         other_bytes: of all weights outside the layers.
         weight_bytes: of all weights.
         gradient_scale: bytes that a complete gradient takes, over what backward makes of it.
-        stage: 0 to 3; see the module's text.
-        ranks: over which is sharded.
+        stage: of ZeRO, 0 to 3: 1 shards the optimizer's states, 2 also gradients, 3 also weights.
+        ranks: number of ranks over which they are sharded.
         passing: what the ops of a module need while they run, beside what rests: (scope, path in the layer)
             -> bytes. Quantised weights, made whole.
     """

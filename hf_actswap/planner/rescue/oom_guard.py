@@ -128,7 +128,6 @@ class OomGuard(TorchDispatchMode):
     Args:
         meter: of the device; if it is a mode itself it must be started before the guard, and stopped after.
         idle: what can be evicted.
-        device: on which memory is short; by default that of ``idle``.
         least_budget: is told the bytes that are needed at least where nothing helps; returns what else there
             is to say of the budget that would do.
 
@@ -144,16 +143,10 @@ class OomGuard(TorchDispatchMode):
     supports_higher_order_operators = True
     """A compiled backward that draws the random numbers of its forward again is one to this mode."""
 
-    def __init__(
-        self,
-        meter: Meter,
-        idle: Evicts,
-        device: torch.device | None = None,
-        least_budget: Callable[[int], str] = lambda _: "",
-    ) -> None:
+    def __init__(self, meter: Meter, idle: Evicts, least_budget: Callable[[int], str] = lambda _: "") -> None:
         super().__init__()
         self._least_budget = least_budget
-        self._meter, self._idle, self._device = meter, idle, device or idle.device
+        self._meter, self._idle, self._device = meter, idle, idle.device
         self._random = RandomStates(self._device)
         self._traits: dict[Any, OpTraits] = {}
         self._room: dict[_Key, int] = {}

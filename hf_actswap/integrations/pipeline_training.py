@@ -429,15 +429,6 @@ def _problems_of_settings(trainer: Any, config: ActSwapConfig) -> Iterator[Probl
         yield Problem(
             "memory.mode", "off beside a pipeline", config.memory.mode, "Planning by stage is not built."
         )
-    swap = config.swap_config
-    windows = [swap.default_prefetch, *(rule.backward_prefetch for rule in swap.layer_swap or ())]
-    windows += [rule.backward_prefetch for rule in swap.op_swap or ()]
-    if swap.swap and "auto" in windows:
-        hint = (
-            "auto compares ranks at each forward, and stages are not at the same one: write a number, "
-            "10000 for the longest windows."
-        )
-        yield Problem("swap_config", "windows in numbers beside a pipeline", "auto", hint)
     if config.stacks:
         yield Problem("stacks", "no other stack of layers", ", ".join(config.stacks), "Leave it out.")
     count = args.gradient_accumulation_steps

@@ -78,7 +78,7 @@ class PipelineRuntime:
                 raise error.__cause__ from None
             raise
         finally:
-            self.staged.passes.begin()
+            self.staged.passes.end()
             for module in self._modules:
                 module.batches = ()
         found = torch.zeros(len(batches), device=self._device)

@@ -304,7 +304,6 @@ REJECTED = {
     "own loss below": "_StockOwnLoss.compute_loss: expected the compute_loss of transformers.Trainer",
     "torch_compile": "torch_compile: expected a setting that goes with a pipeline",
     "planner": "memory.mode: expected off beside a pipeline",
-    "auto": "swap_config: expected windows in numbers beside a pipeline, found auto",
     "tensor parallel": "expected 4 processes, 2 (tensor_parallel_size) per stage, or a multiple",
     "embeds": "batch: expected input_ids",
     "rounds": "interleaved_1f1b runs 2 rounds of equally many micro-batches, and 5 are not divisible",

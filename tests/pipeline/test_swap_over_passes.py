@@ -23,7 +23,7 @@ from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.engine.tickets import SwapGroup
 from hf_actswap.engine.transfer import Copy
 from hf_actswap.pipeline.runtime import order_of_passes
-from hf_actswap.plan import model_structure
+from hf_actswap.plan import PlanRow, Windows, model_structure
 from tests.engine.disorderly_transfer import Direction, DisorderlyTransfer, Machine
 from tests.engine.pretended_streams import CPU, StreamOrder, pretend
 from tests.engine.simulated_transfer import Clock, SimulatedCopy, SimulatedTransfer
@@ -32,7 +32,6 @@ from tests.engine.tiny_models import (
     assert_bitwise_equal,
     gradients,
     plan_of,
-    swap_rows,
     tiny_llama,
 )
 
@@ -109,13 +108,14 @@ class Stage:
 
     Args:
         transfer: how bytes move; ``None``: there is no plan.
-        prefetch_ops: of the windows.
+        prefetch_ops: of the windows; ``None``: auto.
         order: that really runs.
     """
 
-    def __init__(self, transfer: Transfer | None, prefetch_ops: int, order: Sequence[Pass]) -> None:
+    def __init__(self, transfer: Transfer | None, prefetch_ops: int | None, order: Sequence[Pass]) -> None:
         self.model, self.passes, self._order = tiny_llama(), PassOrder(), order
-        self._plan = plan_of(*swap_rows([""], range(4), prefetch_ops))
+        windows = None if prefetch_ops is None else Windows.of_prefetch(prefetch_ops)
+        self._plan = plan_of(*(PlanRow(layer, "", "swap", windows=windows) for layer in range(4)))
         self.applied = None
         if transfer is not None:
             resources = Resources(transfer, passes=self.passes)
@@ -146,12 +146,13 @@ class Stage:
                 ids = torch.randint(0, VOCABULARY, (2, 16), generator=generator)
                 losses[one.micro_batch] = self.model(input_ids=ids, labels=ids).loss
             ends(one)
-        self.passes.begin()
+        self.passes.end()
         return gradients(self.model)
 
 
 class Counted:
-    """The second step of a stage, on the simulated clock. Gradients must be those without a plan.
+    """The second step of a stage (auto: the third), on the simulated clock. Gradients must be those without
+    a plan.
 
     Attributes:
         after: bytes on the device at the end of each pass.
@@ -160,13 +161,14 @@ class Counted:
     """
 
     def __init__(
-        self, order: Sequence[Pass], told: Sequence[Pass], prefetch_ops: int = LONG, rate: float = RATE
+        self, order: Sequence[Pass], told: Sequence[Pass], prefetch_ops: int | None = LONG, rate: float = RATE
     ) -> None:
         clock = Clock()
         self.transfer = CountingTransfer(clock, rate)
         stage = Stage(self.transfer, prefetch_ops, order)
         clock.drive(stage.model)
-        stage.step(told)
+        for _ in range(1 if prefetch_ops is not None else 2):
+            stage.step(told)
         self.transfer.most_bytes.clear()
         self.transfer.begun.clear()
         self.transfer.too_early = 0
@@ -184,6 +186,7 @@ class Counted:
         self.ms = [round(end - start, 6) for start, end in pairwise(times_ms)]
         assert_bitwise_equal(found, without_plan(len(order) // 2))
         assert stage.applied is not None
+        self.stats = stage.applied.stats()
         stage.applied.remove()
 
     @property
@@ -254,6 +257,32 @@ def test_the_last_stage_is_as_without_an_order() -> None:
     assert (counted.after, counted.ms) == (alone.after, alone.ms)
     assert counted.transfer.most_bytes == alone.transfer.most_bytes
     assert counted.transfer.begun == alone.transfer.begun
+
+
+def test_auto_swaps_all_that_the_passes_between_can_hide() -> None:
+    """Two steps keep all. Then stage 0 swaps all, the last stage what one forward and backward hide."""
+    order, last = one_f_one_b(0), one_f_one_b(3)
+    counted, alone = Counted(order, order, None), Counted(last, last, None)
+    assert counted.stats.offloads == STORAGES * COUNT
+    assert alone.stats.offloaded_bytes < 0.6 * counted.stats.offloaded_bytes
+    assert alone.stats.stalls == counted.stats.late_prefetches == 0
+    steady = range(5, 12)
+    expected = [BACKWARD_MS if order[index].is_backward else FORWARD_MS for index in steady]
+    assert [counted.ms[index] for index in steady] == expected
+    assert set(where(order, counted.transfer.begun)) == {0, 1}
+    assert counted.transfer.too_early == 0
+    assert counted.peak_bytes <= 1.5 * ONE_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [800.0, 1500.0])
+def test_auto_leaves_what_a_slow_link_cannot_hide(rate: float) -> None:
+    order = one_f_one_b(0)
+    counted, alone = Counted(order, order, None, rate), Counted(order, (), None, rate)
+    assert alone.stats.offloaded_bytes < counted.stats.offloaded_bytes < ONE_BYTES * COUNT
+    steady = range(5, 12)
+    expected = [BACKWARD_MS if order[index].is_backward else FORWARD_MS for index in steady]
+    assert [counted.ms[index] for index in steady] == expected
 
 
 def test_one_pass_between() -> None:

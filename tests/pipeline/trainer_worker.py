@@ -168,7 +168,6 @@ def rejections(folder: Path) -> dict[str, str]:
         "own loss below": {"kind": _OwnLossBelow},
         "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
         "planner": {"sections": {"memory": {"mode": "adaptive"}}},
-        "auto": {"sections": {"swap_config": {"swap": True, "default_prefetch": "auto"}}},
         "tensor parallel": {"sections": {"parallel_config": {"tensor_parallel_size": 2}}},
         "rounds": {"schedule": "interleaved_1f1b", "interleaves": 2, "gradient_accumulation_steps": 5},
         "1f1b": {"interleaves": 2},

@@ -91,6 +91,11 @@ class Workplace:
         """Whether tensors that stay can be evicted at present."""
         return self._pack_handler is not None
 
+    @property
+    def passes(self) -> PassOrder | None:
+        """Of a pipeline's stage; ``None``: there is no pipeline."""
+        return self._resources.passes
+
     def handle_packs_by(self, pack_handler: PackHandler | None) -> None:
         """Let ``pack_handler`` make the tickets of tensors that stay, from the next forward on."""
         self._pack_handler = pack_handler

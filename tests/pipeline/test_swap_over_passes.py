@@ -20,13 +20,14 @@ from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.link import Link
 from hf_actswap.engine.passes import Pass, PassOrder, Point
 from hf_actswap.engine.slabs import PageableSlabs
+from hf_actswap.engine.step_watch import TimeWatch
 from hf_actswap.engine.tickets import SwapGroup
 from hf_actswap.engine.transfer import Copy
 from hf_actswap.pipeline.runtime import order_of_passes
 from hf_actswap.plan import PlanRow, Windows, model_structure
 from tests.engine.disorderly_transfer import Direction, DisorderlyTransfer, Machine
 from tests.engine.pretended_streams import CPU, StreamOrder, pretend
-from tests.engine.simulated_transfer import Clock, SimulatedCopy, SimulatedTransfer
+from tests.engine.simulated_transfer import Clock, SimulatedCopy, SimulatedStamp, SimulatedTransfer
 from tests.engine.tiny_models import (
     VOCABULARY,
     assert_bitwise_equal,
@@ -93,6 +94,10 @@ class CountingTransfer(SimulatedTransfer):
         self.too_early += not storage.expired()
         self._count()
         return block, copy
+
+    def copy_stamp(self, direction: Direction) -> SimulatedStamp:
+        """When the copies of a direction end."""
+        return SimulatedStamp(self._out_end_ms if direction == "out" else self._in_end_ms)
 
     def bytes_now(self) -> int:
         """On the device."""
@@ -361,6 +366,22 @@ def test_streams(pair: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch) 
         found = [stage.step(order) for _ in range(2)][-1]
     assert_bitwise_equal(found, without_plan(COUNT))
     assert bool(streams.violations) is (pair is not None)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_lies_between_passes_is_waiting(stage: int) -> None:
+    """The stage waits 7 ms ahead of each pass; the loss's and the head's time is none of that."""
+    order, clock = order_of_passes("1f1b", 3, 2, stage), Clock()
+    trained = Stage(CountingTransfer(clock, 1e9), LONG, order)
+    clock.drive(trained.model)
+    trained.step(order)
+    assert trained.applied is not None
+    watch = TimeWatch(trained.model, trained.applied)
+    trained.step(order, lambda _: clock.advance(7))
+    watch.optimizer_starts()
+    timeline = watch.timeline()
+    assert timeline.waiting_ms == pytest.approx(7 * len(order), abs=0.1)
+    assert timeline.step_ms == pytest.approx(len(order) * 7 + 3 * (FORWARD_MS + BACKWARD_MS), abs=0.1)
 
 
 def test_a_step_that_dies_leaves_nothing_to_the_next() -> None:

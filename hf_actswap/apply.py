@@ -18,6 +18,7 @@ from .config.schema import MemoryConfig
 from .engine import AppliedPlan, Resources, Transfer, install
 from .engine.host_budget import HostMemory, Progress
 from .engine.install import put_tiles, tile_parts
+from .engine.passes import PassOrder
 from .engine.swapped_storages import PackHandler
 from .errors import ConfigError, PlanError, Problem, short_traceback
 from .parallel import enclosing_replicas
@@ -124,6 +125,8 @@ def plan_while_training(
     progress: Progress | None = None,
     meter: Meter | None = None,
     written: ActSwapConfig | None = None,
+    passes: PassOrder | None = None,
+    in_flight: int = 1,
 ) -> Planner:
     """Search a plan for the decoder while a model trains; see `apply`.
 
@@ -140,6 +143,8 @@ def plan_while_training(
         transfer, progress, meter: see `apply`.
         written: what the user wrote; under ``adaptive`` more of the model runs in tiles than that where no
             plan fits. ``None``: no more does.
+        passes: of a pipeline's stage; see `Resources`.
+        in_flight: micro-batches of which that holds activations at most.
 
     Raises:
         PlanError: something does not go with the planner, or the plan file is malformed.
@@ -148,7 +153,8 @@ def plan_while_training(
     root, replicas = unwrapped(model), enclosing_replicas()
 
     def put(plan: MemoryPlan, pack_handler: PackHandler | None) -> AppliedPlan:
-        return apply_plan(model, plan, shape, Resources(transfer, progress, replicas, pack_handler, host))
+        given = Resources(transfer, progress, replicas, pack_handler, host, passes)
+        return apply_plan(model, plan, shape, given)
 
     def tiles_on(tiles: Iterable[Tile]) -> list[Callable[[], None]]:
         return put_tiles(root, tile_parts(root, tiles, shape, replicas), shape)
@@ -171,6 +177,7 @@ def plan_while_training(
         transfer=transfer,
         meter=meter,
         ladder=ladder,
+        in_flight=in_flight,
     )
     planner.on_remove(host.close)
     if _is_rank_0():

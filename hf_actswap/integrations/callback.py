@@ -17,6 +17,7 @@ from transformers.training_args import TrainingArguments
 from ..apply import apply_plan, plan_while_training
 from ..config import ActSwapConfig
 from ..engine import AppliedPlan, Resources, SwapStats
+from ..engine.agreement import agreeing_among
 from ..engine.stats import gib_text
 from ..errors import ActSwapError, ConfigError, PlanError, Problem, short_traceback
 from ..parallel import tensor_parallel_group
@@ -212,17 +213,21 @@ class ActSwapCallback(TrainerCallback):
             with self._spoken(state):
                 own = plan if parallel is None else parallel.plan_of_rank(plan)
             if config.memory.mode != "off":
-                with self._spoken(state):
-                    self.applied = plan_while_training(
+                with self._spoken(state), agreeing_among(parallel.deciding_ranks if parallel else None):
+                    self.applied = planner = plan_while_training(
                         model,
-                        plan,
+                        own,
                         shape,
                         config.memory,
                         optimizer=kwargs.get("optimizer"),
                         counts_steps=False,
                         progress=silent,
-                        written=config,
+                        written=config if passes is None else None,
+                        passes=passes,
+                        in_flight=parallel.in_flight(args.gradient_accumulation_steps) if parallel else 1,
                     )
+                if isinstance(parallel, PipelineTraining):
+                    parallel.warms_up = lambda: planner.phase == "warm-up"
                 if args.disable_tqdm:
                     self.applied.progress = None
             else:
@@ -298,7 +303,8 @@ class ActSwapCallback(TrainerCallback):
             self._record.step_ends()
         now = self.applied.stats()
         if isinstance(self.applied, Planner):
-            with self._spoken(state):
+            parallel = self.parallel
+            with self._spoken(state), nullcontext() if parallel is None else parallel.deciding():
                 self.applied.step_ended()
         first = not self._before.forwards
         self._step, self._before = now - self._before, now

@@ -55,6 +55,7 @@ class Run:
         optimizer: of the model, if it is known.
         states: of the optimizer, where they are kept on the host between its steps.
         ladder: what may be fixed where no plan fits, with more and more in tiles.
+        in_flight: micro-batches of which a stage of a pipeline holds activations at most.
     """
 
     model: nn.Module
@@ -71,6 +72,7 @@ class Run:
     optimizer: torch.optim.Optimizer | None = None
     states: OptimizerStates | None = None
     ladder: Iterator[MemoryPlan] = field(default_factory=lambda: iter(()))
+    in_flight: int = 1
     applied: AppliedPlan | None = None
     guarded: bool = False
     _tiled: list[Undo] = field(default_factory=list)

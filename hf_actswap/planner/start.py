@@ -64,6 +64,7 @@ def start_planner(
     transfer: Transfer | None = None,
     meter: Meter | None = None,
     ladder: Iterable[MemoryPlan] = (),
+    in_flight: int = 1,
 ) -> Planner:
     """Begin to plan for a model in training; every rank must call it.
 
@@ -79,7 +80,7 @@ def start_planner(
         transfer: how bytes move; by default streams on an accelerator, blocking copies on the CPU.
         meter: of device memory; by default the allocator's own, and on the CPU a count of storages, which
             rejects what exceeds ``budget_gib`` as an accelerator would.
-        ladder: see `Run`.
+        ladder, in_flight: see `Run`.
 
     Raises:
         PlanError: something is on or in use that does not go with the planner; the plan file is malformed;
@@ -111,6 +112,7 @@ def start_planner(
         device_name(device),
         optimizer,
         ladder=iter(ladder),
+        in_flight=in_flight,
     )
     if memory.preference == "memory_saving":
         run.states = _states_on_host(model, structure, optimizer, transfer, pool, fixed.min_tensor_bytes)

@@ -10,13 +10,19 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_actswap import ActSwapTrainerMixin, stage_from_pretrained
+from hf_actswap.engine import host_budget, workplace
+from hf_actswap.engine.link import Link
+from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.integrations.pipeline_training import PipelineTraining
+from hf_actswap.planner import start
+from tests.engine.simulated_transfer import Clock, SimulatedTransfer
 from tests.integrations.parallel_runs import LENGTH, OrderedTrainer, Rows, make, told
 from tests.pipeline.staged_worker import tiny_model
 from tests.processes import run_trainers
@@ -150,6 +156,25 @@ def trained(
     return Run(found[0], found[1], evaluations, log, count, crosses)
 
 
+def planned(folder: Path, name: str = "planned", **asked: float) -> Run:
+    """Train under the planner, copies by a simulated clock.
+
+    Without a plan the stages hold 592,753 bytes, of two micro-batches, and 466,118 of one.
+    """
+    clock = Clock()
+    transfer = SimulatedTransfer(clock, Link(3e4, 3e4, 3e4, 3e4), 2**40)
+    memory = {"mode": "smart_swap", "warmup_steps": 2, **(asked or {"budget_gib": 461_709 / 2**30})}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_budget, "PinnedSlabs", lambda *_: PageableSlabs())
+        for module in (workplace, start):
+            patch.setattr(module, "transfer_of", lambda _device: transfer)
+        model = tiny_model("llama", 4)
+        clock.drive(model)
+        sections = {"memory": {**memory, "search_steps": 2, "min_tensor_mib": 0.0005}}
+        settings = {"max_steps": 6, "logging_steps": 1}
+        return trained(2, name, "1f1b", folder, sections=sections, model=model, **settings)
+
+
 def predictions(stages: int, folder: Path) -> Any:
     """Predict with labels and without."""
     trainer = trainer_of(folder / "predicted", stages)
@@ -167,7 +192,7 @@ def rejections(folder: Path) -> dict[str, str]:
         "own loss": {"kind": _OwnLoss},
         "own loss below": {"kind": _OwnLossBelow},
         "torch_compile": {"torch_compile": True, "torch_compile_backend": "eager"},
-        "planner": {"sections": {"memory": {"mode": "adaptive"}}},
+        "planner": {"sections": {"memory": {"mode": "adaptive"}}, "schedule": "zero_bubble"},
         "tensor parallel": {"sections": {"parallel_config": {"tensor_parallel_size": 2}}},
         "rounds": {"schedule": "interleaved_1f1b", "interleaves": 2, "gradient_accumulation_steps": 5},
         "1f1b": {"interleaves": 2},
@@ -257,6 +282,10 @@ TWO: dict[str, Any] = {
     ),
     "rejections": rejections,
     "predicted two": partial(predictions, 2),
+    "planned": planned,
+    "planned too small": lambda folder: told(
+        lambda: planned(folder, "planned too small", reduce_by_gib=150_000 / 2**30)
+    ),
     "opened llama": partial(opened, "llama"),
     "opened tied": partial(opened, "tied"),
     "opened lora": partial(opened, "lora"),

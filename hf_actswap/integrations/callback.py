@@ -227,7 +227,7 @@ class ActSwapCallback(TrainerCallback):
                         in_flight=parallel.in_flight(args.gradient_accumulation_steps) if parallel else 1,
                     )
                 if isinstance(parallel, PipelineTraining):
-                    parallel.warms_up = lambda: planner.phase == "warm-up"
+                    parallel.phase = lambda: planner.phase
                 if args.disable_tqdm:
                     self.applied.progress = None
             else:

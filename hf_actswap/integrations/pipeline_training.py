@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -83,10 +83,11 @@ class PipelineTraining(ModelInParts):
 
     Attributes:
         staged: the model.
-        warms_up: whether a planner records steps, with one micro-batch in flight; ``None``: there is none.
+        phase: of the planner of this stage; ``None``: there is none.
     """
 
-    warms_up: Callable[[], bool] | None = None
+    phase: Callable[[], str] | None = None
+    _all_stable = False
 
     def __init__(
         self,
@@ -149,11 +150,16 @@ class PipelineTraining(ModelInParts):
     def deciding(self) -> Iterator[None]:
         """Within the block the ranks of each stage decide on its plan. Every rank must call it.
 
+        In the stable stage of all nothing fails, and ranks do not wait for each other.
+
         Raises:
             BudgetError: nothing fits on this stage.
             RankAgreementError: on another one.
         """
-        with failing_together("memory plan", self._timeout_s), agreeing_among(self.deciding_ranks):
+        together: AbstractContextManager[Any] = nullcontext()
+        if not self._all_stable:
+            together = failing_together("memory plan", self._timeout_s)
+        with together, agreeing_among(self.deciding_ranks):
             try:
                 yield
             except BudgetError as error:
@@ -196,12 +202,13 @@ class PipelineTraining(ModelInParts):
         return next(self._losses)
 
     def _one_by_one(self) -> bool:
-        """Whether any rank of the pipeline records this step."""
-        if self.warms_up is None:
+        """Whether a rank of the pipeline records this step; pipelines side by side are in the same phases."""
+        if self.phase is None:
             return False
         found: list[Any] = [None] * self.ranks_per_model
-        dist.all_gather_object(found, self.warms_up(), group=self.mesh.tensor_parallel_group)
-        return any(found)
+        dist.all_gather_object(found, self.phase(), group=self.mesh.tensor_parallel_group)
+        self._all_stable = all(phase == "stable" for phase in found)
+        return "warm-up" in found
 
     def prediction_step(
         self, trainer: Any, stock: Callable[..., Any], _model: Any, inputs: Any, *args: Any, **kwargs: Any

@@ -186,6 +186,7 @@ def test_each_stage_is_planned_within_one_budget(runs: Path) -> None:
     assert moved[0] > moved[1]
 
 
+@pytest.mark.slow
 def test_a_budget_that_one_stage_cannot_keep_is_said_on_all_ranks(runs: Path) -> None:
     """The last stage has less to give away."""
     for rank in range(2):
@@ -321,6 +322,17 @@ def test_more_divided_stages(name: str, divided_more: Path) -> None:
         alike(of_rank, found[0])
         if name != "dropout":
             close(of_rank, result(divided_more, f"{name} one"))
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_a_stage_plan_it_together(divided_more: Path) -> None:
+    expected = result(divided_more, "reported one")
+    for rank in range(4):
+        close(result(divided_more, "divided planned", rank), expected)
+    place = divided_more / "divided planned 1f1b 2" / "actswap"
+    for folder in (place, place / "stage_1"):
+        assert json.loads((folder / "planner.json").read_text())["trials"]
+        assert json.loads((folder / "plan.json").read_text())["rows"]
 
 
 REJECTED = {

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         ActSwapTrainerMixin,
         ActSwapTrainingArguments,
         prepare,
+        stage_from_config,
         stage_from_pretrained,
     )
     from .integrations.trainer import ActSwapTrainer
@@ -58,6 +59,7 @@ __all__ = [
     "op_hook",
     "prepare",
     "resolve_plan",
+    "stage_from_config",
     "stage_from_pretrained",
 ]
 
@@ -79,6 +81,7 @@ _MODULES = {
     "model_structure": "plan",
     "prepare": "integrations",
     "resolve_plan": "plan",
+    "stage_from_config": "integrations",
     "stage_from_pretrained": "integrations",
 }
 """Where each public name is defined."""

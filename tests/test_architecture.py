@@ -24,7 +24,7 @@ PUBLIC_NAMES = {
     *("ActSwapConfig", "MemoryPlan", "AppliedPlan"),
     *("ConfigError", "PlanError"),
     *("ActSwapTrainingArguments", "ActSwapCallback"),
-    *("ActSwapTrainer", "ActSwapTrainerMixin", "prepare", "stage_from_pretrained"),
+    *("ActSwapTrainer", "ActSwapTrainerMixin", "prepare", "stage_from_config", "stage_from_pretrained"),
     *("adapt_mem_func_wrapper", "op_hook"),
 }
 

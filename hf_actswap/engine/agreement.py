@@ -1,22 +1,40 @@
-"""Exchange of values between ranks before a decision; only between steps, never inside one."""
+"""Exchange of values between ranks before a decision; only between steps, never inside one.
+
+Between all ranks, or within `agreeing_among` between those of a group: the ranks of a stage of a pipeline.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 Value = TypeVar("Value")
 
+_GROUP: ContextVar[dist.ProcessGroup | None] = ContextVar("agreeing_ranks", default=None)
+
+
+@contextmanager
+def agreeing_among(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Within the block the ranks of a group decide for themselves; ``None``: all ranks decide together."""
+    token = _GROUP.set(group)
+    try:
+        yield
+    finally:
+        _GROUP.reset(token)
+
 
 def world_size() -> int:
-    """Return how many ranks train together: 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    """Return how many ranks decide together: 1 without a process group."""
+    return dist.get_world_size(_GROUP.get()) if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Return this process's rank; 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    """Return this process's number among them; 0 without a process group."""
+    return dist.get_rank(_GROUP.get()) if dist.is_available() and dist.is_initialized() else 0
 
 
 def from_all_ranks(value: Value) -> list[Value]:
@@ -24,7 +42,7 @@ def from_all_ranks(value: Value) -> list[Value]:
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    dist.all_gather_object(values, value, group=_GROUP.get())
     return values
 
 
@@ -33,6 +51,8 @@ def from_one_rank(value: Value | None, source: int = 0) -> Value:
     if world_size() == 1:
         return value  # type: ignore[return-value]
     values: list[Any] = [value]
-    dist.broadcast_object_list(values, src=source)
+    group = _GROUP.get()
+    first = source if group is None else dist.get_global_rank(group, source)
+    dist.broadcast_object_list(values, src=first, group=group)
     found: Value = values[0]
     return found

@@ -9,6 +9,8 @@ forward 3 (or later, the ranks exchange what they saw, take the slowest of all, 
 once backward 2 ran) decisions (`windows`). From here on every step does the same.
 ==================== ==================================================================================
 
+On a stage of a pipeline it is steps instead of forwards, and each rank decides for itself: `StageWindows`.
+
 Nothing inside a step depends on a clock or on free memory: what may stay on the device is fixed when a
 forward starts. A tensor is recognised by the layer in which it was saved and by its place among the swapped
 ones there, so that sequences may differ in length. A tensor that was not observed stays on the device.
@@ -30,9 +32,11 @@ from .backward import Backward
 from .fates import KEEP, Action
 from .host_pool import HostPool
 from .link import Link, slowest
+from .passes import REACH, PassOrder
+from .schedule import NEVER
 from .stats import Counters, PendingTime, gib_text
 from .transfer import StepLog, Transfer
-from .windows import Candidate, Decision, Timeline, choose_windows
+from .windows import TOO_LATE_BACK, Candidate, Decision, Timeline, choose_windows
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +118,9 @@ class Observation:
         if op > self._latest.get("forward", -1):
             self._note("forward", op)
 
-    def turned(self) -> None:
-        """Forward has ended."""
-        self._note("forward_end", self._latest.get("forward", 0))
+    def turned(self, last_op: int | None = None) -> None:
+        """Forward has ended, with this operator; ``None``: it is not known."""
+        self._note("forward_end", self._latest.get("forward", 0) if last_op is None else last_op)
 
     def resumed(self) -> None:
         """What followed the end of forward, and is none of compute's business, has ended too."""
@@ -124,6 +128,8 @@ class Observation:
 
     def in_backward(self, op: int) -> None:
         """A hook of backward; operators that do not fall are the same moment."""
+        if "resumed" not in self._latest:
+            self.resumed()
         if op < self._latest.get("backward", op + 1):
             self._note("backward", op)
 
@@ -268,18 +274,143 @@ class AutoWindows:
             agreed.candidates, agreed.timeline, self._link, self._pool.most_bytes, safety=1.1
         )
         decisions = _within_device(agreed, chosen, self._kept_limit)
-        self._actions = {
-            key: Action("swap", decision.windows) if decision.swap else KEEP
-            for key, decision in zip(agreed.keys, decisions, strict=True)
-        }
+        self._actions = _actions(agreed, decisions)
+        self._say([(agreed, decisions, seen)], self._link)
+
+    def _say(
+        self, decided: Sequence[tuple[Measured, Sequence[Decision], Mapping[Key, Seen]]], link: Link
+    ) -> None:
+        """Log what was decided, of each forward that was observed, and add it to the plan."""
         self._transfer.empty_cache()  # two steps kept everything, and later ones need much less
-        self._tell(_adjustments(agreed, decisions, seen, self._link))
-        swapped, kept = (_bytes_decided(agreed, decisions, swap) for swap in (True, False))
+        self._tell([adjustment for found in decided for adjustment in _adjustments(*found, link)])
+        swapped, kept = (
+            sum(_bytes_decided(measured, decisions, swap) for measured, decisions, _ in decided)
+            for swap in (True, False)
+        )
         logger.info(
             "auto has measured: it swaps %s a forward and keeps %s; see applied.plan.adjustments",
             gib_text(swapped),
             gib_text(kept),
         )
+
+
+class StageWindows(AutoWindows):
+    """Decides on a stage of a pipeline, for each of its chunks.
+
+    Other micro-batches' passes lie between a forward and its backward, and ranks of other stages are not at
+    the same forward. So nothing is exchanged: each rank decides by its own times, when a step starts.
+
+    ====== =====================================================================================
+    step 1 nothing is decided.
+    step 2 the link is measured before it, on all ranks at once. The first forward of each chunk
+           and its backward are observed.
+    step 3 decisions are made before it, and host memory for all micro-batches in flight is
+           allocated.
+    ====== =====================================================================================
+
+    Args:
+        transfer, pool, counters, pending_bytes, decided: see `AutoWindows`.
+        passes: of the stage.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        pool: HostPool,
+        counters: Counters,
+        pending_bytes: Callable[[], int],
+        decided: Callable[[Sequence[Adjustment]], None],
+        passes: PassOrder,
+    ) -> None:
+        super().__init__(transfer, pool, counters, pending_bytes, decided)
+        self._passes = passes
+        self._observed: dict[int, tuple[Observation, weakref.ref[Backward]]] = {}
+        self._chosen: dict[int, Mapping[Key, Action]] = {}
+        passes.listen(self.step_starts)
+
+    def step_starts(self) -> None:
+        """A step starts on all ranks."""
+        if self._chosen or not self._transfer.overlaps:
+            return
+        if self._link is None:
+            self._link, self._kept_limit = self._transfer.link(), self._free_bytes()
+        else:
+            self._decide(self._link)
+
+    def forward_starts(self, backward: Backward) -> AutoForward:
+        """A training forward starts."""
+        running = self._passes.running
+        chunk = 0 if running is None else running.chunk
+        if not self._transfer.overlaps:
+            return super().forward_starts(backward)
+        if self._chosen:
+            return AutoForward(self._chosen.get(chunk, {}), None, None, settled=True)
+        if self._link is None or chunk in self._observed:
+            return AutoForward(None, None, self._free_bytes())
+        observation = Observation(self._transfer)
+        self._observed[chunk] = observation, weakref.ref(backward)
+        self._counters.listener = self._waited
+        backward.watch(observation.in_backward)
+        return AutoForward(None, observation, self._free_bytes())
+
+    def forward_ended(self, forward: AutoForward) -> None:
+        """It ended."""
+        for observation, reference in self._observed.values():
+            if observation is forward.observation and (backward := reference()) is not None:
+                observation.turned(backward.clock.now())
+
+    def _waited(self, time: PendingTime) -> None:
+        for observation, _ in self._observed.values():
+            observation.waited(time)
+
+    def _decide(self, link: Link) -> None:
+        self._transfer.synchronize()
+        observed, self._observed = self._observed, {}
+        self._counters.listener = None
+        measured = {chunk: observation.measured() for chunk, (observation, _) in observed.items()}
+        found = {chunk: item for chunk, item in measured.items() if item is not None}
+        if not found or len(found) < len(measured):
+            logger.info("auto: the observed step had no backward; another one is observed")
+            return
+        passes = self._passes.most_in_flight()
+        decided = []
+        for chunk, seen in found.items():
+            decisions = self._decisions(chunk, seen, link, passes)
+            self._chosen[chunk] = _actions(seen, decisions)
+            decided.append((seen, decisions, observed[chunk][0].seen))
+        swapped = max(
+            sum(item.size_bytes for item, one in zip(seen.candidates, decisions, strict=True) if one.swap)
+            for seen, decisions, _ in decided
+        )
+        self._pool.reserve(passes * swapped)
+        self._pool.wait_reserved()
+        self._say(decided, link)
+
+    def _decisions(self, chunk: int, seen: Measured, link: Link, in_flight: int) -> list[Decision]:
+        """Choose for one chunk; what would have to come back earlier than windows reach is kept."""
+        length, most_ops = self._passes.operators(chunk), NEVER
+        timeline = seen.timeline
+        if length is not None and in_flight > 1:
+            most_ops = int(REACH * length)
+            timeline = _across_passes(timeline, length, most_ops, *self._passes.crossed(chunk))
+            link = replace(
+                link,
+                out_bytes_per_ms=link.out_beside_in_bytes_per_ms,
+                in_bytes_per_ms=link.in_beside_out_bytes_per_ms,
+            )
+        most_bytes, limit = self._pool.most_bytes, self._kept_limit
+        host_bytes = None if most_bytes is None else most_bytes // in_flight
+        chosen = [
+            Decision(False, None, TOO_LATE_BACK)
+            if item.windows is None and one.windows is not None and one.windows.prefetch_ops > most_ops
+            else one
+            for item, one in zip(
+                seen.candidates,
+                choose_windows(seen.candidates, timeline, link, host_bytes, 1.1, most_ops),
+                strict=True,
+            )
+        ]
+        return _within_device(seen, chosen, None if limit is None else limit // in_flight)
 
 
 class AutoForward:
@@ -324,6 +455,41 @@ class AutoForward:
         """Another node saves the same storage."""
         if self.observation is not None:
             self.observation.seen[key].consumer_op = op
+
+
+def _across_passes(timeline: Timeline, length: int, most_ops: int, after: bool, before: bool) -> Timeline:
+    """Return a step with the hooks of the passes around it that windows reach (`passes`).
+
+    Operators go on through the pass after the forward as they rose, and through the pass ahead of the
+    backward as they fall. Those passes are taken to be like the stage's own.
+
+    Args:
+        timeline: a forward, and its backward as if it followed at once.
+        length: operators of a pass.
+        most_ops: of a window.
+        after: whether a backward of another micro-batch follows the forward.
+        before: whether a forward of another comes ahead of the backward.
+    """
+    last_op, end_ms = timeline.forward[-1]
+    forward, backward = list(timeline.forward[:-1]), list[tuple[int, float]]()
+    if after:
+        shifted = ((last_op + 1 + last_op - op, ms) for op, ms in timeline.backward)
+        forward += [(op, ms) for op, ms in shifted if op <= last_op + most_ops]
+    forward.append((max(last_op, forward[-1][0]), max(end_ms, forward[-1][1])))
+    start_ms = forward[-1][1]
+    if before:
+        shifted = ((last_op + length - (op - last_op - 1 + length), ms) for op, ms in timeline.forward[:-1])
+        backward = [(op, start_ms + ms) for op, ms in shifted if op <= last_op + most_ops]
+        start_ms += end_ms
+    backward += [(op, start_ms + ms - end_ms) for op, ms in timeline.backward]
+    return Timeline(tuple(forward), tuple(backward))
+
+
+def _actions(measured: Measured, decisions: Sequence[Decision]) -> dict[Key, Action]:
+    return {
+        key: Action("swap", decision.windows) if decision.swap else KEEP
+        for key, decision in zip(measured.keys, decisions, strict=True)
+    }
 
 
 def _slowest_step(own: Measured, everyone: Sequence[Measured]) -> Measured:

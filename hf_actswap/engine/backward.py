@@ -34,12 +34,12 @@ class Backward:
     def __init__(self) -> None:
         self.clock = OperatorClock()
         self._order: PrefetchOrder[Reference] | None = None
-        self._watcher: Callable[[int], object] | None = None
+        self._watchers: tuple[Callable[[int], object], ...] = ()
         self._idle = True
 
     def watch(self, watcher: Callable[[int], object]) -> None:
         """Tell ``watcher`` the operator at each hook."""
-        self._watcher, self._idle = watcher, False
+        self._watchers, self._idle = (*self._watchers, watcher), False
 
     def schedule(self, order: PrefetchOrder[Reference]) -> None:
         """The forward has ended; this is what it swapped."""
@@ -60,8 +60,8 @@ class Backward:
         if node is None:
             return
         op = self.clock.operator(node) if self.clock.jumps else node
-        if self._watcher is not None:
-            self._watcher(op)
+        for watcher in self._watchers:
+            watcher(op)
         if self._order is not None:
             for reference in self._order.due(op):
                 waiting = reference()

@@ -37,7 +37,8 @@ from __future__ import annotations
 
 import heapq
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from .backward import Backward
@@ -70,26 +71,43 @@ class Pass(NamedTuple):
 class PassOrder:
     """The order of passes of a step on one stage, and the releases and copies back that are due in them.
 
-    The pipeline calls `begin` and `forward_follows`; the engine calls the other methods.
+    The pipeline calls `begin`, `forward_follows` and `end`; the engine calls the other methods.
+
+    Attributes:
+        running: the latest forward.
     """
 
     def __init__(self) -> None:
         self._order: tuple[Pass, ...] = ()
         self._place: dict[Pass, int] = {}
         self._following: Pass | None = None
+        self.running: Pass | None = None
+        self._listener: weakref.WeakMethod[Callable[[], None]] | None = None
         self._lengths: dict[int, int] = {}
         self._due: list[tuple[Point, int, Swapped, bool]] = []
         self._count = 0
 
     def begin(self, order: Sequence[Pass] = ()) -> None:
-        """Start a step.
+        """Start a step; all stages do at the same time.
 
         Args:
             order: all passes of the step; empty: not known, and no window leaves its pass.
         """
-        self._order, self._following = tuple(order), None
+        self.end()
+        self._order = tuple(order)
         self._place = {one: index for index, one in enumerate(self._order)}
+        listener = None if self._listener is None else self._listener()
+        if listener is not None:
+            listener()
+
+    def end(self) -> None:
+        """The step has ended, also by an exception: nothing is due."""
+        self._order, self._place, self._following = (), {}, None
         self._due.clear()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call a method, which is referred to weakly, at the start of each step."""
+        self._listener = weakref.WeakMethod(listener)
 
     def forward_follows(self, chunk: int, micro_batch: int) -> None:
         """Note that the next call of the model is the forward of this micro-batch through this chunk."""
@@ -101,7 +119,8 @@ class PassOrder:
         Args:
             first_op: number of its first operator.
         """
-        one, self._following = self._following, None
+        self.running = one = self._following
+        self._following = None
         index = -1 if one is None else self._place.get(one, -1)
         return (
             ReleaseQueue()
@@ -142,6 +161,32 @@ class PassOrder:
                 if ahead_ops > 0:
                     self._add(max(self._point(back, -ahead_ops), earliest), reference, False)
         return released
+
+    def operators(self, chunk: int) -> int | None:
+        """Return how many operators a chunk's latest forward in an order had; ``None``: there was none."""
+        return self._lengths.get(chunk)
+
+    def most_in_flight(self) -> int:
+        """Return the most forwards of a step whose backwards have not begun; 1 if the order is not known."""
+        return max(accumulate(-1 if one.is_backward else 1 for one in self._order), default=1)
+
+    def crossed(self, chunk: int) -> tuple[bool, bool]:
+        """Say what lies around most passes of a chunk, where copies have the link for themselves.
+
+        Returns:
+            Whether a backward of another micro-batch follows its forwards, and a forward of another comes
+            ahead of its backwards. Where a forward follows, that has copies out of its own.
+        """
+        found: list[tuple[bool, bool]] = []
+        for index, one in enumerate(self._order):
+            back = self._backward_of(index) if one.chunk == chunk and not one.is_backward else -1
+            if back > index:
+                after, before = self._order[index + 1], self._order[back - 1]
+                found.append(
+                    (after.is_backward and back > index + 1, not before.is_backward and back > index + 1)
+                )
+        half = len(found) / 2
+        return sum(after for after, _ in found) > half, sum(before for _, before in found) > half
 
     def most_ops(self, index: int) -> int:
         """Return the longest window of a forward, in operators.

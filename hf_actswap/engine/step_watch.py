@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ..plan.actions import Scope
 from ..plan.model_structure import unwrapped
@@ -29,7 +30,7 @@ from .tickets import Ticket, keep
 from .transfer import Stamp, StepLog
 from .watched_copies import Direction, WatchedCopy
 
-Phase = Literal["forward", "backward", "outside"]
+Phase = Literal["forward", "backward", "outside", "waiting"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,8 @@ class ComputePart:
     """Compute in one layer, or outside the layers.
 
     Args:
-        phase: ``outside``: the optimizer's step, and what is around it.
+        phase: ``outside``: the optimizer's step, and what is around it. ``waiting``: on a stage of a
+            pipeline, for what other stages send.
         layer: its index; ``None``: what is around the layers.
         start_ms, end_ms: waits for copies included.
     """
@@ -99,6 +101,11 @@ class StepTimeline:
     stalls: tuple[Stall, ...]
     overlaps: bool
 
+    @property
+    def waiting_ms(self) -> float:
+        """How long a stage of a pipeline waited for others."""
+        return sum(part.end_ms - part.start_ms for part in self.compute if part.phase == "waiting")
+
 
 @dataclass(frozen=True, slots=True)
 class MemorySample:
@@ -140,6 +147,9 @@ class _StepWatch:
     In backward a layer begins when the gradient of what it returned is there: a tensor hook on that, which
     goes with the graph. A model compiled as a whole shows no layers.
 
+    On a stage of a pipeline a backward begins with the gradient of what the stage has sent, or of the loss,
+    and ends when autograd does. Between passes the stage waits.
+
     Args:
         model: that the plan is on, bare or wrapped.
         applied: the plan.
@@ -148,6 +158,7 @@ class _StepWatch:
     def __init__(self, model: nn.Module, applied: AppliedPlan) -> None:
         self._applied, self._transfer, self._on = applied, applied.transfer, True
         self._parts: StepLog[tuple[Phase, int | None]] = StepLog(self._transfer)
+        self._is_stage, self._in_backward = applied.place.passes is not None, False
         root, whole = unwrapped(model), compiled_wrapper(model, applied.structure)
         self._undo: list[Undo] = wrap_call(
             root if whole is None else whole, self._forward_starts, self._forward_ends
@@ -156,6 +167,8 @@ class _StepWatch:
             before, after = partial(self._enters, index), partial(self._leaves, index)
             self._undo += wrap_call(root.get_submodule(layer.module_path), before, after)
         applied.listen(self)
+        if self._is_stage:
+            self._parts.note(("waiting", None))
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
         """A copy was asked for; ``on_device`` is its source or its target."""
@@ -196,9 +209,13 @@ class _StepWatch:
         if _in_forward():
             self._mark("forward", None)
 
-    def _forward_ends(self, *_: Any) -> None:
-        if _in_forward():
-            self._mark("backward", None)
+    def _forward_ends(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
+        if not _in_forward():
+            return
+        self._mark("waiting" if self._is_stage else "backward", None)
+        for leaf in tree_leaves(output) if self._is_stage else ():
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(self._gradient_of, None))
 
     def _enters(self, index: int, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not _in_forward():
@@ -217,8 +234,17 @@ class _StepWatch:
             hidden.register_hook(partial(self._gradient_of, index))
 
     def _gradient_of(self, index: int | None, _gradient: torch.Tensor) -> None:
+        if not self._on:
+            return
+        self._mark("backward", index)
+        if self._is_stage and not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._in_backward = False
         if self._on:
-            self._mark("backward", index)
+            self._mark("waiting", None)
 
 
 class TimeWatch(_StepWatch):

@@ -49,6 +49,7 @@ from typing import Protocol
 
 from ..plan.actions import Windows
 from .link import Link
+from .schedule import NEVER
 
 EMPTY = "it has no bytes"
 NOT_READ = "backward does not read it"
@@ -182,6 +183,7 @@ def choose_windows(
     link: Link,
     host_bytes: int | None = None,
     safety: float = 1.1,
+    most_release_ops: int = NEVER,
 ) -> tuple[Decision, ...]:
     """Decide for each candidate whether it is swapped, and with which windows.
 
@@ -193,6 +195,7 @@ def choose_windows(
         link: how fast copies are.
         host_bytes: what is swapped never exceeds it, in all; the user's numbers go first. ``None``: no cap.
         safety: copies are taken to last this many times as long as ``link`` says.
+        most_release_ops: operators after which the engine releases at the latest.
 
     Returns:
         One decision for each candidate. Without numbers of the user, and with copies at most ``safety`` times
@@ -205,7 +208,7 @@ def choose_windows(
         raise ValueError(f"safety is a factor of at least 1, not {safety}")
     hooks = Hooks(timeline)
     rejected, host_left = _rejected(candidates, hooks, math.inf if host_bytes is None else host_bytes)
-    queue = _queue(candidates, rejected, timeline, hooks, link, safety)
+    queue = _queue(candidates, rejected, timeline, hooks, link, safety, most_release_ops)
     _clear_way_out(queue)
     busy = _fixed_back(queue, candidates, hooks)
     for copy in queue:
@@ -254,6 +257,7 @@ def _queue(
     hooks: Hooks,
     link: Link,
     safety: float,
+    most_release_ops: int,
 ) -> list[SwapCopy]:
     """Return the copies in the order of the out queue."""
     start_ms, end_ms = timeline.backward[0][1], timeline.backward[-1][1]
@@ -276,9 +280,9 @@ def _queue(
                 ready_ms=hooks.ready_ms(candidate.ready_op),
                 out_ms=link.out_ms(candidate.size_bytes) * safety,
                 in_ms=link.in_ms(candidate.size_bytes) * safety,
-                out_by_ms=hooks.released_ms(candidate.ready_op, windows.release_ops)
-                if windows
-                else timeline.forward_end_ms,
+                out_by_ms=hooks.released_ms(
+                    candidate.ready_op, windows.release_ops if windows else most_release_ops
+                ),
                 read_ms=read_ms,
                 room_ms=read_ms - start_ms,
             )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..plan.actions import Adjustment, MemoryPlan
-from .auto_windows import AutoWindows
+from .auto_windows import AutoWindows, StageWindows
 from .fates import FateTable
 from .fused import Fuser
 from .host_budget import HostMemory, Progress
@@ -91,6 +91,11 @@ class Workplace:
         """Whether tensors that stay can be evicted at present."""
         return self._pack_handler is not None
 
+    @property
+    def passes(self) -> PassOrder | None:
+        """Of a pipeline's stage; ``None``: there is no pipeline."""
+        return self._resources.passes
+
     def handle_packs_by(self, pack_handler: PackHandler | None) -> None:
         """Let ``pack_handler`` make the tickets of tensors that stay, from the next forward on."""
         self._pack_handler = pack_handler
@@ -118,7 +123,9 @@ class Workplace:
         pool = self.pool(transfer)
         auto = None
         if any(row.fate == "swap" and row.windows is None for row in self._plan.rows):
-            auto = AutoWindows(transfer, pool, self.counters, self._pending_bytes, self._adjusted)
+            given = transfer, pool, self.counters, self._pending_bytes, self._adjusted
+            passes = self._resources.passes
+            auto = AutoWindows(*given) if passes is None else StageWindows(*given, passes)
         self.setting = Setting(
             self._fates,
             pool,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from .callback import ActSwapCallback
 from .prepare import Prepared, prepare
-from .stage_loading import stage_from_pretrained
+from .stage_loading import stage_from_config, stage_from_pretrained
 from .trainer_mixin import ActSwapTrainerMixin
 from .training_args import ActSwapTrainingArguments
 
@@ -22,5 +22,6 @@ __all__ = [
     "ActSwapTrainingArguments",
     "Prepared",
     "prepare",
+    "stage_from_config",
     "stage_from_pretrained",
 ]

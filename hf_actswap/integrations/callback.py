@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,7 @@ from transformers.training_args import TrainingArguments
 from ..apply import apply_plan, plan_while_training
 from ..config import ActSwapConfig
 from ..engine import AppliedPlan, Resources, SwapStats
+from ..engine.agreement import agreeing_among
 from ..engine.stats import gib_text
 from ..errors import ActSwapError, ConfigError, PlanError, Problem, short_traceback
 from ..parallel import tensor_parallel_group
@@ -212,13 +214,11 @@ class ActSwapCallback(TrainerCallback):
             with self._spoken(state):
                 own = plan if parallel is None else parallel.plan_of_rank(plan)
             if config.memory.mode != "off":
+                training = PlannedTraining(
+                    model, shape, own, config.memory, kwargs.get("optimizer"), counts_steps=False
+                )
                 with self._spoken(state):
-                    optimizer = kwargs.get("optimizer")
-                    self.applied = plan_while_training(
-                        PlannedTraining(model, shape, plan, config.memory, optimizer, counts_steps=False),
-                        Resources(progress=silent),
-                        written=config,
-                    )
+                    self.applied = self._started_planner(training, args, silent)
                 if args.disable_tqdm:
                     self.applied.progress = None
             else:
@@ -239,6 +239,23 @@ class ActSwapCallback(TrainerCallback):
                     logger.info("%s", "\n" + plan_table(plan))
                 else:
                     logger.warning(_DOES_NOTHING, self._why_nothing())
+
+    def _started_planner(
+        self, training: PlannedTraining, args: TrainingArguments, progress: PinningBar | None
+    ) -> Planner:
+        parallel = self.parallel
+        if parallel is None:
+            return plan_while_training(training, Resources(progress=progress), written=self._config)
+        passes = parallel.passes
+        training = replace(training, in_flight=parallel.in_flight(args.gradient_accumulation_steps))
+        with agreeing_among(parallel.deciding_ranks):
+            planner = plan_while_training(
+                training,
+                Resources(progress=progress, passes=passes),
+                written=self._config if passes is None else None,
+            )
+        parallel.phase = lambda: planner.phase
+        return planner
 
     def _begin_record(
         self, args: TrainingArguments, state: TrainerState, model: nn.Module, optimizer: Any
@@ -294,7 +311,8 @@ class ActSwapCallback(TrainerCallback):
             self._record.step_ends()
         now = self.applied.stats()
         if isinstance(self.applied, Planner):
-            with self._spoken(state):
+            parallel = self.parallel
+            with self._spoken(state), nullcontext() if parallel is None else parallel.deciding():
                 self.applied.step_ended()
         first = not self._before.forwards
         self._step, self._before = now - self._before, now

@@ -63,9 +63,13 @@ class ModelInParts(ABC):
         mesh: of all processes.
         shows_bars: whether rank 0 shows bars (the Trainer's ``disable_tqdm``).
         passes: of a pipeline's stage, which windows of swapped tensors cross; ``None``: there is no pipeline.
+        deciding_ranks: that plan together; ``None``: all.
+        phase: returns that of the planner on this rank; ``None``: there is none.
     """
 
     passes: PassOrder | None = None
+    deciding_ranks: dist.ProcessGroup | None = None
+    phase: Callable[[], str] | None = None
 
     def __init__(self, accelerator: Any, mesh: ParallelMesh, model: nn.Module, timeout_s: float) -> None:
         self.mesh, self._accelerator = mesh, accelerator
@@ -89,6 +93,14 @@ class ModelInParts(ABC):
     def ranks_per_model(self) -> int:
         """Ranks that hold one model together, and train on the same batch."""
         return self.mesh.tensor_parallel_size
+
+    def in_flight(self, micro_batches: int) -> int:
+        """Return of how many micro-batches of a step this rank holds activations at most."""
+        return 1
+
+    def deciding(self) -> AbstractContextManager[None]:
+        """Return the context in which a planner decides."""
+        return nullcontext()
 
     def expect_batch(self) -> None:
         """Let `check_batch` compare the next batch: a training begins."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ..config import ActSwapConfig
 from ..config.schema import ParallelConfig, PipelineSchedule
+from ..engine.agreement import agreeing_among
 from ..errors import Problem
 from ..parallel.gradients import TaggedGradients
 from ..parallel.mesh import (
@@ -42,6 +43,7 @@ from ..parallel.mesh import (
     launch_command,
 )
 from ..parallel.patch_model import patch_model
+from ..parallel.rank_agreement import failing_together
 from ..pipeline import (
     PipelineError,
     PipelineRuntime,
@@ -54,6 +56,7 @@ from ..pipeline import (
 from ..pipeline.runtime import Call, bubble_share, passes_in_flight, problem_of_schedule
 from ..pipeline.stages import layout_of, stage_of_rank
 from ..plan import MemoryPlan, model_structure
+from ..planner import BudgetError
 from ..report.run_files import RecordedStages
 from .optimizer_parameters import names_of_parameters, own_entry, whole_entry
 from .parallel_limits import USE_OUR_TRAINER, problems_of_trainer
@@ -76,10 +79,13 @@ class PipelineTraining(ModelInParts):
         parallel: the section of the configuration.
         pipeline_group: ranks of all stages, each with this rank's part of its stage, in their order.
         tensor_group: ranks that hold this rank's stage together; ``None``: it holds it alone.
+        stage_group: ranks of all pipelines that hold this rank's stage.
 
     Attributes:
         staged: the model.
     """
+
+    _all_stable = False
 
     def __init__(
         self,
@@ -89,10 +95,12 @@ class PipelineTraining(ModelInParts):
         parallel: ParallelConfig,
         pipeline_group: dist.ProcessGroup,
         tensor_group: dist.ProcessGroup | None,
+        stage_group: dist.ProcessGroup,
         timeout_s: float = 60.0,
     ) -> None:
         super().__init__(accelerator, mesh, staged.model, timeout_s)
         assert parallel.schedule is not None
+        self.deciding_ranks = stage_group
         device = accelerator.device
         self.staged, self._group, self._tensor_group = staged, pipeline_group, tensor_group
         self._schedule, self.passes = parallel.schedule, staged.passes
@@ -131,6 +139,30 @@ class PipelineTraining(ModelInParts):
             "in_flight": tuple(count / vpp for count in passes),
         }
 
+    def in_flight(self, micro_batches: int) -> int:
+        """Return of how many micro-batches this stage holds activations at most."""
+        layout = self.staged.layout
+        return passes_in_flight(self._schedule, micro_batches, layout.pp, layout.vpp, self.staged.stage)
+
+    @contextmanager
+    def deciding(self) -> Iterator[None]:
+        """Within the block the ranks of each stage decide on its plan. Every rank must call it.
+
+        In the stable stage of all nothing fails, and ranks do not wait for each other.
+
+        Raises:
+            BudgetError: nothing fits on this stage.
+            RankAgreementError: on another one.
+        """
+        together: AbstractContextManager[Any] = nullcontext()
+        if not self._all_stable:
+            together = failing_together("memory plan", self._timeout_s)
+        with together, agreeing_among(self.deciding_ranks):
+            try:
+                yield
+            except BudgetError as error:
+                raise error.with_hint(f"This is stage {self.staged.stage} of the pipeline.") from None
+
     def take_fused_head(self) -> None:
         """There is none: a trainer's own ``compute_loss`` (TRL's) is rejected."""
 
@@ -157,7 +189,8 @@ class PipelineTraining(ModelInParts):
             batches = [trainer._prepare_inputs(batch) for batch in self._batches]
             self._batches = ()
             with self._own_random_numbers(trainer):
-                losses = self._runtime.step(batches, self._call(trainer, num_items_in_batch, len(batches)))
+                call = self._call(trainer, num_items_in_batch, len(batches))
+                losses = self._runtime.step(batches, call, self._one_by_one())
             self._gradients.sum_shared()
             if self._tagged is not None:
                 self._tagged.reduce()
@@ -165,6 +198,15 @@ class PipelineTraining(ModelInParts):
                 self._gradients.average_over_data(self.mesh.data_parallel_group)
             self._losses = iter(losses)
         return next(self._losses)
+
+    def _one_by_one(self) -> bool:
+        """Whether a rank of the pipeline records this step; pipelines side by side are in the same phases."""
+        if self.phase is None:
+            return False
+        found: list[Any] = [None] * self.ranks_per_model
+        dist.all_gather_object(found, self.phase(), group=self.mesh.tensor_parallel_group)
+        self._all_stable = all(phase == "stable" for phase in found)
+        return "warm-up" in found
 
     def prediction_step(
         self, trainer: Any, stock: Callable[..., Any], _model: Any, inputs: Any, *args: Any, **kwargs: Any
@@ -398,8 +440,11 @@ def pipeline_of(trainer: Any, staged: StagedModel, parallel: ParallelConfig) -> 
         staged = StagedModel(trainer.model, whole.structure, whole.layout, whole.stage, whole.sequence_ranks)
         prove_cut(staged, trainer.accelerator.autocast)
     staged.cut()
+    ranks = range(trainer.args.world_size)
+    of_stages = [[rank for rank in ranks if stage_of_rank(rank, parallel) == each] for each in range(stages)]
+    stage_group, _ = dist.new_subgroups_by_enumeration(of_stages)
     return PipelineTraining(
-        trainer.accelerator, mesh, staged, parallel, pipeline_group, tensor_group, timeout_s
+        trainer.accelerator, mesh, staged, parallel, pipeline_group, tensor_group, stage_group, timeout_s
     )
 
 
@@ -418,6 +463,19 @@ def _warn_of_recomputation(plan: MemoryPlan, schedule: PipelineSchedule) -> None
         )
 
 
+def _problems_of_planning(config: ActSwapConfig) -> Iterator[Problem]:
+    memory, parallel = config.memory, config.parallel_config
+    if memory.mode == "off":
+        return
+    expected = "a setting that goes with planning by stage (memory.mode beside parallel_config.schedule)"
+    if parallel.schedule == "zero_bubble" or parallel.pp_interleave_num > 1:
+        yield Problem("parallel_config.schedule", expected, str(parallel.schedule), "Write 1f1b or gpipe.")
+    if memory.plan_file is not None:
+        yield Problem("memory.plan_file", expected, str(memory.plan_file), "Leave it out.")
+    if memory.preference == "memory_saving":
+        yield Problem("memory.preference", expected, memory.preference, "Leave it out.")
+
+
 def _problems_of_settings(trainer: Any, config: ActSwapConfig) -> Iterator[Problem]:
     parallel = config.parallel_config
     args, expected = trainer.args, "a setting that goes with a pipeline (parallel_config.schedule)"
@@ -425,19 +483,7 @@ def _problems_of_settings(trainer: Any, config: ActSwapConfig) -> Iterator[Probl
         yield replace(problem, expected=expected)
     if not getattr(trainer, "holds_parallel_models", False):
         yield Problem("Trainer", "hf_actswap.ActSwapTrainer", type(trainer).__name__, USE_OUR_TRAINER)
-    if config.memory.mode != "off":
-        yield Problem(
-            "memory.mode", "off beside a pipeline", config.memory.mode, "Planning by stage is not built."
-        )
-    swap = config.swap_config
-    windows = [swap.default_prefetch, *(rule.backward_prefetch for rule in swap.layer_swap or ())]
-    windows += [rule.backward_prefetch for rule in swap.op_swap or ()]
-    if swap.swap and "auto" in windows:
-        hint = (
-            "auto compares ranks at each forward, and stages are not at the same one: write a number, "
-            "10000 for the longest windows."
-        )
-        yield Problem("swap_config", "windows in numbers beside a pipeline", "auto", hint)
+    yield from _problems_of_planning(config)
     if config.stacks:
         yield Problem("stacks", "no other stack of layers", ", ".join(config.stacks), "Leave it out.")
     count = args.gradient_accumulation_steps

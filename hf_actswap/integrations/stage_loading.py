@@ -1,17 +1,18 @@
-"""Loads a pretrained model on a pipeline rank that reads the weights of its own stage only."""
+"""Opens or makes a model on a pipeline rank, which has the weights of its own stage only."""
 
 from __future__ import annotations
 
 import functools
 import os
 import re
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ..config import ActSwapConfig
 from ..config.schema import ParallelConfig
@@ -56,11 +57,45 @@ def stage_from_pretrained(kind: Any, source: str | os.PathLike[str], config: Con
     if problems := [_unfit(name) for name in _NOT_BESIDE if how.get(name)]:
         raise PipelineError(problems)
     whole = _on_meta(kind, source, how)
+    return _opened_without(_foreign_parts(whole, parallel), type(whole), source, how)
+
+
+@short_traceback
+def stage_from_config(
+    kind: Any, made_of: PreTrainedConfig, config: ConfigOrPlan, seed: int = 0, **how: Any
+) -> Any:
+    """Make a model with random weights, those of this rank's stage alone; see `stage_from_pretrained`.
+
+        model = stage_from_config(AutoModelForCausalLM, LlamaConfig(...), "config.yaml", seed=42)
+
+    Each module draws its weights from a seed of its own, made of ``seed`` and its name. So they are the same
+    in any number of stages and in one process, and others than those of ``from_config``, which draws all from
+    one stream. The global generators stay as they are.
+
+    Args:
+        kind: a class of transformers, or an auto class.
+        made_of: the model's configuration.
+        config: see `stage_from_pretrained`; without a pipeline the whole model is made.
+        seed: of all weights; the same on every rank.
+        how: further arguments of ``from_config`` (``dtype``, ``attn_implementation``).
+
+    Raises:
+        ConfigError: the configuration is malformed.
+        PipelineError: the model has no parts to divide it by.
+    """
+    loaded = load_config_or_plan(config)
+    parallel = loaded.parallel_config if isinstance(loaded, ActSwapConfig) else ParallelConfig()
+    whole = _on_meta(kind, "", {"config": made_of, **how})
+    foreign = _foreign_parts(whole, parallel) if parallel.runs_pipeline else ()
+    given = {"config": whole.config, "state_dict": {}, **how}
+    return _opened_without(foreign, type(whole), None, given, seed).train()
+
+
+def _foreign_parts(whole: PreTrainedModel, parallel: ParallelConfig) -> tuple[str, ...]:
     structure = model_structure(whole)
     rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
     stage = stage_of_rank(rank, parallel)
-    foreign = StagedModel(whole, structure, layout_of(structure, parallel), stage).foreign_parts()
-    return _opened_without(foreign, type(whole), source, how)
+    return StagedModel(whole, structure, layout_of(structure, parallel), stage).foreign_parts()
 
 
 def _unfit(name: str) -> Problem:
@@ -81,9 +116,18 @@ def _on_meta(kind: Any, source: str | os.PathLike[str], how: Mapping[str, Any]) 
 
 
 def _opened_without(
-    foreign: tuple[str, ...], kind: type[PreTrainedModel], source: Any, how: Mapping[str, Any]
+    foreign: tuple[str, ...],
+    kind: type[PreTrainedModel],
+    source: Any,
+    how: Mapping[str, Any],
+    seed: int | None = None,
 ) -> PreTrainedModel:
-    """Load a model without the modules at paths ``foreign``; then put these back, on ``meta``."""
+    """Load a model without the modules at paths ``foreign``; then put these back, on ``meta``.
+
+    Args:
+        foreign, kind, source, how: see `stage_from_pretrained`.
+        seed: each module draws its weights from a seed of its own; ``None``: from the global generator.
+    """
     taken: dict[str, nn.Module] = {}
     tied: dict[str, str] = {}
     absent: set[str] = set()
@@ -91,6 +135,9 @@ def _opened_without(
     @functools.wraps(kind.__init__)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
         kind.__init__(self, *args, **kwargs)
+        if seed is not None:
+            _draw_by_name(self, seed)
+            self._keys_to_ignore_on_load_missing |= {""}  # transformers would list all weights in a warning
         for path in foreign:
             taken[path] = self.get_submodule(path)
             self.set_submodule(path, nn.Identity())
@@ -115,9 +162,27 @@ def _opened_without(
             if any(kept in name for kept in model._get_dtype_plan(model.dtype)):
                 parameter.data = parameter.data.float()
             parameter.requires_grad_(parameter.is_floating_point())
+    if seed is not None:
+        model._keys_to_ignore_on_load_missing -= {""}
+        for module in model.modules():
+            vars(module).pop("_init_weights", None)
     model.__class__, model.all_tied_weights_keys = kind, tied
     model._keys_to_ignore_on_load_unexpected -= quiet
     if not absent.isdisjoint((*tied, *tied.values())):
         model.tie_weights()  # on meta
     found: PreTrainedModel = model.eval()
     return found
+
+
+def _draw_by_name(model: PreTrainedModel, seed: int) -> None:
+    """Let each module of a model draw its first weights from a seed of its own."""
+    names = {module: name for name, module in model.named_modules()}
+
+    def drawn(draw: Callable[[nn.Module], None], module: nn.Module) -> None:
+        with torch.random.fork_rng():
+            torch.manual_seed(zlib.crc32(f"{seed} {names.get(module)}".encode()))
+            draw(module)
+
+    for module in names:
+        if isinstance(module, PreTrainedModel):
+            vars(module)["_init_weights"] = functools.partial(drawn, module._init_weights)

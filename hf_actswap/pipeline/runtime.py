@@ -54,17 +54,31 @@ class PipelineRuntime:
         self._schedule: Any = None
         self._order: tuple[Pass, ...] = ()
 
-    def step(self, batches: Sequence[Batch], call: Call) -> torch.Tensor:
+    def step(self, batches: Sequence[Batch], call: Call, one_by_one: bool = False) -> torch.Tensor:
         """Run forward and backward of all micro-batches; gradients are added to the parameters.
 
         Args:
             batches: the micro-batches, the same on every rank; ``input_ids`` are ``[batch, seq]``.
             call: calls the model; gradients are those of the sum of all losses.
+            one_by_one: let each micro-batch go through all stages and back before the next one starts, so
+                that one is in flight. Gradients are the same.
 
         Returns:
             The losses, ``[micro-batches]``, fp32, the same on every rank.
         """
-        schedule = self._schedule_for(batches)
+        self._grow(batches)
+        losses: list[torch.Tensor] = []
+        for part in [[batch] for batch in batches] if one_by_one else [batches]:
+            losses += self._run(part, call)
+        found = torch.zeros(len(batches), device=self._device)
+        if self.staged.is_last:
+            found.copy_(torch.stack([loss.detach() for loss in losses]))
+        dist.broadcast(found, self._rank_of(self.staged.layout.pp - 1), group=self.group)
+        return found
+
+    def _run(self, batches: Sequence[Batch], call: Call) -> list[torch.Tensor]:
+        """Run the schedule once; return the losses, on the last stage."""
+        schedule = self._schedule_for(len(batches))
         for module in self._modules:
             module.batches, module.call, module.shape = batches, call, self._shape
         numbers = torch.arange(len(batches))
@@ -80,14 +94,10 @@ class PipelineRuntime:
                 raise error.__cause__ from None
             raise
         finally:
-            self.staged.passes.begin()
+            self.staged.passes.end()
             for module in self._modules:
                 module.batches = ()
-        found = torch.zeros(len(batches), device=self._device)
-        if self.staged.is_last:
-            found.copy_(torch.stack([loss.detach() for loss in losses]))
-        dist.broadcast(found, self._rank_of(self.staged.layout.pp - 1), group=self.group)
-        return found
+        return losses
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, call: Call) -> Any:
@@ -137,13 +147,16 @@ class PipelineRuntime:
     def _hidden(self, shape: tuple[int, int]) -> tuple[int, int, int]:
         return (*shape, self.staged.relay.hidden_size)
 
-    def _schedule_for(self, batches: Sequence[Batch]) -> Any:
+    def _grow(self, batches: Sequence[Batch]) -> None:
+        """Let hidden states be sent as large as the largest of these batches."""
         shapes = [self._shape, *(_shape_of(batch, self.staged.sequence_ranks) for batch in batches)]
         self._shape = max(rows for rows, _ in shapes), max(length for _, length in shapes)
-        wanted = self._shape, len(batches)
+
+    def _schedule_for(self, count: int) -> Any:
+        wanted = self._shape, count
         if wanted != self._made_for:
             self._schedule = None  # frees its buffers before new ones are made
-            self._schedule, self._made_for = self._new_schedule(len(batches)), wanted
+            self._schedule, self._made_for = self._new_schedule(count), wanted
         return self._schedule
 
     def _new_schedule(self, count: int) -> Any:

@@ -35,7 +35,6 @@ from ..plan.actions import MemoryPlan
 from ..plan.model_structure import ModelStructure
 from .bucket_plans import BucketPlans, ShapeBucket
 from .budget import BudgetError, rests_within
-from .cost.simulate import predict
 from .plan_file import FilePlan, MadeFor, write_plan
 from .planning import Task, task_of
 from .profile import Prediction
@@ -259,7 +258,16 @@ class Planner:
         device_bytes, beyond_bytes = run.meter.limit_bytes(), self._beyond_bytes
         without = self._without_tiles
         task = task_of(
-            step, run.fixed, run.memory, device_bytes, states_bytes, beyond_bytes, again, largest, without
+            step,
+            run.fixed,
+            run.memory,
+            device_bytes,
+            states_bytes,
+            beyond_bytes,
+            again,
+            largest,
+            without,
+            run.in_flight,
         )
         try:
             return SearchPhase(run, task, max(run.memory.search_steps, 1))
@@ -339,7 +347,8 @@ class Planner:
         task = search.task
         self.outcome = self._outcome(task, best)
         self._beyond_bytes = task.beyond_bytes
-        smaller = BucketPlans(run, task, best) if fits and task.size is not None else None
+        alone = run.in_flight == 1  # else the others in flight may be larger
+        smaller = BucketPlans(run, task, best) if fits and alone and task.size is not None else None
         self._phase = Stable(run, budget, task.size, self._plans, not fits, smaller)
         logger.info("%s: stable: %s", run.name, _in_words(best))
         if fits and rank() == 0 and self._made_for is not None and run.memory.plan_file is not None:
@@ -352,9 +361,9 @@ class Planner:
 
     def _outcome(self, task: Task, best: Trial) -> Outcome:
         nothing = MemoryPlan((), task.profile.num_layers, task.profile.family)
-        without = self._without_tiles or predict(task.profile, nothing)
+        without = self._without_tiles or task.predicted(task.profile, nothing)
         peak_bytes, source = without.peak_bytes, "predicted from the recorded step"
-        recorded = task.step is not None and task.step.size == task.size
+        recorded = task.step is not None and task.step.size == task.size and task.in_flight == 1
         if self._warm_up_peak_bytes is not None and recorded:
             peak_bytes, source = self._warm_up_peak_bytes, "measured in warm-up"
         if self._run.fixed.tiles and self._without_tiles is None:

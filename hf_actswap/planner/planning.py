@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -15,10 +16,13 @@ from ..plan.actions import MemoryPlan
 from .budget import BudgetError, budget_bytes, impossible, limits_of
 from .cost.simulate import predict
 from .profile import Limits, Prediction, Profile
-from .search.find_plan import Found, candidates, least_peak_bytes
+from .search.find_plan import Found, candidates, least_peak, least_peak_bytes
 from .shape_buckets import BatchSize, RecordedStep
 
 Value = TypeVar("Value")
+
+_HALVINGS = 5
+"""Of the range in which the budget of one micro-batch among others is looked for: to a 32nd."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Task:
         beyond_bytes: the most that a step so far used beyond the prediction of its plan.
         step: what was recorded, of which ``profile`` is that of ``size``; ``None``: it cannot be scaled.
         size: the largest batch that is planned for; ``None``: not known.
+        in_flight: micro-batches of which a stage of a pipeline holds activations at most.
     """
 
     profile: Profile
@@ -46,6 +51,7 @@ class Task:
     beyond_bytes: int = 0
     step: RecordedStep | None = None
     size: BatchSize | None = None
+    in_flight: int = 1
 
     def at(self, size: BatchSize) -> Profile:
         """Return the profile of a batch of another size, with what trials have shown of compiled layers.
@@ -65,8 +71,8 @@ class Task:
             raise ValueError("there is no recorded step to scale")
         size = self.size.joined(size)
         profile = self.at(size)
-        unplanned = predict(profile, self.fixed)
-        more_bytes = unplanned.peak_bytes - predict(self.profile, self.fixed).peak_bytes
+        unplanned = self.predicted(profile, self.fixed)
+        more_bytes = unplanned.peak_bytes - self.predicted(self.profile, self.fixed).peak_bytes
         budget = self.budget_bytes + (0 if self.memory.reduce_by_gib is None else more_bytes)
         return replace(self, profile=profile, unplanned=unplanned, budget_bytes=budget, size=size)
 
@@ -78,6 +84,10 @@ class Task:
             ValueError: the step cannot be scaled to it.
         """
         return candidates(self.at(size), self.fixed, self.limits(), 1)[0]
+
+    def predicted(self, profile: Profile, plan: MemoryPlan) -> Prediction:
+        """Return a micro-batch under a plan; its peak is that of all in flight."""
+        return among_others(predict(profile, plan), self.in_flight)
 
     def limits(self) -> Limits:
         """Return what a plan must keep within; what the allocator holds in fragments is left to it."""
@@ -97,6 +107,7 @@ def task_of(
     again: bool = False,
     largest: BatchSize | None = None,
     unplanned: Prediction | None = None,
+    in_flight: int = 1,
 ) -> Task:
     """Put together what all ranks recorded; every rank must call it.
 
@@ -110,6 +121,7 @@ def task_of(
         largest: the largest batch that this rank has seen, which is planned for if it is larger than what was
             recorded; ``None``: not known.
         unplanned: see `Task`; ``None``: as recorded.
+        in_flight: see `Task`.
 
     Raises:
         BudgetError: the budget is larger than a rank's device, or the reduction larger than the peak.
@@ -123,10 +135,56 @@ def task_of(
     least_device_bytes = min(from_all_ranks(device_bytes))
     if again and memory.budget_gib is not None:
         memory = replace(memory, budget_gib=min(memory.budget_gib, least_device_bytes / GIB))
-    unplanned = unplanned or predict(profile, fixed)
+    unplanned = unplanned or among_others(predict(profile, fixed), in_flight)
     budget = budget_bytes(memory, least_device_bytes, unplanned.peak_bytes + profile.reserved_bytes)
     states_bytes = max(from_all_ranks(states_bytes))
-    return Task(profile, fixed, memory, budget, unplanned, states_bytes, beyond_bytes, step, size)
+    return Task(profile, fixed, memory, budget, unplanned, states_bytes, beyond_bytes, step, size, in_flight)
+
+
+def among_others(one: Prediction, in_flight: int) -> Prediction:
+    """Return a micro-batch on a stage of a pipeline that holds what others in flight keep.
+
+    Of what is swapped, half a micro-batch's is on its way out or back, besides (`engine.passes`).
+
+    Args:
+        one: predicted as if it were alone.
+        in_flight: micro-batches, with this one.
+    """
+    if in_flight == 1:
+        return one
+    others_bytes = (in_flight - 1) * one.kept_bytes + one.swapped_bytes // 2
+    return replace(one, peak_bytes=one.peak_bytes + others_bytes)
+
+
+def candidates_among_others(
+    profile: Profile, fixed: MemoryPlan, limits: Limits, count: int, in_flight: int
+) -> list[Found]:
+    """Return the plans of `candidates` that fit with what other micro-batches in flight keep; none may.
+
+    What those keep depends on the plan. So the budget of one micro-batch alone is halved between the least
+    that fits and all. Host memory is shared equally.
+    """
+    host = None if limits.host_bytes is None else limits.host_bytes // in_flight
+
+    def fitting(alone_bytes: int) -> list[Found]:
+        within = replace(limits, device_bytes=alone_bytes, host_bytes=host)
+        found = [
+            replace(item, prediction=among_others(item.prediction, in_flight))
+            for item in candidates(profile, fixed, within, count)
+        ]
+        return [item for item in found if item.prediction.peak_bytes <= limits.device_bytes]
+
+    most, least = limits.device_bytes, least_peak_bytes(profile, fixed, limits)
+    if best := fitting(most):
+        return best
+    best = fitting(least)
+    for _ in range(_HALVINGS if best else 0):
+        middle = (least + most) // 2
+        if better := fitting(middle):
+            best, least = better, middle
+        else:
+            most = middle
+    return best
 
 
 def agreed_step(own: RecordedStep) -> RecordedStep:
@@ -177,13 +235,16 @@ def best_plans(task: Task, count: int) -> Sequence[Found]:
     limits = task.limits()
 
     def search() -> Sequence[Found]:
-        try:
-            return candidates(task.profile, task.fixed, limits, count)
-        except BudgetError:
-            least = least_peak_bytes(task.profile, task.fixed, limits)
-            beyond = task.budget_bytes - limits.device_bytes
-            peak = task.unplanned.peak_bytes + task.profile.reserved_bytes
-            tiles = task.fixed.tiles
-            raise impossible(task.memory, task.budget_bytes, least + beyond, peak, tiles) from None
+        found: Sequence[Found] = ()
+        with suppress(BudgetError):
+            if task.in_flight == 1:
+                return candidates(task.profile, task.fixed, limits, count)
+            found = candidates_among_others(task.profile, task.fixed, limits, count, task.in_flight)
+        if found:
+            return found
+        least = among_others(least_peak(task.profile, task.fixed, limits), task.in_flight).peak_bytes
+        beyond = task.budget_bytes - limits.device_bytes
+        peak = task.unplanned.peak_bytes + task.profile.reserved_bytes
+        raise impossible(task.memory, task.budget_bytes, least + beyond, peak, task.fixed.tiles)
 
     return found_by_rank_0(search)

@@ -48,6 +48,7 @@ class PlannedTraining:
         optimizer: of the model; ``None``: not known.
         counts_steps: whether the optimizer's step ends a training step; if not, whoever trains calls
             `Planner.step_ended`.
+        in_flight: micro-batches of which a stage of a pipeline holds activations at most.
     """
 
     model: nn.Module
@@ -56,6 +57,7 @@ class PlannedTraining:
     memory: MemoryConfig
     optimizer: torch.optim.Optimizer | None = None
     counts_steps: bool = True
+    in_flight: int = 1
 
 
 @dataclass
@@ -77,6 +79,7 @@ class Run:
         optimizer: of the model, if it is known.
         states: of the optimizer, where they are kept on the host between its steps.
         ladder: what may be fixed where no plan fits, with more and more in tiles.
+        in_flight: see `PlannedTraining`.
     """
 
     model: nn.Module
@@ -93,6 +96,7 @@ class Run:
     optimizer: torch.optim.Optimizer | None = None
     states: OptimizerStates | None = None
     ladder: Iterator[MemoryPlan] = field(default_factory=lambda: iter(()))
+    in_flight: int = 1
     applied: AppliedPlan | None = None
     guarded: bool = False
     _tiled: list[Undo] = field(default_factory=list)

@@ -20,7 +20,6 @@ from functools import reduce
 from ..engine.agreement import from_all_ranks
 from ..engine.stats import gib_text
 from .budget import BudgetError
-from .cost.simulate import predict
 from .planning import Task, best_plans
 from .run import Run
 from .search.compiled_frontier import learned, shown_by
@@ -161,9 +160,10 @@ class SearchPhase:
         if self._trial_sizes <= {task.size}:
             profile = learned(profile, trial.plan, shown_by(trial))
             if profile is not task.profile:
-                predicted = predict(profile, trial.plan)
+                predicted = task.predicted(profile, trial.plan)
         else:
-            predicted = predict(task.at(reduce(BatchSize.joined, self._trial_sizes)), trial.plan)
+            profile_of_trial = task.at(reduce(BatchSize.joined, self._trial_sizes))
+            predicted = task.predicted(profile_of_trial, trial.plan)
         used = trial.reserved_peak_bytes + max(step.evicted_bytes for step in trial.steps)
         beyond = used - predicted.peak_bytes
         if not fits or profile is not task.profile or beyond > max(task.beyond_bytes, profile.reserved_bytes):

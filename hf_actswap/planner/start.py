@@ -103,6 +103,7 @@ def start_planner(
         device_name(device),
         optimizer,
         ladder=iter(ladder),
+        in_flight=training.in_flight,
     )
     if memory.preference == "memory_saving":
         run.states = _states_on_host(training, transfer, pool)

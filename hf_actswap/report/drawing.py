@@ -215,6 +215,8 @@ def add_legend(
 def add_parts(drawing: Drawing, parts: Iterable[ComputePart], scale: Scale, y: float, height: float) -> None:
     """Draw what compute does as boxes: phases by colour, layers by number."""
     for part in parts:
+        if part.phase == "waiting":
+            continue
         left, right = scale(part.start_ms), scale(part.end_ms)
         where = "outside the layers" if part.layer is None else f"layer {part.layer}"
         title = f"{part.phase}, {where}: {ms_text(part.end_ms - part.start_ms)}"

@@ -237,16 +237,26 @@ def _stages_table(run: RecordedRun, facts: RunFacts) -> str:
                 size(stage.peak_bytes),
                 size(stage.offloaded_bytes),
                 "not measured" if stage.stall_ms is None else ms_text(stage.stall_ms),
+                "not measured" if stage.waiting_share is None else f"{stage.waiting_share:.1%}",
             ),
         )
         for number, stage in enumerate(facts.stages)
     ]
-    head = ("Stage", "Layers", "Weights", "In flight", "Peak memory", "Swapped", "Waits for copies")
+    head = (
+        "Stage",
+        "Layers",
+        "Weights",
+        "In flight",
+        "Peak memory",
+        "Swapped",
+        "Waits for copies",
+        "for stages",
+    )
     line = (
         f"{found['schedule']}, {found['micro_batches']} micro-batches a step: by the formula equal stages "
         f"wait {found['bubble_share']:.1%} of it for each other. Measured on one rank of each stage."
     )
-    return _table("Stages", head, rows, 5) + f'<p class="muted">{escape(line)}</p>'
+    return _table("Stages", head, rows, 6) + f'<p class="muted">{escape(line)}</p>'
 
 
 def _trials_table(facts: RunFacts) -> str:

@@ -46,6 +46,7 @@ class StageFacts:
         in_flight: micro-batches whose forward it has run and whose backward it has not, at most.
         weight_bytes, peak_bytes, step_ms, offloaded_bytes, stall_ms: as of a run, on the rank that was
             recorded; ``None``: not measured.
+        waiting_share: of the step that was watched, in which it waited for other stages.
     """
 
     layers: tuple[int, ...]
@@ -55,6 +56,7 @@ class StageFacts:
     step_ms: float | None = None
     offloaded_bytes: int | None = None
     stall_ms: float | None = None
+    waiting_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -100,8 +102,8 @@ def prediction_of(run: RecordedRun) -> Prediction | None:
     Raises:
         ReportError: plan and profile are of different models.
     """
-    if run.profile is None or run.plan is None:
-        return None
+    if run.profile is None or run.plan is None or run.about.get("stages") is not None:
+        return None  # of a stage, a profile is of one micro-batch
     if run.plan.num_layers != run.profile.num_layers:
         expected = f"{run.profile.num_layers}, as in {PROFILE}"
         raise ReportError([Problem(f"{PLAN}: num_layers", expected, str(run.plan.num_layers))])
@@ -157,7 +159,16 @@ def _stages(run: RecordedRun, first: RunFacts) -> Iterator[StageFacts]:
             own.step_ms,
             own.offloaded_bytes,
             own.stall_ms,
+            _waiting_share(stage, found["schedule"]),
         )
+
+
+def _waiting_share(stage: RecordedRun, schedule: str) -> float | None:
+    """Of a step; under ``zero_bubble`` the gradients of weights, made apart, cannot be told from waiting."""
+    timeline = stage.timeline
+    if timeline is None or not timeline.step_ms or schedule == "zero_bubble":
+        return None
+    return timeline.waiting_ms / timeline.step_ms
 
 
 def _of_step(line: LoggedStep) -> dict[str, Any]:

@@ -28,11 +28,14 @@ from transformers import (
 from hf_actswap import load_config, model_structure, resolve_plan
 from hf_actswap.apply import apply_plan
 from hf_actswap.config.schema import PipelineSchedule
-from hf_actswap.engine import Resources
+from hf_actswap.engine import Resources, host_budget
+from hf_actswap.engine.link import Link
 from hf_actswap.engine.passes import Pass, PassOrder, Point
+from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.pipeline import PipelineRuntime, StagedModel, prove_cut
 from hf_actswap.pipeline.shared_state import StageGradients, whole_state
 from hf_actswap.plan.layout import build_layout
+from tests.engine.simulated_transfer import Clock, SimulatedTransfer
 from tests.processes import run_cases
 
 VOCABULARY, STEPS = 67, 2
@@ -68,6 +71,7 @@ class Case:
         offset: of the layout.
         micro_batches: per step.
         lengths: of the rows of micro-batches, in turn.
+        simulated: whether copies run by a simulated clock, beside compute.
     """
 
     schedule: PipelineSchedule = "1f1b"
@@ -78,6 +82,7 @@ class Case:
     offset: Any = 0
     micro_batches: int = 6
     lengths: tuple[int, ...] = (12,)
+    simulated: bool = False
 
 
 @dataclass(frozen=True)
@@ -203,6 +208,10 @@ def staged_of(case: Case, model: nn.Module, stages: int, stage: int) -> tuple[St
     staged.cut()
     plan = staged.plan_of_stage(resolve_plan(config, shape))
     resources = Resources(passes=staged.passes)
+    if case.simulated:
+        clock = Clock()
+        clock.drive(model)
+        resources = replace(resources, transfer=SimulatedTransfer(clock, Link(3e3, 3e3, 3e3, 3e3), 2**40))
     return staged, apply_plan(model, replace(plan, unsupported=()), shape, resources)
 
 
@@ -232,7 +241,7 @@ def run_case(case: Case, group: dist.ProcessGroup | None) -> Result:
     tokens = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
     differing: dict[str, float] = {}
     losses, norms = [], []
-    for _ in range(STEPS):
+    for _ in range(4 if case.simulated else STEPS):
         reference.zero_grad()
         model.zero_grad()
         forwards.clear()
@@ -383,6 +392,7 @@ PLANS_OF = {
     "zero_bubble": ("keep", "swap", "mixed"),
 }
 FAMILIES = ("tied", "gemma2", "granite", "mixtral", "gpt2", "lora")
+AUTO = {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": "auto", "layers": True}]}}
 TWO: dict[str, Case] = {
     **{
         f"{schedule} {name}": Case(
@@ -397,6 +407,7 @@ TWO: dict[str, Case] = {
     "lora zero_bubble": Case("zero_bubble", SWAP, family="lora"),
     "gpipe interleaved": Case("gpipe", SWAP, interleaves=2),
     "zero_bubble interleaved": Case("zero_bubble", MIXED, interleaves=2),
+    "interleaved_1f1b auto swap": Case("interleaved_1f1b", AUTO, interleaves=2, simulated=True),
     "lengths": Case("1f1b", SWAP, lengths=(12, 9, 14)),
     "few": Case("1f1b", {}, micro_batches=1),
     "uneven": Case("1f1b", {"recompute_config": {"recompute": [1, 2]}}, layers=5, offset=[1, 0]),
@@ -418,6 +429,10 @@ TWO: dict[str, Case] = {
 TWO_MORE: dict[str, Case] = {
     "zero_bubble table": Case("zero_bubble", TABLE),
     "gpipe keep": Case("gpipe"),
+    **{
+        f"{schedule} auto swap": Case(schedule, AUTO, simulated=True)  # type: ignore[arg-type]
+        for schedule in ("gpipe", "1f1b", "zero_bubble")
+    },
     "zero_bubble select": Case("zero_bubble", SELECT),
     **{f"{family} zero_bubble": Case("zero_bubble", SWAP, family=family) for family in FAMILIES[:-1]},
     **{f"{family} mixed": Case("interleaved_1f1b", MIXED, family, interleaves=2) for family in FAMILIES},
@@ -453,6 +468,7 @@ FIVE: dict[str, Case] = {
 
 def run_on_rank(cases: dict[str, Case], world_size: int, rank: int, folder: str) -> None:
     """Run the cases of so many stages."""
+    host_budget.PinnedSlabs = lambda *_: PageableSlabs()  # type: ignore[assignment, misc]
     runs: Any = {
         name: partial(in_flight if name.startswith("in flight") else run_case, case)
         for name, case in cases.items()

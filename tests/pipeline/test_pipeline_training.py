@@ -50,7 +50,7 @@ def alike(found: Run, expected: Run) -> None:
     assert found.evaluations == expected.evaluations
 
 
-APART = ("dropout", "opened", "predicted", "rejections")
+APART = ("dropout", "opened", "planned", "predicted", "rejections")
 COMPARED = [name for name in TWO if not name.startswith(APART)]
 
 
@@ -159,6 +159,7 @@ def test_the_report_shows_the_stages_side_by_side(runs: Path, tmp_path: Path) ->
     whole = sum(t.nbytes for t in load_file(runs / "reported one 1/last/model.safetensors").values())
     weights = [stage.weight_bytes or 0 for stage in found]
     assert sum(weights) == whole
+    assert all(stage.waiting_share and 0 < stage.waiting_share < 1 for stage in found)
     assert all((stage.peak_bytes or 0) > weight for stage, weight in zip(found, weights, strict=True))
     page = written.page.read_text(encoding="utf-8")
     assert "1f1b, 4 micro-batches a step: by the formula equal stages wait 20.0%" in page
@@ -168,6 +169,31 @@ def test_the_report_shows_the_stages_side_by_side(runs: Path, tmp_path: Path) ->
     shutil.rmtree(tmp_path / "actswap" / "stage_1")
     assert write_report(tmp_path).facts.stages[1].peak_bytes is None
     assert write_report(runs / "reported one 1", tmp_path / "one.html").facts.stages == ()
+
+
+def test_each_stage_is_planned_within_one_budget(runs: Path) -> None:
+    """The first stage holds two micro-batches, and moves more. Peaks are counted in the steps of the plan."""
+    moved = []
+    for rank, folder in enumerate(("actswap", "actswap/stage_1")):
+        found: Run = result(runs, "planned", rank)
+        alike(found, result(runs, "reported one"))
+        facts = json.loads((runs / "planned 1f1b 2" / folder / "planner.json").read_text())
+        (trial,) = [trial for trial in facts["trials"] if trial["chosen"]]
+        assert facts["budget_bytes"] == 461_709
+        assert all(step["reserved_peak_bytes"] <= 461_709 for step in trial["steps"])
+        assert not any(step["evicted_bytes"] for step in trial["steps"])
+        moved.append(trial["steps"][-1]["offloaded_bytes"])
+    assert moved[0] > moved[1]
+
+
+@pytest.mark.slow
+def test_a_budget_that_one_stage_cannot_keep_is_said_on_all_ranks(runs: Path) -> None:
+    """The last stage has less to give away."""
+    for rank in range(2):
+        said = result(runs, "planned too small", rank)
+        assert "memory.reduce_by_gib: expected at most" in said
+        assert "This is stage 1 of the pipeline" in said
+    assert "rank 1: expected no error on any rank" in result(runs, "planned too small", 0)
 
 
 def test_dropout_goes_on_as_if_never_interrupted(runs: Path) -> None:
@@ -298,13 +324,23 @@ def test_more_divided_stages(name: str, divided_more: Path) -> None:
             close(of_rank, result(divided_more, f"{name} one"))
 
 
+@pytest.mark.slow
+def test_ranks_that_hold_a_stage_plan_it_together(divided_more: Path) -> None:
+    expected = result(divided_more, "reported one")
+    for rank in range(4):
+        close(result(divided_more, "divided planned", rank), expected)
+    place = divided_more / "divided planned 1f1b 2" / "actswap"
+    for folder in (place, place / "stage_1"):
+        assert json.loads((folder / "planner.json").read_text())["trials"]
+        assert json.loads((folder / "plan.json").read_text())["rows"]
+
+
 REJECTED = {
     "Trainer": "Trainer: expected hf_actswap.ActSwapTrainer",
     "own loss": "_OwnLoss.compute_loss: expected the compute_loss of transformers.Trainer",
     "own loss below": "_StockOwnLoss.compute_loss: expected the compute_loss of transformers.Trainer",
     "torch_compile": "torch_compile: expected a setting that goes with a pipeline",
-    "planner": "memory.mode: expected off beside a pipeline",
-    "auto": "swap_config: expected windows in numbers beside a pipeline, found auto",
+    "planner": "parallel_config.schedule: expected a setting that goes with planning by stage",
     "tensor parallel": "expected 4 processes, 2 (tensor_parallel_size) per stage, or a multiple",
     "embeds": "batch: expected input_ids",
     "rounds": "interleaved_1f1b runs 2 rounds of equally many micro-batches, and 5 are not divisible",

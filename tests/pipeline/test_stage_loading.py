@@ -16,7 +16,7 @@ from transformers import (
     core_model_loading,
 )
 
-from hf_actswap import load_config, model_structure, stage_from_pretrained
+from hf_actswap import load_config, model_structure, stage_from_config, stage_from_pretrained
 from hf_actswap.parallel.rank_agreement import parameters_fact
 from hf_actswap.pipeline import PipelineError, StagedModel, prove_cut
 from hf_actswap.pipeline.stages import Entrance, layout_of
@@ -77,6 +77,38 @@ def test_a_stage_reads_its_own_weights(
         assert parameters_fact(model) == parameters_fact(whole)
         names |= set(own)
     assert names == set(state)
+
+
+@pytest.mark.parametrize("family", quick_first(["tied", "llama", "granite", "gpt2", "mixtral"], 1))
+def test_a_stage_made_from_a_configuration_has_the_weights_of_one_process(
+    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made_of = tiny_model(family, 6).config
+    before = torch.get_rng_state()
+    whole = stage_from_config(AutoModelForCausalLM, made_of, {}, seed=3)
+    stock = AutoModelForCausalLM.from_config(made_of)
+    state, buffers, names = whole.state_dict(), dict(stock.named_buffers()), set[str]()
+    assert list(state) == list(stock.state_dict())
+    for name, tensor in stock.named_parameters():
+        torch.testing.assert_close(state[name].std(), tensor.std(), rtol=0.2, atol=1e-3)
+        assert state[name].dtype == tensor.dtype
+    for rank in range(STAGES):
+        monkeypatch.setenv("RANK", str(rank))
+        torch.set_rng_state(before)
+        model = stage_from_config(AutoModelForCausalLM, made_of, pipeline(STAGES), seed=3)
+        assert torch.equal(torch.get_rng_state(), before)
+        own = held(model)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in own.items())
+        assert len(own) < 0.5 * len(state)
+        assert all(b.is_meta or torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+        assert parameters_fact(model) == parameters_fact(stock)
+        assert model.training
+        assert not any("_init_weights" in vars(module) for module in model.modules())
+        names |= set(own)
+    assert names == set(state)
+    assert "MISSING" not in caplog.text
+    other = stage_from_config(AutoModelForCausalLM, made_of, {}, seed=4).state_dict()
+    assert not torch.equal(next(iter(other.values())), next(iter(state.values())))
 
 
 @pytest.mark.slow

@@ -20,19 +20,19 @@ from hf_actswap.engine.blocks import HostBuffer
 from hf_actswap.engine.link import Link
 from hf_actswap.engine.passes import Pass, PassOrder, Point
 from hf_actswap.engine.slabs import PageableSlabs
+from hf_actswap.engine.step_watch import TimeWatch
 from hf_actswap.engine.tickets import SwapGroup
 from hf_actswap.engine.transfer import Copy
 from hf_actswap.pipeline.runtime import order_of_passes
-from hf_actswap.plan import model_structure
+from hf_actswap.plan import PlanRow, Windows, model_structure
 from tests.engine.disorderly_transfer import Direction, DisorderlyTransfer, Machine
 from tests.engine.pretended_streams import CPU, StreamOrder, pretend
-from tests.engine.simulated_transfer import Clock, SimulatedCopy, SimulatedTransfer
+from tests.engine.simulated_transfer import Clock, SimulatedCopy, SimulatedStamp, SimulatedTransfer
 from tests.engine.tiny_models import (
     VOCABULARY,
     assert_bitwise_equal,
     gradients,
     plan_of,
-    swap_rows,
     tiny_llama,
 )
 
@@ -95,6 +95,10 @@ class CountingTransfer(SimulatedTransfer):
         self._count()
         return block, copy
 
+    def copy_stamp(self, direction: Direction) -> SimulatedStamp:
+        """When the copies of a direction end."""
+        return SimulatedStamp(self._out_end_ms if direction == "out" else self._in_end_ms)
+
     def bytes_now(self) -> int:
         """On the device."""
         self._storages = [entry for entry in self._storages if not entry[0].expired()]
@@ -109,13 +113,14 @@ class Stage:
 
     Args:
         transfer: how bytes move; ``None``: there is no plan.
-        prefetch_ops: of the windows.
+        prefetch_ops: of the windows; ``None``: auto.
         order: that really runs.
     """
 
-    def __init__(self, transfer: Transfer | None, prefetch_ops: int, order: Sequence[Pass]) -> None:
+    def __init__(self, transfer: Transfer | None, prefetch_ops: int | None, order: Sequence[Pass]) -> None:
         self.model, self.passes, self._order = tiny_llama(), PassOrder(), order
-        self._plan = plan_of(*swap_rows([""], range(4), prefetch_ops))
+        windows = None if prefetch_ops is None else Windows.of_prefetch(prefetch_ops)
+        self._plan = plan_of(*(PlanRow(layer, "", "swap", windows=windows) for layer in range(4)))
         self.applied = None
         if transfer is not None:
             resources = Resources(transfer, passes=self.passes)
@@ -146,12 +151,13 @@ class Stage:
                 ids = torch.randint(0, VOCABULARY, (2, 16), generator=generator)
                 losses[one.micro_batch] = self.model(input_ids=ids, labels=ids).loss
             ends(one)
-        self.passes.begin()
+        self.passes.end()
         return gradients(self.model)
 
 
 class Counted:
-    """The second step of a stage, on the simulated clock. Gradients must be those without a plan.
+    """The second step of a stage (auto: the third), on the simulated clock. Gradients must be those without
+    a plan.
 
     Attributes:
         after: bytes on the device at the end of each pass.
@@ -160,13 +166,14 @@ class Counted:
     """
 
     def __init__(
-        self, order: Sequence[Pass], told: Sequence[Pass], prefetch_ops: int = LONG, rate: float = RATE
+        self, order: Sequence[Pass], told: Sequence[Pass], prefetch_ops: int | None = LONG, rate: float = RATE
     ) -> None:
         clock = Clock()
         self.transfer = CountingTransfer(clock, rate)
         stage = Stage(self.transfer, prefetch_ops, order)
         clock.drive(stage.model)
-        stage.step(told)
+        for _ in range(1 if prefetch_ops is not None else 2):
+            stage.step(told)
         self.transfer.most_bytes.clear()
         self.transfer.begun.clear()
         self.transfer.too_early = 0
@@ -184,6 +191,7 @@ class Counted:
         self.ms = [round(end - start, 6) for start, end in pairwise(times_ms)]
         assert_bitwise_equal(found, without_plan(len(order) // 2))
         assert stage.applied is not None
+        self.stats = stage.applied.stats()
         stage.applied.remove()
 
     @property
@@ -254,6 +262,32 @@ def test_the_last_stage_is_as_without_an_order() -> None:
     assert (counted.after, counted.ms) == (alone.after, alone.ms)
     assert counted.transfer.most_bytes == alone.transfer.most_bytes
     assert counted.transfer.begun == alone.transfer.begun
+
+
+def test_auto_swaps_all_that_the_passes_between_can_hide() -> None:
+    """Two steps keep all. Then stage 0 swaps all, the last stage what one forward and backward hide."""
+    order, last = one_f_one_b(0), one_f_one_b(3)
+    counted, alone = Counted(order, order, None), Counted(last, last, None)
+    assert counted.stats.offloads == STORAGES * COUNT
+    assert alone.stats.offloaded_bytes < 0.6 * counted.stats.offloaded_bytes
+    assert alone.stats.stalls == counted.stats.late_prefetches == 0
+    steady = range(5, 12)
+    expected = [BACKWARD_MS if order[index].is_backward else FORWARD_MS for index in steady]
+    assert [counted.ms[index] for index in steady] == expected
+    assert set(where(order, counted.transfer.begun)) == {0, 1}
+    assert counted.transfer.too_early == 0
+    assert counted.peak_bytes <= 1.5 * ONE_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [800.0, 1500.0])
+def test_auto_leaves_what_a_slow_link_cannot_hide(rate: float) -> None:
+    order = one_f_one_b(0)
+    counted, alone = Counted(order, order, None, rate), Counted(order, (), None, rate)
+    assert alone.stats.offloaded_bytes < counted.stats.offloaded_bytes < ONE_BYTES * COUNT
+    steady = range(5, 12)
+    expected = [BACKWARD_MS if order[index].is_backward else FORWARD_MS for index in steady]
+    assert [counted.ms[index] for index in steady] == expected
 
 
 def test_one_pass_between() -> None:
@@ -332,6 +366,22 @@ def test_streams(pair: tuple[str, str] | None, monkeypatch: pytest.MonkeyPatch) 
         found = [stage.step(order) for _ in range(2)][-1]
     assert_bitwise_equal(found, without_plan(COUNT))
     assert bool(streams.violations) is (pair is not None)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_what_lies_between_passes_is_waiting(stage: int) -> None:
+    """The stage waits 7 ms ahead of each pass; the loss's and the head's time is none of that."""
+    order, clock = order_of_passes("1f1b", 3, 2, stage), Clock()
+    trained = Stage(CountingTransfer(clock, 1e9), LONG, order)
+    clock.drive(trained.model)
+    trained.step(order)
+    assert trained.applied is not None
+    watch = TimeWatch(trained.model, trained.applied)
+    trained.step(order, lambda _: clock.advance(7))
+    watch.optimizer_starts()
+    timeline = watch.timeline()
+    assert timeline.waiting_ms == pytest.approx(7 * len(order), abs=0.1)
+    assert timeline.step_ms == pytest.approx(len(order) * 7 + 3 * (FORWARD_MS + BACKWARD_MS), abs=0.1)
 
 
 def test_a_step_that_dies_leaves_nothing_to_the_next() -> None:

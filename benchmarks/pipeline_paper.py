@@ -48,9 +48,9 @@ LLAMA_3_8B = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
-OFFSETS = ((0, 0, 0, 0), (0, 1, 1, -2), (-2, 2, 2, -2))
+OFFSETS = ((0, 0, 0, 0), (0, 1, 1, -2), (-3, 2, 2, -1))
 BUDGETS_GIB = {
-    8192: ((44, False), (31, False), (30, True), (22, True)),
+    8192: ((44, False), (31, False), (30, True), (22, True), (20, True)),
     32768: ((93, False), (60, True)),
 }
 """By length, in GiB, and whether optimizer states are on the host."""
@@ -130,7 +130,8 @@ def rows(tokens: int, device: str) -> Iterator[dict[str, Any]]:
         answer = whole if not any(offset) else whole.asker.answer(replace(whole.parallel, offset=offset))
         pipeline, facts = answer.pipeline, {"tokens": tokens, "offset": list(offset)}
         for name, plans in plans_of(answer):
-            yield {"plan": name, **facts, **row_of(pipeline, pipeline.step(plans), False)}
+            for moved in (False, True):
+                yield {"plan": name, **facts, **row_of(pipeline, pipeline.step(plans, moved), moved)}
             if name == "swap 8 8 8":
                 alone = replace(pipeline, crosses=False)
                 yield {"plan": f"{name}, each pass alone", **facts, **row_of(alone, alone.step(plans), False)}
@@ -168,7 +169,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             found.append(row)
             print(_line(row))
     path = arguments.out or RESULTS / f"pipeline_on_paper_{datetime.now():%Y%m%d}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    lines = ",\n".join(map(json.dumps, found))
+    path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     return 0
 
 

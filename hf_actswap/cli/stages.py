@@ -1,17 +1,19 @@
 """What ``hf-actswap plan`` answers for a pipeline: its stages side by side.
 
-A stage is the model with stand-ins for the parts of others, as in training, and the step of one micro-batch
-on it is predicted as that of any model. The schedule says how many micro-batches wait for their backwards
-beside it. Nothing is searched: the fates are those that are written.
+A stage is the model with stand-ins for the parts of others, as in training, and a micro-batch on it is
+predicted as the step of any model. The passes of all stages then run on paper (`planner.cost.pipeline_step`).
+With a memory mode fates are searched by stage (`planner.search.stage_plans`), else they are those that are
+written.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,17 +23,20 @@ from rich.table import Table
 from torch.func import functional_call
 
 from ..config import ActSwapConfig
-from ..config.schema import ParallelConfig
+from ..config.schema import MemoryConfig, ParallelConfig
 from ..errors import ActSwapError, PlanError, Problem
 from ..pipeline import StagedModel, learn_form
-from ..pipeline.runtime import bubble_share, passes_in_flight, problem_of_schedule
+from ..pipeline.runtime import bubble_share, order_of_passes, passes_in_flight, problem_of_schedule
 from ..pipeline.stages import layout_of
 from ..plan import MemoryPlan, resolve_plan
 from ..plan.actions import folded
 from ..plan.dry_run import dry_call, fake_batch, fake_weights
-from ..planner.budget import budget_bytes
+from ..plan.layout import CountTable, PipelineLayout, shown
+from ..planner.budget import budget_bytes, limits_of
+from ..planner.cost.pipeline_step import Pipeline, PipelineStep, StageOnPaper, StageRun
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
+from ..planner.search.stage_plans import plan_stages
 from .output import busy, heading, listed, size_text, step_ms_text
 from .plan_request import PlanRequest
 from .planned import memory_in_force
@@ -41,6 +46,12 @@ from .subject import DTYPES, Subject
 _USUAL = 4
 """Micro-batches of a step for each stage, where nothing is said."""
 
+_TRIES = 4
+"""Layouts that are tried for a better balance."""
+
+_WORTH = 0.005
+"""What another layout must save, of the step's time or of the highest peak."""
+
 
 @dataclass(frozen=True)
 class Stage:
@@ -49,62 +60,58 @@ class Stage:
     Args:
         layers: that it holds.
         plan: its rows.
-        profile: of one micro-batch on it, with all gradients there.
-        step: predicted from it, as if it were alone.
-        in_flight: micro-batches that it has forwarded at most, and not their backwards.
-        is_last: whether it computes losses.
-        buffer_bytes: in which hidden states and their gradients are received, one for each micro-batch.
+        paper: the stage without its plan.
+        alone: a micro-batch on it as if there were no others.
+        run: what it does in a step.
+        peak_bytes: the most device memory.
+        count: micro-batches of a step.
+        states_bytes: of the optimizer, on the device.
     """
 
     layers: tuple[int, ...]
     plan: MemoryPlan
-    profile: Profile
-    step: Prediction
-    in_flight: Fraction
-    is_last: bool
-    buffer_bytes: int
+    paper: StageOnPaper
+    alone: Prediction
+    run: StageRun
+    peak_bytes: int
+    count: int
+    states_bytes: int
 
     @property
     def fixed_bytes(self) -> int:
         """Weights, gradients and the optimizer's states."""
-        gradients = self.profile.gradient_bytes[-1] if self.profile.gradient_bytes else 0
-        return self.profile.weight_bytes + gradients + self.profile.optimizer_state_bytes
+        return _weights_and_gradients(self.paper.profile) + self.states_bytes
 
     @property
     def held_bytes(self) -> int:
-        """Activations of all micro-batches in flight."""
-        return int(self.in_flight * self.step.kept_bytes)
-
-    @property
-    def loss_bytes(self) -> int:
-        """What the loss of a micro-batch holds at most: all that it takes while it runs."""
-        return max(self.profile.op_events[-1].forward_base_bytes - self.fixed_bytes, 0) if self.is_last else 0
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most device memory: of the micro-batch that runs, and what is held of the others."""
-        others = max(self.in_flight - 1, Fraction(0)) * (self.step.kept_bytes + self.loss_bytes)
-        return self.step.peak_bytes + int(others) + self.buffer_bytes
+        """What all micro-batches in flight keep."""
+        return int(self.paper.in_flight * self.alone.kept_bytes)
 
     @property
     def each_ms(self) -> float:
-        """Forward and backward of a micro-batch."""
-        return self.step.step_ms - self.profile.outside_ms
+        """Forward and backward of a micro-batch, with waits for copies."""
+        return self.run.busy_ms / self.count
 
     def document(self) -> dict[str, Any]:
         """Return it as JSON values."""
         return {
             "layers": list(self.layers),
             "fixed_bytes": self.fixed_bytes,
-            "in_flight": float(self.in_flight),
+            "in_flight": float(self.paper.in_flight),
             "held_bytes": self.held_bytes,
-            "loss_bytes": self.loss_bytes,
-            "buffer_bytes": self.buffer_bytes,
+            "loss_bytes": self.paper.loss_bytes,
+            "buffer_bytes": self.paper.buffer_bytes,
+            "swapped_on_device_bytes": self.run.swapped_bytes,
             "peak_bytes": self.peak_bytes,
             "micro_batch_ms": self.each_ms,
-            "micro_batch": prediction_document(self.step),
+            "stall_ms": self.run.stall_ms / self.count,
+            "micro_batch": prediction_document(self.alone),
             "plan": json.loads(self.plan.to_json()),
         }
+
+
+def _weights_and_gradients(profile: Profile) -> int:
+    return profile.weight_bytes + (profile.gradient_bytes[-1] if profile.gradient_bytes else 0)
 
 
 @dataclass(frozen=True)
@@ -115,32 +122,65 @@ class StagesAnswer:
         subject: the model.
         shape: of a micro-batch.
         parallel: the section.
-        count: micro-batches of a step.
-        stages: in their order.
-        budget_bytes: peaks above it are marked.
+        layout: of the layers.
+        pipeline: the stages without plans.
+        step: of all micro-batches.
+        searched: whether fates were searched.
+        states_moved: whether the optimizer's states are on the host.
+        budget_bytes: of each device; peaks above it are marked.
         table: shows the fates of a stage.
+        asker: answers for other layouts.
     """
 
     subject: Subject
     shape: StepShape
     parallel: ParallelConfig
-    count: int
-    stages: tuple[Stage, ...]
+    layout: PipelineLayout
+    pipeline: Pipeline
+    step: PipelineStep
+    searched: bool
+    states_moved: bool
     budget_bytes: int
     table: Any
+    asker: _Asker
     ok: bool = True
 
+    @cached_property
+    def better(self) -> StagesAnswer | None:
+        """The same with another offset, which balances the stages better; as long as a few answers."""
+        return self.asker.better(self)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages in their order."""
+        found = []
+        for number, (paper, plan) in enumerate(zip(self.pipeline.stages, self.step.plans, strict=True)):
+            alone = Simulator(paper.profile).predict(
+                plan, optimizer_states_moved=self.states_moved, curve=False
+            )
+            states = 0 if self.states_moved else paper.profile.optimizer_state_bytes
+            run, peak = self.step.runs[number], self.step.peaks_bytes[number]
+            layers = self.layout.layers_of(number)
+            found.append(Stage(layers, plan, paper, alone, run, peak, self.pipeline.count, states))
+        return tuple(found)
+
     @property
-    def step_ms(self) -> float:
-        """All micro-batches on the slowest stage, and one on the others while it waits."""
-        times = [stage.each_ms for stage in self.stages]
-        waiting = (sum(times) - max(times)) / self.parallel.pp_interleave_num
-        return self.count * max(times) + waiting + max(stage.profile.outside_ms for stage in self.stages)
+    def offset(self) -> str:
+        """The layers of each stage, as ``parallel_config.offset`` says them."""
+        base = self.layout.num_layers // (self.layout.pp * self.layout.vpp)
+        rows = tuple(tuple(count - base for count in row) for row in self.layout.counts)
+        return shown(rows[0] if len(rows) == 1 else rows)
+
+    @property
+    def waits(self) -> tuple[float, ...]:
+        """The part of a step in which each stage has no pass to run."""
+        end_ms = max(run.ends_ms[-1] for run in self.step.runs)
+        return tuple(1 - run.busy_ms / end_ms for run in self.step.runs)
 
     @property
     def bubble(self) -> float:
         """The part of a step that equal stages wait."""
-        return bubble_share(self.count, len(self.stages), self.parallel.pp_interleave_num)
+        return bubble_share(self.pipeline.count, len(self.stages), self.parallel.pp_interleave_num)
 
     def document(self) -> Mapping[str, Any]:
         """Return it as JSON values."""
@@ -148,24 +188,34 @@ class StagesAnswer:
             "model": self.subject.document(),
             "step": self.shape.document(),
             "schedule": self.parallel.schedule,
-            "micro_batches": self.count,
+            "micro_batches": self.pipeline.count,
             "bubble_share": self.bubble,
-            "step_ms": self.step_ms,
+            "step_ms": self.step.step_ms,
             "budget_bytes": self.budget_bytes,
-            "stages": [stage.document() for stage in self.stages],
+            "stages": [
+                {**stage.document(), "waits_share": waits}
+                for stage, waits in zip(self.stages, self.waits, strict=True)
+            ],
+            "better": None
+            if self.better is None
+            else {
+                "offset": self.better.offset,
+                "step_ms": self.better.step.step_ms,
+                "peaks_bytes": list(self.better.step.peaks_bytes),
+            },
         }
 
     def shown(self) -> Iterable[RenderableType]:
         """Yield it for people."""
         yield f"Model:    {self.subject.described()}"
-        yield f"Step:     {self.count} micro-batches of {self.shape.described()}"
+        yield f"Step:     {self.pipeline.count} micro-batches of {self.shape.described()}"
         yield f"Pipeline: {len(self.stages)} stages, {self.parallel.schedule}"
         yield f"Budget:   {size_text(self.budget_bytes)} a rank"
         yield heading("Stages")
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         table.add_column("Stage", justify="right")
         table.add_column("Layers", overflow="fold")
-        for name in ("Fixed", "In flight", "Peak", "Each"):
+        for name in ("Fixed", "In flight", "Peak", "Each", "Waits"):
             table.add_column(name, justify="right", no_wrap=True)
         for number, stage in enumerate(self.stages):
             over = " !" if stage.peak_bytes > self.budget_bytes else ""
@@ -173,25 +223,33 @@ class StagesAnswer:
                 str(number),
                 folded(stage.layers),
                 size_text(stage.fixed_bytes),
-                f"{float(stage.in_flight):g} x {size_text(stage.step.kept_bytes)}",
+                f"{float(stage.paper.in_flight):g} x {size_text(stage.alone.kept_bytes)}",
                 f"{size_text(stage.peak_bytes)}{over}",
                 step_ms_text(stage.each_ms),
+                f"{self.waits[number]:.0%}",
             )
         yield table
         if any(stage.peak_bytes > self.budget_bytes for stage in self.stages):
             yield "! above the budget."
-        waits = f"equal stages wait {self.bubble:.1%} of it (the bubble)"
-        yield f"A step takes {step_ms_text(self.step_ms)}; {waits}."
+        waits = f"equal stages would wait {self.bubble:.1%} of it (the bubble)"
+        yield f"A step takes {step_ms_text(self.step.step_ms)}; {waits}."
+        if self.better is not None:
+            most = size_text(max(self.better.step.peaks_bytes))
+            yield f"With other layers on the stages {step_ms_text(self.better.step.step_ms)}, peak {most}:"
+            yield f"  offset: {self.better.offset}"
         for number, stage in enumerate(self.stages):
             if stage.plan.rows:
                 yield heading(f"Stage {number}: a micro-batch")
-                yield self.table(stage.plan, stage.profile)
+                yield self.table(stage.plan, stage.paper.profile)
         yield ""
         yield from listed(_notes(self.parallel))
 
 
 def _notes(parallel: ParallelConfig) -> Iterator[str]:
-    yield "Fixed: weights, gradients and the optimizer's states. Each: a micro-batch, forward and backward."
+    yield (
+        "Fixed: weights, gradients and the optimizer's states. In flight: what micro-batches keep. Each: a "
+        "micro-batch, forward and backward, with waits for copies. Waits: the part of a step without a pass."
+    )
     yield (
         "The peak contains buffers for the hidden states of all micro-batches and for their gradients, where "
         "the stage receives them."
@@ -219,30 +277,133 @@ def answer_stages(
         ModelError: the model does not run on fake tensors.
     """
     parallel = config.parallel_config
-    assert parallel.schedule is not None
     count = asked.micro_batches or _USUAL * parallel.pipeline_stage
     if problems := list(_problems(asked, config, count)):
         raise PlanError(problems, config.source)
-    layout = layout_of(found.shape, parallel)
-    plan = resolve_plan(config, found.shape)
-    stages: list[Stage] = []
-    first = StagedModel(found.model, found.shape, layout, 0, parallel.sequence_ranks)
     with busy(f"the layers of {found.described()}"):
-        _learn(first, shape)
-    for number in range(layout.pp):
-        staged = first.as_stage(number)
-        with busy(f"stage {number} of {found.described()}"):
-            own = staged.plan_of_stage(plan)
-            with staged.held():
-                profile = profile_of(found, shape, own.tiles, staged.is_last, gradients_exist=True)
-            step = Simulator(profile).predict(own, curve=False)
-        passes = passes_in_flight(parallel.schedule, count, layout.pp, layout.vpp, number)
-        buffers = _buffer_bytes(staged, shape) * count
-        layers, in_flight = layout.layers_of(number), Fraction(passes, layout.vpp)
-        stages.append(Stage(layers, own, profile, step, in_flight, staged.is_last, buffers))
-    memory = memory_in_force(config, asked.budget_bytes)
-    budget = budget_bytes(memory, stages[0].profile.device_bytes, max(stage.peak_bytes for stage in stages))
-    return StagesAnswer(found, shape, parallel, count, tuple(stages), budget, table)
+        form = StagedModel(
+            found.model, found.shape, layout_of(found.shape, parallel), 0, parallel.sequence_ranks
+        )
+        _learn(form, shape)
+    asker = _Asker(config, found, shape, count, form, memory_in_force(config, asked.budget_bytes), table)
+    return asker.answer(parallel)
+
+
+@dataclass(frozen=True)
+class _Asker:
+    """Answers for different layouts of one model.
+
+    Args:
+        config, found, shape, table: see `answer_stages`.
+        count: micro-batches of a step.
+        form: the model in stages, what its layers return known.
+        memory: the section in force.
+    """
+
+    config: ActSwapConfig
+    found: Subject
+    shape: StepShape
+    count: int
+    form: StagedModel
+    memory: MemoryConfig
+    table: Any
+
+    def answer(self, parallel: ParallelConfig, budget: int | None = None) -> StagesAnswer:
+        """Predict the stages of a layout; search their fates if the configuration has a memory mode.
+
+        Args:
+            parallel: with the layout.
+            budget: of each device, in bytes; ``None``: the section's.
+        """
+        layout = layout_of(self.found.shape, parallel)
+        plan = resolve_plan(replace(self.config, parallel_config=parallel), self.found.shape)
+        stages, plans = [], []
+        for number in range(layout.pp):
+            stage, own = self._stage(parallel, layout, number, plan)
+            stages.append(stage)
+            plans.append(own)
+        whole = parallel.schedule != "zero_bubble"
+        pipeline = Pipeline(tuple(stages), layout.vpp, crosses=whole, frees=whole)
+        step = pipeline.step(plans)
+        if budget is None:
+            budget = budget_bytes(self.memory, stages[0].profile.device_bytes, max(step.peaks_bytes))
+        searched = self.config.memory.mode != "off"
+        moved = searched and self.memory.preference == "memory_saving"
+        if searched:
+            with busy("search"):
+                step = plan_stages(pipeline, plans, limits_of(self.memory, budget, plan.min_tensor_bytes))
+        return StagesAnswer(
+            self.found,
+            self.shape,
+            parallel,
+            layout,
+            pipeline,
+            step,
+            searched,
+            moved,
+            budget,
+            self.table,
+            self,
+        )
+
+    def _stage(
+        self, parallel: ParallelConfig, layout: PipelineLayout, number: int, plan: MemoryPlan
+    ) -> tuple[StageOnPaper, MemoryPlan]:
+        """One stage, and the rows of a plan of the whole model that are its own."""
+        model, shape, schedule = self.found.model, self.shape, parallel.schedule
+        assert schedule is not None
+        staged = StagedModel(model, self.found.shape, layout, number, parallel.sequence_ranks)
+        staged.relay, staged.layer_outputs = self.form.relay, self.form.layer_outputs
+        own = staged.plan_of_stage(plan)
+        with busy(f"stage {number} of {self.found.described()}"), staged.held():
+            profile = profile_of(self.found, shape, own.tiles, staged.is_last, gradients_exist=True)
+        order = order_of_passes(schedule, self.count, layout.pp, number, layout.vpp)
+        passes = passes_in_flight(schedule, self.count, layout.pp, layout.vpp, number)
+        fixed = _weights_and_gradients(profile) + profile.optimizer_state_bytes
+        loss = max(profile.op_events[-1].forward_base_bytes - fixed, 0) if staged.is_last else 0
+        buffers = _buffer_bytes(staged, shape) * self.count
+        return StageOnPaper(profile, order, Fraction(passes, layout.vpp), loss, buffers), own
+
+    def better(self, answer: StagesAnswer) -> StagesAnswer | None:
+        """Return an answer whose layers are balanced better, if one is found by moving layers one by one."""
+        best, left, tried = answer, _TRIES, {answer.layout.counts}
+        while left and (counts := next(_moved_counts(best, tried), None)) is not None:
+            left -= 1
+            tried.add(counts)
+            base = best.layout.num_layers // (best.layout.pp * best.layout.vpp)
+            offset = tuple(tuple(count - base for count in row) for row in counts)
+            try:
+                parallel = replace(answer.parallel, offset=offset if len(offset) > 1 else offset[0])
+                other = self.answer(parallel, answer.budget_bytes)
+            except ActSwapError:  # tables by stage that do not fit, or a stage without a layer
+                continue
+            if _is_better(other, best):
+                best = other
+        return None if best is answer else best
+
+
+def _moved_counts(answer: StagesAnswer, tried: Collection[CountTable]) -> Iterator[CountTable]:
+    """Yield layouts with one layer moved from the slowest stage to the fastest, or fullest to emptiest."""
+    counts = answer.layout.counts
+    times = [run.busy_ms for run in answer.step.runs]
+    for values in (times, [float(size) for size in answer.step.peaks_bytes]):
+        source, target = values.index(max(values)), values.index(min(values))
+        table = [list(row) for row in counts]
+        max(table, key=lambda row: row[source])[source] -= 1
+        min(table, key=lambda row: row[target])[target] += 1
+        found = tuple(map(tuple, table))
+        if source != target and found not in tried:
+            yield found
+
+
+def _is_better(one: StagesAnswer, other: StagesAnswer) -> bool:
+    """Whether neither time nor memory above the budget is more, and one of them less."""
+    ms, other_ms = one.step.step_ms, other.step.step_ms
+    peak, other_peak = (
+        max(*answer.step.peaks_bytes, answer.budget_bytes * answer.searched) for answer in (one, other)
+    )
+    less = ms < other_ms * (1 - _WORTH) or peak < other_peak * (1 - _WORTH)
+    return less and ms <= other_ms and peak <= other_peak
 
 
 def _learn(staged: StagedModel, shape: StepShape) -> None:
@@ -274,9 +435,6 @@ def _problems(asked: PlanRequest, config: ActSwapConfig, count: int) -> Iterator
         if given:
             hint = "Leave parallel_config.schedule out to plan for the whole model on one device."
             yield Problem(name, "nothing beside a pipeline", "it is given", hint)
-    if config.memory.mode != "off":
-        hint = "Planning by stage is not built."
-        yield Problem("memory.mode", "off beside a pipeline", config.memory.mode, hint)
     assert parallel.schedule is not None
     shape = parallel.pipeline_stage, parallel.pp_interleave_num, parallel.tensor_parallel_size
     if why := problem_of_schedule(parallel.schedule, count, *shape):

@@ -239,21 +239,36 @@ def passes_in_flight(name: PipelineSchedule, count: int, stages: int, interleave
     return min(count * interleaves, warm_up + 1)
 
 
-def order_of_passes(name: PipelineSchedule, count: int, stages: int, stage: int) -> tuple[Pass, ...]:
-    """Return the order of passes on a stage with one chunk, under ``gpipe`` or ``1f1b``.
+def order_of_passes(
+    name: PipelineSchedule, count: int, stages: int, stage: int, interleaves: int = 1
+) -> tuple[Pass, ...]:
+    """Return the order of passes on a stage; for ``zero_bubble`` that of ``interleaved_1f1b``.
 
-    First as many forwards as the stage holds at most, then a backward and a forward in turn (2006.09503).
-    torch's own ``pipeline_order`` differs from what these two schedules do on the last stage.
+    First as many forwards as the stage holds at most, then a backward and a forward in turn (2006.09503,
+    2104.04473). torch's own ``pipeline_order`` differs from what ``gpipe`` and ``1f1b`` do on the last stage.
+    ``gpipe`` with interleaves is torch's looped BFS, whose backwards run in reverse.
 
     Args:
-        name, count, stages, stage: see `passes_in_flight`.
+        name, count, stages, stage, interleaves: see `passes_in_flight`.
     """
-    ahead = passes_in_flight(name, count, stages, 1, stage)
-    found = [Pass(stage, number, False) for number in range(ahead)]
-    for number in range(count):
-        found.append(Pass(stage, number, True))
-        if number + ahead < count:
-            found.append(Pass(stage, number + ahead, False))
+    if name == "zero_bubble":
+        name = "interleaved_1f1b"
+    is_gpipe = _is_gpipe(name, count, stages, interleaves)
+    of_round = count if is_gpipe else count // max(1, count // stages)
+    ahead = passes_in_flight(name, count, stages, interleaves, stage)
+    steps = [
+        (first + number, interleave)
+        for first in range(0, count, of_round)
+        for interleave in range(interleaves)
+        for number in range(of_round)
+    ]
+    forwards = [Pass(v * stages + stage, number, False) for number, v in steps]
+    backwards = [Pass((interleaves - 1 - v) * stages + stage, number, True) for number, v in steps]
+    if is_gpipe and interleaves > 1:
+        backwards = [one._replace(is_backward=True) for one in reversed(forwards)]
+    found = forwards[:ahead]
+    for number, backward in enumerate(backwards):
+        found += [backward, *forwards[number + ahead : number + ahead + 1]]
     return tuple(found)
 
 

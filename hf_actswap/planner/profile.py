@@ -158,6 +158,9 @@ class Limits:
         swap_bucket_bytes: the most that is swapped in each stage (``swap_bucket_size``); ``None``: no cap.
         layers_per_stage: decoder layers of a stage (``num_attn_layers_per_stage``).
         frees_optimizer_states: whether they are on the host during forward and backward (``memory_saving``).
+        waiting: micro-batches of a pipeline that hold what they keep while this one runs.
+        resident: of what all micro-batches of a pipeline swap, how much is on the device besides, as a share
+            of what one of them swaps.
     """
 
     device_bytes: int
@@ -166,6 +169,8 @@ class Limits:
     swap_bucket_bytes: int | None = None
     layers_per_stage: int = 1
     frees_optimizer_states: bool = False
+    waiting: float = 0.0
+    resident: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.engine.step_watch import TimeWatch
 from hf_actswap.engine.tickets import SwapGroup
 from hf_actswap.engine.transfer import Copy
-from hf_actswap.pipeline.runtime import order_of_passes
+from hf_actswap.pipeline.runtime import order_of_passes, schedule_class
 from hf_actswap.plan import PlanRow, Windows, model_structure
 from tests.engine.disorderly_transfer import Direction, DisorderlyTransfer, Machine
 from tests.engine.pretended_streams import CPU, StreamOrder, pretend
@@ -411,3 +413,20 @@ def test_orders() -> None:
     assert text("1f1b", 5, 3, 2) == "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"
     assert text("1f1b", 2, 3, 1) == "F0 F1 B0 B1"  # too few micro-batches: GPipe's
     assert text("gpipe", 3, 3, 2) == "F0 F1 F2 B0 B1 B2"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize(("name", "count"), [("interleaved_1f1b", 8), ("interleaved_1f1b", 5), ("gpipe", 6)])
+def test_orders_of_several_chunks_are_those_of_torch(name: Any, count: int, stage: int) -> None:
+    facts = SimpleNamespace(
+        **{"_stages": [0, 1], "n_local_stages": 2, "pp_group_size": 4, "_n_microbatches": count},
+        microbatches_per_round=count // max(1, count // 4),
+    )
+    kind: Any = schedule_class(name, count, 4, 2)
+    actions = kind._calculate_single_rank_operations(facts, stage)
+    wanted = [
+        Pass(action.stage_index, action.microbatch_index, action.computation_type.value == "B")
+        for action in actions
+        if action is not None
+    ]
+    assert list(order_of_passes(name, count, 4, stage, 2)) == wanted

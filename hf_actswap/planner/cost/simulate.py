@@ -49,6 +49,19 @@ def predict(
     return Simulator(profile).predict(plan, link, optimizer_states_moved)
 
 
+def outside(profile: Profile, link: Link | None, optimizer_states_moved: bool) -> tuple[float, int]:
+    """Return how long what is neither forward nor backward takes, in ms, and the bytes in use there.
+
+    Optimizer states that are on the host (``optimizer_states_moved``) come and go then.
+    """
+    away_bytes = profile.optimizer_state_bytes if optimizer_states_moved else 0
+    outside_ms = profile.outside_ms
+    if away_bytes and link is not None:
+        rate = min(link.in_beside_out_bytes_per_ms, link.out_beside_in_bytes_per_ms)
+        outside_ms = max(outside_ms, away_bytes / rate)
+    return outside_ms, max(profile.outside_base_bytes - away_bytes, 0)
+
+
 def fates_of(profile: Profile, plan: MemoryPlan) -> tuple[StorageOutcome, ...]:
     """Return what becomes of each storage of a profile; ``unsaved``: nobody saves or holds it.
 
@@ -97,10 +110,7 @@ class Simulator:
         back = BackwardWalk(assembled.program, duplex, ahead.numbers, ahead.forward_end_ms, curve)
         away_bytes = profile.optimizer_state_bytes if optimizer_states_moved else 0
         memory = MemoryWalk(self._order, fates, assembled, ahead, back, away_bytes)
-        outside_ms, outside_bytes = profile.outside_ms, max(profile.outside_base_bytes - away_bytes, 0)
-        if away_bytes and link is not None:
-            rate = min(link.in_beside_out_bytes_per_ms, link.out_beside_in_bytes_per_ms)
-            outside_ms = max(outside_ms, away_bytes / rate)
+        outside_ms, outside_bytes = outside(profile, link, optimizer_states_moved)
         swapped_bytes = sum(moving.copy.size_bytes for moving in assembled.program.moving.values())
         return Prediction(
             step_ms=back.now_ms + outside_ms,

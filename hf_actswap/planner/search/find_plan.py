@@ -267,7 +267,14 @@ class Search:
     def _solution(self, device_bytes: int | None) -> Solution | None:
         if device_bytes not in self._solved:
             limits = self._limits
-            caps = Caps(device_bytes, limits.host_bytes, limits.swap_bucket_bytes, limits.layers_per_stage)
+            caps = Caps(
+                device_bytes,
+                limits.host_bytes,
+                limits.swap_bucket_bytes,
+                limits.layers_per_stage,
+                limits.waiting,
+                limits.resident,
+            )
             self._solved[device_bytes] = solve(self.segments, self._variants(), self._link_rate, caps)
         return self._solved[device_bytes]
 
@@ -304,6 +311,9 @@ class Search:
     def _simulated(self, plan: MemoryPlan, solution: Solution | None) -> _Tried:
         moved = self._limits.frees_optimizer_states
         prediction = self._simulator.predict(plan, optimizer_states_moved=moved, curve=False)
+        besides = self._limits.waiting * prediction.kept_bytes
+        besides += self._limits.resident * prediction.swapped_bytes
+        prediction = replace(prediction, peak_bytes=prediction.peak_bytes + int(besides))
         tried = _Tried(plan, prediction, solution)
         self._simulations.append(tried)
         return tried

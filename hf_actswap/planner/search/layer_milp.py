@@ -10,6 +10,8 @@ Rows, for the segments l = 0, 1, ... in the order of forward (times in ms, bytes
 * Forward of l: K(l) + bytes in the backlog + the option's peak <= budget.
 * Backward of l: K(l) + bytes that are back already for the layers before + the option's peak <= budget.
 * Bytes on the host, and bytes swapped in each stage.
+* On a stage of a pipeline, what other micro-batches hold adds to both peaks: `Caps.waiting` times K at the
+  end of forward, and `Caps.resident` times what is swapped.
 
 The linear program without integers gives the bound; it also says which options are worth a variable, and in
 which ways compiled layers are compiled: each way costs the compiler 10 to 30 seconds, so that a plan has at
@@ -66,12 +68,15 @@ class Caps:
         host_bytes: in all; ``None``: no cap.
         stage_bytes: swapped in each stage of ``layers_per_stage`` layers; ``None``: no cap.
         layers_per_stage: decoder layers of a stage.
+        waiting, resident: see `Limits`.
     """
 
     device_bytes: int | None
     host_bytes: int | None
     stage_bytes: int | None
     layers_per_stage: int
+    waiting: float = 0.0
+    resident: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,8 @@ class _Program:
         self._backlog = self.columns + count + 1
         self._lead = self._backlog + count + 1
         self._device = self._lead + count + 1
-        self._width = self._device + 1
+        self._others = [self._device + 1] if caps.waiting or caps.resident else []
+        self._width = self._device + 1 + len(self._others)
         self._rows: list[dict[int, float]] = []
         self._low: list[float] = []
         self._high: list[float] = []
@@ -280,21 +286,27 @@ class _Program:
         kept, out, back = self._kept + place, self._backlog + place, self._lead + place
         base = segment.forward_base_bytes / MIB
         peaks = self._each(place, lambda option: base + option.forward_peak_bytes / MIB)
-        row = {kept: 1.0, out: self._link_rate.out_bytes_per_ms / MIB, self._device: -1.0, **peaks}
+        others = dict.fromkeys(self._others, 1.0)
+        row = {kept: 1.0, out: self._link_rate.out_bytes_per_ms / MIB, self._device: -1.0, **others, **peaks}
         self._row(row, -np.inf, 0.0)
         if segment.graph.backward_order:
             base = segment.backward_base_bytes / MIB
             peaks = self._each(place, lambda option: base + option.backward_peak_bytes / MIB)
-            row = {kept: 1.0, back: self._link_rate.in_bytes_per_ms / MIB, self._device: -1.0, **peaks}
-            self._row(row, -np.inf, 0.0)
+            row = {kept: 1.0, back: self._link_rate.in_bytes_per_ms / MIB, self._device: -1.0, **others}
+            self._row({**row, **peaks}, -np.inf, 0.0)
 
     def _shared_caps(self) -> None:
-        caps = self._caps
+        caps, count = self._caps, len(self._segments)
         if caps.host_bytes is not None:
             row: dict[int, float] = {}
-            for place in range(len(self._segments)):
+            for place in range(count):
                 row.update(self._each(place, lambda option: option.swapped_bytes / MIB))
             self._row(row, -np.inf, caps.host_bytes / MIB)
+        for others in self._others:
+            row = {others: 1.0, self._kept + count: -caps.waiting}
+            for place in range(count):
+                row.update(self._each(place, lambda option: -caps.resident * option.swapped_bytes / MIB))
+            self._row(row, 0.0, 0.0)
         if caps.stage_bytes is None:
             return
         stages: dict[int, dict[int, float]] = {}

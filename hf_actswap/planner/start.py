@@ -111,6 +111,7 @@ def start_planner(
         device_name(device),
         optimizer,
         ladder=iter(ladder),
+        least_bytes=least.least_bytes,
     )
     if memory.preference == "memory_saving":
         run.states = _states_on_host(model, structure, optimizer, transfer, pool, fixed.min_tensor_bytes)

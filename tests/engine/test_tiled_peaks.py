@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from hf_actswap import apply
-from tests.engine.test_tiled_loss import Meter
+from tests.stream.test_host_sequence import DeviceMeter
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 64, 224, 4, 1, 16
 TOKENS, LAYERS, VOCABULARY, TILES = 2048, 2, 4 * 64, 16
@@ -152,16 +152,17 @@ def tiles(family: str, row: str) -> dict[str, Any]:
     return LOSS | {"loss": {}, "MLP": {"tile": [MLP]}, "norms": {"tile": [MLP, norms]}}[row]
 
 
-def counted_bytes(model: Any, config: dict[str, Any], vocabulary: int) -> int:
-    """Return the peak of a second step, without weights and gradients."""
+def counted_bytes(model: Any, config: dict[str, Any], vocabulary: int, **sections: Any) -> int:
+    """Return the peak of a second step, without weights, gradients and host memory."""
     model = model.to(torch.bfloat16).train()
     ids, threads = torch.randint(1, vocabulary, (1, TOKENS)), torch.get_num_threads()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with apply(model, {"recompute_config": {"recompute": True}, "tile_config": config}):
+    with apply(model, {"recompute_config": {"recompute": True}, "tile_config": config, **sections}):
         torch.set_num_threads(1)  # kernels of several threads make buffers
-        model(input_ids=ids, labels=ids).loss.backward()
-        with Meter(model) as counted:
+        with DeviceMeter(model) as counted:
+            model(input_ids=ids, labels=ids).loss.backward()
+            counted.peak_bytes = 0
             model(input_ids=ids, labels=ids).loss.backward()
         torch.set_num_threads(threads)
     return counted.peak_bytes
@@ -187,6 +188,17 @@ def test_the_peak_is_that_of_the_formula(family: str, row: str) -> None:
     torch.manual_seed(0)
     found = counted_bytes(FAMILIES[family](), tiles(family, row), VOCABULARY)
     assert found == pytest.approx(ROWS[row](family) * TOKENS, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 6])
+def test_with_inputs_swapped_the_peak_is_that_of_one_layer(layers: int) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": layers}))
+    swap = {"swap": True, "op_swap": [], "recompute_input": True, "default_prefetch": 1}
+    found = counted_bytes(model, tiles("llama", "loss"), VOCABULARY, swap_config=swap)
+    expected = with_the_loss_in_tiles("llama") - (LAYERS - 1) * U
+    assert found == pytest.approx(expected * TOKENS, rel=0.002)
 
 
 @pytest.mark.slow

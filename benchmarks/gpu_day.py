@@ -10,7 +10,7 @@ no time, or failed at another commit, is. Each result is written as soon as it i
 hangs or takes its process along is recorded with its traceback, and the next one begins (`harness` says how).
 Results go into the folder that ``HF_ACTSWAP_RESULTS`` names (by default ``results/`` here): five files.
 ``HF_ACTSWAP_COMMIT`` says which commit it is where there is no git; ``HF_ACTSWAP_TRL`` names a folder with
-TRL's one module where TRL is not installed.
+TRL's one module where TRL is not installed, ``HF_ACTSWAP_LIGER`` one with ``liger_kernel``.
 
 Exit status 1: something failed. `verdict.py` then judges the results.
 """
@@ -36,7 +36,7 @@ import benchmarks  # noqa: F401  (what PyTorch reads from the environment)
 
 # isort: split
 from benchmarks.harness import Job, Session, Worker, frontier_jobs, longest_jobs, serve
-from benchmarks.methods import TRL_VARIABLE
+from benchmarks.methods import LIGER_VARIABLE, TRL_VARIABLE
 from benchmarks.records import (
     REPOSITORY,
     RESULTS_VARIABLE,
@@ -154,8 +154,10 @@ _PEERS = (
 _LONGEST = (
     "hf-checkpointing",
     "actswap-tiled-step",
+    "liger-checkpointing",
     "actswap-streamed",
     "actswap-tiled-loss-recompute",
+    "liger-tiled-mlp-checkpointing",
     "hf-checkpointing-offload",
     "actswap-mix-eager",
     "actswap-everything-auto",
@@ -413,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.worker:
         serve(options.device)
         return 0
-    for name in (RESULTS_VARIABLE, TRL_VARIABLE):  # for processes that run elsewhere, too
+    for name in (RESULTS_VARIABLE, TRL_VARIABLE, LIGER_VARIABLE):  # for processes that run elsewhere, too
         if os.environ.get(name):
             os.environ[name] = str(Path(os.environ[name]).resolve())
     machine = Machine.found(options.device)

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,6 +43,8 @@ TRL_MODULE = "trl.models.activation_offloading"
 TRL_VARIABLE = "HF_ACTSWAP_TRL"
 """Names a folder that holds this one file of TRL, for machines without the rest."""
 _TRL_FILE = "trl/models/activation_offloading.py"
+LIGER_VARIABLE = "HF_ACTSWAP_LIGER"
+"""Names a folder that holds ``liger_kernel``, where it is not installed."""
 
 _SHARE_OF_HOST_MEMORY = 0.6
 _PINNED_OVER_SAVED = 1.3
@@ -274,6 +277,41 @@ def trl_offloading(step: TrainingStep, options: Mapping[str, Any] | None) -> Ite
         yield from _with_context(step, lambda: manager)
 
 
+def liger_module(name: str) -> ModuleType:
+    """Return a module of ``liger_kernel``, as installed or from the folder that ``HF_ACTSWAP_LIGER`` names.
+
+    Raises:
+        ImportError: it is neither here nor there, or Triton is missing.
+    """
+    folder = os.environ.get(LIGER_VARIABLE)
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(f"liger_kernel.{name}")
+
+
+@contextmanager
+def liger_checkpointing(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[None]:
+    """Put Liger's fused head and loss on a whole model, beside transformers' checkpointing of layers.
+
+    None of Liger's other kernels, which replace names in transformers for good.
+
+    Args:
+        step: of a whole model.
+        options: ``tiled_mlp``: Liger's tiles of each MLP as well, of the size that it chooses.
+    """
+    put_on = liger_module("transformers").apply_liger_kernel_to_llama
+    with ExitStack() as stack:
+        stack.enter_context(hf_checkpointing(step, None))
+        stack.callback(vars(step.model).pop, "forward", None)
+        put_on(rope=False, rms_norm=False, swiglu=False, fused_linear_cross_entropy=True, model=step.model)
+        if (options or {}).get("tiled_mlp"):
+            in_tiles = liger_module("ops.tiled_mlp").apply_tiled_mlp
+            for mlp in (layer.mlp for layer in step.decoder_layers):
+                stack.callback(vars(mlp).pop, "forward")
+                mlp.forward = partial(in_tiles, type(mlp).forward, mlp)
+        yield None
+
+
 def _with_context(step: TrainingStep, context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     before, step.context = step.context, context
     try:
@@ -390,6 +428,17 @@ def no_trl(step: TrainingStep) -> str:
             f"TRL cannot be imported ({error}): pip install 'hf-actswap[bench]', or let {TRL_VARIABLE} name "
             f"a folder in which its module lies ({_TRL_FILE})"
         )
+    return ""
+
+
+def no_liger(step: TrainingStep) -> str:
+    """Liger is no extra; its kernels are Triton's."""
+    if step.device.type == "cpu":
+        return "Liger's kernels are Triton's, which has none for the CPU"
+    try:
+        liger_module("transformers")
+    except ImportError as error:
+        return f"Liger cannot be imported ({error}): pip install liger-kernel, or see {LIGER_VARIABLE}"
     return ""
 
 

@@ -135,7 +135,7 @@ def plan_while_training(
     def tiles_on(tiles: Iterable[Tile]) -> list[Callable[[], None]]:
         return put_tiles(root, tile_parts(root, tiles, shape, replicas), shape)
 
-    ladder: Iterable[MemoryPlan] = ()
+    ladder: Iterable[MemoryPlan] | None = None
     if written is not None and training.memory.mode == "adaptive":
         size = 1 if replicas is None else replicas.size
         ladder = (plan for _, plan in tile_ladder(written, root, whole, size))

@@ -71,4 +71,4 @@ def add_product(total: torch.Tensor, of_logits: torch.Tensor, hidden: torch.Tens
     """Add a weight's gradient ``[V, H]``: of those of its outputs ``[C, V]``, and its inputs ``[C, H]``."""
     for first in range(0, len(total), _PRODUCT_ROWS):
         some = slice(first, first + _PRODUCT_ROWS)
-        total[some] += product(of_logits[:, some].t(), hidden)
+        total[some].add_(product(of_logits[:, some].t(), hidden))  # `+=` would call `copy_` as well

@@ -80,6 +80,11 @@ class LeastBudget:
         self._gradients_exist = self._first is not None and self._first.grad is not None
         self._autocast = any(torch.is_autocast_enabled(leaf.device.type) for leaf in leaves)
 
+    def least_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """Return the least peak of any plan for a batch that comes; ``None``: it is not known."""
+        self.forward_starts(self._root, args, kwargs)
+        return self._computed()
+
     def in_words(self, least_bytes: int) -> str:
         """Return a sentence that names the least budget, or nothing.
 

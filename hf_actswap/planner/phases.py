@@ -24,8 +24,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves
 
-from ..engine.agreement import rank
+from ..engine.agreement import from_all_ranks, rank, world_size
 from ..engine.install import AppliedPlan
 from ..engine.stats import GIB, SwapStats, gib_text
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
@@ -96,7 +98,8 @@ class Planner:
         self._last: MemoryPlan | None = None
         self._without_tiles: Prediction | None = None
         self._impossible: list[BudgetError] = []
-        self._retry = Retry(run.model, run.idle.device, self._can_try_again, self._ran_out)
+        self._retry = Retry(run.model, run.idle.device, self._can_try_again, self._ran_out, self._tiles_ahead)
+        self._may_tile_ahead = known is None and run.ladder is not None and world_size() > 1
         self._undo: list[Callable[[], None]] = []
         self._phase: WarmUp | SearchPhase | Stable
         if known is not None:
@@ -293,7 +296,7 @@ class Planner:
         run = self._run
         if size is None or size.tokens <= AUTO_LEAST_TOKENS:
             return None
-        tiled = next((plan for plan in run.ladder if len(plan.tiles) > len(run.fixed.tiles)), None)
+        tiled = next((plan for plan in run.ladder or () if len(plan.tiles) > len(run.fixed.tiles)), None)
         if tiled is None:
             return None
         logger.warning("%s: %s", run.name, tiled.adjustments[-1])
@@ -303,6 +306,28 @@ class Planner:
         run.tile(tiled)
         self._without_tiles, self._recorded = self._without_tiles or without, None
         return WarmUp(run, first_steps(run))
+
+    def _tiles_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Among several ranks, ahead of the first forward: choose tiles if on any of them no plan fits.
+
+        A rank that ran out of memory in warm-up could not choose them any more. Every rank must call it.
+        """
+        on_fakes = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)))
+        if not self._may_tile_ahead or on_fakes:
+            return False
+        self._may_tile_ahead, before = False, self._phase
+        sizes = from_all_ranks(BatchSize.of(batch_shape(args, kwargs), False))
+        size = max((size for size in sizes if size is not None), default=None)
+
+        def fits() -> bool:
+            least_bytes = self._run.least_bytes(args, kwargs)
+            return all(from_all_ranks(least_bytes is None or least_bytes <= self._run.meter.limit_bytes()))
+
+        while size is not None and size.tokens > AUTO_LEAST_TOKENS and not fits():
+            if (anew := self._more_tiles(size, None)) is None:
+                break
+            self._phase = anew
+        return self._phase is not before
 
     def _go_on_guarded(self, plan: MemoryPlan, error: BudgetError) -> None:
         """Nothing fits any more: a training that has come so far is not ended for that."""

@@ -56,6 +56,7 @@ class Retry:
         device: that it is on.
         ready: the stage, if an error is to be caught now, else nothing.
         ran_out: switches the guard on, or tiles; told of each error before its retry.
+        ahead: told of the arguments of each forward; whether it has changed what is on the model.
     """
 
     def __init__(
@@ -64,8 +65,9 @@ class Retry:
         device: torch.device,
         ready: Callable[[], str],
         ran_out: Callable[[Failure], None],
+        ahead: Callable[[tuple[Any, ...], dict[str, Any]], bool],
     ) -> None:
-        self._ready, self._ran_out = ready, ran_out
+        self._ready, self._ran_out, self._ahead = ready, ran_out, ahead
         devices = {torch.device("cpu"), device}
         self._random = [RandomStates(item) for item in devices]
         self._model = model
@@ -86,6 +88,8 @@ class Retry:
         """Call the model; it runs out of memory: call it again under the guard, with what is on it then."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        if self._ahead(args, kwargs):
+            return module(*args, **kwargs)
         call = self._exchanges.learned_from(call)
         if not self._ready():
             return call(*args, **kwargs)

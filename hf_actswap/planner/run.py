@@ -78,8 +78,10 @@ class Run:
         device_name: for people.
         optimizer: of the model, if it is known.
         states: of the optimizer, where they are kept on the host between its steps.
-        ladder: what may be fixed where no plan fits, with more and more in tiles.
+        ladder: what may be fixed where no plan fits, with more and more in tiles; ``None``: nothing more may.
         in_flight: see `PlannedTraining`.
+        least_bytes: the least peak of any plan, in the tiles that are on the model, for the arguments of a
+            forward that comes; ``None``: it is not known.
     """
 
     model: nn.Module
@@ -95,8 +97,9 @@ class Run:
     device_name: str
     optimizer: torch.optim.Optimizer | None = None
     states: OptimizerStates | None = None
-    ladder: Iterator[MemoryPlan] = field(default_factory=lambda: iter(()))
+    ladder: Iterator[MemoryPlan] | None = None
     in_flight: int = 1
+    least_bytes: Callable[[tuple[Any, ...], dict[str, Any]], int | None] = lambda _args, _kwargs: None
     applied: AppliedPlan | None = None
     guarded: bool = False
     _tiled: list[Undo] = field(default_factory=list)

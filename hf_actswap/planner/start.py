@@ -58,7 +58,7 @@ def start_planner(
     *,
     transfer: Transfer | None = None,
     meter: Meter | None = None,
-    ladder: Iterable[MemoryPlan] = (),
+    ladder: Iterable[MemoryPlan] | None = None,
 ) -> Planner:
     """Begin to plan for a model in training; every rank must call it.
 
@@ -102,8 +102,9 @@ def start_planner(
         put_tiles,
         device_name(device),
         optimizer,
-        ladder=iter(ladder),
+        ladder=None if ladder is None else iter(ladder),
         in_flight=training.in_flight,
+        least_bytes=least.least_bytes,
     )
     if memory.preference == "memory_saving":
         run.states = _states_on_host(training, transfer, pool)

@@ -24,6 +24,8 @@ from benchmarks.methods import (
     actswap,
     compiled,
     hf_checkpointing,
+    liger_checkpointing,
+    liger_module,
     save_on_cpu,
     trl_module,
     trl_offloading,
@@ -63,12 +65,29 @@ class FakeOffloading:
         pass
 
 
+class FakeLiger:
+    """Stands for two modules of Liger, whose kernels need an accelerator; it too replaces the forward."""
+
+    def apply_liger_kernel_to_llama(self, model: Any, **chosen: bool) -> None:
+        assert chosen == {
+            "rope": False,
+            "rms_norm": False,
+            "swiglu": False,
+            "fused_linear_cross_entropy": True,
+        }
+        model.forward = model.forward
+
+    def apply_tiled_mlp(self, fn: Any, mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([fn(mlp, piece) for piece in x.chunk(2, dim=-2)], dim=-2)
+
+
 @pytest.mark.parametrize(
     ("setup", "options"),
     [
         (hf_checkpointing, None),
         (save_on_cpu, None),
         (trl_offloading, {"checkpointing": True}),
+        (liger_checkpointing, {"tiled_mlp": True}),
         (actswap, swap_everything(20)),
         (compiled, {"backend": "aot_eager", "checkpointing": True, "memory_budget": 0.5}),
     ],
@@ -77,6 +96,8 @@ def test_methods_leave_the_model_as_it_was(
     setup: Any, options: Mapping[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, TRL_MODULE, FakeOffloading())  # type: ignore[arg-type]
+    for name in ("transformers", "ops.tiled_mlp"):
+        monkeypatch.setitem(sys.modules, f"liger_kernel.{name}", FakeLiger())  # type: ignore[arg-type]
     step = tiny()
     before, context = hooks(step.model), step.context
     budget = functorch_config.activation_memory_budget
@@ -87,6 +108,7 @@ def test_methods_leave_the_model_as_it_was(
     assert functorch_config.activation_memory_budget == budget
     assert not any(getattr(layer, "gradient_checkpointing", False) for layer in step.decoder_layers)
     assert all(layer._compiled_call_impl is None for layer in step.decoder_layers)
+    assert not any("forward" in vars(module) for module in step.model.modules())
 
 
 @pytest.mark.slow
@@ -127,6 +149,21 @@ def test_trl_is_loaded_from_the_folder_that_a_variable_names(
     monkeypatch.delenv("HF_ACTSWAP_TRL")
     with pytest.raises(ImportError):
         trl_module()
+
+
+def test_liger_is_loaded_from_the_folder_that_a_variable_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "liger_kernel"]:
+        monkeypatch.delitem(sys.modules, name)
+    package = tmp_path / "liger_kernel"
+    package.mkdir()
+    (package / "transformers.py").write_text("found = 1\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("HF_ACTSWAP_LIGER", str(tmp_path))
+    assert liger_module("transformers").found == 1
+    for name in ("liger_kernel.transformers", "liger_kernel"):
+        monkeypatch.delitem(sys.modules, name)
 
 
 @pytest.mark.slow

@@ -284,7 +284,7 @@ def test_rows_that_go_wrong_do_not_end_a_stage(
         assert log.count("is in the results") == len(names)
 
 
-DRY_ROWS = ("eager", "trl-offloading", "plain")
+DRY_ROWS = ("eager", "trl-offloading", "liger-checkpointing", "plain")
 
 
 @pytest.mark.slow
@@ -311,6 +311,8 @@ def test_a_dry_run_goes_through_every_stage(
     }
     measured = [line for line in found.values() if line["status"] == "measured"]
     assert all(line["wall_s"] > 0 for line in measured)
+    liger = found["frontier 8b-8k-model, tiny liger-checkpointing"]
+    assert (liger["status"], "none for the CPU" in liger["reason"]) == ("skipped", True)
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert len(files) <= 8
     for file in files:

@@ -37,6 +37,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
 from hf_actswap.config.schema import TileTokens
 from hf_actswap.engine.chunked_logits import NOT_CALLED, ChunkedLogits, auto_tokens, chunk_head
+from hf_actswap.engine.pieces import add_product
 from hf_actswap.plan.actions import Tile
 from hf_actswap.report import plan_table
 from tests.engine.tiny_models import CASES, gradients, tiny_llama
@@ -372,6 +373,14 @@ class _Hidden(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
         return BaseModelOutputWithPast(last_hidden_state=self.embed_tokens(input_ids))
+
+
+def test_products_are_added_to_their_sum_without_a_copy_of_it() -> None:
+    total, of_logits, hidden = torch.ones(7, 3), torch.rand(5, 7), torch.rand(5, 3)
+    with torch.profiler.profile() as found:
+        add_product(total, of_logits, hidden)
+    assert "aten::copy_" not in {event.key for event in found.key_averages()}
+    torch.testing.assert_close(total, 1 + of_logits.t() @ hidden)
 
 
 def test_one_gradient_per_weight_and_backward_under_accumulation() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
@@ -26,7 +28,7 @@ from transformers import (
 )
 
 from hf_actswap import apply
-from tests.engine.test_tiled_loss import Meter
+from tests.stream.test_host_sequence import DeviceMeter
 
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 64, 224, 4, 1, 16
 TOKENS, LAYERS, VOCABULARY, TILES = 2048, 2, 4 * 64, 16
@@ -86,8 +88,13 @@ FUSED = {"phi3": (Q + K) + Q}
 """Values are a part of what one projection makes, all of which stays; and a copy of attention's output."""
 SUMS = 4 * 3 * HIDDEN * INNER // TOKENS
 """Sums of the gradients of the MLP's weights, in fp32."""
-TIED = {"gemma3": 2 * VOCABULARY * HIDDEN // TOKENS}
+TIED = dict.fromkeys(("gemma2", "gemma3"), 2 * VOCABULARY * HIDDEN // TOKENS)
 """The head's gradient waits for that of the embedding, which is the same weight."""
+
+
+SCORES = HEADS * TOKENS * (2 + 4 + 4 + 4) + 2 * TOKENS
+"""Of eager attention in the backward of its softmax: the tanh that bounds the scores, probabilities in fp32,
+the gradients of these and of the scores in fp32; and the mask, which is the same for all heads."""
 
 
 def around_the_mlp(family: str) -> int:
@@ -132,6 +139,7 @@ MLP: dict[str, Any] = {"op_name": "feed_forward", "tokens": TOKENS // TILES}
 PATHS = ["attention_norm", "ffn_norm", "final_norm"]
 MORE_PATHS = {
     "qwen3": ["self_attn.q_norm", "self_attn.k_norm"],
+    "gemma2": ["post_attention_layernorm", "post_feedforward_layernorm"],
     "gemma3": [
         *("self_attn.q_norm", "self_attn.k_norm"),
         *("post_attention_layernorm", "post_feedforward_layernorm"),
@@ -144,16 +152,17 @@ def tiles(family: str, row: str) -> dict[str, Any]:
     return LOSS | {"loss": {}, "MLP": {"tile": [MLP]}, "norms": {"tile": [MLP, norms]}}[row]
 
 
-def counted_bytes(model: Any, config: dict[str, Any], vocabulary: int) -> int:
-    """Return the peak of a second step, without weights and gradients."""
+def counted_bytes(model: Any, config: dict[str, Any], vocabulary: int, **sections: Any) -> int:
+    """Return the peak of a second step, without weights, gradients and host memory."""
     model = model.to(torch.bfloat16).train()
     ids, threads = torch.randint(1, vocabulary, (1, TOKENS)), torch.get_num_threads()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with apply(model, {"recompute_config": {"recompute": True}, "tile_config": config}):
+    with apply(model, {"recompute_config": {"recompute": True}, "tile_config": config, **sections}):
         torch.set_num_threads(1)  # kernels of several threads make buffers
-        model(input_ids=ids, labels=ids).loss.backward()
-        with Meter(model) as counted:
+        with DeviceMeter(model) as counted:
+            model(input_ids=ids, labels=ids).loss.backward()
+            counted.peak_bytes = 0
             model(input_ids=ids, labels=ids).loss.backward()
         torch.set_num_threads(threads)
     return counted.peak_bytes
@@ -179,6 +188,30 @@ def test_the_peak_is_that_of_the_formula(family: str, row: str) -> None:
     torch.manual_seed(0)
     found = counted_bytes(FAMILIES[family](), tiles(family, row), VOCABULARY)
     assert found == pytest.approx(ROWS[row](family) * TOKENS, rel=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 6])
+def test_with_inputs_swapped_the_peak_is_that_of_one_layer(layers: int) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZES, "num_hidden_layers": layers}))
+    swap = {"swap": True, "op_swap": [], "recompute_input": True, "default_prefetch": 1}
+    found = counted_bytes(model, tiles("llama", "loss"), VOCABULARY, swap_config=swap)
+    expected = with_the_loss_in_tiles("llama") - (LAYERS - 1) * U
+    assert found == pytest.approx(expected * TOKENS, rel=0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ["loss", "norms"])
+def test_the_scores_of_eager_attention_decide_whatever_runs_in_tiles(row: str) -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(**SIZES, layer_types=["full_attention"] * LAYERS, attn_implementation="eager")
+    found = counted_bytes(Gemma2ForCausalLM(config), tiles("gemma2", row), VOCABULARY)
+    # The normed input, queries, keys (one head for all), the gradients of values and of the residual.
+    expected = INPUTS + TIED["gemma2"] + SCORES + 2 * U + 2 * Q + K
+    if row == "loss":
+        expected += GEMMA_NORM
+    assert found == pytest.approx(expected * TOKENS, rel=0.001)
 
 
 @pytest.mark.slow

@@ -26,7 +26,12 @@ needs_liger = pytest.mark.skipif(
     reason="liger-kernel and triton are not installed",
 )
 every_case = pytest.mark.parametrize(
-    "case", [f"{kernels}, {name}" for kernels in KERNELS for name in ("close to none", *plans_with(kernels))]
+    "case",
+    [
+        f"{kernels}, {name}"
+        for kernels in KERNELS
+        for name in ("close to none", "close to the loss in tiles", *plans_with(kernels))
+    ],
 )
 
 

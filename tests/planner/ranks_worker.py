@@ -235,8 +235,14 @@ def tiles_on_all() -> Results:
         return (1, 2048 + 512 * dist.get_rank())
 
     plain = train(ddp, None, 7, shape=shape, build=build)
-    memory = {"mode": "adaptive", "budget_gib": 0.7 * max(peaks_of_all(plain)) / GIB}
-    return {"plain": plain, "planned": train(ddp, memory, 7, shape=shape, build=build)}
+    least_bytes = 0.7 * max(peaks_of_all(plain))
+    memory = {"mode": "adaptive", "budget_gib": least_bytes / GIB}
+    limit_bytes = int(least_bytes) if dist.get_rank() else None
+    return {
+        "plain": plain,
+        "planned": train(ddp, memory, 7, shape=shape, build=build),
+        "no room": train(ddp, {"mode": "adaptive"}, 5, limit_bytes, shape, build=build),
+    }
 
 
 def a_plan_file(folder: str) -> Results:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_actswap import MemoryPlan, apply
-from hf_actswap.planner import BudgetError, Planner, retry
+from hf_actswap.planner import BudgetError, Planner, phases, retry
 from hf_actswap.planner.trials import Trial
 from tests.engine.tiny_models import tiny_llama
 from tests.planner.simulated_device import Trained, on_device, train
@@ -110,6 +110,26 @@ def test_of_several_ranks_none_tiles_alone_and_the_error_says_what_to_write(
         planner.remove()
     assert "`tile_config: {loss: auto, tile: {op_name: feed_forward}}`" in str(caught.value)
     assert planner.plan.tiles == ()
+
+
+def test_several_ranks_choose_tiles_ahead_of_a_first_forward_that_no_plan_fits(
+    unplanned: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On real ranks: `test_ranks.test_tiles_are_chosen_on_all_ranks`."""
+    for module in (phases, retry):
+        monkeypatch.setattr(module, "world_size", lambda: 2)
+    torch.manual_seed(0)
+    model = wordy().train()
+    ids = torch.randint(0, model.config.vocab_size, SHAPE, generator=torch.Generator().manual_seed(0))
+    with on_device(model, 22_000_000) as device:
+        optimizer = torch.optim.AdamW(model.parameters())
+        planner = apply(model, {"memory": {"mode": "adaptive"}}, optimizer=optimizer, meter=device)
+        assert isinstance(planner, Planner)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        assert paths(planner.plan) == ["head"]
+        planner.remove()
+    assert loss.item() == pytest.approx(unplanned.losses[0], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -148,6 +148,13 @@ def test_tiles_are_chosen_on_all_ranks(two_more: Path) -> None:
         assert run.losses == pytest.approx(runs["plain"].losses, rel=1e-5)
         assert max(stable_peaks(run)) <= budget
         assert run.left_over == []
+        # Rank 1 alone would run out of memory in its first step.
+        run = runs["no room"]
+        assert run.problem is None
+        assert run.phases == ["warm-up"] * 2 + ["search"] * 2 + ["stable"]
+        assert [tile["scope"] for tile in json.loads(run.plans[1])["tiles"]] == ["head"]
+        assert run.losses == pytest.approx(runs["plain"].losses[:5], rel=1e-5)
+        assert run.left_over == []
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
@@ -37,6 +37,11 @@ _PART = "part_of_the_model"
 _ASK_PACKED = "find_packed_sequence_indices"
 _NO_ADDRESS = "fake_tensor_allow_unsafe_data_ptr_access"
 _MASK, _POSITIONS = "attention_mask", "position_ids"
+
+_DEVICE = torch.ops.prim.device.default
+_VIEW, _UNSAFE_VIEW = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
+_PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.device, torch.layout})
+"""Types of arguments that describe themselves."""
 
 _EXAMPLE_SHAPE = (2, 8)
 """(batch, sequence); a batch of one would take short cuts that others do not (``expand``, ``matmul``)."""
@@ -99,12 +104,23 @@ def one_sequence_each() -> Iterator[None]:
 
 
 class _FakeTensors(FakeTensorMode):
-    """Knows one shape more: ``bincount`` of choices among ``minlength`` has that many rows.
+    """Answers what PyTorch's fake tensors do, in two thirds of the time, and knows one shape more.
 
-    In general its values decide. The balancing losses of transformers up to 5.17 count experts with it.
+    PyTorch caches the answer of each op, and spends most of a dry run on describing the arguments for the
+    cache's key: the description here is shorter. PyTorch does not cache ``_unsafe_view`` (one in each linear
+    layer), which below autograd is the same as ``view``.
+
+    The shape: ``bincount`` of choices among ``minlength`` has that many rows; in general its values decide.
+    The balancing losses of transformers up to 5.17 count experts with it.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # PyTorch's own method, called below, does; doing it twice costs time at each op
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # more than half of all calls
+            return args[0].device
         if func is torch.ops.aten.bincount.default:
             given = dict(zip(("self", "weights", "minlength"), args, strict=False)) | (kwargs or {})
             weights, count = given.get("weights"), given.get("minlength", 0)
@@ -112,7 +128,27 @@ class _FakeTensors(FakeTensorMode):
                 with self:
                     dtype = torch.long if weights is None else weights.dtype
                     return torch.empty(count, dtype=dtype, device=given["self"].device)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().__torch_dispatch__(_VIEW if func is _UNSAFE_VIEW else func, types, args, kwargs)
+
+    def _prep_args_for_hash(self, result: list[object], args: Any, *state: Any) -> None:
+        """Append the description of an op's arguments (private to PyTorch; the same on 2.11 and 2.13)."""
+        if type(args) not in (list, tuple):
+            return super()._prep_args_for_hash(result, args, *state)
+        result += (_FakeTensors, len(args))  # never equal to a description of PyTorch's own
+        for arg in args:
+            if type(arg) in _PLAIN:
+                result += (type(arg), arg)
+            elif type(arg) is FakeTensor and arg.fake_mode is self and _is_described(arg):
+                result += (arg.dtype, arg.shape, arg.stride(), arg.storage_offset(), arg.fake_device)
+                result += (arg.untyped_storage().nbytes(), arg.requires_grad, arg.is_inference())
+            else:
+                super()._prep_args_for_hash(result, (arg,), *state)
+        return None
+
+
+def _is_described(fake: FakeTensor) -> bool:
+    """Whether the description of `_prep_args_for_hash` says all that an op's answer depends on."""
+    return fake.constant is None and fake.layout == torch.strided and not (fake.is_conj() or fake.is_neg())
 
 
 @contextmanager
@@ -205,9 +241,10 @@ def fake_weights(model: nn.Module, device: torch.device) -> dict[str, torch.Tens
             continue
         dtype = gathered.get(name.rpartition(".")[0]) if name in weights else None
         shape = getattr(tensor, "ds_shape", tensor.shape)  # of a parameter that ZeRO-3 shards
-        fake = torch.empty(shape, dtype=dtype or tensor.dtype, device=_place(tensor, device))
-        trained = tensor.requires_grad
-        state[name] = nn.Parameter(fake, trained) if name in weights else fake.requires_grad_(trained)
+        place, trained = _place(tensor, device), tensor.requires_grad
+        state[name] = torch.empty(shape, dtype=dtype or tensor.dtype, device=place, requires_grad=trained)
+        if name in weights:
+            state[name]._is_param = True  # a Parameter, without one more op
     return state
 
 

@@ -113,7 +113,7 @@ class ForwardRecorder(TorchFunctionMode):
         self._scope: OpCall = OUTSIDE
         self._layer: _LayerCall | None = None
         self._running: OpCall | None = None
-        self._autocast = self._writing = self._paused = False
+        self._autocast = self._paused = False
 
     def used(self) -> tuple[SavedStorage, ...]:
         """Return the storages that were used, in the order of their first use."""
@@ -291,12 +291,9 @@ class ForwardRecorder(TorchFunctionMode):
             self._use(kind, at, self._found(values))
 
     def _pack(self, hold: Callable[[torch.Tensor], Any] | None, tensor: torch.Tensor) -> Any:
-        self._writing = True
-        try:
+        with torch._C.DisableTorchFunction():
             self._use("saved", self._scope, [(tensor, self._tracked(tensor))])
             return None if hold is None else hold(tensor)
-        finally:
-            self._writing = False
 
     def _scope_hooks(self, scope: Scope, opaque: bool) -> tuple[Hook, Hook]:
         call: OpCall = (scope, "", None)
@@ -355,11 +352,8 @@ class ForwardRecorder(TorchFunctionMode):
         """Functions that a hook calls on tensors are not functions of the model."""
 
         def run(*args: Any) -> None:
-            self._writing = True
-            try:
+            with torch._C.DisableTorchFunction():
                 hook(*args)
-            finally:
-                self._writing = False
 
         return run
 
@@ -384,7 +378,7 @@ class ForwardRecorder(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name, layer = function_name(func), self._layer
-        if name is None or layer is None or self._writing:
+        if name is None or layer is None:
             return func(*args, **kwargs)
         op = layer.stack.begin(name)
         call = (self._scope[0], *op)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._dynamo import config as dynamo_config
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from hf_actswap import apply, model_structure
 from tests.plan.test_stacks import gemma3
@@ -222,3 +223,16 @@ def test_a_stack_that_the_example_does_not_reach_has_a_run_of_its_own() -> None:
 
 def _counting(runs: list[str], path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: (runs.append(path), forward(*args, **kwargs))[1]
+
+
+def test_answers_that_are_kept_are_those_of_a_new_run(tiny_model: MakeModel) -> None:
+    """PyTorch compares each with a new one. Of a Llama all are kept, and none is taken for another type's."""
+    models = [tiny_model("llama").half(), tiny_model("llama").bfloat16()]
+    expected = [model_structure(model) for model in models]
+    before = FakeTensorMode.cache_info()
+    with dynamo_config.patch(fake_tensor_cache_crosscheck_enabled=True):
+        assert [model_structure(model) for model in models] == expected
+    assert all(structure.functions_known for structure in expected)
+    after = FakeTensorMode.cache_info()
+    assert after.hits > before.hits
+    assert (after.misses, after.bypasses) == (before.misses, before.bypasses)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -16,13 +15,10 @@ from ..plan.actions import MemoryPlan
 from .budget import BudgetError, budget_bytes, impossible, limits_of
 from .cost.simulate import predict
 from .profile import Limits, Prediction, Profile
-from .search.find_plan import Found, candidates, least_peak, least_peak_bytes
+from .search.find_plan import Found, candidates, least_peak_bytes
 from .shape_buckets import BatchSize, RecordedStep
 
 Value = TypeVar("Value")
-
-_HALVINGS = 5
-"""Of the range in which the budget of one micro-batch among others is looked for: to a 32nd."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +83,15 @@ class Task:
 
     def predicted(self, profile: Profile, plan: MemoryPlan) -> Prediction:
         """Return a micro-batch under a plan; its peak is that of all in flight."""
-        return among_others(predict(profile, plan), self.in_flight)
+        return of_stage(Limits(0), self.in_flight).with_others(predict(profile, plan))
 
     def limits(self) -> Limits:
         """Return what a plan must keep within; what the allocator holds in fragments is left to it."""
         beyond = max(self.beyond_bytes, self.profile.reserved_bytes)
         found = limits_of(self.memory, self.budget_bytes - beyond, self.fixed.min_tensor_bytes)
         host = None if found.host_bytes is None else max(found.host_bytes - self.states_bytes, 0)
-        return replace(found, host_bytes=host, frees_optimizer_states=False)  # what was recorded is without
+        found = replace(found, host_bytes=host, frees_optimizer_states=False)  # what was recorded is without
+        return of_stage(found, self.in_flight)
 
 
 def task_of(
@@ -135,56 +132,22 @@ def task_of(
     least_device_bytes = min(from_all_ranks(device_bytes))
     if again and memory.budget_gib is not None:
         memory = replace(memory, budget_gib=min(memory.budget_gib, least_device_bytes / GIB))
-    unplanned = unplanned or among_others(predict(profile, fixed), in_flight)
+    unplanned = unplanned or of_stage(Limits(0), in_flight).with_others(predict(profile, fixed))
     budget = budget_bytes(memory, least_device_bytes, unplanned.peak_bytes + profile.reserved_bytes)
     states_bytes = max(from_all_ranks(states_bytes))
     return Task(profile, fixed, memory, budget, unplanned, states_bytes, beyond_bytes, step, size, in_flight)
 
 
-def among_others(one: Prediction, in_flight: int) -> Prediction:
-    """Return a micro-batch on a stage of a pipeline that holds what others in flight keep.
+def of_stage(limits: Limits, in_flight: int) -> Limits:
+    """Return the limits of one micro-batch beside others in flight, with which it shares the host equally.
 
-    Of what is swapped, half a micro-batch's is on its way out or back, besides (`engine.passes`).
-
-    Args:
-        one: predicted as if it were alone.
-        in_flight: micro-batches, with this one.
+    What the others keep is on the device. Of what they swap, that is half of a micro-batch at most, on its
+    way out or back (`engine.passes`).
     """
     if in_flight == 1:
-        return one
-    others_bytes = (in_flight - 1) * one.kept_bytes + one.swapped_bytes // 2
-    return replace(one, peak_bytes=one.peak_bytes + others_bytes)
-
-
-def candidates_among_others(
-    profile: Profile, fixed: MemoryPlan, limits: Limits, count: int, in_flight: int
-) -> list[Found]:
-    """Return the plans of `candidates` that fit with what other micro-batches in flight keep; none may.
-
-    What those keep depends on the plan. So the budget of one micro-batch alone is halved between the least
-    that fits and all. Host memory is shared equally.
-    """
+        return limits
     host = None if limits.host_bytes is None else limits.host_bytes // in_flight
-
-    def fitting(alone_bytes: int) -> list[Found]:
-        within = replace(limits, device_bytes=alone_bytes, host_bytes=host)
-        found = [
-            replace(item, prediction=among_others(item.prediction, in_flight))
-            for item in candidates(profile, fixed, within, count)
-        ]
-        return [item for item in found if item.prediction.peak_bytes <= limits.device_bytes]
-
-    most, least = limits.device_bytes, least_peak_bytes(profile, fixed, limits)
-    if best := fitting(most):
-        return best
-    best = fitting(least)
-    for _ in range(_HALVINGS if best else 0):
-        middle = (least + most) // 2
-        if better := fitting(middle):
-            best, least = better, middle
-        else:
-            most = middle
-    return best
+    return replace(limits, host_bytes=host, waiting=in_flight - 1.0, resident=0.5)
 
 
 def agreed_step(own: RecordedStep) -> RecordedStep:
@@ -235,16 +198,13 @@ def best_plans(task: Task, count: int) -> Sequence[Found]:
     limits = task.limits()
 
     def search() -> Sequence[Found]:
-        found: Sequence[Found] = ()
-        with suppress(BudgetError):
-            if task.in_flight == 1:
-                return candidates(task.profile, task.fixed, limits, count)
-            found = candidates_among_others(task.profile, task.fixed, limits, count, task.in_flight)
-        if found:
-            return found
-        least = among_others(least_peak(task.profile, task.fixed, limits), task.in_flight).peak_bytes
-        beyond = task.budget_bytes - limits.device_bytes
-        peak = task.unplanned.peak_bytes + task.profile.reserved_bytes
-        raise impossible(task.memory, task.budget_bytes, least + beyond, peak, task.fixed.tiles)
+        try:
+            return candidates(task.profile, task.fixed, limits, count)
+        except BudgetError:
+            least = least_peak_bytes(task.profile, task.fixed, limits)
+            beyond = task.budget_bytes - limits.device_bytes
+            peak = task.unplanned.peak_bytes + task.profile.reserved_bytes
+            tiles = task.fixed.tiles
+            raise impossible(task.memory, task.budget_bytes, least + beyond, peak, tiles) from None
 
     return found_by_rank_0(search)

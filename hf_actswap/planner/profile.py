@@ -14,7 +14,7 @@ Three numberings meet here:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from ..config.json_documents import Bytes, Count, Ms, Rule, Share
@@ -171,6 +171,11 @@ class Limits:
     frees_optimizer_states: bool = False
     waiting: float = 0.0
     resident: float = 0.0
+
+    def with_others(self, one: Prediction) -> Prediction:
+        """Return a micro-batch's step with what others of a pipeline hold meanwhile added to its peak."""
+        others_bytes = int(self.waiting * one.kept_bytes + self.resident * one.swapped_bytes)
+        return replace(one, peak_bytes=one.peak_bytes + others_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -311,16 +311,14 @@ class Search:
     def _simulated(self, plan: MemoryPlan, solution: Solution | None) -> _Tried:
         moved = self._limits.frees_optimizer_states
         prediction = self._simulator.predict(plan, optimizer_states_moved=moved, curve=False)
-        besides = self._limits.waiting * prediction.kept_bytes
-        besides += self._limits.resident * prediction.swapped_bytes
-        prediction = replace(prediction, peak_bytes=prediction.peak_bytes + int(besides))
-        tried = _Tried(plan, prediction, solution)
+        tried = _Tried(plan, self._limits.with_others(prediction), solution)
         self._simulations.append(tried)
         return tried
 
     def with_curve(self, plan: MemoryPlan) -> Prediction:
         """Return the prediction of a plan, its memory over the step included."""
-        return self._simulator.predict(plan, optimizer_states_moved=self._limits.frees_optimizer_states)
+        moved = self._limits.frees_optimizer_states
+        return self._limits.with_others(self._simulator.predict(plan, optimizer_states_moved=moved))
 
     def _impossible(self, least_bytes: int) -> BudgetError:
         expected = f"at least {gib_text(least_bytes, math.ceil)}, the least that any plan reaches"

@@ -70,13 +70,12 @@ class LayerTrace:
         """While attention runs backward beside those that move, and beyond a whole sequence's, at most.
 
         Of queries: the sum of gradients, those of one piece more, and upstream in one piece. Of keys and
-        values: two pieces and one that ends; gradients of one piece more; and in the dtype of sums the
-        chunk's own gradients, those that are found, brought, and coming. Less the piece that `moving_bytes`
-        has, and its gradients.
+        values: two pieces and one that ends; gradients that a piece has found; the chunk's own in the dtype
+        of sums; and sums that are brought and coming. Less the piece that `moving_bytes` has, and its sum.
         """
         queries = self.heads * self.key_size * (self.wide_bytes + self.item_bytes)
         upstream = self.heads * self.value_size * self.item_bytes
-        pieces = 3 * self.item_bytes + 4 * self.wide_bytes - self.gradient_bytes
+        pieces = 3 * self.item_bytes + self.wide_bytes + self.gradient_bytes
         return queries + upstream + self.key_numbers * pieces
 
 
@@ -151,9 +150,9 @@ def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWor
 
     Pieces of keys and values come to each chunk that sees them. In the second pass their gradients come too,
     but to the chunk that is the first to have some, and leave, and come at last to their own chunk; the
-    output comes twice, to forward and to a layer that is recomputed. In the first pass the merge of a piece
-    reads and writes the sum twice and the output once, beside its conversion; in the second the gradient is
-    added to that of the queries, and those of keys and values are converted and added.
+    output comes twice, to forward and to a layer that is recomputed. In the first pass a piece's output is
+    converted to the dtype of sums, and merged, which reads both and writes one; in the second its gradients
+    are added to that of the queries, and to the sums of keys and values.
 
     Args:
         layers: of the model.
@@ -172,14 +171,13 @@ def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWor
         keys, gradients = layer.key_numbers * item, layer.key_numbers * layer.gradient_bytes
         forward = (
             layer.forward_flop * pairs,
-            merged * layer.heads * layer.value_size * (6 * wide + item),
+            merged * layer.heads * layer.value_size * (3 * wide + (wide + item) * (wide > item)),
             left[-1] * keys + outputs,
             pieces * keys,
         )
         backward = (
             layer.backward_flop * pairs,
-            merged * layer.heads * layer.key_size * (2 * wide + item)
-            + pieces * (layer.key_numbers * (2 * wide + item) + 2 * gradients),
+            merged * layer.heads * layer.key_size * (2 * wide + item) + pieces * (keys + 2 * gradients),
             pieces * gradients,
             2 * outputs + pieces * (keys + gradients),
         )

@@ -2,10 +2,10 @@
 
 **Forward.** For one query let the keys be divided into pieces. Attention to one piece alone gives
 ``o = sum_j exp(s_j) v_j / z`` with ``z = sum_j exp(s_j)``, over the scores ``s_j`` of that piece, and
-``l = log z``. Attention to two pieces is ``(z_1 o_1 + z_2 o_2) / (z_1 + z_2)``. With
-``l = log(exp(l_1) + exp(l_2))`` that is ``exp(l_1 - l) o_1 + exp(l_2 - l) o_2``, and ``l`` is the log of the
-sum of both: `merge` can go on with the next piece. (Milakov and Gimelshein, "Online normalizer calculation
-for softmax"; Dao et al., FlashAttention.)
+``l = log z``. Attention to two pieces is ``(z_1 o_1 + z_2 o_2) / (z_1 + z_2)``, which is
+``o_1 + w (o_2 - o_1)`` with ``w = z_2 / (z_1 + z_2) = sigmoid(l_2 - l_1)``, and ``log(exp(l_1) + exp(l_2))``
+is the log of the sum of both: `merge` can go on with the next piece. (Milakov and Gimelshein, "Online
+normalizer calculation for softmax"; Dao et al., FlashAttention.)
 
 **Backward.** With the final ``l`` and ``o`` the probability of each key is ``p_j = exp(s_j - l)``, so each
 piece's gradients need nothing of the others: for the upstream gradient ``g``, ``dv_j = p_j g``,
@@ -123,22 +123,22 @@ def attend(
         queries, keys: positions of both in the sequence, ``Q`` and ``N`` of them.
 
     Returns:
-        ``[B, H, Q, E]`` and ``[B, H, Q]``, at least fp32. Of a query that sees nothing: 0 and minus infinity.
+        ``[B, H, Q, E]`` in the kernel's dtype or at least fp32, and ``[B, H, Q]``, at least fp32. Of a query
+        that sees nothing: 0 and minus infinity.
     """
+    parts = _by_document(scores.visible, queries, keys)
+    kernel = _flash_kernel(query, key, value, scores, queries, keys) if parts is None else None
+    if kernel is not None:
+        return kernel.forward(query, key, value, keys == queries, scores.scale)
     wide = torch.promote_types(query.dtype, torch.float32)
     out = query.new_zeros((*query.shape[:3], value.shape[-1]), dtype=wide)
     total = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
-    parts = _by_document(scores.visible, queries, keys)
     if parts is not None:
         for mine, theirs, document, there in parts:
             out[:, :, mine], total[:, :, mine] = attend(
                 query[:, :, mine], key[:, :, theirs], value[:, :, theirs], scores, document, there
             )
         return out, total
-    kernel = _flash_kernel(query, key, value, scores, queries, keys)
-    if kernel is not None:
-        out, total = kernel.forward(query, key, value, keys == queries, scores.scale)
-        return out.to(wide), total
     for block in _blocks(query, key, scores.visible, queries, keys):
         rows, seen = block.rows, block.keys
         made, _ = _scores_of(block, _grouped(query[:, :, rows], key), key[:, :, seen], scores)
@@ -153,13 +153,14 @@ def attend(
 def merge(
     out: torch.Tensor, total: torch.Tensor, other: torch.Tensor, other_total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return attention to two pieces, of what `attend` returned for each; the first two are written to.
+    """Return attention to two pieces, of what `attend` returned for each, in the dtype of the totals.
 
-    See the module's text for the derivation. At least one of the two pieces is seen by each query.
+    ``out`` may be written to. See the module's text for the derivation. At least one of the two pieces is
+    seen by each query.
     """
-    both = torch.logaddexp(total, other_total)
-    out.mul_((total - both).exp_()[..., None]).addcmul_(other, (other_total - both).exp_()[..., None])
-    return out, both
+    weight = (other_total - total).sigmoid_()[..., None]
+    out = out.to(total.dtype).lerp_(other.to(total.dtype), weight)
+    return out, torch.logaddexp(total, other_total)
 
 
 def attend_backward(

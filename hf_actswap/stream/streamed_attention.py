@@ -237,7 +237,7 @@ class ChunkAttention:
             found = attend_backward(upstream, query, keys, values, out, total, scores, own, there)
             of_query += found[0]
             if learns_keys:
-                self._add_gradients(("gradients", layer, chunk), found[1].to(wide), found[2].to(wide))
+                self._add_gradients(("gradients", layer, chunk), self._rounded or wide, *found[1:])
         if not learns_keys:
             return of_query.to(query.dtype), None, None
         later = ("gradients", layer, self.chunk)
@@ -253,10 +253,10 @@ class ChunkAttention:
         for chunk in chunks or [self.chunk]:
             self.host.expect(("gradients", layer, chunk))
 
-    def _add_gradients(self, key: tuple[str, int, int], *found: torch.Tensor) -> None:
-        if key in self.host:
-            found = tuple(item.add_(sum_) for sum_, item in zip(self.host.bring(key), found, strict=True))
-        self.host.put(key, *(item.to(self._rounded or item.dtype).contiguous() for item in found))
+    def _add_gradients(self, key: tuple[str, int, int], dtype: torch.dtype, *found: torch.Tensor) -> None:
+        if key in self.host:  # the kernel of the addition computes in fp32, and rounds to the sum's dtype
+            found = tuple(sum_.add_(item) for sum_, item in zip(self.host.bring(key), found, strict=True))
+        self.host.put(key, *(item.to(dtype).contiguous() for item in found))
 
 
 class _Attention(torch.autograd.Function):

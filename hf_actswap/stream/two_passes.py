@@ -50,7 +50,7 @@ from .streamed_attention import ChunkAttention
 _NAME = "hf_actswap_streamed"
 """Of the attention, among those of `transformers`."""
 
-_AUTO_TOKENS = 12_288
+_AUTO_TOKENS = 16_384
 _LEAST_AUTO_TOKENS = 2048
 
 
@@ -59,8 +59,9 @@ def auto_tokens(heads: int, key_heads: int) -> int:
 
     Backward through a chunk of C queries and as many keys computes 10 C^2 products for each head and number
     of a head (five products of matrices), and copies 12 C bytes in for each key head and number (keys and
-    values in bf16, their gradients in fp32) and 8 C out. On an H200 with PCIe 5 (450 TFLOP/s in attention,
-    50 GB/s) the copies in take as long as the products at C = 10,800 tokens times key heads per head.
+    values in bf16, their gradients in fp32) and 8 C out. On an H200 with PCIe 5 (50 GB/s) the copies in take
+    as long as the products at C = 10,800 tokens times key heads per head with 450 TFLOP/s in attention, and
+    at 13,100 with the 545 of `planner.record.devices`; what is above that is reserve.
     """
     return max(_LEAST_AUTO_TOKENS, -(-_AUTO_TOKENS * key_heads // heads))
 

@@ -18,6 +18,7 @@ from tests.stream.streamed_models import (
     FAMILIES,
     IGNORED,
     LENGTH,
+    PACKED,
     SIZES,
     STREAMED,
     TOKENS,
@@ -83,10 +84,6 @@ def test_padding_on_the_right() -> None:
     assert furthest(found, expected) < 2e-6
 
 
-_PACKED = torch.cat([torch.arange(size) for size in (3, 21, 8, 1, 17)])
-"""Documents in one chunk, over two and over borders; one of one token."""
-
-
 _QUICKLY_PACKED = ("llama", "gemma3, windows", "llama4, blocks")
 
 
@@ -96,7 +93,7 @@ _QUICKLY_PACKED = ("llama", "gemma3, windows", "llama4, blocks")
 )
 def test_packed_documents(family: str) -> None:
     # With a cache, transformers looks for no documents; under a plan the configuration has none.
-    model, given = made(family), {"position_ids": _PACKED.expand(2, -1), "use_cache": False}
+    model, given = made(family), {"position_ids": PACKED.expand(2, -1), "use_cache": False}
     loss, expected = step(model, **given)
     with apply(model, STREAMED):
         streamed_loss, found = step(model, **given)

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ..plan import MemoryPlan
+from ..plan.actions import Scope
+from ..plan.model_structure import ModelStructure
 from .piecewise_attention import Visibility
 
 TOKEN_BYTES = 4 * 8
@@ -24,6 +27,7 @@ class LayerTrace:
         key_size, value_size: numbers of a head of queries and keys, and of values.
         item_bytes, wide_bytes: of a number, and of one of a sum.
         gradient_bytes: of a number of the sums of gradients on the host.
+        again: whether it is called again when the layer is recomputed.
     """
 
     visible: Visibility
@@ -34,6 +38,7 @@ class LayerTrace:
     item_bytes: int
     wide_bytes: int
     gradient_bytes: int
+    again: bool = True
 
     @property
     def key_numbers(self) -> int:
@@ -95,6 +100,15 @@ class PassWork:
     in_bytes: int
 
 
+def recomputed_attention(plan: MemoryPlan, structure: ModelStructure) -> frozenset[Scope]:
+    """Return the layers whose attention runs again in the backward of a chunk."""
+    return frozenset(
+        layer.index
+        for layer in structure.layers
+        if any(plan.fate(layer.index, path) == "recompute" for path in layer.attention_paths)
+    )
+
+
 def chunk_bounds(length: int, tokens: int) -> list[int]:
     """Return the positions where chunks of ``tokens`` begin, and ``length``."""
     return [*range(0, length, tokens), length]
@@ -150,7 +164,7 @@ def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWor
 
     Pieces of keys and values come to each chunk that sees them. In the second pass their gradients come too,
     but to the chunk that is the first to have some, and leave, and come at last to their own chunk; the
-    output comes twice, to forward and to a layer that is recomputed. In the first pass a piece's output is
+    output comes to forward, and again to a layer that is recomputed. In the first pass a piece's output is
     converted to the dtype of sums, and merged, which reads both and writes one; in the second its gradients
     are added to that of the queries, and to the sums of keys and values.
 
@@ -179,7 +193,7 @@ def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWor
             layer.backward_flop * pairs,
             merged * layer.heads * layer.key_size * (2 * wide + item) + pieces * (keys + 2 * gradients),
             pieces * gradients,
-            2 * outputs + pieces * (keys + gradients),
+            (1 + layer.again) * outputs + pieces * (keys + gradients),
         )
         first = [total + count * part for total, part in zip(first, forward, strict=True)]
         second = [total + count * part for total, part in zip(second, backward, strict=True)]

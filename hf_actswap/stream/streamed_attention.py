@@ -19,7 +19,7 @@ sequence are told by its positions, as in `transformers`; what no later chunk's 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -45,6 +45,7 @@ class ChunkAttention:
         host: what chunks leave for each other.
         documents: positions where the documents of the sequence begin.
         grad_accum_dtype: of sums of gradients on the host; ``fp32`` stands for at least that.
+        again: layers that are recomputed; ``None``: all.
 
     Attributes:
         chunk: that runs.
@@ -58,9 +59,11 @@ class ChunkAttention:
         host: HostSequence,
         documents: tuple[int, ...] = (0,),
         grad_accum_dtype: Literal["fp32", "bf16"] = "fp32",
+        again: Container[object] | None = None,
     ) -> None:
         self.bounds, self.host, self._documents = bounds, host, documents
         self._rounded = torch.bfloat16 if grad_accum_dtype == "bf16" else None
+        self._again = again
         self.chunk, self.second = 0, False
         self.layers: dict[int, LayerTrace] = {}
         self._masks: dict[int | None, Visibility] = {}
@@ -141,13 +144,14 @@ class ChunkAttention:
         _check(module, attention_mask, dropout, kwargs)
         layer = int(module.layer_idx)
         if layer not in self.layers:
-            self.layers[layer] = _trace(attention_mask, query, key, value, self._rounded)
+            again = self._again is None or layer in self._again
+            self.layers[layer] = _trace(attention_mask, query, key, value, self._rounded, again)
         if type(query) is not torch.Tensor:  # a run on fake tensors: what is saved, not what is computed
             grouped = key.shape[1] != query.shape[1]
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
             )
-            return out.transpose(1, 2).contiguous(), None
+            return out.transpose(1, 2).clone(memory_format=torch.contiguous_format), None  # as below
         scores = Scores(scaling, softcap, attention_mask)
         with torch.autocast(kind, enabled=False):
             if self.second:
@@ -196,11 +200,12 @@ class ChunkAttention:
         begins with the last one; behind the first one comes the chunk before.
         """
         found, again = self.host.bring(("output", layer, self.chunk)), layer in self._given
-        following, chunk = layer - 1 if again else layer + 1, self.chunk
-        if following not in self.layers:
-            following, chunk = (min(self.layers), chunk - 1) if again else (layer, chunk)
-        self.host.expect(("output", following, chunk))
-        if again:  # backward through its MLP is ahead of that through its attention
+        above = [] if again else [item for item in self.layers if item > layer]
+        below = [item for item, trace in self.layers.items() if trace.again and (item < layer or not again)]
+        following = (*above, *reversed(below))
+        coming = (following[0], self.chunk) if following else (min(self.layers), self.chunk - 1)
+        self.host.expect(("output", *coming))
+        if again or not (above or self.layers[layer].again):  # backward through its MLP or the head is ahead
             self._expect_piece(layer, self._seen(self.layers[layer].visible)[:1])
         self._given.add(layer)
         return found
@@ -238,6 +243,9 @@ class ChunkAttention:
             of_query += found[0]
             if learns_keys:
                 self._add_gradients(("gradients", layer, chunk), self._rounded or wide, *found[1:])
+        below = self.layers.get(layer - 1)
+        if below is not None and not below.again:  # backward through its MLP comes next
+            self._expect_piece(layer - 1, self._seen(below.visible)[:1])
         if not learns_keys:
             return of_query.to(query.dtype), None, None
         later = ("gradients", layer, self.chunk)
@@ -293,11 +301,12 @@ def _trace(
     key: torch.Tensor,
     value: torch.Tensor,
     rounded: torch.dtype | None,
+    again: bool,
 ) -> LayerTrace:
     rows, heads, _, size = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     sizes = size, value.shape[-1], query.dtype.itemsize, wide.itemsize
-    return LayerTrace(visible, rows * heads, rows * key.shape[1], *sizes, (rounded or wide).itemsize)
+    return LayerTrace(visible, rows * heads, rows * key.shape[1], *sizes, (rounded or wide).itemsize, again)
 
 
 def _check(module: Any, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:

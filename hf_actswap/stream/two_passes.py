@@ -43,7 +43,7 @@ from ..parallel.decoder_block import OwnHeadsConfig
 from ..parallel.patch_model import check_step
 from ..plan.actions import SequenceChunks
 from .host_sequence import HostSequence
-from .on_paper import LayerTrace, chunk_bounds, host_bytes, longest_on_host
+from .on_paper import LayerTrace, chunk_bounds, host_bytes, longest_on_host, recomputed_attention
 from .refusals import documents_of, named_arguments, reject_call
 from .streamed_attention import ChunkAttention
 
@@ -144,6 +144,7 @@ class _StreamedModel:
     Attributes:
         model, root: see above, and the model itself.
         grad_accum_dtype: see `SequenceChunks`.
+        again: layers whose attention runs again in backward.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class _StreamedModel:
         self.model, self.root = model, model.module
         self._tokens, self.grad_accum_dtype = chunk_tokens(self.root, chunks), chunks.grad_accum_dtype
         self._layers = len(applied.structure.layers)
+        self.again = recomputed_attention(applied.plan, applied.structure)
         self._place, self._transfer = applied.place, transfer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +218,7 @@ class _Sequence:
         if positions is None:
             positions = torch.arange(length, device=ids.device)[None]
         bounds, documents = chunk_bounds(length, tokens), documents_of(positions)
-        self._attention = ChunkAttention(bounds, host, documents, model.grad_accum_dtype)
+        self._attention = ChunkAttention(bounds, host, documents, model.grad_accum_dtype, model.again)
         self._by_token = {"input_ids": ids, "position_ids": positions, "shift_labels": targets}
         self._beside = {name: item for name, item in given.items() if name not in _REPLACED}
         if self._beside.get("num_items_in_batch") is None:

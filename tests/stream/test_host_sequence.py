@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -251,6 +252,25 @@ def test_gradients_summed_in_bf16_take_half_and_round() -> None:
     of_keys, kept = 2 * 2 * (2 * 8) * 4, 48
     assert peaks[0] - peaks[1] == layers * kept * of_keys // 2
     assert 1e-5 < furthest(found["bf16"], found["fp32"]) < 2**-8
+
+
+def test_a_list_says_which_layers_are_recomputed_and_the_others_are_kept() -> None:
+    """The output of the attention of a layer that is kept comes back once."""
+    model = made()
+    with apply(model, STREAMED) as applied:
+        loss, expected = step(model)
+        all_again = applied.stats()
+    with apply(model, {**STREAMED, "recompute_config": {"recompute": [1]}}) as applied:
+        kept_loss, found = step(model)
+        stats = applied.stats()
+        assert [applied.plan.fate(layer) for layer in range(3)] == ["recompute", "keep", "keep"]
+    assert torch.equal(kept_loss, loss)
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    assert stats.late_prefetches == stats.host_bytes == 0
+    trace = LayerTrace(Visibility(), 2 * 4, 2 * 2, 8, 8, 4, 4, 4)
+    first, second = passes([trace, *[replace(trace, again=False)] * 2], chunk_bounds(LENGTH, TOKENS))
+    assert stats.prefetched_bytes == first.in_bytes + second.in_bytes
+    assert all_again.prefetched_bytes - stats.prefetched_bytes == 2 * LENGTH * trace.output_bytes
 
 
 def test_windows_keep_and_bring_only_what_is_seen() -> None:

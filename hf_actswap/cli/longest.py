@@ -9,6 +9,7 @@ is arithmetic (`stream.on_paper`).
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -26,7 +27,15 @@ from ..planner.cost.simulate import predict
 from ..planner.profile import OpEvent, Prediction, Profile
 from ..planner.record.devices import device_rates
 from ..stream import chunk_tokens, problems_of_model, traced
-from ..stream.on_paper import TOKEN_BYTES, PassWork, chunk_bounds, host_bytes, longest_on_host, passes
+from ..stream.on_paper import (
+    TOKEN_BYTES,
+    PassWork,
+    chunk_bounds,
+    host_bytes,
+    longest_on_host,
+    passes,
+    recomputed_attention,
+)
 from .optimizers import state_bytes
 from .output import busy, heading, listed, size_text, step_ms_text
 from .plan_answer import ALONE, assumptions, memory_table, step_on_paper
@@ -45,6 +54,11 @@ _MOST_RECORDS = 8
 RECOMPUTED = "recompute_config: {recompute: true}\n"
 INPUTS_SWAPPED = "swap_config: {swap: true, recompute_input: true, op_swap: []}\n"
 _CHUNKS = "stream_config: {tokens: auto}\ntile_config: {loss: auto}\n"
+
+
+def _keeping(kept: int, layers: int) -> str:
+    """Return the configuration of chunks in which the last ``kept`` layers are not recomputed."""
+    return f"{_CHUNKS}recompute_config: {{recompute: [{layers - kept}]}}\n"
 
 
 @dataclass(frozen=True)
@@ -202,7 +216,20 @@ class _Lengths:
         host_bytes = max(self._host - self._paged_bytes, 0)
         tokens = step.longest(self._budget_bytes, host_bytes) // UNIT_TOKENS * UNIT_TOKENS
         predicted = step.predicted(tokens or UNIT_TOKENS)
-        return self._found_longest(tokens, predicted, memory_parts(step.profile, predicted), _CHUNKS)
+        found = self._found_longest(tokens, predicted, memory_parts(step.profile, predicted), _CHUNKS)
+        layers = plan.num_layers
+
+        def too_large(kept: int) -> bool:
+            step.follow(self._plan(_keeping(kept, layers)))
+            return step.predicted(tokens).peak_bytes > self._budget_bytes
+
+        kept = bisect_left(range(1, layers + 1), True, key=too_large) if tokens else 0
+        if not kept:
+            return found
+        config = _keeping(kept, layers)
+        step.follow(self._plan(config))
+        predicted = step.predicted(tokens)
+        return replace(found, step=predicted, parts=memory_parts(step.profile, predicted), config=config)
 
     def _plan(self, text: str) -> MemoryPlan:
         return resolve_plan(self._read(text), self._found.shape)
@@ -274,16 +301,22 @@ class ChunkedStep:
             traced(root, self._tokens, plan.streamed.grad_accum_dtype) as by,
         ):
             profile = profile_of(found, chunk, plan.tiles)
-            self._layers = [*by.values()]
+            self._layers = dict(by)
+        self._structure = found.shape
         self.profile = self._second_pass(profile, found)
-        self._chunk = predict(self.profile, plan)
+        self.follow(plan)
+
+    def follow(self, plan: MemoryPlan) -> None:
+        """Predict from now on what a plan of the same chunks comes to."""
+        self._chunk, again = predict(self.profile, plan), recomputed_attention(plan, self._structure)
+        self._layers = {index: replace(layer, again=index in again) for index, layer in self._layers.items()}
 
     def _second_pass(self, profile: Profile, found: Subject) -> Profile:
         """Return a chunk's profile with all sums of gradients, and what attention in pieces holds."""
         trained = [weight for weight in found.model.parameters() if weight.requires_grad]
         sums = sum(w.numel() * torch.promote_types(w.dtype, torch.float32).itemsize for w in trained)
         moving, pieces = (
-            self._tokens * max(getattr(layer, name) for layer in self._layers)
+            self._tokens * max(getattr(layer, name) for layer in self._layers.values())
             for name in ("moving_bytes", "pieces_bytes")
         )
         attention: dict[Any, frozenset[str]] = {
@@ -312,33 +345,37 @@ class ChunkedStep:
     def longest(self, device_bytes: int, host_bytes: int) -> int:
         """Return the most tokens with which a step keeps within device and host memory; 0: none."""
         on_device = max(device_bytes - self._chunk.peak_bytes, 0) // TOKEN_BYTES
-        tokens = longest_on_host(self._layers, self._tokens, host_bytes, on_device)
+        tokens = longest_on_host([*self._layers.values()], self._tokens, host_bytes, on_device)
         return tokens if tokens > self._tokens else 0
 
     def predicted(self, tokens: int) -> Prediction:
         """Return a step of so many tokens."""
-        bounds = chunk_bounds(tokens, self._tokens)
-        first, second = passes(self._layers, bounds)
-        own = [
-            sum(getattr(layer, name) for layer in self._layers) for name in ("forward_flop", "backward_flop")
-        ]
-        ahead, back = (part * self._tokens**2 / 2 / self._attention_flop_per_ms for part in own)
+        bounds, layers = chunk_bounds(tokens, self._tokens), self._layers.values()
+        first, second = passes(layers, bounds)
+        ahead, again, back = (
+            flop * self._tokens**2 / 2 / self._attention_flop_per_ms
+            for flop in (
+                sum(layer.forward_flop for layer in layers),
+                sum(layer.forward_flop * layer.again for layer in layers),
+                sum(layer.backward_flop for layer in layers),
+            )
+        )
         chunk, share = self._chunk, tokens / self._tokens
         once_ms = sum(op_event.forward_ms for op_event in self.profile.op_events) - ahead
-        again_ms = self.profile.compute_ms + chunk.recompute_ms - 2 * ahead - back
+        again_ms = self.profile.compute_ms + chunk.recompute_ms - ahead - again - back
         first_ms, first_stall_ms = self._pass_ms(share * once_ms, first)
         second_ms, second_stall_ms = self._pass_ms(share * again_ms, second)
         return replace(
             chunk,
             step_ms=first_ms + second_ms + self.profile.outside_ms,
             compute_ms=first_ms + second_ms - first_stall_ms - second_stall_ms,
-            recompute_ms=share * (chunk.recompute_ms - ahead),
+            recompute_ms=share * (chunk.recompute_ms - again),
             forward_stall_ms=first_stall_ms,
             backward_stall_ms=second_stall_ms,
             forward_end_ms=first_ms,
             peak_bytes=chunk.peak_bytes + tokens * TOKEN_BYTES,
             swapped_bytes=first.out_bytes + second.out_bytes,
-            host_bytes=host_bytes(self._layers, bounds),
+            host_bytes=host_bytes(layers, bounds),
         )
 
     def _pass_ms(self, others_ms: float, work: PassWork) -> tuple[float, float]:
@@ -360,7 +397,8 @@ class ChunkedStep:
     @property
     def _attention_flop_per_ms(self) -> float:
         rates = self._rates
-        half = self._layers[0].item_bytes < self._layers[0].wide_bytes
+        layer = next(iter(self._layers.values()))
+        half = layer.item_bytes < layer.wide_bytes
         full = rates.attention_flop_per_ms * rates.full_flop_per_ms / rates.half_flop_per_ms
         return rates.attention_flop_per_ms if half else full
 

@@ -66,6 +66,11 @@ class HostMemory:
             self._pool, self._pool_of = self._new_pool(device, pinned, progress), (device, pinned)
         return self._pool
 
+    @property
+    def opened(self) -> HostPool | None:
+        """The pool of now, if one was asked for."""
+        return self._pool
+
     def close(self) -> None:
         """Free the pool; blocks in use are freed when they are given back. Safe to call again."""
         pool, self._pool = self._pool, None

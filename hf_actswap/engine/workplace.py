@@ -159,7 +159,7 @@ class Workplace:
 
     def stats(self) -> SwapStats:
         """What was counted, and the host memory of now."""
-        return self.counters.snapshot(None if self.setting is None else self.setting.pool)
+        return self.counters.snapshot(self.host.opened if self.setting is None else self.setting.pool)
 
     def close(self) -> None:
         """Give the host memory back, unless others share it. Safe to call again."""

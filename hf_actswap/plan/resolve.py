@@ -268,7 +268,8 @@ class _Resolution:
         for layer in self._local:
             lines += applier.requests[layer].lines(layer, self._swap, everywhere)
         rows = (*applier.outside_rows, *self._rows())
-        if streamed is not None:  # what a chunk saves shall not grow with the layers
+        if streamed is not None and isinstance(section.recompute, bool):
+            # What a chunk saves shall not grow with the layers, but where a list says which are recomputed.
             named = {row.scope for row in rows}
             rows += tuple(PlanRow(own, "", "recompute") for own in self._local.values() if own not in named)
         swaps = any(row.fate == "swap" for row in rows)

@@ -8,6 +8,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from ..plan import MemoryPlan
+from ..plan.actions import Scope
+from ..plan.model_structure import ModelStructure
 from .piecewise_attention import Visibility
 
 TOKEN_BYTES = 4 * 8
@@ -24,6 +27,7 @@ class LayerTrace:
         key_size, value_size: head size of queries and keys, and of values.
         item_bytes, wide_bytes: size of an element of the activations, and of the sums in at least fp32.
         gradient_bytes: size of an element of the gradient sums on the host.
+        again: whether attention is called again because the layer is recomputed.
     """
 
     visible: Visibility
@@ -34,6 +38,7 @@ class LayerTrace:
     item_bytes: int
     wide_bytes: int
     gradient_bytes: int
+    again: bool = True
 
     @property
     def key_numbers(self) -> int:
@@ -77,7 +82,7 @@ class LayerTrace:
         """
         queries = self.heads * self.key_size * (self.wide_bytes + self.item_bytes)
         upstream = self.heads * self.value_size * self.item_bytes
-        pieces = 3 * self.item_bytes + 4 * self.wide_bytes - self.gradient_bytes
+        pieces = 3 * self.item_bytes + self.wide_bytes + self.gradient_bytes
         return queries + upstream + self.key_numbers * pieces
 
 
@@ -95,6 +100,15 @@ class PassWork:
     merged_bytes: int
     out_bytes: int
     in_bytes: int
+
+
+def recomputed_attention(plan: MemoryPlan, structure: ModelStructure) -> frozenset[Scope]:
+    """Return the layers whose attention runs again in the backward of a chunk."""
+    return frozenset(
+        layer.index
+        for layer in structure.layers
+        if any(plan.fate(layer.index, path) == "recompute" for path in layer.attention_paths)
+    )
 
 
 def chunk_bounds(length: int, tokens: int) -> list[int]:
@@ -154,9 +168,9 @@ def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWor
     A piece is the keys and values that an earlier chunk has stored; each chunk that sees it copies it in. In
     the second pass each of these chunks also adds to the gradients of the piece and copies them out; all but
     the first of them copy them in before, and so does the chunk that the piece belongs to. Attention's output
-    is copied in twice: for the forward, and for the recomputation of the layer. Merging a piece in the first
-    pass reads and writes the sum twice and the output once, and converts it; in the second the gradient of
-    the queries is added, and those of keys and values are converted and added.
+    is copied in for the forward, and again for a layer that is recomputed. In the first pass the output for a
+    piece is converted to the dtype of sums and merged: both are read, one is written. In the second pass the
+    gradients from a piece are added to that of the queries, and to the sums of keys and values.
 
     Args:
         layers: the attention of each layer of the model.
@@ -175,16 +189,15 @@ def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWor
         keys, gradients = layer.key_numbers * item, layer.key_numbers * layer.gradient_bytes
         forward = (
             layer.forward_flop * pairs,
-            merged * layer.heads * layer.value_size * (6 * wide + item),
+            merged * layer.heads * layer.value_size * (3 * wide + (wide + item) * (wide > item)),
             left[-1] * keys + outputs,
             pieces * keys,
         )
         backward = (
             layer.backward_flop * pairs,
-            merged * layer.heads * layer.key_size * (2 * wide + item)
-            + pieces * (layer.key_numbers * (2 * wide + item) + 2 * gradients),
+            merged * layer.heads * layer.key_size * (2 * wide + item) + pieces * (keys + 2 * gradients),
             pieces * gradients,
-            2 * outputs + pieces * (keys + gradients),
+            (1 + layer.again) * outputs + pieces * (keys + gradients),
         )
         first = [total + count * part for total, part in zip(first, forward, strict=True)]
         second = [total + count * part for total, part in zip(second, backward, strict=True)]

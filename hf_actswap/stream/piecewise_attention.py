@@ -2,10 +2,10 @@
 
 **Forward.** For one query let the keys be divided into pieces. Attention to one piece alone gives
 ``o = sum_j exp(s_j) v_j / z`` with ``z = sum_j exp(s_j)``, over the scores ``s_j`` of that piece, and
-``l = log z``. Attention to two pieces is ``(z_1 o_1 + z_2 o_2) / (z_1 + z_2)``. With
-``l = log(exp(l_1) + exp(l_2))`` that is ``exp(l_1 - l) o_1 + exp(l_2 - l) o_2``, and ``l`` is the log of the
-sum of both: `merge` can then add the next piece. (Milakov and Gimelshein, "Online normalizer calculation
-for softmax"; Dao et al., FlashAttention.)
+``l = log z``. Attention to two pieces is ``(z_1 o_1 + z_2 o_2) / (z_1 + z_2)``, which is
+``o_1 + w (o_2 - o_1)`` with ``w = z_2 / (z_1 + z_2) = sigmoid(l_2 - l_1)``, and ``log(exp(l_1) + exp(l_2))``
+is the log of the sum of both: `merge` can then add the next piece. (Milakov and Gimelshein, "Online
+normalizer calculation for softmax"; Dao et al., FlashAttention.)
 
 **Backward.** With the final ``l`` and ``o`` the probability of each key is ``p_j = exp(s_j - l)``, so the
 gradients from a piece do not depend on the other pieces: for the upstream gradient ``g``, ``dv_j = p_j g``,
@@ -123,22 +123,22 @@ def attend(
         queries, keys: the ``Q`` and ``N`` positions of both in the sequence.
 
     Returns:
-        ``[B, H, Q, E]`` and ``[B, H, Q]``, at least fp32; 0 and minus infinity for a query that sees no key.
+        ``[B, H, Q, E]`` in the kernel's dtype or at least fp32, and ``[B, H, Q]`` in at least fp32; 0 and
+        minus infinity for a query that sees no key.
     """
+    parts = _by_document(scores.visible, queries, keys)
+    kernel = _flash_kernel(query, key, value, scores, queries, keys) if parts is None else None
+    if kernel is not None:
+        return kernel.forward(query, key, value, keys == queries, scores.scale)
     wide = torch.promote_types(query.dtype, torch.float32)
     out = query.new_zeros((*query.shape[:3], value.shape[-1]), dtype=wide)
     total = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
-    parts = _by_document(scores.visible, queries, keys)
     if parts is not None:
         for mine, theirs, document, there in parts:
             out[:, :, mine], total[:, :, mine] = attend(
                 query[:, :, mine], key[:, :, theirs], value[:, :, theirs], scores, document, there
             )
         return out, total
-    kernel = _flash_kernel(query, key, value, scores, queries, keys)
-    if kernel is not None:
-        out, total = kernel.forward(query, key, value, keys == queries, scores.scale)
-        return out.to(wide), total
     for block in _blocks(query, key, scores.visible, queries, keys):
         rows, seen = block.rows, block.keys
         made, _ = _scores_of(block, _grouped(query[:, :, rows], key), key[:, :, seen], scores)
@@ -155,17 +155,20 @@ def merge(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return attention to two pieces together, from what `attend` returned for each of them.
 
-    With the logs ``l_1``, ``l_2`` of the two sums of exponentials, ``l = log(exp(l_1) + exp(l_2))`` is that
-    of both, and the output is ``exp(l_1 - l) o_1 + exp(l_2 - l) o_2`` (Milakov and Gimelshein, "Online
-    normalizer calculation for softmax"). Each query must see a key of at least one of the two pieces.
+    With the logs ``l_1``, ``l_2`` of the two sums of exponentials, the output is ``o_1 + w (o_2 - o_1)`` with
+    ``w = sigmoid(l_2 - l_1)``, and ``log(exp(l_1) + exp(l_2))`` is that of both (Milakov and Gimelshein,
+    "Online normalizer calculation for softmax"). Each query must see a key of at least one of the two pieces.
 
     Args:
-        out, total: of the pieces so far, ``[B, H, Q, E]`` and ``[B, H, Q]``; ``out`` is overwritten.
+        out, total: of the pieces so far, ``[B, H, Q, E]`` and ``[B, H, Q]``; ``out`` may be overwritten.
         other, other_total: of the next piece, in the same shapes.
+
+    Returns:
+        Both in the dtype of ``total``.
     """
-    both = torch.logaddexp(total, other_total)
-    out.mul_((total - both).exp_()[..., None]).addcmul_(other, (other_total - both).exp_()[..., None])
-    return out, both
+    weight = (other_total - total).sigmoid_()[..., None]
+    out = out.to(total.dtype).lerp_(other.to(total.dtype), weight)
+    return out, torch.logaddexp(total, other_total)
 
 
 def attend_backward(

@@ -19,7 +19,7 @@ positions, as in `transformers`; keys that no later chunk sees are not stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -45,6 +45,7 @@ class ChunkAttention:
         host: stores tensors of one chunk for others.
         documents: first positions of the documents of the sequence.
         grad_accum_dtype: dtype of the gradient sums on the host; ``fp32`` means at least fp32.
+        again: layers that are recomputed; ``None``: all.
 
     Attributes:
         chunk: index of the chunk that runs.
@@ -58,9 +59,11 @@ class ChunkAttention:
         host: HostSequence,
         documents: tuple[int, ...] = (0,),
         grad_accum_dtype: Literal["fp32", "bf16"] = "fp32",
+        again: Container[object] | None = None,
     ) -> None:
         self.bounds, self.host, self._documents = bounds, host, documents
         self._rounded = torch.bfloat16 if grad_accum_dtype == "bf16" else None
+        self._again = again
         self.chunk, self.second = 0, False
         self.layers: dict[int, LayerTrace] = {}
         self._masks: dict[int | None, Visibility] = {}
@@ -148,13 +151,14 @@ class ChunkAttention:
         _check(module, attention_mask, dropout, kwargs)
         layer = int(module.layer_idx)
         if layer not in self.layers:
-            self.layers[layer] = _trace(attention_mask, query, key, value, self._rounded)
+            again = self._again is None or layer in self._again
+            self.layers[layer] = _trace(attention_mask, query, key, value, self._rounded, again)
         if type(query) is not torch.Tensor:  # a run on fake tensors: only shapes and saved tensors matter
             grouped = key.shape[1] != query.shape[1]
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=grouped
             )
-            return out.transpose(1, 2).contiguous(), None
+            return out.transpose(1, 2).clone(memory_format=torch.contiguous_format), None  # as below
         scores = Scores(scaling, softcap, attention_mask)
         with torch.autocast(kind, enabled=False):
             if self.second:
@@ -203,11 +207,12 @@ class ChunkAttention:
         from the last to the first, the layer below is next, and after the first layer the chunk before.
         """
         found, again = self.host.bring(("output", layer, self.chunk)), layer in self._given
-        following, chunk = layer - 1 if again else layer + 1, self.chunk
-        if following not in self.layers:
-            following, chunk = (min(self.layers), chunk - 1) if again else (layer, chunk)
-        self.host.expect(("output", following, chunk))
-        if again:  # there is time: backward runs through the MLP before attention
+        above = [] if again else [item for item in self.layers if item > layer]
+        below = [item for item, trace in self.layers.items() if trace.again and (item < layer or not again)]
+        following = (*above, *reversed(below))
+        coming = (following[0], self.chunk) if following else (min(self.layers), self.chunk - 1)
+        self.host.expect(("output", *coming))
+        if again or not (above or self.layers[layer].again):  # backward through its MLP or the head is ahead
             self._expect_piece(layer, self._seen(self.layers[layer].visible)[:1])
         self._given.add(layer)
         return found
@@ -244,7 +249,10 @@ class ChunkAttention:
             found = attend_backward(upstream, query, keys, values, out, total, scores, own, there)
             of_query += found[0]
             if learns_keys:
-                self._add_gradients(("gradients", layer, chunk), found[1].to(wide), found[2].to(wide))
+                self._add_gradients(("gradients", layer, chunk), self._rounded or wide, *found[1:])
+        below = self.layers.get(layer - 1)
+        if below is not None and not below.again:  # backward through its MLP comes next
+            self._expect_piece(layer - 1, self._seen(below.visible)[:1])
         if not learns_keys:
             return of_query.to(query.dtype), None, None
         later = ("gradients", layer, self.chunk)
@@ -260,10 +268,10 @@ class ChunkAttention:
         for chunk in chunks or [self.chunk]:
             self.host.expect(("gradients", layer, chunk))
 
-    def _add_gradients(self, key: tuple[str, int, int], *found: torch.Tensor) -> None:
-        if key in self.host:
-            found = tuple(item.add_(sum_) for sum_, item in zip(self.host.bring(key), found, strict=True))
-        self.host.put(key, *(item.to(self._rounded or item.dtype).contiguous() for item in found))
+    def _add_gradients(self, key: tuple[str, int, int], dtype: torch.dtype, *found: torch.Tensor) -> None:
+        if key in self.host:  # the kernel of the addition computes in fp32, and rounds to the sum's dtype
+            found = tuple(sum_.add_(item) for sum_, item in zip(self.host.bring(key), found, strict=True))
+        self.host.put(key, *(item.to(dtype).contiguous() for item in found))
 
 
 class _Attention(torch.autograd.Function):
@@ -300,11 +308,12 @@ def _trace(
     key: torch.Tensor,
     value: torch.Tensor,
     rounded: torch.dtype | None,
+    again: bool,
 ) -> LayerTrace:
     rows, heads, _, size = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     sizes = size, value.shape[-1], query.dtype.itemsize, wide.itemsize
-    return LayerTrace(visible, rows * heads, rows * key.shape[1], *sizes, (rounded or wide).itemsize)
+    return LayerTrace(visible, rows * heads, rows * key.shape[1], *sizes, (rounded or wide).itemsize, again)
 
 
 def _check(module: Any, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -43,14 +43,14 @@ from ..parallel.decoder_block import OwnHeadsConfig
 from ..parallel.patch_model import check_step
 from ..plan.actions import SequenceChunks
 from .host_sequence import HostSequence
-from .on_paper import LayerTrace, chunk_bounds, host_bytes, longest_on_host
+from .on_paper import LayerTrace, chunk_bounds, host_bytes, longest_on_host, recomputed_attention
 from .refusals import documents_of, named_arguments, reject_call
 from .streamed_attention import ChunkAttention
 
 _NAME = "hf_actswap_streamed"
 """Name under which the attention is registered with `transformers`."""
 
-_AUTO_TOKENS = 12_288
+_AUTO_TOKENS = 16_384
 _LEAST_AUTO_TOKENS = 2048
 
 
@@ -59,8 +59,9 @@ def auto_tokens(heads: int, key_heads: int) -> int:
 
     Backward through a chunk of C queries and as many keys computes 10 C^2 products for each head and number
     of a head (five products of matrices), and copies 12 C bytes in for each key head and number (keys and
-    values in bf16, their gradients in fp32) and 8 C out. On an H200 with PCIe 5 (450 TFLOP/s in attention,
-    50 GB/s) the copies in take as long as the products at C = 10,800 tokens times key heads per head.
+    values in bf16, their gradients in fp32) and 8 C out. On an H200 with PCIe 5 (50 GB/s) the copies in take
+    as long as the products at C = 10,800 tokens times key heads per head with 450 TFLOP/s in attention, and
+    at 13,100 with the 545 of `planner.record.devices`; what is above that is reserve.
     """
     return max(_LEAST_AUTO_TOKENS, -(-_AUTO_TOKENS * key_heads // heads))
 
@@ -144,6 +145,7 @@ class _StreamedModel:
         model: as given.
         root: the module itself.
         grad_accum_dtype: see `SequenceChunks`.
+        again: layers whose attention runs again in backward.
     """
 
     def __init__(
@@ -152,6 +154,7 @@ class _StreamedModel:
         self.model, self.root = model, model.module
         self._tokens, self.grad_accum_dtype = chunk_tokens(self.root, chunks), chunks.grad_accum_dtype
         self._layers = len(applied.structure.layers)
+        self.again = recomputed_attention(applied.plan, applied.structure)
         self._place, self._transfer = applied.place, transfer
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -216,7 +219,7 @@ class _Sequence:
         if positions is None:
             positions = torch.arange(length, device=ids.device)[None]
         bounds, documents = chunk_bounds(length, tokens), documents_of(positions)
-        self._attention = ChunkAttention(bounds, host, documents, model.grad_accum_dtype)
+        self._attention = ChunkAttention(bounds, host, documents, model.grad_accum_dtype, model.again)
         self._by_token = {"input_ids": ids, "position_ids": positions, "shift_labels": targets}
         self._beside = {name: item for name, item in given.items() if name not in _REPLACED}
         if self._beside.get("num_items_in_batch") is None:

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import apply
-from hf_actswap.cli.longest import UNIT_TOKENS, ChunkedStep, _Lengths, longest_of
+from hf_actswap.cli.longest import STREAMED, UNIT_TOKENS, ChunkedStep, _Lengths, longest_of
 from hf_actswap.cli.plan_request import AskedStep, ModelRequest, PlanRequest, Sharding
 from hf_actswap.cli.step import StepShape
 from hf_actswap.cli.subject import subject
@@ -92,24 +92,49 @@ def test_host_memory_limits_it(run: Run, tiny: Path) -> None:
     assert found["inputs swapped"]["host_bytes"] <= limit < 4 * (longest + K) * 32 * 2
 
 
+@pytest.mark.slow
+def test_layers_are_kept_in_the_device_memory_that_is_left(run: Run, tiny: Path) -> None:
+    options = ("--longest", "--device", "H100", "--optimizer", "sgd", "--host-memory-gib", "0.05", "--json")
+    found = []
+    for budget, recomputed in ((24.5, False), (40, (2,))):
+        asked = ("--budget", f"{budget}MiB")
+        found.append(run("plan", tiny, *asked, *options).document["longest"][STREAMED])
+        assert load_config(found[-1]["config"]).recompute_config.recompute == recomputed
+        assert found[-1]["peak_bytes"] <= budget * 2**20
+    assert found[0]["ends"] == found[1]["ends"] == "host"
+    assert found[0]["tokens"] == found[1]["tokens"]
+    assert found[0]["step_ms"] > found[1]["step_ms"]
+
+
 @contextmanager
 def streamed_step(
-    folder: Path, sizes: dict[str, Any], tokens: int | str = "auto", device: str = "H100"
+    folder: Path,
+    sizes: dict[str, Any],
+    tokens: int | str = "auto",
+    device: str = "H100",
+    recompute: Any = False,
 ) -> Iterator[ChunkedStep]:
     LlamaConfig(**sizes, dtype="bfloat16").save_pretrained(folder)
-    config = load_config({"stream_config": {"tokens": tokens}, "tile_config": {"loss": "auto"}})
+    chunks = {"stream_config": {"tokens": tokens}, "tile_config": {"loss": "auto"}}
+    config = load_config({**chunks, "recompute_config": {"recompute": recompute}})
     with subject(ModelRequest(str(folder)), config) as found:
         shape = StepShape(1, 1, device, None, "sgd")
         yield ChunkedStep(found, shape, resolve_plan(config, found.shape))
 
 
-@pytest.mark.parametrize("intermediate", [64, 224])
-def test_the_peak_of_a_streamed_step_is_the_counted_one(intermediate: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("intermediate", "recompute"),
+    [(64, False), (224, False), (224, [1]), pytest.param(64, [0], marks=pytest.mark.slow)],
+)
+def test_the_peak_of_a_streamed_step_is_the_counted_one(
+    intermediate: int, recompute: Any, tmp_path: Path
+) -> None:
     length, sizes = 1024, {**SIZES, "hidden_size": 64, "intermediate_size": intermediate}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).train()
     ids = torch.randint(3, 100, (1, length))
-    config = {"stream_config": {"tokens": 256}, "tile_config": {"loss": "auto"}}
+    chunks = {"stream_config": {"tokens": 256}, "tile_config": {"loss": "auto"}}
+    config = {**chunks, "recompute_config": {"recompute": recompute}}
     with apply(model, config) as applied, DeviceMeter(model) as meter:
         for _ in range(2):
             model.zero_grad()
@@ -117,7 +142,7 @@ def test_the_peak_of_a_streamed_step_is_the_counted_one(intermediate: int, tmp_p
             model(input_ids=ids, labels=ids.clone()).loss.backward()
         on_host = applied.stats().host_peak_bytes
     counted = meter.peak_bytes + sum(item.nbytes for item in model.parameters())
-    with streamed_step(tmp_path, sizes, 256) as step:
+    with streamed_step(tmp_path, sizes, 256, recompute=recompute) as step:
         predicted = step.predicted(length)
         assert predicted.host_bytes == on_host
         assert 0.98 * counted < predicted.peak_bytes < 1.1 * counted

@@ -385,7 +385,7 @@ def test_micro_batches_of_different_buckets() -> None:
 
 @pytest.mark.slow
 def test_an_outlier_that_no_plan_fits_does_not_leave_the_guard_on() -> None:
-    shapes = [[(8, 32)]] * 6 + [[(8, 400)]] + [[(8, 32)]] * 6
+    shapes = [[(8, 32)]] * 6 + [[(8, 400)]] + [[(8, 32)]] * 12  # tiles are tried too
     plain = train_mixed(shapes)
     budget = int(0.7 * plain.peaks[0])
     found = train_mixed(shapes, {"mode": "adaptive", "budget_gib": budget / GIB})

@@ -28,6 +28,8 @@ from transformers import (
 VOCABULARY, LENGTH, TOKENS, IGNORED = 100, 50, 16, -100
 STREAMED: dict[str, Any] = {"stream_config": {"tokens": TOKENS}}
 """Not a divisor of the length: the last chunk has two tokens."""
+PACKED = torch.cat([torch.arange(size) for size in (3, 21, 8, 1, 17)])
+"""Positions of documents in one chunk, over two and over borders; one of one token."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,

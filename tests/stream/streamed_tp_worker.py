@@ -23,7 +23,7 @@ from hf_actswap.stream.host_sequence import HostSequence
 from tests.parallel.patch_ways_worker import counted
 from tests.parallel.patch_worker import config
 from tests.processes import run_cases
-from tests.stream.streamed_models import FAMILIES, STREAMED, furthest, gradients, made, step
+from tests.stream.streamed_models import FAMILIES, PACKED, STREAMED, furthest, gradients, made, step
 
 WORLD_SIZE = 2
 QUICK = ("llama", "qwen3, tied")
@@ -44,7 +44,7 @@ def patched(family: str, group: Any, sequence_parallel: bool = False) -> Any:
     return model
 
 
-def one_step(model: Any, document: dict[str, Any], group: Any) -> dict[str, Any]:
+def one_step(model: Any, document: dict[str, Any], group: Any, **given: Any) -> dict[str, Any]:
     """Run a step under a configuration; gradients are summed where ranks hold parts."""
     calls: Counter[str] = Counter()
     foreseen: list[int] = []
@@ -52,7 +52,7 @@ def one_step(model: Any, document: dict[str, Any], group: Any) -> dict[str, Any]
     noted = mock.patch.object(HostSequence, "make_ready", lambda _, size, longest: foreseen.append(size))
     with tensor_parallel_group(group), noted, apply(model, {**document, **parallel}) as applied:
         with counted(calls):
-            loss, _ = step(model)
+            loss, _ = step(model, **given)
         stats = applied.stats()
     if group:
         allreduce_sequence_parallel_gradients(model, group)
@@ -66,10 +66,12 @@ def one_step(model: Any, document: dict[str, Any], group: Any) -> dict[str, Any]
     }
 
 
-def run_family(family: str, group: dist.ProcessGroup | None) -> dict[str, Any]:
+def run_family(family: str, group: dist.ProcessGroup | None, **given: Any) -> dict[str, Any]:
     """A divided step whole and streamed, and the undivided streamed one."""
-    whole, streamed = (one_step(patched(family, group), document, group) for document in ({}, STREAMED))
-    alone = one_step(model_of(family), STREAMED, None)
+    whole, streamed = (
+        one_step(patched(family, group), document, group, **given) for document in ({}, STREAMED)
+    )
+    alone = one_step(model_of(family), STREAMED, None, **given)
     return {
         "losses": (whole["loss"], streamed["loss"], alone["loss"]),
         "error": furthest(streamed["gradients"], whole["gradients"]),
@@ -104,6 +106,8 @@ def run_refusals(group: dist.ProcessGroup | None) -> dict[str, str]:
 def run_quick(rank: int, folder: str) -> None:
     """Run a few families, and what is refused."""
     cases: dict[str, Any] = {family: partial(run_family, family) for family in QUICK}
+    packed = {"position_ids": PACKED.expand(2, -1), "use_cache": False}
+    cases["packed documents"] = partial(run_family, "llama", **packed)
     cases["refusals"] = run_refusals
     run_cases(rank, folder, WORLD_SIZE, cases, {name: [[0, 1]] for name in cases})
 

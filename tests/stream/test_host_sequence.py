@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from hf_actswap.stream.two_passes import auto_tokens
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.simulated_transfer import Clock, SimulatedCopy, SimulatedTransfer
 from tests.engine.test_tiled_loss import Meter
-from tests.stream.streamed_models import LENGTH, SIZES, STREAMED, TOKENS, data, furthest, made, step
+from tests.stream.streamed_models import LENGTH, PACKED, SIZES, STREAMED, TOKENS, data, furthest, made, step
 
 CHUNKS = 4
 
@@ -156,8 +157,10 @@ class TimedTransfer(SimulatedTransfer):
         return copy
 
 
-def waits_of_a_step(share: float, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[float]], float]:
-    """Waits for each copy of a step in a share of ``auto``'s tokens, at the rates of `auto_tokens`.
+def waits_of_a_step(
+    share: float, tflops: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, list[float]], float]:
+    """Waits for each copy of a step in a share of ``auto``'s tokens, at a rate of attention in TFLOP/s.
 
     A model with 4 heads, 1 key head and chunks of 64 tokens stands for Llama-3-8B on an H200: products of
     attention take as much longer as its chunks are shorter; linear layers, and what a copy takes beside its
@@ -179,7 +182,7 @@ def waits_of_a_step(share: float, monkeypatch: pytest.MonkeyPatch) -> tuple[dict
         def call(*given: Any) -> Any:
             queries, keys = given[-2:]
             pairs = len(queries) * len(keys) / (2 if queries == keys else 1)
-            clock.advance(flop * pairs * share * auto / tokens / 450e9)
+            clock.advance(flop * pairs * share * auto / tokens / (tflops * 1e9))
             return run(*given)
 
         return call
@@ -203,15 +206,18 @@ def waits_of_a_step(share: float, monkeypatch: pytest.MonkeyPatch) -> tuple[dict
 
 
 @pytest.mark.slow
-def test_in_chunks_of_auto_every_copy_is_there_before_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tflops", [450, 545])
+def test_in_chunks_of_auto_every_copy_is_there_before_its_use(
+    tflops: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """But the first of each pass, ahead of which nothing is computed, and the last that leave."""
-    waits, step_ms = waits_of_a_step(1.0, monkeypatch)
+    waits, step_ms = waits_of_a_step(1.0, tflops, monkeypatch)
     late = [number for number, waited in enumerate(waits["in"]) if waited]
     first = 2 * 3 * (5 + 4 + 3 + 2 + 1)  # keys and values of the pieces of three layers in the first pass
     assert set(late) <= {0, 1, first, first + 1}
     assert all(number >= len(waits["out"]) - 4 for number, waited in enumerate(waits["out"]) if waited)
     assert sum(waits["in"]) + sum(waits["out"]) < 0.006 * step_ms
-    short, short_ms = waits_of_a_step(0.1, monkeypatch)
+    short, short_ms = waits_of_a_step(0.1, tflops, monkeypatch)
     assert sum(waited > 0 for waited in short["in"]) > 100
     assert sum(short["in"]) > 0.1 * short_ms
 
@@ -248,6 +254,25 @@ def test_gradients_summed_in_bf16_take_half_and_round() -> None:
     assert 1e-5 < furthest(found["bf16"], found["fp32"]) < 2**-8
 
 
+def test_a_list_says_which_layers_are_recomputed_and_the_others_are_kept() -> None:
+    """The output of the attention of a layer that is kept comes back once."""
+    model = made()
+    with apply(model, STREAMED) as applied:
+        loss, expected = step(model)
+        all_again = applied.stats()
+    with apply(model, {**STREAMED, "recompute_config": {"recompute": [1]}}) as applied:
+        kept_loss, found = step(model)
+        stats = applied.stats()
+        assert [applied.plan.fate(layer) for layer in range(3)] == ["recompute", "keep", "keep"]
+    assert torch.equal(kept_loss, loss)
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
+    assert stats.late_prefetches == stats.host_bytes == 0
+    trace = LayerTrace(Visibility(), 2 * 4, 2 * 2, 8, 8, 4, 4, 4)
+    first, second = passes([trace, *[replace(trace, again=False)] * 2], chunk_bounds(LENGTH, TOKENS))
+    assert stats.prefetched_bytes == first.in_bytes + second.in_bytes
+    assert all_again.prefetched_bytes - stats.prefetched_bytes == 2 * LENGTH * trace.output_bytes
+
+
 def test_windows_keep_and_bring_only_what_is_seen() -> None:
     model, rows = made("mistral, windows over chunks"), 2  # window 23
     of_keys = rows * 2 * (2 * 8) * 4
@@ -271,10 +296,9 @@ def test_keys_of_finished_documents_stay_where_they_are(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         HostSequence, "make_ready", lambda _, size_bytes, longest: foreseen.append(size_bytes)
     )
-    positions = torch.cat([torch.arange(size) for size in (3, 21, 8, 1, 17)])[None]
     of_keys, of_output = rows * 2 * (2 * 8) * 4, rows * (32 * 4 + 4 * 4)
     with apply(model, STREAMED) as applied:
-        step(model, position_ids=positions)
+        step(model, position_ids=PACKED[None])
         stats = applied.stats()
     left = (16 - 3) + 0 + (48 - 33)  # behind the first chunk, the second (a document begins at 32), the third
     assert stats.offloaded_bytes == layers * (2 * left * of_keys + LENGTH * of_output)

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_actswap.stream import piecewise_attention
+from hf_actswap.stream.on_paper import LayerTrace, passes
 from hf_actswap.stream.piecewise_attention import Scores, Visibility, attend, attend_backward, merge
 
 KEYS = 40
@@ -125,6 +128,46 @@ def test_half_precision_is_as_close_as_whole_attention(dtype: torch.dtype, softc
     truth = whole(query.double(), key.double(), value.double(), scores)[:, :, 20:]
     error = (out.to(dtype).double() - truth).norm()
     assert error < (whole(query, key, value, scores)[:, :, 20:].double() - truth).norm()
+
+
+def test_merging_many_pieces_is_exact_to_rounding() -> None:
+    """Also where a piece is not seen at all, and where it outweighs all before."""
+    make = torch.Generator().manual_seed(0)
+    outs = torch.randn((40, 1, 2, 64, 8), generator=make).bfloat16()
+    totals = 20 * torch.randn((40, 1, 2, 64), generator=make)
+    totals[3:5] = -torch.inf
+    totals[7, ..., :8] = 200.0
+    weights = totals.double().softmax(0)
+    out, total = outs[0], totals[0]
+    for piece in zip(outs[1:], totals[1:], strict=True):
+        out, total = merge(out, total, *piece)
+    truth = (weights[..., None] * outs.double()).sum(0)
+    assert (out - truth).norm() < 3e-7 * truth.norm()
+    torch.testing.assert_close(total.double(), totals.double().logsumexp(0), rtol=1e-6, atol=0)
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes that operators read and write, but those of few numbers."""
+
+    moved_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            self.moved_bytes += sum(x.nbytes for x in tree_leaves((args, out)) if getattr(x, "ndim", 0) == 4)
+        return out
+
+
+@pytest.mark.parametrize(("dtype", "item"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_what_merging_a_piece_reads_and_writes(dtype: torch.dtype, item: int) -> None:
+    heads, tokens, size = 4, 64, 1024  # the totals are 1/1024 of it
+    out, total = torch.zeros(1, heads, tokens, size), torch.zeros(1, heads, tokens)
+    layer = LayerTrace(Visibility(), heads, heads, size, size, item, 4, 4)
+    other = torch.ones_like(out, dtype=dtype)
+    with Moved() as counted:
+        merge(out, total, other, total.clone())
+    first, _ = passes([layer], [0, tokens, 2 * tokens])
+    assert counted.moved_bytes == pytest.approx(first.merged_bytes, rel=0.01)
 
 
 def test_masks_are_made_only_where_a_piece_is_seen_in_part() -> None:

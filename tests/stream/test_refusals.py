@@ -290,6 +290,6 @@ def test_the_plan_says_it() -> None:
 
 
 def test_auto_is_by_heads() -> None:
-    assert auto_tokens(32, 32) == 12_288
-    assert auto_tokens(32, 8) == 3072
+    assert auto_tokens(32, 32) == 16_384
+    assert auto_tokens(32, 8) == 4096
     assert auto_tokens(64, 2) == 2048

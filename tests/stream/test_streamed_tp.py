@@ -41,7 +41,7 @@ def check(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("family", QUICK)
+@pytest.mark.parametrize("family", [*QUICK, "packed documents"])
 def test_gradients_and_half_of_the_host_memory(family: str, quick: Path) -> None:
     for found in results(quick, family):
         check(found)

@@ -31,6 +31,9 @@ from .workplace import Resources, Workplace
 
 logger = logging.getLogger(__name__)
 
+_FSDP1 = "FullyShardedDataParallel"
+"""By its class name: importing it takes time, and FSDP2 modules are of other classes."""
+
 
 class AppliedPlan:
     """A plan on a model. Use as a context manager, or call `remove`.
@@ -277,7 +280,7 @@ def tile_parts(
     Raises:
         PlanError: something cannot run over pieces of the tokens in this model.
     """
-    problems, hint = [], "See tile_config in docs/reference.md."
+    tiles, problems, hint = tuple(tiles), [], "See tile_config in docs/reference.md."
     modules = {layer.index: layer.module_paths for layer in structure.all_layers if not layer.compiled}
     modules |= {scope: frozenset({""}) for scope in ("final_norm", "head") if scope in structure.scopes}
     for tile in tiles:
@@ -286,6 +289,9 @@ def tile_parts(
             problems.append(
                 Problem(where, f"{expected}, of a layer, the final norm or the head", str(tile), hint)
             )
+    if tiles and any(type(module).__name__ == _FSDP1 for module in root.modules()):
+        expected, hint = "weights that are whole, or sharded by FSDP2", "Shard with FSDP2 (fully_shard)."
+        problems.append(Problem("tile_config", expected, f"{_FSDP1} (FSDP1)", hint))
     if problems:
         raise PlanError(problems)
     return checked_tiles(root, tiles, structure, 1 if replicas is None else replicas.size)

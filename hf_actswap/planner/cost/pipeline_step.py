@@ -192,8 +192,8 @@ def stage_work(
         loss_bytes: see `StageWork`.
     """
     alone = Simulator(profile).predict(plan, _INSTANT, states_moved)
-    turn_ms = alone.forward_end_ms
-    backward_ms = alone.step_ms - profile.outside_ms - turn_ms
+    forward_ms = alone.forward_end_ms
+    backward_ms = alone.step_ms - profile.outside_ms - forward_ms
     events = profile.op_events
     per_op = OPS / max(events[-1].first_op + events[-1].num_ops, 1) if events else 1.0
 
@@ -204,15 +204,15 @@ def stage_work(
         windows = LONGEST
         if given is not None:
             windows = Windows(round(given.prefetch_ops * per_op), round(given.release_ops * per_op))
-        born = min(int(copy.out_start_ms / turn_ms * OPS), OPS - 1)
-        read = OPS - 1 - min(max(int((copy.read_ms - turn_ms) / backward_ms * OPS), 0), OPS - 1)
+        born = min(int(copy.out_start_ms / forward_ms * OPS), OPS - 1)
+        read = OPS - 1 - min(max(int((copy.read_ms - forward_ms) / backward_ms * OPS), 0), OPS - 1)
         return Moving(copy.size_bytes, born, read, windows)
 
     points = alone.memory
-    ahead = _by_op([point for point in points if point.ms < turn_ms], 0.0, turn_ms)
-    behind = _by_op([point for point in points if point.ms >= turn_ms], turn_ms, backward_ms)
+    ahead = _by_op([point for point in points if point.ms < forward_ms], 0.0, forward_ms)
+    behind = _by_op([point for point in points if point.ms >= forward_ms], forward_ms, backward_ms)
     return StageWork(
-        turn_ms,
+        forward_ms,
         backward_ms,
         tuple(map(moving, alone.copies)),
         profile.link or _INSTANT,
@@ -344,7 +344,7 @@ class _Stage:
         self._count = 0
         self._passes = PassOrder()
         if crosses:
-            self._meet_lengths({one.chunk for one in order})
+            self._learn_lengths({one.chunk for one in order})
             self._passes.begin(order)
         self._live: dict[tuple[int, int], tuple[list[_Group], _Backward]] = {}
         self._held: dict[int, int] = {}
@@ -372,7 +372,7 @@ class _Stage:
         self._ends.append(self.now_ms)
         return self.now_ms
 
-    def _meet_lengths(self, chunks: Iterable[int]) -> None:
+    def _learn_lengths(self, chunks: Iterable[int]) -> None:
         """Tell how long forwards are, as a step before has."""
         length = OPS // self._chunks
         for chunk in chunks:

@@ -2,8 +2,8 @@
 
 A stage is searched as any model is (`find_plan`), with three numbers more. All micro-batches in flight hold
 what is kept. Of what swaps, as much is on the device as windows of the others reach (`engine.passes.REACH`).
-Where forwards and backwards of others lie between, a copy has a whole turn of the slowest stage in place of
-its own pass, so the link is taken to be that much faster.
+Where forwards and backwards of others lie between, a copy has a whole cycle of the slowest stage (a forward
+and a backward) instead of its own pass, so the link is taken to be that much faster.
 
 The simulated step (`cost.pipeline_step`) says what comes of it. Where a peak is above the budget, or far
 below, that stage gets a smaller or larger one; where a stage that waits for copies is slower than the others,
@@ -50,17 +50,17 @@ class _Searched:
     limits: Limits
     rate_share: float = 1.0
 
-    def search(self, turn_ms: float, crosses: bool) -> MemoryPlan:
+    def search(self, cycle_ms: float, crosses: bool) -> MemoryPlan:
         """Return the plan that fits best, or else the one with the least peak.
 
         Args:
-            turn_ms: a forward and a backward of the slowest stage.
+            cycle_ms: a forward and a backward of the slowest stage.
             crosses: whether windows cross the ends of passes.
         """
         stage, profile = self.stage, self.stage.profile
         between = crosses and stage.in_flight > 1
         if between and stage.alternates and profile.link is not None:
-            profile = replace(profile, link=_link_over(profile, profile.link, turn_ms, self.rate_share))
+            profile = replace(profile, link=_link_over(profile, profile.link, cycle_ms, self.rate_share))
         try:
             found = find_plan(profile, self.fixed, self.limits, insists=False).plan
         except BudgetError:
@@ -74,17 +74,17 @@ class _Searched:
         )
         return replace(found, rows=tuple(rows))
 
-    def is_due(self, plan: MemoryPlan, excess_bytes: int, run: StageRun, turns_ms: float) -> bool:
+    def is_due(self, plan: MemoryPlan, excess_bytes: int, run: StageRun, cycles_ms: float) -> bool:
         """Correct what it is searched with; return whether it is to be searched again.
 
         Args:
             plan: of the last step.
             excess_bytes: of its peak, above the budget.
             run: of the step.
-            turns_ms: of all micro-batches on the slowest stage, without waits for copies.
+            cycles_ms: of all micro-batches on the slowest stage, without waits for copies.
         """
         too_small = excess_bytes < -_NEAR * self.limits.device_bytes and plan.rows != self.fixed.rows
-        too_slow = run.busy_ms > (1 + _NEAR) * turns_ms and run.stall_ms > _NEAR * turns_ms
+        too_slow = run.busy_ms > (1 + _NEAR) * cycles_ms and run.stall_ms > _NEAR * cycles_ms
         if excess_bytes > 0 or too_small:
             self.limits = replace(self.limits, device_bytes=self.limits.device_bytes - excess_bytes)
         if too_slow:
@@ -112,7 +112,7 @@ def plan_stages(pipeline: Pipeline, fixed: Sequence[MemoryPlan], limits: Limits)
         own = replace(limits, device_bytes=budget - stage.buffer_bytes, waiting=waiting)
         resident = 2 * REACH if waiting and pipeline.crosses else 0.0
         searched.append(_Searched(stage, plan, replace(own, resident=resident)))
-    turn_ms = max(work.forward_ms + work.backward_ms for work in found[0].works)
+    cycle_ms = max(work.forward_ms + work.backward_ms for work in found[0].works)
     due = [peak > budget for peak in found[0].peaks_bytes]
     plans = list(fixed)
     for _ in range(_ROUNDS):
@@ -120,11 +120,11 @@ def plan_stages(pipeline: Pipeline, fixed: Sequence[MemoryPlan], limits: Limits)
             break
         for number, one in enumerate(searched):
             if due[number]:
-                plans[number] = one.search(turn_ms, pipeline.crosses)
+                plans[number] = one.search(cycle_ms, pipeline.crosses)
         found.append(step := pipeline.step(plans, moved))
-        turn_ms = max(turn_ms, *(work.forward_ms + work.backward_ms for work in step.works))
+        cycle_ms = max(cycle_ms, *(work.forward_ms + work.backward_ms for work in step.works))
         due = [
-            one.is_due(plan, peak - budget, run, turn_ms * pipeline.count)
+            one.is_due(plan, peak - budget, run, cycle_ms * pipeline.count)
             for one, plan, peak, run in zip(searched, plans, step.peaks_bytes, step.runs, strict=True)
         ]
     if len(found) > 1:
@@ -135,11 +135,11 @@ def plan_stages(pipeline: Pipeline, fixed: Sequence[MemoryPlan], limits: Limits)
     return min(fitting, key=lambda step: (step.step_ms, sum(step.peaks_bytes)))
 
 
-def _link_over(profile: Profile, link: Link, turn_ms: float, share: float) -> Link:
-    """The link that moves in a forward, and in a backward, what it moves in a turn of the slowest stage."""
+def _link_over(profile: Profile, link: Link, cycle_ms: float, share: float) -> Link:
+    """The link that moves in a forward, and in a backward, what it moves in a cycle of the slowest stage."""
     forward_ms = sum(op_event.forward_ms for op_event in profile.op_events)
-    out = share * link.out_beside_in_bytes_per_ms * turn_ms / forward_ms
-    back = share * link.in_beside_out_bytes_per_ms * turn_ms / (profile.compute_ms - forward_ms)
+    out = share * link.out_beside_in_bytes_per_ms * cycle_ms / forward_ms
+    back = share * link.in_beside_out_bytes_per_ms * cycle_ms / (profile.compute_ms - forward_ms)
     return Link(out, back, out, back, link.latency_ms)
 
 

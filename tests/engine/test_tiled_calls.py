@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -482,19 +480,6 @@ def test_auto_makes_no_tiny_tiles_of_seq_by_hidden_tokens() -> None:
     with apply(model, {"tile_config": {"tile": {"op_name": "mlp"}}}), rows_run(model) as rows:
         run(model)
     assert set(rows) == {ROWS}, "no more tokens than make a tile: whole, and saved as without"
-
-
-@pytest.mark.parametrize("tiles", [{"loss": "auto"}, {"tile": [{"op_name": "feed_forward", "layers": True}]}])
-def test_fsdp1_is_rejected_by_name(tiles: dict[str, Any]) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model = tiny_llama()
-        for index, layer in enumerate(model.model.layers):
-            model.model.layers[index] = FullyShardedDataParallel(layer, device_id=torch.device("cpu"))
-        with pytest.raises(PlanError, match="FSDP1"):
-            apply(model, {"tile_config": tiles})
-    finally:
-        dist.destroy_process_group()
 
 
 def test_weights_that_zero_3_shards_run_whole_and_this_is_said() -> None:

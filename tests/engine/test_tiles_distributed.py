@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.engine.tiles_worker import CASES, WORLD_SIZE, train_on_rank, train_under_zero
+from tests.engine.tiles_worker import CASES, TILES, WORLD_SIZE, train_on_rank, train_under_zero
 from tests.processes import launch
 
 
@@ -33,6 +33,13 @@ def test_no_weight_is_ready_twice_none_resharded_between_tiles_and_no_rank_waits
             assert float((tiled[1][name] - one).norm()) < 2e-6 * float(one.norm()), name
         stays_whole = kind in ("fsdp2 lm_head", "fsdp2 gate_proj")
         assert bool(tiled[2]) == stays_whole, "what FSDP2 frees between tiles stays whole, and this is said"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("what", TILES)
+def test_fsdp1_is_rejected_by_name(what: str, results: Path) -> None:
+    for rank in range(WORLD_SIZE):
+        assert "(FSDP1)" in torch.load(results / f"fsdp1.{rank}.pt")[what]
 
 
 @pytest.mark.dist

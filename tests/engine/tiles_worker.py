@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.trainer_pt_utils import LabelSmoother
 
-from hf_actswap import apply
+from hf_actswap import PlanError, apply
 from tests.engine.tiny_models import batch, tiny_llama
 from tests.processes import join_group
 
@@ -79,8 +79,20 @@ def steps(kind: str, smooth: bool, tiles: dict[str, Any]) -> tuple[list[float], 
     return losses, grads, len(applied.plan.adjustments)
 
 
+def said_of_fsdp1(tiles: dict[str, Any]) -> str:
+    """Return what tiles of a model in FSDP1's layers are told."""
+    model: Any = tiny_llama()
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = FullyShardedDataParallel(layer, device_id=torch.device("cpu"))
+    try:
+        apply(model, {"tile_config": tiles})
+    except PlanError as error:
+        return str(error)
+    return "nothing"
+
+
 def train_on_rank(rank: int, folder: str) -> None:
-    """Write ``<what>.<kind>.<smooth>.<tiled>.<rank>.pt``."""
+    """Write ``<what>.<kind>.<smooth>.<tiled>.<rank>.pt`` and ``fsdp1.<rank>.pt``."""
     torch.set_num_threads(1)
     join_group(rank, folder, WORLD_SIZE, limit_s=60)
     try:
@@ -88,6 +100,8 @@ def train_on_rank(rank: int, folder: str) -> None:
             for tiled in (False, True):
                 found = steps(kind, smooth, TILES[what] if tiled else {})
                 torch.save(found, Path(folder, f"{what}.{kind}.{smooth}.{tiled}.{rank}.pt"))
+        said = {what: said_of_fsdp1(tiles) for what, tiles in TILES.items()}
+        torch.save(said, Path(folder, f"fsdp1.{rank}.pt"))
     finally:
         dist.destroy_process_group()
 

@@ -184,16 +184,16 @@ def more_states_bytes(times: Profile, memory: Profile) -> int:
 
 
 def with_memory_of(times: Profile, memory: Profile) -> Profile:
-    """Return ``times`` with the bytes of an earlier step, if both did the same; else it has none: ``memory``.
+    """Return the bytes of an earlier step, with the times of ``times`` if both ran the same ops.
 
     What the optimizer has allocated since is there in later steps, and is added. Times of a batch of another
     size are scaled to that whose bytes they get.
     """
+    more, states_bytes = more_states_bytes(times, memory), times.optimizer_state_bytes
     if [op_event.call for op_event in times.op_events] != [op_event.call for op_event in memory.op_events]:
         logger.info("the two recorded steps ran different ops; the times of the earlier one are taken")
-        return memory
-    more = more_states_bytes(times, memory)
-    if times.batch_shape != memory.batch_shape:
+        times = memory
+    elif times.batch_shape != memory.batch_shape:
         times = _at_shape_of(memory, times)
     return replace(
         times,
@@ -206,6 +206,7 @@ def with_memory_of(times: Profile, memory: Profile) -> Profile:
             for op_event, other in zip(times.op_events, memory.op_events, strict=True)
         ),
         outside_base_bytes=memory.outside_base_bytes,
+        optimizer_state_bytes=states_bytes,
         reserved_bytes=memory.reserved_bytes,
     )
 

@@ -494,3 +494,12 @@ def test_memory_of_one_size_and_times_of_another() -> None:
     assert {(op_event.forward_ms, op_event.backward_ms) for op_event in found.op_events} == {(4.0, 8.0)}
     assert found.outside_ms == 3.0
     assert measured_peak_bytes(found) == measured_peak_bytes(memory)
+
+
+def test_states_that_came_between_steps_of_different_ops_are_counted() -> None:
+    memory = on_paper((4, 128), "sdpa")
+    times = replace(memory, op_events=memory.op_events[:-1], optimizer_state_bytes=4096)
+    found = with_memory_of(times, memory)
+    assert len(found.op_events) == len(memory.op_events)
+    assert found.optimizer_state_bytes == 4096
+    assert measured_peak_bytes(found) == measured_peak_bytes(memory) + 4096

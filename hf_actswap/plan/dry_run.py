@@ -104,7 +104,7 @@ def one_sequence_each() -> Iterator[None]:
 
 
 class _FakeTensors(FakeTensorMode):
-    """Answers what PyTorch's fake tensors do, in two thirds of the time, and knows one shape more.
+    """Answers what PyTorch's fake tensors do, in two thirds of the time, and knows one shape and one value.
 
     PyTorch caches the answer of each op, and spends most of a dry run on describing the arguments for the
     cache's key: the description here is shorter. PyTorch does not cache ``_unsafe_view`` (one in each linear
@@ -112,6 +112,9 @@ class _FakeTensors(FakeTensorMode):
 
     The shape: ``bincount`` of choices among ``minlength`` has that many rows; in general its values decide.
     The balancing losses of transformers up to 5.17 count experts with it.
+
+    One random number is 0.5: encoders and decoders of transformers up to 5.17 draw one to decide whether they
+    drop a layer (``layerdrop``), and a value is needed for that.
     """
 
     @classmethod
@@ -128,7 +131,10 @@ class _FakeTensors(FakeTensorMode):
                 with self:
                     dtype = torch.long if weights is None else weights.dtype
                     return torch.empty(count, dtype=dtype, device=given["self"].device)
-        return super().__torch_dispatch__(_VIEW if func is _UNSAFE_VIEW else func, types, args, kwargs)
+        found: Any = super().__torch_dispatch__(_VIEW if func is _UNSAFE_VIEW else func, types, args, kwargs)
+        if func is torch.ops.aten.rand.default and not args[0]:
+            found.constant = torch.full((), 0.5)
+        return found
 
     def _prep_args_for_hash(self, result: list[object], args: Any, *state: Any) -> None:
         """Append the description of an op's arguments (private to PyTorch; the same on 2.11 and 2.13)."""

@@ -342,5 +342,20 @@ def test_what_is_not_known_is_the_reason_where_the_model_cannot_be_recorded(
     assert adjustment.reason == f"only module paths are known of this model ({shape.why_not})"
 
 
+def test_a_model_that_may_drop_layers_at_random_is_recorded(
+    tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As encoders and decoders of transformers up to 5.17 do (``layerdrop``)."""
+    model = tiny_model("opt")
+    layer = type(model.model.decoder.layers[0])
+    forward = layer.forward
+
+    def dropping(self: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return hidden if torch.rand([]) < 0.0 else forward(self, hidden, *args, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", dropping)
+    assert model_structure(model).functions_known
+
+
 def _data_dependent(_self: nn.Module, hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return hidden if hidden.sum().item() > 0 else -hidden

@@ -167,9 +167,7 @@ class StagesAnswer:
     @property
     def offset(self) -> str:
         """The layers of each stage, as ``parallel_config.offset`` says them."""
-        base = self.layout.num_layers // (self.layout.pp * self.layout.vpp)
-        rows = tuple(tuple(count - base for count in row) for row in self.layout.counts)
-        return shown(rows[0] if len(rows) == 1 else rows)
+        return shown(self.layout.offset)
 
     @property
     def waits(self) -> tuple[float, ...]:
@@ -370,10 +368,8 @@ class _Asker:
         while left and (counts := next(_moved_counts(best, tried), None)) is not None:
             left -= 1
             tried.add(counts)
-            base = best.layout.num_layers // (best.layout.pp * best.layout.vpp)
-            offset = tuple(tuple(count - base for count in row) for row in counts)
             try:
-                parallel = replace(answer.parallel, offset=offset if len(offset) > 1 else offset[0])
+                parallel = replace(answer.parallel, offset=PipelineLayout(counts).offset)
                 other = self.answer(parallel, answer.budget_bytes)
             except ActSwapError:  # tables by stage that do not fit, or a stage without a layer
                 continue

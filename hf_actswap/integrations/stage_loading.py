@@ -50,8 +50,7 @@ def stage_from_pretrained(kind: Any, source: str | os.PathLike[str], config: Con
         ConfigError: the configuration is malformed.
         PipelineError: the model cannot be divided into stages, or an argument in ``how`` is not supported.
     """
-    loaded = load_config_or_plan(config)
-    parallel = loaded.parallel_config if isinstance(loaded, ActSwapConfig) else ParallelConfig()
+    parallel = _parallel_of(config)
     if not parallel.runs_pipeline:
         return kind.from_pretrained(source, **how)
     if problems := [_unfit(name) for name in _NOT_BESIDE if how.get(name)]:
@@ -83,12 +82,16 @@ def stage_from_config(
         ConfigError: the configuration is malformed.
         PipelineError: the model has no parts to divide it by.
     """
-    loaded = load_config_or_plan(config)
-    parallel = loaded.parallel_config if isinstance(loaded, ActSwapConfig) else ParallelConfig()
+    parallel = _parallel_of(config)
     whole = _on_meta(kind, "", {"config": made_of, **how})
     foreign = _foreign_parts(whole, parallel) if parallel.runs_pipeline else ()
     given = {"config": whole.config, "state_dict": {}, **how}
     return _opened_without(foreign, type(whole), None, given, seed).train()
+
+
+def _parallel_of(config: ConfigOrPlan) -> ParallelConfig:
+    loaded = load_config_or_plan(config)
+    return loaded.parallel_config if isinstance(loaded, ActSwapConfig) else ParallelConfig()
 
 
 def _foreign_parts(whole: PreTrainedModel, parallel: ParallelConfig) -> tuple[str, ...]:

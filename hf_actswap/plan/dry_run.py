@@ -21,7 +21,7 @@ from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..interrupts import uninterrupted
 from .compiled import named_op_modules
@@ -155,6 +155,11 @@ class _FakeTensors(FakeTensorMode):
 def _is_described(fake: FakeTensor) -> bool:
     """Whether the description of `_prep_args_for_hash` says all that an op's answer depends on."""
     return fake.constant is None and fake.layout == torch.strided and not (fake.is_conj() or fake.is_neg())
+
+
+def is_dry(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call with these arguments is on fake tensors. It may come in the midst of a real one."""
+    return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)))
 
 
 @contextmanager

@@ -38,6 +38,13 @@ class PipelineLayout:
         return len(self.counts[0])
 
     @property
+    def offset(self) -> tuple[int, ...] | CountTable:
+        """``parallel_config.offset`` for these layers: a row for each interleave, or the only one."""
+        base = self.num_layers // (self.pp * self.vpp)
+        rows = tuple(tuple(count - base for count in row) for row in self.counts)
+        return rows if self.vpp > 1 else rows[0]
+
+    @property
     def num_layers(self) -> int:
         """Layers of the whole model."""
         return self._ends[-1][-1]

@@ -24,8 +24,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from ..engine.agreement import from_all_ranks, rank, world_size
 from ..engine.install import AppliedPlan
@@ -34,6 +32,7 @@ from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..errors import short_traceback
 from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan
+from ..plan.dry_run import is_dry
 from ..plan.model_structure import ModelStructure
 from .bucket_plans import BucketPlans, ShapeBucket
 from .budget import BudgetError, rests_within
@@ -312,8 +311,7 @@ class Planner:
 
         A rank that ran out of memory in warm-up could not choose them any more. Every rank must call it.
         """
-        on_fakes = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)))
-        if not self._may_tile_ahead or on_fakes:
+        if not self._may_tile_ahead or is_dry(args, kwargs):
             return False
         self._may_tile_ahead, before = False, self._phase
         sizes = from_all_ranks(BatchSize.of(batch_shape(args, kwargs), False))

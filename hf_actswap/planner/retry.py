@@ -27,12 +27,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..engine.agreement import world_size
 from ..engine.hook_wrappers import Undo, replace_call
+from ..plan.dry_run import is_dry
 from ..plan.fsdp2 import FSDP2_METHOD
 from ..plan.op_facts import is_collective
 from .meter import runs_its_own_dispatch
@@ -221,7 +221,7 @@ class Exchanges:
             return call
 
         def watched(*args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+            if is_dry(args, kwargs):
                 return call(*args, **kwargs)  # what only records shapes communicates nothing
             with _Watch() as watch:
                 result = call(*args, **kwargs)

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses import FakeTensor
-from torch.utils._pytree import tree_leaves
 
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_all_ranks
@@ -22,6 +20,7 @@ from ..engine.transfer import Stamp, Transfer
 from ..errors import ActSwapError
 from ..interrupts import uninterrupted
 from ..plan.actions import MemoryPlan, Tile
+from ..plan.dry_run import is_dry
 from ..plan.model_structure import ModelStructure, unwrapped
 from .meter import Meter
 from .rescue.oom_guard import OomGuard, guard_compiled
@@ -323,7 +322,7 @@ def ahead_of_calls(module: nn.Module, before: Before) -> list[Undo]:
 
     def watched(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+            if not is_dry(args, kwargs):
                 before(module, args, kwargs)
             return inner(*args, **kwargs)
 

@@ -348,7 +348,7 @@ TWO: dict[str, Callable[[Path], Any]] = {
 
 SLOW = (
     *("two no clip", "two weight decay, one epoch", "callback accumulation", "own loop without clip"),
-    "metrics in tiles",
+    *("metrics in tiles", "tiled smoothing", "two small norm"),
 )
 """Cases of two ranks that a quick launch leaves out."""
 TWO_QUICK = {name: case for name, case in TWO.items() if name not in SLOW}

@@ -79,6 +79,10 @@ def test_two_ranks_train_as_one(name: str, two: Path) -> None:
 
 def test_head_and_loss_in_tiles_train_as_one(two: Path) -> None:
     assert_same(result(two, "tiled accumulation"), alone("accumulation"))
+
+
+@pytest.mark.slow
+def test_label_smoothing_in_tiles_trains_as_one(two: Path) -> None:
     smoothed = alone("plain", **worker.SMOOTHING)
     assert smoothed.losses != alone("plain").losses
     assert_same(result(two, "tiled smoothing"), smoothed)

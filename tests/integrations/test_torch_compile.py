@@ -149,7 +149,8 @@ def test_what_cannot_be_told_apart_stops_before_the_first_step(
     assert trainer.state.global_step == 0
 
 
-@pytest.mark.parametrize("way", [pytest.param(WHOLE, marks=pytest.mark.slow), REGIONAL])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [WHOLE, REGIONAL])
 def test_a_second_training_and_a_callback_added_later(compiling: Make, way: str) -> None:
     plain = compiling(way, None, callback=False)
     plain.train()

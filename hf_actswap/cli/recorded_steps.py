@@ -38,7 +38,7 @@ from .subject import DTYPES, ModelError
 WARM_UP_STEPS, TIMED_STEPS = 2, 3
 
 Progress = Callable[[str, int], None]
-"""Told the stage, and how many of its steps are left; see `report.PlannerBar`."""
+"""Called with the stage, and how many of its steps are left; see `report.PlannerBar`."""
 
 
 @dataclass

@@ -93,9 +93,9 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
 class JsonReader:
     """Reads one document, and collects what is wrong with it until `finish`.
 
-    A dataclass stands in a document as a mapping of its fields, of which those with a default may be missing,
-    or where it `stands_as_row` as a list of their values in order. A ``TypedDict`` may hold more than it
-    names, and is handed out as it stands.
+    A dataclass is a mapping of its fields in a document, of which those with a default may be missing, or
+    where it `stands_as_row` a list of their values in order. A ``TypedDict`` may hold more than it
+    names, and is returned as it is.
 
     Args:
         text: JSON.

@@ -27,7 +27,7 @@ def split_op_path(text: str) -> tuple[str, ...]:
 
     If ``text`` contains the two characters ``\.``, they alone separate (the rule of the reference).
     Otherwise a plain ``.`` separates, unless a quantifier (``*``, ``+``, ``?``, ``{``) follows it or it
-    stands inside ``[...]``: there it belongs to the expression.
+    is inside ``[...]``: there it belongs to the expression.
 
     Args:
         text: what the user wrote, e.g. ``'attention\.flash_attention'`` or ``mlp.act_fn``.

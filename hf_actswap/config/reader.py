@@ -75,7 +75,7 @@ class Findings:
         return any(path[:1] == (section,) for path, _ in self._problems for section in sections)
 
     def position(self, path: Path) -> tuple[float, ...]:
-        """Where ``path`` stands in the document, as a sort key; a missing key stands after all others."""
+        """Where ``path`` is in the document, as a sort key; a missing key comes after all others."""
         position: list[float] = []
         value: Any = self.document
         for step in path:

@@ -27,7 +27,7 @@ MAX_LEVELS = 100
 """Lists and mappings in one another; PyYAML's time grows with their square."""
 
 DOCUMENT_PATH = "document_path"
-"""Metadata key of a field that stands elsewhere in the document than under its own name: a tuple of keys."""
+"""Metadata key of a field that is elsewhere in the document than under its own name: a tuple of keys."""
 
 _INT_TAG = "tag:yaml.org,2002:int"
 _STR_TAG = "tag:yaml.org,2002:str"
@@ -158,7 +158,7 @@ class _Survey:
         """Nodes below and including ``node``, aliases written out.
 
         Raises:
-            yaml.MarkedYAMLError: above `MAX_NODES`, or an alias stands inside what it names.
+            yaml.MarkedYAMLError: above `MAX_NODES`, or an alias is inside what it names.
         """
         known = self._sizes.get(id(node))
         if known is not None:
@@ -195,7 +195,7 @@ class _Survey:
 
 
 def _without_json_tabs(text: str) -> str:
-    """JSON may be indented with tabs and YAML may not; in valid JSON no tab stands inside a string."""
+    """JSON may be indented with tabs and YAML may not; in valid JSON no string contains a tab."""
     if "\t" not in text or not text.lstrip().startswith("{"):
         return text
     try:

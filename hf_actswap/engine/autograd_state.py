@@ -4,7 +4,7 @@ Verified on torch 2.11 to 2.13; `tests/engine/test_autograd_state.py` fails loud
 
 A node's *number* is its sequence number: autograd counts nodes per thread in order of creation and runs
 them in descending order. A saved tensor is packed while its node is being built, after the node has taken
-its number, so the counter then stands one past it.
+its number, so the counter is then one past it.
 """
 
 from __future__ import annotations

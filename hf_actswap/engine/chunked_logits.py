@@ -64,7 +64,7 @@ NOT_CALLED = (
 )
 
 Say = Callable[[str], None]
-"""Is told why the logits are whole in training after all."""
+"""Called with the reason why the logits are whole in training after all."""
 
 
 def auto_tokens(tokens: int, hidden_size: int, vocabulary_size: int) -> int:
@@ -84,7 +84,7 @@ def chunk_head(head: nn.Module, tile: Tile, say: Say, model: nn.Module, unused: 
         tile: how many tokens make a chunk.
         say: see `Say`.
         model: that holds the head.
-        unused: is told if the first training forward of ``model`` does not call the head.
+        unused: called if the first training forward of ``model`` does not call the head.
     """
     chunked = _ChunkedHead(head, tile, say)
     restore = replace_forward(head, chunked.forward)

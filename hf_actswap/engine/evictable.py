@@ -183,7 +183,7 @@ class EvictableStorage:
         return self._size_bytes if self._is_idle() else 0
 
     def drop_reloaded(self) -> int:
-        """Let go of the block that was read back, unless it is in use; return the bytes freed."""
+        """Free the block that was read back, unless it is in use; return the bytes freed."""
         block = self._block
         if block is None or not self._held_by(1, block) or block._version != 0:
             return 0

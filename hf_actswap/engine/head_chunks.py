@@ -6,7 +6,7 @@ logits is there at a time.
 
 Gradients are summed over the chunks in fp32, from products that are not rounded in between: under a head
 that is a linear layer and nothing else autograd sees only what is behind it, and the two products of its
-backward are made here. Whatever else stands there (adapters, quantised weights) autograd differentiates.
+backward are made here. Whatever else is there (adapters, quantised weights) autograd differentiates.
 """
 
 from __future__ import annotations

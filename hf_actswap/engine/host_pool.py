@@ -132,7 +132,7 @@ class HostPool:
         """Allocate slabs on a thread of its own until `held_bytes` reaches ``total_bytes`` or the cap.
 
         Returns at once. A `take` that finds no free memory meanwhile waits for the next slab. A second call
-        raises the goal of a reservation that is under way.
+        raises the goal of a reservation that is running.
         """
         cap = self._cap_bytes
         goal = total_bytes if cap is None else min(total_bytes, cap)

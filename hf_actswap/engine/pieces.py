@@ -38,7 +38,7 @@ class Exchangeable(nn.Module):
 
 @contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
-    """Leave a plan's hooks out: what is saved lives for one chunk, or until backward begins."""
+    """Leave a plan's hooks out: what is saved is held for one chunk, or until backward begins."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         yield
 

@@ -54,7 +54,7 @@ sixteen less than one."""
 _CAPTURING = "transformers.utils.output_capturing"
 
 Say = Callable[[str], None]
-"""Is told why a module runs whole after all."""
+"""Called with the reason why a module runs whole after all."""
 
 
 def auto_tokens(tokens: int) -> int:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..parallel.data_sharding import sharded_as, whole_over_data
-from ..parallel.full_state import Progress, partitions_of, told
+from ..parallel.full_state import Progress, partitions_of, with_progress
 from ..parallel.patch_model import Patched
 from ..parallel.weights import Partition, whole_of_ranks
 
@@ -83,7 +83,9 @@ def full_optimizer_state(
         for index, name, parameter in zip(saved["params"], of_group, group["params"], strict=True):
             if index in state["state"]:
                 kept.append((index, name, parameter, state["state"][index]))
-    for index, name, parameter, entries in told(kept, [_bytes_of(item[-1]) for item in kept], progress):
+    for index, name, parameter, entries in with_progress(
+        kept, [_bytes_of(item[-1]) for item in kept], progress
+    ):
         partition = partitions.get(name)
         found = {
             key: whole_entry(value, f"{name}: {key}", parameter.shape, partition, patched.group)

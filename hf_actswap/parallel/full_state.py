@@ -51,7 +51,7 @@ def gather_full_state(
         for name, tensor in model.state_dict(keep_vars=True).items()
         if isinstance(tensor, torch.Tensor) and wanted(name)
     }
-    for name, tensor in told(state.items(), [tensor.nbytes for tensor in state.values()], progress):
+    for name, tensor in with_progress(state.items(), [tensor.nbytes for tensor in state.values()], progress):
         before = by_tensor.setdefault(id(tensor), name)
         if before != name:
             if keeps:
@@ -65,7 +65,7 @@ def gather_full_state(
     return full
 
 
-def told(items: Iterable[Item], sizes: Sequence[int], progress: Progress | None) -> Iterator[Item]:
+def with_progress(items: Iterable[Item], sizes: Sequence[int], progress: Progress | None) -> Iterator[Item]:
     """Yield items, and report after each how many bytes are done.
 
     Args:

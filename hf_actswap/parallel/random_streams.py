@@ -6,7 +6,7 @@ the heads) they must differ. NxD and Megatron keep a second stream with a tracke
 checkpointing does not restore: a dropout that runs again draws another mask.
 
 Here nothing is kept. A rank's own stream is derived, at the moment that it is needed, from the state of the
-common one and the rank. Afterwards the common stream stands where it stood, moved on by one draw, however
+common one and the rank. Afterwards the common stream is where it was, moved on by one draw, however
 much was drawn from the derived one. Whoever restores the common stream, as `torch.utils.checkpoint` does,
 therefore gets the same masks again, and a saved random state of one rank is that of all.
 """

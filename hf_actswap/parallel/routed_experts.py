@@ -53,7 +53,7 @@ class ExpertsLayout(NamedTuple):
     Args:
         gated: the first weights make gate and up, ``2 I`` features; else ``I``.
         transposed: weights are ``[E, in, out]``; else ``[E, out, in]``.
-        interleaved: gate and up alternate; else all of gate stands before up.
+        interleaved: gate and up alternate; else all of gate comes before up.
         biased: both products have biases, ``[E, out]``.
     """
 

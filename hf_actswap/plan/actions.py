@@ -29,7 +29,7 @@ FATES: Mapping[Fate, str] = {
 Scope = int | str
 """A decoder layer by its index, a layer of another stack by its module path, or one of `SCOPES`."""
 SCOPES = ("embedding", "final_norm", "head")
-"""What stands around the decoder layers."""
+"""The scope of what is around the decoder layers."""
 Layer = Annotated[int, Rule("a layer", lambda layer: layer >= 0)]
 AnyLayer = Annotated[Scope, Rule("a layer", lambda layer: isinstance(layer, str) or layer >= 0)]
 OpCall = tuple[Scope | None, str, Count | None]
@@ -219,7 +219,7 @@ class MemoryPlan:
 
     @cached_property
     def scopes(self) -> tuple[Scope, ...]:
-        """The decoder layers, what stands around them, and the layers of other stacks that rows name."""
+        """The decoder layers, what is around them, and the layers of other stacks that rows name."""
         known: dict[Scope, None] = dict.fromkeys((*range(self.num_layers), *SCOPES))
         return tuple(known | dict.fromkeys(sorted((row.scope for row in self.rows), key=layer_order)))
 

@@ -5,7 +5,7 @@ normal form, applies the fates, and notes what the reference would log.
 
 `CommunicationRuleApplier` applies what was written about communication inside layers: keep its results, or
 communicate again. A communication is a function of a layer like any other (``input_layernorm.all_gather``);
-MindFormers names the op that it stands beside (``attention_norm.norm``). A model without parallel layers has
+MindFormers names the op that it is beside (``attention_norm.norm``). A model without parallel layers has
 none: then the names are checked and logged, and `resolve.policies_without_effect` adds the adjustments.
 """
 

@@ -228,7 +228,7 @@ def fake_batch(values: Any, device: torch.device) -> Any:
 
     Args:
         values: any tree.
-        device: of what stands for tensors on ``meta``.
+        device: of the fakes of tensors on ``meta``.
     """
     return tree_map_only(torch.Tensor, lambda tensor: _fake(tensor, device), values)
 
@@ -243,7 +243,7 @@ def fake_weights(model: nn.Module, device: torch.device) -> dict[str, torch.Tens
 
     Args:
         model: any module. Call inside `fakes_only`.
-        device: of what stands for tensors on ``meta``.
+        device: of the fakes of tensors on ``meta``.
     """
     weights, gathered = dict(model.named_parameters()), dict(_gathered_dtypes(model))
     state: dict[str, torch.Tensor] = {}
@@ -270,7 +270,7 @@ def expert_stand_ins(
 
     Args:
         layers: in which the experts are.
-        ran: is told the path of the experts' module inside its layer, what it received, and tensors that
+        ran: called with the path of the experts' module inside its layer, what it received, and tensors that
             stand for its outputs.
     """
     changed: list[nn.Module] = []

@@ -112,7 +112,7 @@ class LayerStructure:
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """The layers of a model, and what stands around them.
+    """The layers of a model, and what is around them.
 
     Args:
         family: ``config.model_type``; empty if the model has none.

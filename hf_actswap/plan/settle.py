@@ -55,7 +55,7 @@ class _Costly:
 def settled(plan: MemoryPlan, structure: ModelStructure, saved: SavedBytes | None) -> MemoryPlan:
     """Return ``plan`` as it is carried out, with an adjustment for each rule that changed it.
 
-    What reads an op that now stays may have relied on its being rebuilt, and what stands inside a module that
+    What reads an op that now stays may have relied on its being rebuilt, and what is inside a module that
     stays has to pay for itself: so the rules are asked until none changes anything.
 
     Args:

@@ -4,7 +4,7 @@ The step is run on fake tensors of the batch's shape (`record.shapes`), and the 
 reaches is searched for it. That happens on a thread of its own, while the training waits: the error comes
 from within a forward or a backward, whose modes, hooks and autograd state a thread does not share.
 
-Whatever goes wrong here, nobody hears of it: the error that is about to be raised matters more.
+Errors here are not reported: the error that is about to be raised matters more.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Meter(Protocol):
         """Forget the peak."""
 
     def give_back(self) -> None:
-        """Let go of what is held and not in use: what an earlier plan needed is not the next one's peak."""
+        """Free what is cached and not in use: what an earlier plan needed is not the next one's peak."""
 
 
 class CountingMeter(TorchDispatchMode):
@@ -254,7 +254,7 @@ class AllocatorMeter:
         torch.accelerator.reset_peak_memory_stats(self._device)
 
     def give_back(self) -> None:
-        """Let go of what is held and not in use: what an earlier plan needed is not the next one's peak.
+        """Free what is cached and not in use: what an earlier plan needed is not the next one's peak.
 
         Waits for the device.
         """

@@ -58,7 +58,7 @@ Value = TypeVar("Value")
 class Planner:
     """Finds a plan while a model trains, and keeps it on. Use as a context manager, or call `remove`.
 
-    It stands where an `AppliedPlan` stands. Say when a step has ended: `step_ended`, after the optimizer's
+    It takes the place of an `AppliedPlan`. Say when a step has ended: `step_ended`, after the optimizer's
     step; between two calls of it lies one step, whatever its micro-batches.
 
     Args:
@@ -72,8 +72,8 @@ class Planner:
         planning_s: seconds of each search on paper so far.
         task: what was searched last; ``None``: nothing yet.
         outcome: of the search, or of the file; ``None``: nothing is known yet.
-        progress: told after each step until the plan is found: the stage, and how many steps of it are left
-            at most; ``None``: nobody is.
+        progress: called after each step until the plan is found, with the stage and how many steps of it are
+            left at most.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class MadeFor:
 
 
 class PlanNumbers(TypedDict, total=False):
-    """What was measured or predicted of a plan; of all that stands there, what is read again."""
+    """What was measured or predicted of a plan; of all that the file has, what is read again."""
 
     budget_bytes: Bytes | None
     peak_bytes: Bytes

@@ -1,4 +1,4 @@
-"""One plan for all ranks: what they measured put together, searched by one of them, told to the others."""
+"""One plan for all ranks: what they measured put together, searched by one of them, sent to the others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Task:
     """What is to be planned; the same on every rank.
 
     Args:
-        profile: of the rank whose step is the largest, at the pace of the slowest.
+        profile: of the rank whose step is the largest, at the speed of the slowest.
         fixed: fates written by hand.
         memory: what the user wrote.
         budget_bytes: the most that a step may use, fragments included.
@@ -151,7 +151,7 @@ def of_stage(limits: Limits, in_flight: int) -> Limits:
 
 
 def agreed_step(own: RecordedStep) -> RecordedStep:
-    """Return the step of the rank that needs most memory, at the pace of the slowest rank and link."""
+    """Return the step of the rank that needs most memory, at the speed of the slowest rank and link."""
     mine = own.profile
     keep_all = MemoryPlan((), mine.num_layers, mine.family)
     facts = from_all_ranks((predict(mine, keep_all).peak_bytes, mine.compute_ms, mine.link))

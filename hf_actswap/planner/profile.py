@@ -56,20 +56,20 @@ class OpEvent:
 
 
 CompileVariant = tuple[float, tuple[str, ...], tuple[str, ...]]
-"""What a compiled layer is told: `FrontierPoint.variant`."""
+"""What a compiled layer is compiled with: `FrontierPoint.variant`."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """One way in which a compiled layer saves less than by itself, and what comes of it.
+    """One variant in which a compiled layer saves less than by itself, and what comes of it.
 
     Ratios, because layers may differ in size. "All" is what a layer saves by itself, apart from its input and
     its output.
 
     Args:
         share: of its activation memory that the region may save (`COMPILE_BUDGET`); 1: there is no budget.
-        recomputed: op paths that the compiler is told to run again.
-        kept: op paths inside those that it is told to save.
+        recomputed: op paths that the compiler is asked to run again.
+        kept: op paths inside those that it is asked to save.
         saved: bytes that it saves, over all.
         again: how much longer its backward lasts, over its forward.
         passing: bytes on the device while it runs, beyond what is saved and what it takes by itself, over
@@ -87,7 +87,7 @@ class FrontierPoint:
 
     @property
     def variant(self) -> CompileVariant:
-        """What the compiler is told: layers with equal ways share one graph."""
+        """What the compiler is given: layers with equal variants share one graph."""
         return self.share, self.recomputed, self.kept
 
 

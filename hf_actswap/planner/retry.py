@@ -55,8 +55,8 @@ class Retry:
         model: in training.
         device: that it is on.
         ready: the stage, if an error is to be caught now, else nothing.
-        ran_out: switches the guard on, or tiles; told of each error before its retry.
-        ahead: told of the arguments of each forward; whether it has changed what is on the model.
+        ran_out: called with each error before its retry; switches the guard on, or tiles.
+        ahead: called with the arguments of each forward; whether it has changed what is on the model.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class Exchanges:
         return watched
 
     def mark(self) -> tuple[int, ...] | None:
-        """Return how many collectives each process group has run so far; ``None``: nobody says."""
+        """Return how many collectives each process group has run so far; ``None``: it is not known."""
         if world_size() == 1:
             return ()
         groups = getattr(dist.distributed_c10d._world, "pg_map", None)

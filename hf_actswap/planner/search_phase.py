@@ -5,9 +5,9 @@ a plan that does not fit then is given up. The second is timed. Once a plan has 
 searched anew with what its steps used beyond the prediction. **The best measured plan is kept**: the fastest
 of those that stayed within the budget and of which nothing had to be evicted.
 
-Where batches differ in size, a step counts as long as it would have taken at its pace, by token, for the size
-that is planned for; what it used is held against the prediction for its own size. A batch that is larger than
-what is planned for is planned for from then on, and what was tried before counts no longer.
+Where batches differ in size, a step's time is scaled, by tokens, to the size that is planned for, and what it
+used is compared with the prediction for its own size. A batch that is larger than what is planned for is
+planned for from then on, and what was tried before counts no longer.
 """
 
 from __future__ import annotations

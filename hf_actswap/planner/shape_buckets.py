@@ -1,4 +1,4 @@
-"""How large a batch is, the few sizes that are told apart, and a recorded step scaled to another size.
+"""How large a batch is, the few sizes that are distinguished, and a recorded step scaled to another size.
 
 Pure functions. A **bucket** is named by its upper edge: sizes are rounded up on a geometric grid below the
 largest one that is planned for, at most `MOST_BUCKETS` of them, so that what is found for the edge fits every

@@ -233,7 +233,7 @@ class HeldForwards:
 
     Args:
         module: whose call is a forward.
-        hold: makes what stands in the place of a saved tensor.
+        hold: makes what takes the place of a saved tensor.
         recorded: whether the recorder follows the forward that has just begun.
     """
 

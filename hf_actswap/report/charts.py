@@ -208,8 +208,8 @@ def _thinned(
     if len(points) <= _MOST_POINTS:
         return list(points)
     size = -(-len(points) // _MOST_POINTS)
-    stretches = (points[at : at + size] for at in range(0, len(points), size))
-    return [(part[0][0], max(part, key=lambda point: sum(point[1]))[1]) for part in stretches]
+    runs = (points[at : at + size] for at in range(0, len(points), size))
+    return [(part[0][0], max(part, key=lambda point: sum(point[1]))[1]) for part in runs]
 
 
 _TIMELINE_LEGEND = (

@@ -2,7 +2,7 @@
 
 A shape says what it means, not how it looks: colours belong to `COLOURS`, in a light and a dark version.
 
-Below the shapes stands what charts over the time of a step share (the time axis, the legend, the band of
+Below the shapes is what charts over the time of a step share (the time axis, the legend, the band of
 layers), and how numbers are written: in round steps, with one unit for a whole axis.
 """
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from transformers.utils import logging as transformers_logging
 
 from hf_actswap.integrations.parallel_training import ParallelTraining
-from hf_actswap.parallel.full_state import told
+from hf_actswap.parallel.full_state import with_progress
 from hf_actswap.report import BytesBar, PinningBar, PlannerBar
 
 MIB = 2**20
@@ -78,14 +78,14 @@ def test_the_planner_bar_has_a_title() -> None:
     assert "profile: times" in drawn(console)
 
 
-def test_told_after_each_item() -> None:
+def test_called_after_each_item() -> None:
     heard: list[tuple[int, int]] = []
     seen = []
-    for item in told("ab", [3, 4], lambda done, total: heard.append((done, total))):
+    for item in with_progress("ab", [3, 4], lambda done, total: heard.append((done, total))):
         seen.append((item, len(heard)))
     assert seen == [("a", 0), ("b", 1)]
     assert heard == [(3, 7), (7, 7)]
-    assert list(told("ab", [3, 4], None)) == ["a", "b"]
+    assert list(with_progress("ab", [3, 4], None)) == ["a", "b"]
 
 
 @pytest.mark.parametrize(("rank", "shows"), [(0, True), (0, False), (1, True)])

@@ -1,9 +1,9 @@
 """Compiled layers that save less than by themselves: a profile as it would be then.
 
 A profile is recorded with layers as the compiler compiles them by itself. Two things make them save less: a
-share of their activation memory, of which PyTorch's solver makes the best it can, and ops that it is told to
-run again. What comes of each way is a `FrontierPoint`: a guess first, then what steps have shown. Of shares
-that no step has shown the guess is moved by as much as its neighbours were wrong.
+share of their activation memory, of which PyTorch's solver makes the best it can, and ops that it is asked to
+run again. Each variant's cost and saving is a `FrontierPoint`: a guess first, then what steps have shown. Of
+shares that no step has shown the guess is moved by as much as its neighbours were wrong.
 """
 
 from __future__ import annotations

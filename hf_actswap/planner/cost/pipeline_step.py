@@ -97,9 +97,9 @@ class StageOnPaper:
 
     @property
     def alternates(self) -> bool:
-        """Whether forwards and backwards of different micro-batches follow each other by turns."""
-        turns = any(one.is_backward and not after.is_backward for one, after in pairwise(self.order))
-        return turns and self.in_flight > 1
+        """Whether forwards and backwards of different micro-batches alternate."""
+        alternate = any(one.is_backward and not after.is_backward for one, after in pairwise(self.order))
+        return alternate and self.in_flight > 1
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class _Group:
             self._stage.wait(self._stage.link.back, self._number)
 
     def free(self) -> None:
-        """Nobody reads it any more."""
+        """It is not read any more."""
         self._stage.swapped_bytes -= self.size_bytes
 
 

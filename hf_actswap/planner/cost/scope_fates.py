@@ -62,7 +62,7 @@ class RunAgain:
         steps: what runs.
         inputs: what it reads before it runs, in order: host copies and what other regions build.
         built: by storage.
-        first_place, last_place: of backward: when it first must have run, and when nobody holds it any more.
+        first_place, last_place: of backward: when it first must have run, and when it is not held any more.
         ms, built_bytes: of all steps.
         peak_bytes, peak_event: the most that is on the device for it while it runs, and in which op event.
     """
@@ -181,7 +181,7 @@ def _regions(
     known: Mapping[int, tuple[list[HeldTicket], list[CopyOut]]],
     fate: ScopeFate,
 ) -> list[RunAgain]:
-    """Draw up the regions of a scope; those that nobody needs are gone at once, as in the engine."""
+    """Draw up the regions of a scope; those that are not needed are gone at once, as in the engine."""
     found: dict[RegionKey, RunAgain] = {}
     inputs: dict[RegionKey, list[tuple[int, int, HeldTicket]]] = {}
     readers: dict[RegionKey, list[tuple[int, HeldTicket]]] = {}
@@ -301,7 +301,7 @@ def _steps(order: StepOrder, region: RunAgain, op_events: list[int]) -> Iterable
     temporary = {op_event: order.temporary_bytes[op_event] for op_event in op_events}
     for number, item in region.built.items():
         lifetime = order.lifetimes[number]
-        if lifetime.last_place < 0 and lifetime.made_in in built:  # nobody saves it: it counts as temporary
+        if lifetime.last_place < 0 and lifetime.made_in in built:  # not saved: it counts as temporary
             built[lifetime.made_in] += item.size_bytes
             temporary[lifetime.made_in] = max(temporary[lifetime.made_in] - item.size_bytes, 0)
     for op_event in op_events:

@@ -1,6 +1,6 @@
 """What a plan would cost in time and memory, before it is applied: a step of the engine on paper.
 
-A pure function of a profile, a plan and a link. Moments are as in `step_order`: nothing is told apart within
+A pure function of a profile, a plan and a link. Moments are as in `step_order`: nothing has an order within
 an op event, so that it reads at its start and frees at its end. What is predicted of the empty plan is what
 was measured.
 
@@ -63,7 +63,7 @@ def outside(profile: Profile, link: Link | None, optimizer_states_moved: bool) -
 
 
 def fates_of(profile: Profile, plan: MemoryPlan) -> tuple[StorageOutcome, ...]:
-    """Return what becomes of each storage of a profile; ``unsaved``: nobody saves or holds it.
+    """Return what becomes of each storage of a profile; ``unsaved``: it is neither saved nor held.
 
     A storage of which a part moves and a part stays is kept.
     """
@@ -288,7 +288,7 @@ class MemoryWalk:
         return tuple(found)
 
     def _add_moved(self, assembled: Assembled) -> None:
-        """Storages that move, or that a region holds; of those that nobody saves forward's part is base."""
+        """Storages that move, or that a region holds; of those that are not saved forward's part is base."""
         forward_end = len(self._order.op_events)
         for item in assembled.moved:
             lifetime = self._order.lifetimes[item.storage]

@@ -2,7 +2,7 @@
 
 A step is counted in **moments**: each op event of the forward is one, the end of forward is one, and each op
 event that backward comes by is one, in the order of `OpEvent.backward_place` (its number among those is its
-*place*). Within a moment nothing is told apart: what an op event makes or reads is on the device from its
+*place*). Within a moment nothing has an order: what an op event makes or reads is on the device from its
 start to its end.
 """
 

@@ -2,7 +2,7 @@
 
 A storage is made in the op event of its first use. Forward has done with it after the op event of its last
 use; with an argument of a module, at the module's end, for its caller holds it. Backward frees it after the
-last place that reads it, or at its end where it never comes by the op event that saved it. What nobody saves
+last place that reads it, or at its end where it never comes by the op event that saved it. What is not saved
 (a result that only the next op reads) is part of an op event's base bytes.
 
 The recorder takes what is on the device by this rule off the measured peaks, which gives the base bytes of

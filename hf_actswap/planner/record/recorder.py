@@ -49,15 +49,15 @@ class StepRecorder:
 
     Args:
         model: as it trains, wrapped or not.
-        structure: of this model. Only the decoder's layers are told apart.
+        structure: of this model. Only the decoder's layers are distinguished.
         meter: of device memory; it runs already. ``None``: memory is not measured.
         clock: of compute.
-        hold: makes what stands in the place of a saved tensor; `engine.tickets.restore` gets it back.
+        hold: makes what takes the place of a saved tensor; `engine.tickets.restore` gets it back.
         compiles: whether compiled modules run compiled (on fake tensors they do not).
         device: where the model computes; ``None``: where its first parameter is.
         forwards_before: forwards with gradients that go by before the one that is recorded (micro-batches).
         away_bytes: what ``hold`` has moved off the device at present, and would be there without a shortage.
-        gradient_bytes: weights' gradients that are complete by now; ``None``: nobody counts them.
+        gradient_bytes: weights' gradients that are complete by now; ``None``: they are not counted.
     """
 
     def __init__(
@@ -315,8 +315,8 @@ class OpWatch(TorchDispatchMode):
     """Tells of each aten op, in forward and in backward.
 
     Args:
-        op_events: is told.
-        clock: is told too.
+        op_events: receives each use.
+        clock: receives each use too.
     """
 
     def __init__(self, op_events: OpListener, clock: Clock) -> None:

@@ -128,8 +128,8 @@ class OomGuard(TorchDispatchMode):
     Args:
         meter: of the device; if it is a mode itself it must be started before the guard, and stopped after.
         idle: what can be evicted.
-        least_budget: is told the bytes that are needed at least where nothing helps; returns what else there
-            is to say of the budget that would do.
+        least_budget: called, where nothing helps, with the bytes that are needed at least; returns what else
+            there is to say of the budget that would do.
 
     Attributes:
         caught: times that an op ran out of memory and was run again.
@@ -324,7 +324,7 @@ class OomGuard(TorchDispatchMode):
         )
 
     def _bracket(self, which: str, func: Any, args: tuple[Any, ...]) -> None:
-        """An `op_hook`'s mark: told to the modes below, too."""
+        """An `op_hook`'s mark: passed to the modes below, too."""
         if which == "begin":
             self.op_begins(*args)
         func(*args)

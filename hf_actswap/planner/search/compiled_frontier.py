@@ -1,8 +1,8 @@
 """The frontier of compiled layers: guessed before a step shows it, then as the steps of trials show it.
 
-A point is ops that a compiled layer may be told to run again, and what that comes to. PyTorch's own solver
-looks for these ops by counting operations. Two combinations are good in every decoder layer, and it does not
-always find them (at 32,768 tokens it prefers to run attention again):
+A point is a set of ops that a compiled layer may be asked to run again, and what they cost and save.
+PyTorch's own solver looks for these ops by counting operations. Two combinations are good in every decoder
+layer, and it does not always find them (at 32,768 tokens it prefers to run attention again):
 
 * the feed-forward block and the outputs of the norms: wide, and few operations for each byte;
 * the attention's projections too; what the attention core makes is dear, and stays.
@@ -245,7 +245,7 @@ def _inside(products: Iterable[_WeightProduct], path: str) -> list[_WeightProduc
 
 
 def _is_read(layer: LayerStructure, product: _WeightProduct, path: str) -> bool:
-    """Whether something inside ``path`` reads it; else nobody needs it again."""
+    """Whether something inside ``path`` reads it; else it is not needed again."""
     return any(product.key in call.inputs and is_below(call.key[0], path) for call in layer.calls)
 
 

@@ -61,7 +61,7 @@ class Option:
         backlog_ms: the link's time that is left at least when the layer's forward ends.
         lead_ms: the link's time that is needed at least before the layer's backward starts.
         forward_peak_bytes, backward_peak_bytes: while it runs, beyond the segment's least base.
-        point: what a compiled layer is told; ``None``: nothing.
+        point: the variant of a compiled layer; ``None``: it is compiled as it is.
         again_ms: by how much longer its backward lasts for that.
     """
 

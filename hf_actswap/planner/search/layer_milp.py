@@ -14,8 +14,8 @@ Rows, for the segments l = 0, 1, ... in the order of forward (times in ms, bytes
   end of forward, and `Caps.resident` times what is swapped.
 
 The linear program without integers gives the bound; it also says which options are worth a variable, and in
-which ways compiled layers are compiled: each way costs the compiler 10 to 30 seconds, so that a plan has at
-most `MOST_VARIANTS` of them beside the one that is there.
+which variants layers are compiled: each costs the compiler 10 to 30 seconds, so that a plan has at most
+`MOST_VARIANTS` of them beside the one that is there.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def solve(
 
 
 def _of_few_variants(options: Sequence[Sequence[Option]], shares: np.ndarray) -> list[list[Option]]:
-    """Leave out what compiles layers in other ways than the `MOST_VARIANTS` that have the largest shares."""
+    """Leave out all variants of compiled layers but the `MOST_VARIANTS` that have the largest shares."""
     weights: dict[CompileVariant, float] = {}
     for option, share in zip(itertools.chain(*options), shares, strict=True):
         if option.point is not None:
@@ -149,7 +149,7 @@ def _of_few_variants(options: Sequence[Sequence[Option]], shares: np.ndarray) ->
 
 @contextmanager
 def _solver_silent() -> Iterator[None]:
-    """Drop the lines that HiGHS writes to stdout for its developers, whatever it is told (scipy 1.17).
+    """Drop the lines that HiGHS writes to stdout for its developers, whatever its options say (scipy 1.17).
 
     It writes them from C. What anybody else writes to the process's stdout meanwhile comes after.
     """

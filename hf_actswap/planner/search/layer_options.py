@@ -125,7 +125,7 @@ def _undominated(options: list[Option]) -> list[Option]:
 
 
 def own_call(graph: LayerGraph) -> int | None:
-    """Return the number of the call that stands for all of a compiled layer; ``None``: there is none."""
+    """Return the number of the call that represents all of a compiled layer; ``None``: there is none."""
     for number, call in enumerate(graph.calls):
         if not call.from_before and not call.path and call.place >= 0:
             return number

@@ -90,17 +90,17 @@ def _rows(segment: Segment, option: Option, windows: Mapping[OpCall, Windows]) -
 
 
 def _told(rows: Sequence[PlanRow], layer: int, point: FrontierPoint) -> list[PlanRow]:
-    """Add to the rows of a compiled layer what the compiler is told."""
-    told: list[PlanRow] = []
+    """Add to the rows of a compiled layer those that the compiler is given."""
+    given: list[PlanRow] = []
     if point.share < 1:
         parameters = {COMPILE_BUDGET: point.share}
         kept = PlanRow(layer, "", "keep")
         own = next((row for row in rows if row.scope == layer and not row.op_path), kept)
         rows = [row for row in rows if row is not own]
-        told.append(replace(own, parameters=parameters))
-    told += [PlanRow(layer, path, "recompute") for path in point.recomputed]
-    told += [PlanRow(layer, path, "keep") for path in point.kept]
-    return [*told, *rows]
+        given.append(replace(own, parameters=parameters))
+    given += [PlanRow(layer, path, "recompute") for path in point.recomputed]
+    given += [PlanRow(layer, path, "keep") for path in point.kept]
+    return [*given, *rows]
 
 
 def widest(windows: Sequence[Windows]) -> Windows | None:

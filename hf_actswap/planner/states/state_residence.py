@@ -131,7 +131,7 @@ class StateResidence:
             self.device_bytes += storage.size_bytes
 
     def turn_back(self, storage: StateStorage) -> None:
-        """From ``returning``: nobody read it, so it may go again. Nothing unless it is returning."""
+        """From ``returning``: it was not read, so it may go again. Nothing unless it is returning."""
         if storage.place == "returning":
             storage.turn_back()
             self.device_bytes -= storage.size_bytes

@@ -103,7 +103,7 @@ class StateStorage:
         self.tensors: dict[Hashable, list[tuple[torch.Tensor, Geometry]]] = {}
         """By the key in ``optimizer.state``: plain tensors of which the storage is made up."""
         self.unchanged = False
-        """Whether the host has the same bytes; only told of what is on the device."""
+        """Whether the host has the same bytes; known only of what is on the device."""
         host.hold(torch.uint8, torch.Size([self.size_bytes]))
         self._transfer, self._counters, self._absent = transfer, counters, absent
         self._copy: Copy | None = None
@@ -158,7 +158,7 @@ class StateStorage:
         self._held, self.place, self.unchanged = None, "device", True
 
     def turn_back(self) -> None:
-        """From ``returning``: nobody read it, so it may go again."""
+        """From ``returning``: it was not read, so it may go again."""
         self._wait()
         self._held, self.place = None, "host"
 
@@ -173,7 +173,7 @@ class StateStorage:
             self.stay()
 
     def abandon(self) -> None:
-        """Nobody needs it any more: let copies end."""
+        """It is not needed any more: wait for its copies to end."""
         self._wait()
         self._held, self.place = None, "device"
         self.tensors.clear()

@@ -22,11 +22,11 @@ class WatchedStates(defaultdict[Any, Any]):
         self._looked = looked
 
     def unwatched_items(self) -> ItemsView[Any, Any]:
-        """As ``items()``; tells nobody."""
+        """As ``items()``, unnoticed."""
         return super().items()
 
     def unwatched(self, key: Any) -> Any:
-        """As ``get(key)``; tells nobody."""
+        """As ``get(key)``, unnoticed."""
         return super().get(key)
 
     def __getitem__(self, key: Any) -> Any:

@@ -19,7 +19,6 @@ from ..errors import ActSwapError, Problem
 
 TENSOR_AXIS = "tp"
 REPLICATED_DATA_AXIS = "dp_replicate"
-SHARDED_DATA_AXIS = "dp_shard"
 
 _SIZE = "parallel_config.tensor_parallel_size"
 

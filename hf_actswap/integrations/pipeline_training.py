@@ -3,7 +3,7 @@
 ====================== ==================================================================================
 what                   how
 ====================== ==================================================================================
-who holds what         a mesh (data axis, stages, tensor axis); the model is proven, and cut, before the
+who holds what         a mesh (stages, data axis, tensor axis); the model is proven, and cut, before the
                        optimizer is built. Layers are divided before that, and the cut is proven again
 batches                by data rank (`replicated_batches`); gradient accumulation steps are the micro-batches
 a step                 the whole schedule runs at the first micro-batch of an optimizer step; then the losses
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import ActSwapConfig
 from ..config.schema import ParallelConfig, PipelineSchedule
@@ -392,7 +392,7 @@ def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
         raise PipelineError(problems)
     structure = model_structure(trainer.model)
     layout = layout_of(structure, parallel)
-    stage = stage_of_rank(trainer.args.process_index, parallel)
+    stage = stage_of_rank(trainer.args.process_index, world_size, stages)
     staged = StagedModel(trainer.model, structure, layout, stage, parallel.sequence_ranks)
     if absent := [name for name, tensor in staged.own_state().items() if tensor.is_meta]:
         hint = "Open it by hf_actswap.stage_from_pretrained with the configuration of this training."
@@ -430,19 +430,18 @@ def pipeline_of(trainer: Any, staged: StagedModel, parallel: ParallelConfig) -> 
     kind, size = trainer.accelerator.device.type, parallel.tensor_parallel_size
     models, timeout_s = trainer.args.world_size // (stages * size), trainer.args.ddp_timeout
     names = (REPLICATED_DATA_AXIS, TENSOR_AXIS)
-    mesh = ParallelMesh(init_device_mesh(kind, (models, stages * size), mesh_dim_names=names))
-    pipeline_group, tensor_group = mesh.tensor_parallel_group, None
+    axes = init_device_mesh(kind, (stages, models, size), mesh_dim_names=("pp", *names))
+    by_model = axes.mesh.transpose(0, 1).reshape(models, stages * size)
+    mesh = ParallelMesh(DeviceMesh(kind, by_model, mesh_dim_names=names))
+    pipeline_group, tensor_group = axes.get_group("pp"), None
     if size > 1:
-        axes = init_device_mesh(kind, (models, stages, size), mesh_dim_names=(names[0], "pp", names[1]))
-        pipeline_group, tensor_group = axes.get_group("pp"), axes.get_group(TENSOR_AXIS)
+        tensor_group = axes.get_group(TENSOR_AXIS)
         patch_model(trainer.model, parallel, tensor_group, timeout_s=timeout_s)
         whole = staged
         staged = StagedModel(trainer.model, whole.structure, whole.layout, whole.stage, whole.sequence_ranks)
         prove_cut(staged, trainer.accelerator.autocast)
     staged.cut()
-    ranks = range(trainer.args.world_size)
-    of_stages = [[rank for rank in ranks if stage_of_rank(rank, parallel) == each] for each in range(stages)]
-    stage_group, _ = dist.new_subgroups_by_enumeration(of_stages)
+    stage_group, _ = dist.new_subgroups(models * size)
     return PipelineTraining(
         trainer.accelerator, mesh, staged, parallel, pipeline_group, tensor_group, stage_group, timeout_s
     )

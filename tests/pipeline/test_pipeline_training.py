@@ -203,7 +203,7 @@ def test_dropout_goes_on_as_if_never_interrupted(runs: Path) -> None:
 
 def test_random_states_are_found_by_a_single_process(runs: Path) -> None:
     layout = json.loads((runs / "saving 1f1b 2" / "checkpoint-2" / "parallel_layout.json").read_text())
-    assert layout == {"processes": 2, "tensor_parallel_size": 2}
+    assert layout == {"processes": 2, "tensor_parallel_size": 1, "pipeline_stage": 2}
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +226,8 @@ def test_two_pipelines_train_as_one_process(name: str, one: str, wide: Path) -> 
         assert found.losses == pytest.approx(expected.losses, rel=1e-6)
         assert found.norms == pytest.approx(expected.norms, rel=1e-5)
         assert found.evaluations == pytest.approx(expected.evaluations, rel=1e-6)
+        of_first_stage = "Set full recompute at layer 1" in found.log
+        assert of_first_stage == (rank < 2 and name != "resumed")
 
 
 @pytest.mark.slow

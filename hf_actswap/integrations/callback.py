@@ -247,7 +247,8 @@ class ActSwapCallback(TrainerCallback):
         if parallel is None:
             return plan_while_training(training, Resources(progress=progress), written=self._config)
         passes = parallel.passes
-        training = replace(training, in_flight=parallel.in_flight(args.gradient_accumulation_steps))
+        in_flight = parallel.in_flight(args.gradient_accumulation_steps)
+        training = replace(training, in_flight=in_flight, chunks=parallel.chunks)
         with agreeing_among(parallel.deciding_ranks):
             planner = plan_while_training(
                 training,

@@ -63,11 +63,13 @@ class ModelInParts(ABC):
         mesh: of all processes.
         shows_bars: whether rank 0 shows bars (the Trainer's ``disable_tqdm``).
         passes: of a pipeline's stage, which windows of swapped tensors cross; ``None``: there is no pipeline.
+        chunks: of a pipeline's stage: calls of the model for a micro-batch.
         deciding_ranks: that plan together; ``None``: all.
         phase: returns that of the planner on this rank; ``None``: there is none.
     """
 
     passes: PassOrder | None = None
+    chunks: int = 1
     deciding_ranks: dist.ProcessGroup | None = None
     phase: Callable[[], str] | None = None
 
@@ -94,7 +96,7 @@ class ModelInParts(ABC):
         """Ranks that hold one model together, and train on the same batch."""
         return self.mesh.tensor_parallel_size
 
-    def in_flight(self, micro_batches: int) -> int:
+    def in_flight(self, micro_batches: int) -> float:
         """Return of how many micro-batches of a step this rank holds activations at most."""
         return 1
 

@@ -104,6 +104,7 @@ class PipelineTraining(ModelInParts):
         device = accelerator.device
         self.staged, self._group, self._tensor_group = staged, pipeline_group, tensor_group
         self._schedule, self.passes = parallel.schedule, staged.passes
+        self.chunks = staged.layout.vpp
         self._runtime = PipelineRuntime(staged, pipeline_group, parallel.schedule, device)
         self._gradients = StageGradients(staged, pipeline_group, device, tensor_group)
         self._tagged = None if tensor_group is None else TaggedGradients(staged.model, tensor_group)
@@ -139,10 +140,11 @@ class PipelineTraining(ModelInParts):
             "in_flight": tuple(count / vpp for count in passes),
         }
 
-    def in_flight(self, micro_batches: int) -> int:
+    def in_flight(self, micro_batches: int) -> float:
         """Return of how many micro-batches this stage holds activations at most."""
         layout = self.staged.layout
-        return passes_in_flight(self._schedule, micro_batches, layout.pp, layout.vpp, self.staged.stage)
+        passes = passes_in_flight(self._schedule, micro_batches, layout.pp, layout.vpp, self.staged.stage)
+        return passes / layout.vpp
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
@@ -467,8 +469,9 @@ def _problems_of_planning(config: ActSwapConfig) -> Iterator[Problem]:
     if memory.mode == "off":
         return
     expected = "a setting that goes with planning by stage (memory.mode beside parallel_config.schedule)"
-    if parallel.schedule == "zero_bubble" or parallel.pp_interleave_num > 1:
-        yield Problem("parallel_config.schedule", expected, str(parallel.schedule), "Write 1f1b or gpipe.")
+    if parallel.schedule == "zero_bubble":
+        hint = "Write 1f1b, interleaved_1f1b or gpipe."
+        yield Problem("parallel_config.schedule", expected, parallel.schedule, hint)
     if memory.plan_file is not None:
         yield Problem("memory.plan_file", expected, str(memory.plan_file), "Leave it out.")
     if memory.preference == "memory_saving":

@@ -104,6 +104,7 @@ def start_planner(
         optimizer,
         ladder=None if ladder is None else iter(ladder),
         in_flight=training.in_flight,
+        chunks=training.chunks,
         least_bytes=least.least_bytes,
     )
     if memory.preference == "memory_saving":

@@ -171,16 +171,25 @@ def test_the_report_shows_the_stages_side_by_side(runs: Path, tmp_path: Path) ->
     assert write_report(runs / "reported one 1", tmp_path / "one.html").facts.stages == ()
 
 
-def test_each_stage_is_planned_within_one_budget(runs: Path) -> None:
-    """The first stage holds two micro-batches, and moves more. Peaks are counted in the steps of the plan."""
+@pytest.mark.parametrize(
+    ("name", "schedule", "budget_bytes"),
+    [
+        ("planned", "1f1b", 461_709),
+        pytest.param("planned interleaved", "interleaved_1f1b", 480_000, marks=pytest.mark.slow),
+    ],
+)
+def test_each_stage_is_planned_within_one_budget(
+    name: str, schedule: str, budget_bytes: int, runs: Path
+) -> None:
+    """The first stage holds one micro-batch more, and moves more. Peaks are those of the plan's steps."""
     moved = []
     for rank, folder in enumerate(("actswap", "actswap/stage_1")):
-        found: Run = result(runs, "planned", rank)
+        found: Run = result(runs, name, rank)
         alike(found, result(runs, "reported one"))
-        facts = json.loads((runs / "planned 1f1b 2" / folder / "planner.json").read_text())
+        facts = json.loads((runs / f"{name} {schedule} 2" / folder / "planner.json").read_text())
         (trial,) = [trial for trial in facts["trials"] if trial["chosen"]]
-        assert facts["budget_bytes"] == 461_709
-        assert all(step["reserved_peak_bytes"] <= 461_709 for step in trial["steps"])
+        assert facts["budget_bytes"] == budget_bytes
+        assert all(step["reserved_peak_bytes"] <= budget_bytes for step in trial["steps"])
         assert not any(step["evicted_bytes"] for step in trial["steps"])
         moved.append(trial["steps"][-1]["offloaded_bytes"])
     assert moved[0] > moved[1]

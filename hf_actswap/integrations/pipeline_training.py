@@ -23,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ from ..pipeline import (
 from ..pipeline.runtime import Call, bubble_share, passes_in_flight, problem_of_schedule
 from ..pipeline.stages import layout_of, stage_of_rank
 from ..plan import MemoryPlan, model_structure
-from ..planner import BudgetError
+from ..plan.actions import folded
+from ..planner import BudgetError, PlannedTraining
 from ..report.run_files import RecordedStages
 from .optimizer_parameters import names_of_parameters, own_entry, whole_entry
 from .parallel_limits import USE_OUR_TRAINER, problems_of_trainer
@@ -100,11 +102,10 @@ class PipelineTraining(ModelInParts):
     ) -> None:
         super().__init__(accelerator, mesh, staged.model, timeout_s)
         assert parallel.schedule is not None
-        self.deciding_ranks = stage_group
         device = accelerator.device
         self.staged, self._group, self._tensor_group = staged, pipeline_group, tensor_group
         self._schedule, self.passes = parallel.schedule, staged.passes
-        self.chunks = staged.layout.vpp
+        self._stage_group = stage_group
         self._runtime = PipelineRuntime(staged, pipeline_group, parallel.schedule, device)
         self._gradients = StageGradients(staged, pipeline_group, device, tensor_group)
         self._tagged = None if tensor_group is None else TaggedGradients(staged.model, tensor_group)
@@ -140,11 +141,17 @@ class PipelineTraining(ModelInParts):
             "in_flight": tuple(count / vpp for count in passes),
         }
 
-    def in_flight(self, micro_batches: int) -> float:
-        """Return of how many micro-batches this stage holds activations at most."""
-        layout = self.staged.layout
-        passes = passes_in_flight(self._schedule, micro_batches, layout.pp, layout.vpp, self.staged.stage)
-        return passes / layout.vpp
+    def planned(self, training: PlannedTraining, micro_batches: int) -> PlannedTraining:
+        """Return what is planned for on this stage, with a plan file of its own."""
+        layout, stage, memory = self.staged.layout, self.staged.stage, training.memory
+        passes = passes_in_flight(self._schedule, micro_batches, layout.pp, layout.vpp, stage)
+        if memory.plan_file is not None:
+            path = Path(memory.plan_file)
+            own = path.with_name(f"{path.stem}.stage_{stage}{path.suffix}")
+            memory = replace(memory, plan_file=str(own))
+        layers = folded(layout.layers_of(stage))
+        part = f", stage {stage} with layers {layers}, {passes} passes in flight"
+        return replace(training, memory=memory, in_flight=passes / layout.vpp, chunks=layout.vpp, part=part)
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
@@ -159,7 +166,7 @@ class PipelineTraining(ModelInParts):
         together: AbstractContextManager[Any] = nullcontext()
         if not self._all_stable:
             together = failing_together("memory plan", self._timeout_s)
-        with together, agreeing_among(self.deciding_ranks):
+        with together, agreeing_among(self._stage_group):
             try:
                 yield
             except BudgetError as error:
@@ -472,8 +479,6 @@ def _problems_of_planning(config: ActSwapConfig) -> Iterator[Problem]:
     if parallel.schedule == "zero_bubble":
         hint = "Write 1f1b, interleaved_1f1b or gpipe."
         yield Problem("parallel_config.schedule", expected, parallel.schedule, hint)
-    if memory.plan_file is not None:
-        yield Problem("memory.plan_file", expected, str(memory.plan_file), "Leave it out.")
     if memory.preference == "memory_saving":
         yield Problem("memory.preference", expected, memory.preference, "Leave it out.")
 

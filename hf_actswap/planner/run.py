@@ -49,6 +49,7 @@ class PlannedTraining:
             `Planner.step_ended`.
         in_flight: micro-batches of which a stage of a pipeline holds activations at most.
         chunks: of that stage: calls of the model for a micro-batch.
+        part: of the model, if this is a stage, in words: a plan file for another part does not fit.
     """
 
     model: nn.Module
@@ -59,6 +60,7 @@ class PlannedTraining:
     counts_steps: bool = True
     in_flight: float = 1
     chunks: int = 1
+    part: str = ""
 
 
 @dataclass

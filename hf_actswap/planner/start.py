@@ -178,7 +178,7 @@ def _made_for(training: PlannedTraining, device: torch.device, shape: tuple[int,
     if fixed.tiles:
         requested["tiles"] = [asdict(tile) for tile in fixed.tiles]
     return MadeFor(
-        model=f"{structure.family}, {len(structure.layers)} layers, {count:,} parameters",
+        model=f"{structure.family}, {len(structure.layers)} layers, {count:,} parameters{training.part}",
         batch_shape=shape,
         dtype=", ".join(sorted({str(parameter.dtype) for parameter in parameters})),
         device=device_name(device),

@@ -196,6 +196,23 @@ def test_each_stage_is_planned_within_one_budget(
 
 
 @pytest.mark.slow
+def test_each_stage_has_a_plan_file_of_its_own(runs: Path) -> None:
+    for rank, folder in enumerate(("actswap", "actswap/stage_1")):
+        for found in result(runs, "planned twice", rank):
+            alike(found, result(runs, "reported one"))
+        trials = [
+            json.loads((runs / f"planned {time} 1f1b 2" / folder / "planner.json").read_text())["trials"]
+            for time in ("first", "again")
+        ]
+        assert trials[0]
+        assert not trials[1]
+        plan = json.loads((runs / f"plan.stage_{rank}.json").read_text())
+        assert f"stage {rank} with layers {2 * rank}-{2 * rank + 1}, {2 - rank} passes in flight" in str(plan)
+        assert {row["scope"] for row in plan["rows"]} <= {2 * rank, 2 * rank + 1, "embedding", "head"}
+    assert not (runs / "plan.json").exists()
+
+
+@pytest.mark.slow
 def test_a_budget_that_one_stage_cannot_keep_is_said_on_all_ranks(runs: Path) -> None:
     """The last stage has less to give away."""
     for rank in range(2):

@@ -186,6 +186,12 @@ def planned(
         return trained(2, name, schedule, folder, sections=sections, model=model, **settings)
 
 
+def planned_twice(folder: Path) -> list[Run]:
+    """Train with a plan file that is not there, and once more."""
+    asked = {"budget_gib": 461_709 / 2**30, "plan_file": str(folder / "plan.json")}
+    return [planned(folder, f"planned {time}", **asked) for time in ("first", "again")]
+
+
 def predictions(stages: int, folder: Path) -> Any:
     """Predict with labels and without."""
     trainer = trainer_of(folder / "predicted", stages)
@@ -301,6 +307,7 @@ TWO: dict[str, Any] = {
         interleaves=2,
         budget_gib=480_000 / 2**30,
     ),
+    "planned twice": planned_twice,
     "planned too small": lambda folder: told(
         lambda: planned(folder, "planned too small", reduce_by_gib=150_000 / 2**30)
     ),
@@ -315,7 +322,14 @@ SLOW_CASES = ("one epoch", "bf16", "checkpointing", "tiled", "wide")
 SLOW = {
     *SLOW_CASES,
     *(f"{name} {schedule}" for name in SLOW_CASES for schedule in ("one", "1f1b")),
-    *("opened tied", "opened lora", "opened whole lora", "planned too small", "planned interleaved"),
+    *(
+        "opened tied",
+        "opened lora",
+        "opened whole lora",
+        "planned too small",
+        "planned interleaved",
+        "planned twice",
+    ),
 }
 """Trainings that a quick launch leaves out, and the cases that they are of."""
 ONE_QUICK = {name: run for name, run in ONE.items() if name not in SLOW}

@@ -39,11 +39,12 @@ from transformers import (
     set_seed,
 )
 
-from hf_actswap import ActSwapTrainer, stage_from_pretrained
+from hf_actswap import ActSwapConfig, ActSwapTrainer, stage_from_config, stage_from_pretrained
 from hf_actswap.errors import ActSwapError
 from hf_actswap.integrations.parallel_checkpoint import checkpoint_fact
 from hf_actswap.parallel.collectives import LostRankError
 from hf_actswap.parallel.rank_agreement import failing_together, shared_store
+from hf_actswap.plan import load_config_or_plan
 
 logger = logging.getLogger("llama_swap")
 
@@ -111,11 +112,17 @@ def llama_config(model: ModelArguments, tokenizer: PreTrainedTokenizerBase, bloc
 
 
 def build_model(
-    model: ModelArguments, tokenizer: PreTrainedTokenizerBase, block_size: int, actswap: Any = None
+    model: ModelArguments,
+    tokenizer: PreTrainedTokenizerBase,
+    block_size: int,
+    actswap: Any = None,
+    seed: int = 0,
 ) -> PreTrainedModel:
     """Load weights, or initialise them at random from a named configuration or from the size options.
 
-    In a pipeline each process reads the weights of its own stage, unless the vocabulary must grow.
+    In a pipeline each process reads, or makes, the weights of its own stage, unless the vocabulary must grow.
+    Random weights of a pipeline come from ``seed`` alone: they are the same in any number of stages, but not
+    those of a run without a pipeline, which draws them from the global generator.
 
     Raises:
         RecipeError: the model cannot be loaded, or its sizes do not fit together.
@@ -125,18 +132,21 @@ def build_model(
     if model.attn_implementation is not None:
         how["attn_implementation"] = model.attn_implementation
     try:
-        if model.model_name_or_path:
-            source, how["revision"] = model.model_name_or_path, model.model_revision
-            text = AutoConfig.from_pretrained(source, revision=model.model_revision).get_text_config()
-            if len(tokenizer) > text.vocab_size:
-                logger.info("The vocabulary must grow: each process opens the whole model.")
-                actswap = None
-            built = stage_from_pretrained(AutoModelForCausalLM, source, actswap or {}, **how)
+        if named := model.model_name_or_path or model.config_name:
+            config = AutoConfig.from_pretrained(named, revision=model.model_revision)
         else:
-            if model.config_name:
-                config = AutoConfig.from_pretrained(model.config_name, revision=model.model_revision)
-            else:
-                config = llama_config(model, tokenizer, block_size)
+            config = llama_config(model, tokenizer, block_size)
+        asked = load_config_or_plan(actswap or {})
+        in_stages = isinstance(asked, ActSwapConfig) and asked.parallel_config.runs_pipeline
+        if in_stages and len(tokenizer) > config.get_text_config().vocab_size:
+            logger.info("The vocabulary must grow: each process opens the whole model.")
+            in_stages = False
+        if source := model.model_name_or_path:
+            how["revision"] = model.model_revision
+            built = stage_from_pretrained(AutoModelForCausalLM, source, asked if in_stages else {}, **how)
+        elif in_stages:
+            built = stage_from_config(AutoModelForCausalLM, config, asked, seed, **how)
+        else:
             built = AutoModelForCausalLM.from_config(config, **how)
     except (OSError, ValueError) as error:
         raise RecipeError(f"The model cannot be built: {error}") from error
@@ -223,7 +233,7 @@ def run(argv: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> None:
         tokenizer, train_blocks, eval_blocks, metrics = prepare_data(
             model_args, data_args, args, resumed=checkpoint is not None
         )
-        model = build_model(model_args, tokenizer, data_args.block_size, args.actswap)
+        model = build_model(model_args, tokenizer, data_args.block_size, args.actswap, args.seed)
     logger.info("%s with %.2f M parameters", type(model).__name__, model.num_parameters() / 1e6)
     trainer_class = Trainer if args.actswap is None else ActSwapTrainer
     trainer = trainer_class(

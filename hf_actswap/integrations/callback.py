@@ -8,7 +8,6 @@ import logging
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -18,7 +17,6 @@ from transformers.training_args import TrainingArguments
 from ..apply import apply_plan, plan_while_training
 from ..config import ActSwapConfig
 from ..engine import AppliedPlan, Resources, SwapStats
-from ..engine.agreement import agreeing_among
 from ..engine.stats import gib_text
 from ..errors import ActSwapError, ConfigError, PlanError, Problem, short_traceback
 from ..parallel import tensor_parallel_group
@@ -247,8 +245,8 @@ class ActSwapCallback(TrainerCallback):
         if parallel is None:
             return plan_while_training(training, Resources(progress=progress), written=self._config)
         passes = parallel.passes
-        training = replace(training, in_flight=parallel.in_flight(args.gradient_accumulation_steps))
-        with agreeing_among(parallel.deciding_ranks):
+        training = parallel.planned(training, args.gradient_accumulation_steps)
+        with parallel.deciding():
             planner = plan_while_training(
                 training,
                 Resources(progress=progress, passes=passes),

@@ -6,7 +6,7 @@ file                            holds
 ``model.safetensors``           the model, as a single process writes it
 ``optimizer.pt``                whole tensors (`optimizer_parameters`)
 ``rng_state_<rank>.pth``        random states; equal within a tensor-parallel group
-``parallel_layout.json``        how many ranks there were, and how many of them to a model
+``parallel_layout.json``        how many ranks there were, of them to a stage, and stages
 =============================== =========================================================================
 
 Random states are found again by data rank: a rank of another number of ranks per model reads that of the
@@ -39,9 +39,15 @@ _MAX_LAYOUT_BYTES = 64 * 1024
 _Size = Annotated[int, Rule("a whole number from 1 on", lambda size: size >= 1)]
 
 
-class _Layout(TypedDict):
+class _AnyLayout(TypedDict):
     processes: _Size
     tensor_parallel_size: _Size
+
+
+class Layout(_AnyLayout, total=False):
+    """How many ranks there are, how many of them hold a layer together, and how many stages; 1 if missing."""
+
+    pipeline_stage: _Size
 
 
 def load_optimizer_and_scheduler(
@@ -91,34 +97,31 @@ def checkpoint_fact(asked: str | bool | None, output_dir: str | None) -> str:
     return f"the checkpoint of step {state.global_step}"
 
 
-def write_layout(folder: str, processes: int, tensor_parallel_size: int) -> None:
+def write_layout(folder: str, layout: Layout) -> None:
     """Write into a checkpoint how many ranks there are."""
-    layout = {"processes": processes, "tensor_parallel_size": tensor_parallel_size}
     Path(folder, LAYOUT_FILE).write_text(json.dumps(layout) + "\n", encoding="utf-8")
 
 
 @contextmanager
 def random_states_by_data_rank(
-    checkpoint: str, processes: int, process_index: int, tensor_parallel_size: int
+    checkpoint: str, layout: Layout, process_index: int, data_rank: int
 ) -> Iterator[str]:
     """Yield a folder in which this rank finds its random states under the name that the Trainer reads.
 
     Args:
         checkpoint: the checkpoint's folder.
-        processes: ranks of this training.
+        layout: of this training.
         process_index: this rank.
-        tensor_parallel_size: ranks per model, in this training.
+        data_rank: which part of the data it trains on.
 
     Raises:
         ParallelTrainingError: the file that says how many ranks there were is damaged.
     """
     folder = Path(checkpoint)
     written = _layout_of(folder)
-    processes_then, size_then = written["processes"], written["tensor_parallel_size"]
-    data_rank = process_index // tensor_parallel_size
-    source = folder / _random_file(processes_then, data_rank * size_then)
-    name = _random_file(processes, process_index)
-    if (processes_then, size_then) == (processes, tensor_parallel_size) or not source.is_file():
+    source = folder / _random_file(written["processes"], data_rank * written["tensor_parallel_size"])
+    name = _random_file(layout["processes"], process_index)
+    if layout.items() <= written.items() or not source.is_file():
         yield checkpoint
         return
     with tempfile.TemporaryDirectory() as place:
@@ -126,15 +129,16 @@ def random_states_by_data_rank(
         yield place
 
 
-def _layout_of(folder: Path) -> _Layout:
+def _layout_of(folder: Path) -> Layout:
     file = folder / LAYOUT_FILE
     if file.is_file():
         text = read_text(str(file), _MAX_LAYOUT_BYTES, ParallelTrainingError)
         reader = JsonReader(text, "layout", ParallelTrainingError, str(file))
-        found: _Layout = reader.read(_Layout, ("layout",), reader.document)
+        found: Layout = reader.read(Layout, ("layout",), reader.document)
         reader.finish()
-        return found
-    return {"processes": max(1, len(list(folder.glob("rng_state_*.pth")))), "tensor_parallel_size": 1}
+        return {"pipeline_stage": 1, **found}
+    processes = max(1, len(list(folder.glob("rng_state_*.pth"))))
+    return {"processes": processes, "tensor_parallel_size": 1, "pipeline_stage": 1}
 
 
 def _random_file(processes: int, process_index: int) -> str:

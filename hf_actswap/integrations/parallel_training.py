@@ -36,6 +36,7 @@ from ..parallel.mesh import ParallelMesh, build_mesh, check_processes
 from ..parallel.patch_model import Patched, patch_model
 from ..parallel.rank_agreement import check_agreement, digest, failing_together, parameters_fact
 from ..plan import MemoryPlan
+from ..planner import PlannedTraining
 from ..report import BytesBar
 from ..report.run_files import RecordedStages
 from .fused_head import take_fused_head
@@ -63,12 +64,10 @@ class ModelInParts(ABC):
         mesh: of all processes.
         shows_bars: whether rank 0 shows bars (the Trainer's ``disable_tqdm``).
         passes: of a pipeline's stage, which windows of swapped tensors cross; ``None``: there is no pipeline.
-        deciding_ranks: that plan together; ``None``: all.
         phase: returns that of the planner on this rank; ``None``: there is none.
     """
 
     passes: PassOrder | None = None
-    deciding_ranks: dist.ProcessGroup | None = None
     phase: Callable[[], str] | None = None
 
     def __init__(self, accelerator: Any, mesh: ParallelMesh, model: nn.Module, timeout_s: float) -> None:
@@ -94,9 +93,9 @@ class ModelInParts(ABC):
         """Ranks that hold one model together, and train on the same batch."""
         return self.mesh.tensor_parallel_size
 
-    def in_flight(self, micro_batches: int) -> int:
-        """Return of how many micro-batches of a step this rank holds activations at most."""
-        return 1
+    def planned(self, training: PlannedTraining, micro_batches: int) -> PlannedTraining:
+        """Return what is planned for on this rank, in steps of so many micro-batches."""
+        return training
 
     def deciding(self) -> AbstractContextManager[None]:
         """Return the context in which a planner decides."""

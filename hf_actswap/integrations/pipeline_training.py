@@ -3,7 +3,7 @@
 ====================== ==================================================================================
 what                   how
 ====================== ==================================================================================
-who holds what         a mesh (data axis, stages, tensor axis); the model is proven, and cut, before the
+who holds what         a mesh (stages, data axis, tensor axis); the model is proven, and cut, before the
                        optimizer is built. Layers are divided before that, and the cut is proven again
 batches                by data rank (`replicated_batches`); gradient accumulation steps are the micro-batches
 a step                 the whole schedule runs at the first micro-batch of an optimizer step; then the losses
@@ -23,12 +23,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..config import ActSwapConfig
 from ..config.schema import ParallelConfig, PipelineSchedule
@@ -56,7 +57,8 @@ from ..pipeline import (
 from ..pipeline.runtime import Call, bubble_share, passes_in_flight, problem_of_schedule
 from ..pipeline.stages import layout_of, stage_of_rank
 from ..plan import MemoryPlan, model_structure
-from ..planner import BudgetError
+from ..plan.actions import folded
+from ..planner import BudgetError, PlannedTraining
 from ..report.run_files import RecordedStages
 from .optimizer_parameters import names_of_parameters, own_entry, whole_entry
 from .parallel_limits import USE_OUR_TRAINER, problems_of_trainer
@@ -100,10 +102,10 @@ class PipelineTraining(ModelInParts):
     ) -> None:
         super().__init__(accelerator, mesh, staged.model, timeout_s)
         assert parallel.schedule is not None
-        self.deciding_ranks = stage_group
         device = accelerator.device
         self.staged, self._group, self._tensor_group = staged, pipeline_group, tensor_group
         self._schedule, self.passes = parallel.schedule, staged.passes
+        self._stage_group = stage_group
         self._runtime = PipelineRuntime(staged, pipeline_group, parallel.schedule, device)
         self._gradients = StageGradients(staged, pipeline_group, device, tensor_group)
         self._tagged = None if tensor_group is None else TaggedGradients(staged.model, tensor_group)
@@ -139,10 +141,17 @@ class PipelineTraining(ModelInParts):
             "in_flight": tuple(count / vpp for count in passes),
         }
 
-    def in_flight(self, micro_batches: int) -> int:
-        """Return of how many micro-batches this stage holds activations at most."""
-        layout = self.staged.layout
-        return passes_in_flight(self._schedule, micro_batches, layout.pp, layout.vpp, self.staged.stage)
+    def planned(self, training: PlannedTraining, micro_batches: int) -> PlannedTraining:
+        """Return what is planned for on this stage, with a plan file of its own."""
+        layout, stage, memory = self.staged.layout, self.staged.stage, training.memory
+        passes = passes_in_flight(self._schedule, micro_batches, layout.pp, layout.vpp, stage)
+        if memory.plan_file is not None:
+            path = Path(memory.plan_file)
+            own = path.with_name(f"{path.stem}.stage_{stage}{path.suffix}")
+            memory = replace(memory, plan_file=str(own))
+        layers = folded(layout.layers_of(stage))
+        part = f", stage {stage} with layers {layers}, {passes} passes in flight"
+        return replace(training, memory=memory, in_flight=passes / layout.vpp, chunks=layout.vpp, part=part)
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
@@ -157,7 +166,7 @@ class PipelineTraining(ModelInParts):
         together: AbstractContextManager[Any] = nullcontext()
         if not self._all_stable:
             together = failing_together("memory plan", self._timeout_s)
-        with together, agreeing_among(self.deciding_ranks):
+        with together, agreeing_among(self._stage_group):
             try:
                 yield
             except BudgetError as error:
@@ -392,7 +401,7 @@ def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
         raise PipelineError(problems)
     structure = model_structure(trainer.model)
     layout = layout_of(structure, parallel)
-    stage = stage_of_rank(trainer.args.process_index, parallel)
+    stage = stage_of_rank(trainer.args.process_index, world_size, stages)
     staged = StagedModel(trainer.model, structure, layout, stage, parallel.sequence_ranks)
     if absent := [name for name, tensor in staged.own_state().items() if tensor.is_meta]:
         hint = "Open it by hf_actswap.stage_from_pretrained with the configuration of this training."
@@ -430,19 +439,18 @@ def pipeline_of(trainer: Any, staged: StagedModel, parallel: ParallelConfig) -> 
     kind, size = trainer.accelerator.device.type, parallel.tensor_parallel_size
     models, timeout_s = trainer.args.world_size // (stages * size), trainer.args.ddp_timeout
     names = (REPLICATED_DATA_AXIS, TENSOR_AXIS)
-    mesh = ParallelMesh(init_device_mesh(kind, (models, stages * size), mesh_dim_names=names))
-    pipeline_group, tensor_group = mesh.tensor_parallel_group, None
+    axes = init_device_mesh(kind, (stages, models, size), mesh_dim_names=("pp", *names))
+    by_model = axes.mesh.transpose(0, 1).reshape(models, stages * size)
+    mesh = ParallelMesh(DeviceMesh(kind, by_model, mesh_dim_names=names))
+    pipeline_group, tensor_group = axes.get_group("pp"), None
     if size > 1:
-        axes = init_device_mesh(kind, (models, stages, size), mesh_dim_names=(names[0], "pp", names[1]))
-        pipeline_group, tensor_group = axes.get_group("pp"), axes.get_group(TENSOR_AXIS)
+        tensor_group = axes.get_group(TENSOR_AXIS)
         patch_model(trainer.model, parallel, tensor_group, timeout_s=timeout_s)
         whole = staged
         staged = StagedModel(trainer.model, whole.structure, whole.layout, whole.stage, whole.sequence_ranks)
         prove_cut(staged, trainer.accelerator.autocast)
     staged.cut()
-    ranks = range(trainer.args.world_size)
-    of_stages = [[rank for rank in ranks if stage_of_rank(rank, parallel) == each] for each in range(stages)]
-    stage_group, _ = dist.new_subgroups_by_enumeration(of_stages)
+    stage_group, _ = dist.new_subgroups(models * size)
     return PipelineTraining(
         trainer.accelerator, mesh, staged, parallel, pipeline_group, tensor_group, stage_group, timeout_s
     )
@@ -468,10 +476,9 @@ def _problems_of_planning(config: ActSwapConfig) -> Iterator[Problem]:
     if memory.mode == "off":
         return
     expected = "a setting that goes with planning by stage (memory.mode beside parallel_config.schedule)"
-    if parallel.schedule == "zero_bubble" or parallel.pp_interleave_num > 1:
-        yield Problem("parallel_config.schedule", expected, str(parallel.schedule), "Write 1f1b or gpipe.")
-    if memory.plan_file is not None:
-        yield Problem("memory.plan_file", expected, str(memory.plan_file), "Leave it out.")
+    if parallel.schedule == "zero_bubble":
+        hint = "Write 1f1b, interleaved_1f1b or gpipe."
+        yield Problem("parallel_config.schedule", expected, parallel.schedule, hint)
     if memory.preference == "memory_saving":
         yield Problem("memory.preference", expected, memory.preference, "Leave it out.")
 

@@ -17,9 +17,18 @@ def read_by_data_rank(accelerator: Any, mesh: ParallelMesh) -> None:
     """Let data loaders that ``accelerator`` prepares from now on give the ranks of a group the same batches.
 
     Accelerate does so for a mesh with a dim ``tp``. The mesh is kept at this accelerator, not in Accelerate's
-    state, which is one for the process and would shape the next training's loaders as well.
+    state, which is one for the process and would shape the next training's loaders as well. Accelerate takes
+    the ranks of a group to follow one another. In a pipeline they do not, so it is told the process index
+    that this rank would have if they did.
     """
     accelerator._prepare_device_mesh = lambda: mesh.device_mesh
+    index = mesh.data_parallel_rank * mesh.tensor_parallel_size + mesh.tensor_parallel_rank
+
+    def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
+        with answering(accelerator.state, "process_index", index):
+            return type(accelerator).prepare_data_loader(accelerator, *args, **kwargs)
+
+    accelerator.prepare_data_loader = prepare_data_loader
     if accelerator.dataloader_config.dispatch_batches is None:
         # By default rank 0 reads an IterableDataset for all. With a tp dim Accelerate has no data axis there,
         # and would send one batch to every rank.
@@ -29,12 +38,12 @@ def read_by_data_rank(accelerator: Any, mesh: ParallelMesh) -> None:
 def gather_one_of_each(accelerator: Any, mesh: ParallelMesh) -> None:
     """Let ``accelerator.gather_for_metrics`` return each sample once, not once per rank that computed it."""
     original: Callable[..., Any] = accelerator.gather_for_metrics
-    size = mesh.tensor_parallel_size
+    first_ranks = mesh.device_mesh.mesh[:, 0].tolist()
 
     def one_of_each(gathered: torch.Tensor) -> torch.Tensor:
         """Of ``[ranks * n, ...]`` keep the first rank of each group: ``[ranks / tp * n, ...]``."""
         by_rank = gathered.reshape(accelerator.num_processes, -1, *gathered.shape[1:])
-        return by_rank[::size].flatten(0, 1)
+        return by_rank[first_ranks].flatten(0, 1)
 
     def gather(data: Any) -> Any:
         return recursively_apply(one_of_each, type(accelerator).gather(accelerator, data))
@@ -66,17 +75,17 @@ def declared(accelerator: Any, tensor_parallel_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def answering(of: Any, method: str, answer: Callable[..., Any]) -> Iterator[None]:
-    """Within the block, the object ``of`` has ``answer`` in place of a method."""
-    before = vars(of).get(method)
-    setattr(of, method, answer)
+def answering(of: Any, name: str, answer: Any) -> Iterator[None]:
+    """Within the block, the object ``of`` has ``answer`` in place of a method or a value."""
+    before = vars(of).get(name)
+    setattr(of, name, answer)
     try:
         yield
     finally:
         if before is None:
-            delattr(of, method)
+            delattr(of, name)
         else:
-            setattr(of, method, before)
+            setattr(of, name, before)
 
 
 def _all_tensors(data: Any) -> bool:

@@ -17,6 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ..config import ActSwapConfig
 from ..config.schema import ParallelConfig
 from ..errors import Problem, short_traceback
+from ..parallel.mesh import started_processes
 from ..pipeline import PipelineError, StagedModel
 from ..pipeline.stages import layout_of, stage_of_rank
 from ..plan import ConfigOrPlan, load_config_or_plan, model_structure
@@ -96,8 +97,11 @@ def _parallel_of(config: ConfigOrPlan) -> ParallelConfig:
 
 def _foreign_parts(whole: PreTrainedModel, parallel: ParallelConfig) -> tuple[str, ...]:
     structure = model_structure(whole)
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    stage = stage_of_rank(rank, parallel)
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, world_size = int(os.environ.get("RANK", "0")), started_processes(os.environ)
+    stage = stage_of_rank(rank, world_size, parallel.pipeline_stage)
     return StagedModel(whole, structure, layout_of(structure, parallel), stage).foreign_parts()
 
 

@@ -25,6 +25,7 @@ from ..parallel.mesh import ParallelMesh
 from ..pipeline import PipelineError
 from .callback import ActSwapCallback
 from .parallel_checkpoint import (
+    Layout,
     load_optimizer_and_scheduler,
     random_states_by_data_rank,
     write_layout,
@@ -214,14 +215,22 @@ class ActSwapTrainerMixin:
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)  # type: ignore[misc]
         if self.args.should_save:
-            write_layout(output_dir, self.args.world_size, self._ranks_per_batch)
+            write_layout(output_dir, self._layout)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        ranks = self.args.world_size, self.args.process_index, self._ranks_per_batch
-        with random_states_by_data_rank(checkpoint, *ranks) as folder:
+        rank = self.args.process_index
+        data_rank = rank if self.parallel is None else self.parallel.mesh.data_parallel_rank
+        with random_states_by_data_rank(checkpoint, self._layout, rank, data_rank) as folder:
             super()._load_rng_state(folder)  # type: ignore[misc]
+
+    @property
+    def _layout(self) -> Layout:
+        group, ranks = None if self.parallel is None else self.parallel.tensor_group, self.args.world_size
+        size = 1 if group is None else group.size()
+        stages = self._ranks_per_batch // size
+        return {"processes": ranks, "tensor_parallel_size": size, "pipeline_stage": stages}
 
     @property
     def _ranks_per_batch(self) -> int:

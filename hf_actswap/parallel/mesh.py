@@ -1,8 +1,10 @@
 """Which ranks hold one model together, and which hold the same part of it.
 
 The ranks of a tensor-parallel group follow one another (they lie on one machine and its fast links), so rank
-r has tensor-parallel rank ``r % tp`` and data-parallel rank ``r // tp``. The dims are named as Accelerate
-reads them: data loaders divide ``tp`` out of the process index and count ``dp_replicate`` or ``dp_shard``.
+r has tensor-parallel rank ``r % tp`` and data-parallel rank ``r // tp``. In a pipeline the stages are the
+outermost axis, as in Megatron and NxD: r = (stage * dp + data rank) * tp + tensor rank. So messages between
+stages, which are the smallest, cross the slowest links. The dims are named as Accelerate reads them: data
+loaders divide ``tp`` out of the process index and count ``dp_replicate`` or ``dp_shard``.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from ..errors import ActSwapError, Problem
 
 TENSOR_AXIS = "tp"
 REPLICATED_DATA_AXIS = "dp_replicate"
-SHARDED_DATA_AXIS = "dp_shard"
 
 _SIZE = "parallel_config.tensor_parallel_size"
 

@@ -442,9 +442,9 @@ def layout_of(structure: ModelStructure, parallel: ParallelConfig) -> PipelineLa
     return layout
 
 
-def stage_of_rank(rank: int, parallel: ParallelConfig) -> int:
-    """Return the stage of a rank: data parallelism is the outer axis, tensor parallelism the inner one."""
-    return rank // parallel.tensor_parallel_size % parallel.pipeline_stage
+def stage_of_rank(rank: int, world_size: int, stages: int) -> int:
+    """Return the stage of a rank: stages are the outermost axis of all ranks."""
+    return rank * stages // world_size
 
 
 def _parameter_names(model: nn.Module) -> list[str]:

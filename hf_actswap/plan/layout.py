@@ -66,18 +66,11 @@ class PipelineLayout:
         end = self._ends[v][s]
         return range(end - self.counts[v][s], end)
 
-    def interleave_of(self, layer: int) -> int:
-        """Return the interleave of a global layer index. Raises `IndexError` outside the model."""
-        return self._place(layer)[0]
-
     def stage_of(self, layer: int) -> int:
         """Return the stage of a global layer index. Raises `IndexError` outside the model."""
-        return self._place(layer)[1]
-
-    def _place(self, layer: int) -> tuple[int, int]:
         if not 0 <= layer < self.num_layers:
             raise IndexError(f"layer {layer} of {self.num_layers}")
-        return self._places[layer]
+        return self._places[layer][1]
 
     def layers_of(self, stage: int) -> tuple[int, ...]:
         """Return the global indices of all layers of a stage, ascending."""

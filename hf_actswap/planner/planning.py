@@ -47,7 +47,7 @@ class Task:
     beyond_bytes: int = 0
     step: RecordedStep | None = None
     size: BatchSize | None = None
-    in_flight: int = 1
+    in_flight: float = 1
 
     def at(self, size: BatchSize) -> Profile:
         """Return the profile of a batch of another size, with what trials have shown of compiled layers.
@@ -104,7 +104,7 @@ def task_of(
     again: bool = False,
     largest: BatchSize | None = None,
     unplanned: Prediction | None = None,
-    in_flight: int = 1,
+    in_flight: float = 1,
 ) -> Task:
     """Put together what all ranks recorded; every rank must call it.
 
@@ -138,15 +138,15 @@ def task_of(
     return Task(profile, fixed, memory, budget, unplanned, states_bytes, beyond_bytes, step, size, in_flight)
 
 
-def of_stage(limits: Limits, in_flight: int) -> Limits:
+def of_stage(limits: Limits, in_flight: float) -> Limits:
     """Return the limits of one micro-batch beside others in flight, with which it shares the host equally.
 
     What the others keep is on the device. Of what they swap, that is half of a micro-batch at most, on its
     way out or back (`engine.passes`).
     """
-    if in_flight == 1:
+    if in_flight <= 1:
         return limits
-    host = None if limits.host_bytes is None else limits.host_bytes // in_flight
+    host = None if limits.host_bytes is None else int(limits.host_bytes / in_flight)
     return replace(limits, host_bytes=host, waiting=in_flight - 1.0, resident=0.5)
 
 

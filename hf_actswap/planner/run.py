@@ -48,6 +48,8 @@ class PlannedTraining:
         counts_steps: whether the optimizer's step ends a training step; if not, whoever trains calls
             `Planner.step_ended`.
         in_flight: micro-batches of which a stage of a pipeline holds activations at most.
+        chunks: of that stage: calls of the model for a micro-batch.
+        part: of the model, if this is a stage, in words: a plan file for another part does not fit.
     """
 
     model: nn.Module
@@ -56,7 +58,9 @@ class PlannedTraining:
     memory: MemoryConfig
     optimizer: torch.optim.Optimizer | None = None
     counts_steps: bool = True
-    in_flight: int = 1
+    in_flight: float = 1
+    chunks: int = 1
+    part: str = ""
 
 
 @dataclass
@@ -78,7 +82,7 @@ class Run:
         optimizer: of the model, if it is known.
         states: of the optimizer, where they are kept on the host between its steps.
         ladder: what may be fixed where no plan fits, with more and more in tiles; ``None``: nothing more may.
-        in_flight: see `PlannedTraining`.
+        in_flight, chunks: see `PlannedTraining`.
         least_bytes: the least peak of any plan, in the tiles that are on the model, for the arguments of a
             forward that comes; ``None``: it is not known.
     """
@@ -97,7 +101,8 @@ class Run:
     optimizer: torch.optim.Optimizer | None = None
     states: OptimizerStates | None = None
     ladder: Iterator[MemoryPlan] | None = None
-    in_flight: int = 1
+    in_flight: float = 1
+    chunks: int = 1
     least_bytes: Callable[[tuple[Any, ...], dict[str, Any]], int | None] = lambda _args, _kwargs: None
     applied: AppliedPlan | None = None
     guarded: bool = False

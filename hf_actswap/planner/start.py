@@ -104,6 +104,7 @@ def start_planner(
         optimizer,
         ladder=None if ladder is None else iter(ladder),
         in_flight=training.in_flight,
+        chunks=training.chunks,
         least_bytes=least.least_bytes,
     )
     if memory.preference == "memory_saving":
@@ -177,7 +178,7 @@ def _made_for(training: PlannedTraining, device: torch.device, shape: tuple[int,
     if fixed.tiles:
         requested["tiles"] = [asdict(tile) for tile in fixed.tiles]
     return MadeFor(
-        model=f"{structure.family}, {len(structure.layers)} layers, {count:,} parameters",
+        model=f"{structure.family}, {len(structure.layers)} layers, {count:,} parameters{training.part}",
         batch_shape=shape,
         dtype=", ".join(sorted({str(parameter.dtype) for parameter in parameters})),
         device=device_name(device),

@@ -77,8 +77,8 @@ class WarmUp:
     memory was recorded in that step, something had to be evicted, or its batch was of another size."""
 
     def __init__(self, run: Run, steps: int) -> None:
-        self._run, self._steps_left, self._micro_batches = run, steps, 1  # until a step has been counted
-        self._forwards = 0
+        self._run, self._steps_left = run, steps
+        self._forwards_before = self._forwards = 0  # until a step has been counted
         self._recorder: StepRecorder | None = None
         self._held: HeldForwards | None = None
         self._memory: Profile | None = None
@@ -96,19 +96,20 @@ class WarmUp:
         """A micro-batch of this step."""
         self._forwards += 1
         run = self._run
-        if self._recorder is not None and self._memory is None and self._forwards == self._micro_batches:
+        first = self._forwards == self._forwards_before + 1
+        if self._recorder is not None and self._memory is None and first:
             self._baseline_bytes = run.meter.allocated_bytes() + run.idle.away_bytes
             self._weights = module_weights(unwrapped(run.model), run.structure)
 
     def step_ended(self) -> RecordedStep | None:
         """Return what was recorded, once all ranks have it; every rank must call it."""
         self._steps_left -= 1
-        self._micro_batches, self._forwards = max(self._forwards, 1), 0
+        self._forwards_before, self._forwards = max(self._forwards - self._run.chunks, 0), 0
         recorder, profile = self._stopped(), None
         if recorder is not None and all(from_all_ranks(recorder.complete)):
             profile = self._profile(recorder)
         if self._steps_left == 1:
-            self._memory, profile = profile if self._micro_batches == 1 else None, None
+            self._memory, profile = None if self._forwards_before else profile, None
         if profile is not None and self._memory is not None:
             measured = self._run.measured()
             if not measured.evicted_bytes and profile.batch_shape == self._memory.batch_shape:
@@ -155,8 +156,9 @@ class WarmUp:
             run.meter if self._memory is None else None,
             DeviceClock(run.transfer),
             run.pack_handler,
-            forwards_before=self._micro_batches - 1,
+            forwards_before=self._forwards_before,
             away_bytes=lambda: run.idle.away_bytes,
+            chunks=run.chunks,
         )
         self._held = HeldForwards(run.called, run.pack_handler, lambda: recorder.in_forward)
         self._held.start()

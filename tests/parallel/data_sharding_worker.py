@@ -22,7 +22,7 @@ from hf_actswap.parallel.full_state import partitions_of
 from hf_actswap.parallel.gradient_norm import clip_grad_norm
 from hf_actswap.parallel.gradients import TaggedGradients
 from hf_actswap.parallel.group import tensor_parallel_group
-from hf_actswap.parallel.mesh import SHARDED_DATA_AXIS, MeshError, ParallelMesh, build_mesh
+from hf_actswap.parallel.mesh import MeshError, ParallelMesh, build_mesh
 from hf_actswap.parallel.patch_model import Patched, patch_model
 from tests.parallel.patch_worker import config
 from tests.parallel.patched_models import VOCABULARY, tiny_model
@@ -111,7 +111,7 @@ class Result:
 
 def run_case(case: Case, _: dist.ProcessGroup | None) -> Result:
     """Train in one process and on four; compare."""
-    mesh, result = build_mesh(TENSOR_PARALLEL, SHARDED_DATA_AXIS, "cpu"), Result()
+    mesh, result = build_mesh(TENSOR_PARALLEL, "dp_shard", "cpu"), Result()
     alone, model = (tiny_model(case.kind, **case.settings) for _ in range(2))
     patched = _sharded(model, case, mesh, result)
     alone_optimizer, optimizer = (
@@ -152,7 +152,7 @@ def _sharded(model: Any, case: Case, mesh: ParallelMesh, result: Result) -> Patc
             apply(model, case.plan)
     tagged = patched.tagged
     result.part_bytes = sum(p.nbytes for p in model.parameters())
-    data_axis = mesh.device_mesh[SHARDED_DATA_AXIS]
+    data_axis = mesh.device_mesh["dp_shard"]
     if case.by_hand:
         for layer in model.model.layers:
             fully_shard(layer, mesh=data_axis, **case.sharding)
@@ -237,7 +237,7 @@ def _reloaded(state: dict[str, torch.Tensor], case: Case, mesh: ParallelMesh) ->
     other = tiny_model(case.kind, seed=9, **case.settings)
     group = mesh.tensor_parallel_group
     patched = patch_model(other, config(group, case.sequence_parallel), group)
-    patched.shard_over_data(mesh.device_mesh[SHARDED_DATA_AXIS])
+    patched.shard_over_data(mesh.device_mesh["dp_shard"])
     patched.load_full_state_dict(state)
     again = patched.full_state_dict()
     return [name for name, tensor in state.items() if not torch.equal(tensor, again[name])]
@@ -276,7 +276,7 @@ def run_prepared(_: dist.ProcessGroup | None) -> Result:
 
 def run_wrong_mesh(_: dist.ProcessGroup | None) -> dict[str, str]:
     """``fully_shard`` over the world, or over both axes: named in the first forward, or at once."""
-    mesh = build_mesh(TENSOR_PARALLEL, SHARDED_DATA_AXIS, "cpu")
+    mesh = build_mesh(TENSOR_PARALLEL, "dp_shard", "cpu")
     group, found = mesh.tensor_parallel_group, {}
     model = tiny_model("llama")
     patched = patch_model(model, config(group, True), group)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_actswap.errors import ActSwapError
-from hf_actswap.parallel.mesh import SHARDED_DATA_AXIS, ParallelMesh, build_mesh, check_innermost
+from hf_actswap.parallel.mesh import ParallelMesh, build_mesh, check_innermost
 from hf_actswap.parallel.rank_agreement import check_agreement, parameters_fact
 from tests.processes import run_cases
 
@@ -38,8 +38,8 @@ def meshes(_: dist.ProcessGroup | None) -> dict[str, Any]:
         }
 
     found: dict[str, Any] = {size: described(build_mesh(size)) for size in (1, 2, 4)}
-    mesh = build_mesh(2, SHARDED_DATA_AXIS, "cpu")
-    found["again"] = described(build_mesh(2, SHARDED_DATA_AXIS, "cpu", mesh.tensor_parallel_group))
+    mesh = build_mesh(2, "dp_shard", "cpu")
+    found["again"] = described(build_mesh(2, "dp_shard", "cpu", mesh.tensor_parallel_group))
     total = torch.tensor(float(dist.get_rank()))
     dist.all_reduce(total, group=mesh.tensor_parallel_group)
     found["total"] = total.item()

@@ -29,13 +29,13 @@ from hf_actswap import load_config, model_structure, resolve_plan
 from hf_actswap.apply import apply_plan
 from hf_actswap.config.schema import PipelineSchedule
 from hf_actswap.engine import Resources, host_budget
-from hf_actswap.engine.link import Link
 from hf_actswap.engine.passes import Pass, PassOrder, Point
 from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.pipeline import PipelineRuntime, StagedModel, prove_cut
 from hf_actswap.pipeline.shared_state import StageGradients, whole_state
 from hf_actswap.plan.layout import build_layout
-from tests.engine.simulated_transfer import Clock, SimulatedTransfer
+from tests.engine.simulated_transfer import Clock
+from tests.pipeline.test_swap_over_passes import CountingTransfer
 from tests.processes import run_cases
 
 VOCABULARY, STEPS = 67, 2
@@ -71,7 +71,7 @@ class Case:
         offset: of the layout.
         micro_batches: per step.
         lengths: of the rows of micro-batches, in turn.
-        simulated: whether copies run by a simulated clock, beside compute.
+        rate: bytes per ms that copies move each way by a simulated clock, beside compute; 0: they are real.
     """
 
     schedule: PipelineSchedule = "1f1b"
@@ -82,7 +82,7 @@ class Case:
     offset: Any = 0
     micro_batches: int = 6
     lengths: tuple[int, ...] = (12,)
-    simulated: bool = False
+    rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ class Result:
         offloads: in all steps.
         restored: whether the model is whole again after `StagedModel.restore`; ``None`` on other ranks.
         passes: that came to hooks in the last step, in this order, by their number in the schedule's.
+        swapped: bytes that a micro-batch swaps in the last step, and the most of all that are on the device
+            at a time. Counted on a simulated clock.
     """
 
     differing: dict[str, float]
@@ -111,6 +113,7 @@ class Result:
     offloads: int
     restored: bool | None
     passes: list[int]
+    swapped: tuple[float, int] = (0.0, 0)
 
 
 class WatchedPasses(PassOrder):
@@ -208,10 +211,10 @@ def staged_of(case: Case, model: nn.Module, stages: int, stage: int) -> tuple[St
     staged.cut()
     plan = staged.plan_of_stage(resolve_plan(config, shape))
     resources = Resources(passes=staged.passes)
-    if case.simulated:
+    if case.rate:
         clock = Clock()
         clock.drive(model)
-        resources = replace(resources, transfer=SimulatedTransfer(clock, Link(3e3, 3e3, 3e3, 3e3), 2**40))
+        resources = replace(resources, transfer=CountingTransfer(clock, case.rate))
     return staged, apply_plan(model, replace(plan, unsupported=()), shape, resources)
 
 
@@ -241,7 +244,8 @@ def run_case(case: Case, group: dist.ProcessGroup | None) -> Result:
     tokens = sum(int(batch["labels"][:, 1:].ne(-100).sum()) for batch in batches)
     differing: dict[str, float] = {}
     losses, norms = [], []
-    for _ in range(4 if case.simulated else STEPS):
+    for _ in range(4 if case.rate else STEPS):
+        before = applied.stats()
         reference.zero_grad()
         model.zero_grad()
         forwards.clear()
@@ -260,12 +264,16 @@ def run_case(case: Case, group: dist.ProcessGroup | None) -> Result:
         same = torch.equal(runtime.evaluate(batches[-1], partial(call, model, tokens)), loss)
     state = whole_state(staged, group)
     offloads = applied.stats().offloads
+    swapped = (applied.stats() - before).offloaded_bytes / case.micro_batches, 0
+    if isinstance(applied.transfer, CountingTransfer):
+        swapped = swapped[0], max(applied.transfer.most_bytes.values())
     applied.remove()
     held = [name for name in staged.own_state() if not staged.own_state()[name].is_meta]
     restored = restores(staged, state, reference) if stage == 0 else None
     equal = same_state(state, reference) if stage == 0 else None
     passes = staged.passes.seen if isinstance(staged.passes, WatchedPasses) else []
-    return Result(differing, losses, norms, same, held, equal, calls, offloads, restored, passes)
+    facts = held, equal, calls, offloads, restored, passes, swapped
+    return Result(differing, losses, norms, same, *facts)
 
 
 @dataclass(frozen=True)
@@ -407,7 +415,7 @@ TWO: dict[str, Case] = {
     "lora zero_bubble": Case("zero_bubble", SWAP, family="lora"),
     "gpipe interleaved": Case("gpipe", SWAP, interleaves=2),
     "zero_bubble interleaved": Case("zero_bubble", MIXED, interleaves=2),
-    "interleaved_1f1b auto swap": Case("interleaved_1f1b", AUTO, interleaves=2, simulated=True),
+    "interleaved_1f1b auto swap": Case("interleaved_1f1b", AUTO, interleaves=2, rate=3e3),
     "lengths": Case("1f1b", SWAP, lengths=(12, 9, 14)),
     "few": Case("1f1b", {}, micro_batches=1),
     "uneven": Case("1f1b", {"recompute_config": {"recompute": [1, 2]}}, layers=5, offset=[1, 0]),
@@ -430,7 +438,7 @@ TWO_MORE: dict[str, Case] = {
     "zero_bubble table": Case("zero_bubble", TABLE),
     "gpipe keep": Case("gpipe"),
     **{
-        f"{schedule} auto swap": Case(schedule, AUTO, simulated=True)  # type: ignore[arg-type]
+        f"{schedule} auto swap": Case(schedule, AUTO, rate=3e3)  # type: ignore[arg-type]
         for schedule in ("gpipe", "1f1b", "zero_bubble")
     },
     "zero_bubble select": Case("zero_bubble", SELECT),
@@ -446,6 +454,7 @@ FOUR: dict[str, Case] = {
     "four zero_bubble": Case("zero_bubble", SWAP),
     "four tied": Case("1f1b", SWAP, family="tied"),
     "three of four": Case("1f1b", SWAP, micro_batches=3),
+    "four auto swap": Case("1f1b", AUTO, layers=16, micro_batches=8, rate=2600.0),
     "in flight 1f1b": Case("1f1b"),
     "in flight few": Case("1f1b", micro_batches=3),
     "in flight interleaved": Case("interleaved_1f1b", layers=8, interleaves=2, micro_batches=8),

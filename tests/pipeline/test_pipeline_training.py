@@ -171,19 +171,45 @@ def test_the_report_shows_the_stages_side_by_side(runs: Path, tmp_path: Path) ->
     assert write_report(runs / "reported one 1", tmp_path / "one.html").facts.stages == ()
 
 
-def test_each_stage_is_planned_within_one_budget(runs: Path) -> None:
-    """The first stage holds two micro-batches, and moves more. Peaks are counted in the steps of the plan."""
+@pytest.mark.parametrize(
+    ("name", "schedule", "budget_bytes"),
+    [
+        ("planned", "1f1b", 461_709),
+        pytest.param("planned interleaved", "interleaved_1f1b", 480_000, marks=pytest.mark.slow),
+    ],
+)
+def test_each_stage_is_planned_within_one_budget(
+    name: str, schedule: str, budget_bytes: int, runs: Path
+) -> None:
+    """The first stage holds one micro-batch more, and moves more. Peaks are those of the plan's steps."""
     moved = []
     for rank, folder in enumerate(("actswap", "actswap/stage_1")):
-        found: Run = result(runs, "planned", rank)
+        found: Run = result(runs, name, rank)
         alike(found, result(runs, "reported one"))
-        facts = json.loads((runs / "planned 1f1b 2" / folder / "planner.json").read_text())
+        facts = json.loads((runs / f"{name} {schedule} 2" / folder / "planner.json").read_text())
         (trial,) = [trial for trial in facts["trials"] if trial["chosen"]]
-        assert facts["budget_bytes"] == 461_709
-        assert all(step["reserved_peak_bytes"] <= 461_709 for step in trial["steps"])
+        assert facts["budget_bytes"] == budget_bytes
+        assert all(step["reserved_peak_bytes"] <= budget_bytes for step in trial["steps"])
         assert not any(step["evicted_bytes"] for step in trial["steps"])
         moved.append(trial["steps"][-1]["offloaded_bytes"])
     assert moved[0] > moved[1]
+
+
+@pytest.mark.slow
+def test_each_stage_has_a_plan_file_of_its_own(runs: Path) -> None:
+    for rank, folder in enumerate(("actswap", "actswap/stage_1")):
+        for found in result(runs, "planned twice", rank):
+            alike(found, result(runs, "reported one"))
+        trials = [
+            json.loads((runs / f"planned {time} 1f1b 2" / folder / "planner.json").read_text())["trials"]
+            for time in ("first", "again")
+        ]
+        assert trials[0]
+        assert not trials[1]
+        plan = json.loads((runs / f"plan.stage_{rank}.json").read_text())
+        assert f"stage {rank} with layers {2 * rank}-{2 * rank + 1}, {2 - rank} passes in flight" in str(plan)
+        assert {row["scope"] for row in plan["rows"]} <= {2 * rank, 2 * rank + 1, "embedding", "head"}
+    assert not (runs / "plan.json").exists()
 
 
 @pytest.mark.slow
@@ -203,7 +229,7 @@ def test_dropout_goes_on_as_if_never_interrupted(runs: Path) -> None:
 
 def test_random_states_are_found_by_a_single_process(runs: Path) -> None:
     layout = json.loads((runs / "saving 1f1b 2" / "checkpoint-2" / "parallel_layout.json").read_text())
-    assert layout == {"processes": 2, "tensor_parallel_size": 2}
+    assert layout == {"processes": 2, "tensor_parallel_size": 1, "pipeline_stage": 2}
 
 
 @pytest.fixture(scope="module")
@@ -226,6 +252,8 @@ def test_two_pipelines_train_as_one_process(name: str, one: str, wide: Path) -> 
         assert found.losses == pytest.approx(expected.losses, rel=1e-6)
         assert found.norms == pytest.approx(expected.norms, rel=1e-5)
         assert found.evaluations == pytest.approx(expected.evaluations, rel=1e-6)
+        of_first_stage = "Set full recompute at layer 1" in found.log
+        assert of_first_stage == (rank < 2 and name != "resumed")
 
 
 @pytest.mark.slow

@@ -42,8 +42,16 @@ def read_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def opened(folder: Path, rank: int, monkeypatch: pytest.MonkeyPatch, kind: Any = AutoModelForCausalLM) -> Any:
-    monkeypatch.setenv("RANK", str(rank))
+def as_rank_of(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process be one of the two ranks that hold a stage, in two pipelines."""
+    monkeypatch.setenv("WORLD_SIZE", str(2 * STAGES))
+    monkeypatch.setenv("RANK", str(2 * stage + stage % 2))
+
+
+def opened(
+    folder: Path, stage: int, monkeypatch: pytest.MonkeyPatch, kind: Any = AutoModelForCausalLM
+) -> Any:
+    as_rank_of(stage, monkeypatch)
     return stage_from_pretrained(kind, folder, pipeline(STAGES))
 
 
@@ -58,9 +66,9 @@ def test_a_stage_reads_its_own_weights(
     tiny_model(family, 6).save_pretrained(tmp_path, max_shard_size="40KB")
     whole: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     state, buffers, names = whole.state_dict(), dict(whole.named_buffers()), set[str]()
-    for rank in range(STAGES):
+    for stage in range(STAGES):
         read_bytes.clear()
-        model = opened(tmp_path, rank, monkeypatch)
+        model = opened(tmp_path, stage, monkeypatch)
         found, own = model.state_dict(keep_vars=True), held(model)
         assert type(model) is type(whole)
         assert list(found) == list(state)
@@ -69,7 +77,7 @@ def test_a_stage_reads_its_own_weights(
         assert sum(read_bytes) == own_bytes
         assert len(own) < 0.5 * len(found)
         layers = {int(name.split(".")[2]) for name in own if ".layers." in name or ".h." in name}
-        assert layers == {2 * rank, 2 * rank + 1}
+        assert layers == {2 * stage, 2 * stage + 1}
         assert all(b.is_meta or torch.equal(b, buffers[name]) for name, b in model.named_buffers())
         rotary = getattr(model.base_model, "rotary_emb", None)
         assert rotary is None or not rotary.inv_freq.is_meta
@@ -92,8 +100,8 @@ def test_a_stage_made_from_a_configuration_has_the_weights_of_one_process(
     for name, tensor in stock.named_parameters():
         torch.testing.assert_close(state[name].std(), tensor.std(), rtol=0.2, atol=1e-3)
         assert state[name].dtype == tensor.dtype
-    for rank in range(STAGES):
-        monkeypatch.setenv("RANK", str(rank))
+    for stage in range(STAGES):
+        as_rank_of(stage, monkeypatch)
         torch.set_rng_state(before)
         model = stage_from_config(AutoModelForCausalLM, made_of, pipeline(STAGES), seed=3)
         assert torch.equal(torch.get_rng_state(), before)
@@ -125,8 +133,8 @@ def test_what_stays_in_fp32_and_what_is_trained_is_that_of_the_whole_model(
     config = Ernie4_5_MoeConfig(vocab_size=67, num_hidden_layers=6, moe_num_experts=4, moe_k=2, **sizes)
     Ernie4_5_MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    for rank in range(STAGES):
-        monkeypatch.setenv("RANK", str(rank))
+    for stage in range(STAGES):
+        as_rank_of(stage, monkeypatch)
         model = stage_from_pretrained(AutoModelForCausalLM, tmp_path, pipeline(STAGES), dtype=torch.bfloat16)
         assert parameters_fact(model) == parameters_fact(whole)
 
@@ -169,5 +177,6 @@ def test_what_does_not_fit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with pytest.raises(PipelineError, match="at most 6, the layers of the model, found 7"):
         stage_from_pretrained(AutoModelForCausalLM, tmp_path, pipeline(7))
     model = opened(tmp_path, 0, monkeypatch, LlamaForCausalLM)
+    monkeypatch.undo()
     with pytest.raises(PipelineError, match=r"model: expected all weights.*some on meta"):
         trainer_of(tmp_path / "out", 1, model=model)

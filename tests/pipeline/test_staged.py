@@ -130,6 +130,18 @@ def test_four_stages(name: str, four: Path) -> None:
 
 
 @pytest.mark.slow
+def test_auto_swaps_all_of_up_to_four_micro_batches_in_flight(four: Path) -> None:
+    """On stages that run; the link needs 65 % of a forward and a backward for a micro-batch.
+
+    On the device is less than one micro-batch, and 1.5 is the limit. The last stage swaps what a forward and
+    its own backward hide.
+    """
+    found = [result(four, "four auto swap", rank).swapped for rank in range(4)]
+    assert found[:3] == [(211_968, 167_424)] * 3
+    assert found[3] == (95_232, 38_400)
+
+
+@pytest.mark.slow
 def test_the_table_of_the_document(tmp_path: Path) -> None:
     folder = run(tmp_path, FIVE, 5, 300)
     found = [result(folder, "golden R1", rank) for rank in range(5)]

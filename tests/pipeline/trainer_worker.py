@@ -156,10 +156,18 @@ def trained(
     return Run(found[0], found[1], evaluations, log, count, crosses)
 
 
-def planned(folder: Path, name: str = "planned", ranks: int = 1, **asked: Any) -> Run:
+def planned(
+    folder: Path,
+    name: str = "planned",
+    ranks: int = 1,
+    schedule: str = "1f1b",
+    interleaves: int = 1,
+    **asked: Any,
+) -> Run:
     """Train under the planner, copies by a simulated clock, each stage divided among so many ranks.
 
-    Without a plan the stages hold 592,753 bytes, of two micro-batches, and 466,118 of one.
+    Without a plan the stages hold 592,753 bytes, of two micro-batches, and 466,118 of one. With two
+    interleaves it is 671,898 bytes, of two and a half, and 550,787 of one and a half.
     """
     clock = Clock()
     transfer = SimulatedTransfer(clock, Link(3e4, 3e4, 3e4, 3e4), 2**40)
@@ -174,8 +182,14 @@ def planned(folder: Path, name: str = "planned", ranks: int = 1, **asked: Any) -
             "memory": {**memory, "search_steps": 2, "min_tensor_mib": 0.0005},
             "parallel_config": {"tensor_parallel_size": ranks},
         }
-        settings = {"max_steps": 6, "logging_steps": 1}
-        return trained(2, name, "1f1b", folder, sections=sections, model=model, **settings)
+        settings = {"max_steps": 6, "logging_steps": 1, "interleaves": interleaves}
+        return trained(2, name, schedule, folder, sections=sections, model=model, **settings)
+
+
+def planned_twice(folder: Path) -> list[Run]:
+    """Train with a plan file that is not there, and once more."""
+    asked = {"budget_gib": 461_709 / 2**30, "plan_file": str(folder / "plan.json")}
+    return [planned(folder, f"planned {time}", **asked) for time in ("first", "again")]
 
 
 def predictions(stages: int, folder: Path) -> Any:
@@ -286,6 +300,14 @@ TWO: dict[str, Any] = {
     "rejections": rejections,
     "predicted two": partial(predictions, 2),
     "planned": planned,
+    "planned interleaved": partial(
+        planned,
+        name="planned interleaved",
+        schedule="interleaved_1f1b",
+        interleaves=2,
+        budget_gib=480_000 / 2**30,
+    ),
+    "planned twice": planned_twice,
     "planned too small": lambda folder: told(
         lambda: planned(folder, "planned too small", reduce_by_gib=150_000 / 2**30)
     ),
@@ -300,7 +322,14 @@ SLOW_CASES = ("one epoch", "bf16", "checkpointing", "tiled", "wide")
 SLOW = {
     *SLOW_CASES,
     *(f"{name} {schedule}" for name in SLOW_CASES for schedule in ("one", "1f1b")),
-    *("opened tied", "opened lora", "opened whole lora", "planned too small"),
+    *(
+        "opened tied",
+        "opened lora",
+        "opened whole lora",
+        "planned too small",
+        "planned interleaved",
+        "planned twice",
+    ),
 }
 """Trainings that a quick launch leaves out, and the cases that they are of."""
 ONE_QUICK = {name: run for name, run in ONE.items() if name not in SLOW}

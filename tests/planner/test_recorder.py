@@ -99,6 +99,39 @@ def test_base_bytes_hold_nothing_that_is_saved() -> None:
     } == {gradient_bytes}
 
 
+def test_chunks_are_one_forward_and_what_runs_between_them_is_not_theirs() -> None:
+    """Two calls of a model, as of a stage of a pipeline, with backwards in reverse."""
+    model, call = tiny_llama(num_hidden_layers=2), call_of()
+    step(model, call)  # from now on gradients are added to others
+    expected, outside = recorded(model)
+    meter = counting_meter(model, call)
+    meter.start()
+
+    def elsewhere() -> None:
+        torch.ones(4 * outside.peak_bytes(), dtype=torch.uint8).add_(1)
+
+    with StepRecorder(model, model_structure(model), meter, TickClock(), chunks=2) as recorder:
+        first = model(**call).loss
+        elsewhere()
+        second = model(**call).loss
+        second.backward()
+        elsewhere()
+        first.backward()
+        assert recorder.complete
+    meter.stop()
+    profile = recorder.profile(device="cpu")
+    assert_events_partition(profile)
+    for found, wanted in zip(profile.op_events, expected.op_events * 2, strict=True):
+        assert (found.call, found.num_ops) == (wanted.call, wanted.num_ops)
+        assert found.backward_ms == wanted.backward_ms
+        is_loss = (
+            wanted is expected.op_events[-1]
+        )  # the first op of backward is added to it, in the last chunk
+        assert found.forward_ms in (wanted.forward_ms, wanted.forward_ms - is_loss)
+    assert len(profile.saved.storages) == 2 * len(expected.saved.storages)
+    assert measured_peak_bytes(profile) < 3 * outside.peak_bytes()
+
+
 class HeldMeter(CountingMeter):
     """Counts what autograd holds, and nothing else."""
 

@@ -12,8 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from llama_swap import build_model, llama_config
+from recipe_options import ModelArguments
+from recipe_tokens import train_bpe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_actswap import stage_from_config
 from tests.robustness.ranks import ranks
 
 TINY = [
@@ -163,6 +167,40 @@ def test_four_processes_hold_two_models(whole: Path, repository: Path, tmp_path:
     assert len(losses(tmp_path)) == 4
     assert losses(tmp_path)[0] == pytest.approx(losses(whole)[0], rel=2e-2)  # twice as many samples
     assert AutoModelForCausalLM.from_pretrained(tmp_path).num_parameters() > 0
+
+
+IN_STAGES = {"parallel_config": {"pipeline_stage": 2, "schedule": "1f1b"}}
+
+
+def test_a_stage_makes_its_own_random_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = train_bpe(["Of stages and of rows.\n"] * 9, vocab_size=300)
+    sizes = ModelArguments(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=48)
+    config = llama_config(sizes, tokenizer, 16)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    found = build_model(sizes, tokenizer, 16, IN_STAGES, 3)
+    assert [all(p.is_meta for p in layer.parameters()) for layer in found.model.layers] == [True, False]
+    expected = stage_from_config(AutoModelForCausalLM, config, {}, 3).state_dict()
+    own = {name: tensor for name, tensor in found.state_dict().items() if not tensor.is_meta}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in own.items())
+    torch.manual_seed(3)
+    whole = build_model(sizes, tokenizer, 16, {"swap_config": {"swap": True}}, 3).state_dict()
+    torch.manual_seed(3)
+    stock = AutoModelForCausalLM.from_config(config).state_dict()
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in stock.items())
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_stages_train_from_the_same_random_weights_wherever_they_are_cut(tmp_path: Path) -> None:
+    steps = ["--gradient_accumulation_steps", "2", "--per_device_train_batch_size", "4", "--num_layers", "4"]
+    for folder, offset in (("equal", [0, 0]), ("unequal", [1, -1])):
+        parallel = {"parallel_config": {**IN_STAGES["parallel_config"], "offset": offset}}
+        (tmp_path / folder).mkdir()
+        run(tmp_path / folder, "--actswap", json.dumps(parallel), *TINY, *steps, *SHORT, processes=2)
+    found = losses(tmp_path / "equal")
+    assert found[-1] < found[0]
+    assert losses(tmp_path / "unequal") == found
 
 
 @pytest.mark.slow

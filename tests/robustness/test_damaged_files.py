@@ -17,7 +17,7 @@ import pytest
 from hf_actswap.cli.profile_file import ProfileError, read_profile
 from hf_actswap.engine.link import Link
 from hf_actswap.errors import ActSwapError, PlanError
-from hf_actswap.integrations.parallel_checkpoint import LAYOUT_FILE, random_states_by_data_rank
+from hf_actswap.integrations.parallel_checkpoint import LAYOUT_FILE, Layout, random_states_by_data_rank
 from hf_actswap.integrations.parallel_limits import ParallelTrainingError
 from hf_actswap.plan import Adjustment, MemoryPlan, PlanRow, Windows, load_plan
 from hf_actswap.plan.actions import COMPILE_BUDGET
@@ -225,13 +225,13 @@ def test_many_damaged_documents(kind: str, documents: dict[str, str], tmp_path: 
 
 
 def test_a_damaged_layout_of_a_checkpoint(tmp_path: Path) -> None:
-    right = {"processes": 2, "tensor_parallel_size": 1}
+    right: Layout = {"processes": 2, "tensor_parallel_size": 1, "pipeline_stage": 1}
     for value in JUNK:
         for name in right:
             (tmp_path / LAYOUT_FILE).write_text(json.dumps({**right, name: value}))
             with (
                 suppress(ParallelTrainingError),
-                random_states_by_data_rank(str(tmp_path), 2, 0, 1) as folder,
+                random_states_by_data_rank(str(tmp_path), right, 0, 0) as folder,
             ):
                 assert folder == str(tmp_path)
                 assert type(value) is int

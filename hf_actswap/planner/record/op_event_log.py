@@ -66,6 +66,7 @@ class OpEventLog:
         nodes: operators that a call counts as, whatever it makes: compiled layers.
         away_bytes: what would be on the device, were there room; added to what is.
         gradient_bytes: weights' gradients that are complete by now.
+        chunks: forwards that are recorded as one, each with a backward of its own, in reverse.
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class OpEventLog:
         nodes: Mapping[OpCall, int],
         away_bytes: Callable[[], int] = lambda: 0,
         gradient_bytes: Callable[[], int] = lambda: 0,
+        chunks: int = 1,
     ) -> None:
         self._away_bytes, self._gradient_bytes = away_bytes, gradient_bytes
         self._meter, self._clock, self._order, self._sees_ops = meter, clock, order, sees_ops
-        self._nodes = nodes
+        self._nodes, self._backwards_left = nodes, chunks
         self._rows: list[_Row] = []
         self._first_nodes: list[int] = []
         self._packs: list[tuple[int, int]] = []
@@ -90,7 +92,7 @@ class OpEventLog:
         self._since: Stamp | None = None
         self._visited: _Row | None = None
         self._turned = self._ended = False
-        self._backward = -1
+        self._backward: int | None = -1
         self.in_forward = False
         """Whether the model's own forward runs."""
         self.turned = False
@@ -105,11 +107,15 @@ class OpEventLog:
         """Called when backward begins, from the thread that runs it."""
 
     def start(self) -> None:
-        """Forward starts."""
+        """Forward starts, or the next of several chunks."""
         self._first_node, self.in_forward = next_node_number(), True
         self._busy = self._communicates = self._random = False
         self._look()
         self._since = self._clock.stamp()
+
+    def pause(self) -> None:
+        """A chunk's forward has ended, and another one follows: what runs until then is not its own."""
+        self._finish_forward(next_node_number())
 
     def enters(self, call: OpCall) -> None:
         """Execution has got to another call."""
@@ -141,6 +147,12 @@ class OpEventLog:
             return
         if not self._turned:
             self._backward_begins(node)
+        elif self._backward is None:
+            self._backward = running_backward()
+            self._look()
+            self._since = self._clock.stamp()
+            if self.on_backward is not None:
+                self.on_backward()
         if running_backward() != self._backward:
             return
         at = bisect_right(self._first_nodes, node) - 1
@@ -149,10 +161,14 @@ class OpEventLog:
             self._visit(self._rows[at])
 
     def end_backward(self) -> None:
-        """Backward has ended."""
-        if self._turned and not self._ended:
+        """Backward has ended, of the last chunk or of one before it."""
+        if self._turned and not self._ended and self._backward is not None:
             self._leave_row()
-            self._ended, self._visited, self._busy = True, None, False
+            self._visited, self._busy = None, False
+            self._backwards_left -= 1
+            if self._backwards_left:
+                self._backward = None
+            self._ended = not self._backwards_left
 
     def end(self) -> None:
         """The step has ended, with backward or without."""
@@ -161,6 +177,7 @@ class OpEventLog:
         if not self._turned and not self._ended:
             self._turned = self._ended = True
             self._finish_forward(next_node_number())
+        self._backwards_left = 1
         self.end_backward()
         since, self._since = self._since, self._clock.stamp()
         self.outside_ms_of = since, self._since

@@ -2,7 +2,8 @@
 
 The model trains as ever: the same numbers, the same random numbers. What is there while the step runs, and
 gone after it: hooks on modules, saved-tensor hooks and a function mode in the model's forward, a dispatch
-mode around the step. The first forward is recorded, and the backward through it.
+mode around the step. The first forward is recorded, and the backward through it; where a stage of a pipeline
+has several chunks, one forward of each.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class StepRecorder:
         forwards_before: forwards with gradients that go by before the one that is recorded (micro-batches).
         away_bytes: what ``hold`` has moved off the device at present, and would be there without a shortage.
         gradient_bytes: weights' gradients that are complete by now; ``None``: they are not counted.
+        chunks: forwards that are recorded as one: of a pipeline's stage, whose backwards come in reverse.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class StepRecorder:
         forwards_before: int = 0,
         away_bytes: Callable[[], int] = lambda: 0,
         gradient_bytes: Callable[[], int] | None = None,
+        chunks: int = 1,
     ) -> None:
         self._root, self._structure, self._meter, self._clock = (
             unwrapped(model),
@@ -97,6 +100,7 @@ class StepRecorder:
             self._compiled_nodes(),
             away_bytes,
             gradient_bytes or (lambda: 0),
+            chunks,
         )
         self._counts_gradients = gradient_bytes is not None
         self._log.on_backward = self._backward_begins
@@ -104,7 +108,7 @@ class StepRecorder:
         self._undo: list[Callable[[], None]] = []
         self._inside: ExitStack | None = None
         self._saving: Any = None
-        self._started = self._seen = False
+        self._started, self._chunks_left = False, chunks
         self._batch_shape: tuple[int, ...] = ()
         self._saved: SavedBytes | None = None
         self._reserved_bytes = 0
@@ -125,7 +129,7 @@ class StepRecorder:
     @property
     def complete(self) -> bool:
         """Whether a forward was recorded, and a backward through it."""
-        return self._seen and self._log.turned
+        return not self._chunks_left and self._log.turned
 
     def start(self) -> None:
         """Watch the next forward."""
@@ -190,7 +194,7 @@ class StepRecorder:
         Raises:
             RuntimeError: it still records, or there was no forward with gradients.
         """
-        if self._started or self._saved is None or not self._seen:
+        if self._started or self._saved is None or self._chunks_left:
             raise RuntimeError("no step was recorded: call start, run forward and backward, call stop")
         self._clock.synchronize()
         between = self._log.outside_ms_of
@@ -229,12 +233,12 @@ class StepRecorder:
 
     @uninterrupted()
     def _forward_starts(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._seen or not torch.is_grad_enabled():
+        if not self._chunks_left or not torch.is_grad_enabled():
             return
         if self._forwards_before > 0:
             self._forwards_before -= 1
             return
-        self._seen = True
+        self._chunks_left -= 1
         self._batch_shape = batch_shape(args, kwargs)
         self._uses.own_weights(self._root.modules())
         self._uses.own(tree_leaves((args, kwargs)), None)
@@ -263,6 +267,8 @@ class StepRecorder:
         pop_leaked_hooks(self._saving.pack_hook)
         self._saving = None
         inside.close()
+        if self._chunks_left:
+            self._log.pause()
 
     def _enters(self, call: OpCall) -> None:
         self._log.enters(call)

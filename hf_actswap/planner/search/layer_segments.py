@@ -55,7 +55,7 @@ def _whose(profile: Profile) -> Iterator[int]:
         scope = op_event.call[0]
         if isinstance(scope, int):
             current = scope
-        elif current >= 0 and (scope is not None or current == last - 1):
+        elif current >= 0 and (scope not in (None, "embedding") or current == last - 1):
             current = last
         yield current
 

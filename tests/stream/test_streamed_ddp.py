@@ -28,3 +28,9 @@ def test_each_rank_has_the_numbers_of_whole_sequences(kind: str, results: Path) 
         for name, one in whole[1].items():
             assert float((streamed[1][name] - one).norm()) < 4e-6 * float(one.norm()), name
         assert streamed[2] == whole[2] == 2, "one reduction a step, for all chunks"
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_ranks_choose_together_what_is_kept_whatever_their_lengths(results: Path) -> None:
+    assert [torch.load(results / f"chosen.{rank}.pt") for rank in range(WORLD_SIZE)] == [[3, 0], [3, 0]]

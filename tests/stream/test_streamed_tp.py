@@ -73,6 +73,15 @@ def test_collectives_by_chunk_and_layer(quick: Path) -> None:
 
 
 @pytest.mark.dist
+def test_ranks_keep_the_layers_that_fit_on_each_of_them(quick: Path) -> None:
+    """A layer that is kept takes no all-reduce in recomputation."""
+    for found in results(quick, "adaptive"):
+        (none, all_reduces), (every, fewer) = found["rank 1 has room for none"], found["room for all"]
+        assert (none, every) == (LAYERS, 0)
+        assert all_reduces["forward all_reduce"] - fewer["forward all_reduce"] == CHUNKS * LAYERS
+
+
+@pytest.mark.dist
 def test_divided_sequences_and_steps_on_parts_are_refused(quick: Path) -> None:
     for found in results(quick, "refusals"):
         assert "sequence_parallel_enabled: false" in found["sequence"]

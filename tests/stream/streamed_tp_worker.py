@@ -24,7 +24,16 @@ from hf_actswap.stream.host_sequence import HostSequence
 from tests.parallel.patch_ways_worker import counted
 from tests.parallel.patch_worker import config
 from tests.processes import run_cases
-from tests.stream.streamed_models import FAMILIES, PACKED, STREAMED, furthest, gradients, made, step
+from tests.stream.streamed_models import (
+    FAMILIES,
+    PACKED,
+    STREAMED,
+    InFloat64,
+    as_exact,
+    gradients,
+    made,
+    step,
+)
 
 WORLD_SIZE = 2
 QUICK = ("llama", "qwen3, tied")
@@ -72,10 +81,12 @@ def run_family(family: str, group: dist.ProcessGroup | None, **given: Any) -> di
     whole, streamed = (
         one_step(patched(family, group), document, group, **given) for document in ({}, STREAMED)
     )
+    with InFloat64():
+        truth = one_step(patched(family, group).double(), {}, group, **given)
     alone = one_step(model_of(family), STREAMED, None, **given)
     return {
         "losses": (whole["loss"], streamed["loss"], alone["loss"]),
-        "error": furthest(streamed["gradients"], whole["gradients"]),
+        "as exact": as_exact(*(item["gradients"] for item in (streamed, whole, truth))),
         "calls": (streamed["calls"], one_step(patched(family, group), {**STREAMED, **TILED}, group)["calls"]),
         "host": (streamed["host"], alone["host"]),
         "foreseen": streamed["foreseen"],

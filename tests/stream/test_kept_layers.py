@@ -16,7 +16,7 @@ from hf_actswap.stream.on_paper import TOKEN_BYTES
 from tests.stream.streamed_models import SIZES, STREAMED, gradients, made
 from tests.stream.test_host_sequence import DeviceMeter
 
-LAYERS, LENGTH, GIB = 4, 256, 2**30
+LAYERS, LENGTH, GIB = 3, 256, 2**30
 CHUNKS: dict[str, Any] = {"stream_config": {"tokens": 128}, "tile_config": {"loss": "auto"}}
 
 
@@ -58,22 +58,18 @@ def by_hand(kept: int) -> dict[str, Any]:
     return {**CHUNKS, "recompute_config": {"recompute": [LAYERS - kept]}}
 
 
-@pytest.mark.parametrize(
-    ("kept", "rows"),
-    [(2, 1), pytest.param(0, 1, marks=pytest.mark.slow), pytest.param(3, 2, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("kept", "rows"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.slow)])
 def test_as_many_layers_as_fit_are_kept(kept: int, rows: int, caplog: pytest.LogCaptureFixture) -> None:
     fits, more = (counted(by_hand(count), rows) for count in (kept, kept + 1))
     budget = (fits.peak_bytes + more.peak_bytes) // 2
     with caplog.at_level(logging.INFO, logger="hf_actswap"):
         found = counted(within(budget), rows)
-    assert [found.plan.fate(layer) for layer in range(LAYERS)] == ["recompute"] * (LAYERS - kept) + [
-        "keep"
-    ] * kept
+    fates = [found.plan.fate(layer) for layer in range(LAYERS)]
+    assert fates == [*["recompute"] * (LAYERS - kept), *["keep"] * kept]
     assert found.peak_bytes == fits.peak_bytes < budget < more.peak_bytes
     assert all(torch.equal(found.gradients[name], one) for name, one in fits.gradients.items())
     told = str(found.plan.adjustments[-1])
-    assert f"got {kept} of 4 layers of a chunk kept" in told
+    assert f"got {kept} of 3 layers of a chunk kept" in told
     assert f"{rows} x 256 tokens" in told
     assert told in caplog.text
 
@@ -87,18 +83,19 @@ def test_no_budget_is_all_that_the_device_has() -> None:
 @pytest.mark.slow
 def test_what_else_is_on_the_device_is_not_there_for_layers() -> None:
     both = []
-    for other_bytes in (0, 500_000):
+    for other_bytes in (0, 150_000):
         model, optimizer = model_and_optimizer()
         meter, other = CountingMeter(), torch.empty(other_bytes, dtype=torch.uint8)
         meter.own([*model.parameters(), other])
-        budget = counted(by_hand(2)).peak_bytes + 100_000
+        budget = counted(by_hand(2)).peak_bytes + 60_000
         with apply(model, within(budget), optimizer=optimizer, meter=meter) as applied:
             ids = ids_of(LENGTH)
             model(input_ids=ids, labels=ids).loss.backward()
             both.append(len(applied.plan.rows))
-    assert both[0] == 2 < both[1]
+    assert both[0] == 1 < both[1]
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_an_error_before_any_gradient() -> None:
     model, optimizer = model_and_optimizer()
     ids = ids_of(2 * LENGTH)
@@ -107,7 +104,7 @@ def test_what_does_not_fit_is_an_error_before_any_gradient() -> None:
         pytest.raises(BudgetError, match=r"No streamed sequence fits: fewer stream_config\.tokens") as error,
     ):
         model(input_ids=ids, labels=ids)
-    budget, longest = error.value.least_bytes - 100 * TOKEN_BYTES, 2 * LENGTH - 100
+    budget, longest = error.value.least_bytes - 50 * TOKEN_BYTES, 2 * LENGTH - 50
     with apply(model, within(budget), optimizer=optimizer) as applied:
         with pytest.raises(
             BudgetError, match=f"layer recomputed, found .*Sequences of at most {longest} tokens"

@@ -36,7 +36,7 @@ from .plan.model_structure import unwrapped
 from .plan.tile_ladder import tile_ladder
 from .planner import Meter, PlannedTraining, Planner, start_planner
 from .report import PinningBar, PlannerBar
-from .stream import problems_of_model, stream_sequences
+from .stream import ChunkBudget, KeptLayers, problems_of_model, stream_sequences
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,9 @@ def apply(
 
     If the configuration's ``memory.mode`` is ``smart_swap`` or ``adaptive``, a plan is searched while the
     model trains, and a `Planner` is returned: it has the same ``plan``, ``stats()`` and ``remove()``, and
-    changes the plan between steps. The model must be on its device then.
+    changes the plan between steps. The model must be on its device then. Beside ``stream_config`` an
+    `AppliedPlan` is returned, and ``adaptive`` chooses the layers that a chunk keeps at the first training
+    call.
 
     Args:
         model: a transformers model, bare or wrapped (DDP, PEFT, ``torch.compile``).
@@ -90,6 +92,9 @@ def apply(
         return apply_plan(model, plan, shape, Resources(transfer, progress))
     if optimizer is None:
         raise PlanError([_NO_OPTIMIZER])
+    if plan.streamed is not None:
+        budget = ChunkBudget(requested.memory, optimizer, meter)
+        return apply_plan(model, plan, shape, Resources(transfer, progress), budget)
     training = PlannedTraining(model, shape, plan, requested.memory, optimizer)
     return plan_while_training(training, Resources(transfer, progress), meter=meter, written=requested)
 
@@ -162,6 +167,7 @@ def apply_plan(
     plan: MemoryPlan,
     shape: ModelStructure,
     resources: Resources = Resources(),
+    chunk_budget: ChunkBudget | None = None,
 ) -> AppliedPlan:
     """Put a plan on a model whose structure is known; see `apply`.
 
@@ -169,6 +175,7 @@ def apply_plan(
         model, plan, shape: the model, what is put on it, and the model's structure.
         resources: that the plan is given; by default the tensor-parallel ranks are those of the group around
             the call, and progress is a bar on rank 0.
+        chunk_budget: of a streamed sequence: the first training call chooses the layers that a chunk keeps.
 
     Raises:
         PlanError: the plan does not fit the model, or requests something that this version does not support.
@@ -182,7 +189,9 @@ def apply_plan(
     if plan.rows or given.pack_handler is not None:
         restores += _without_cache(unwrapped(model))
     if plan.streamed is not None:
-        restores.append(stream_sequences(unwrapped(model), plan.streamed, applied, given.transfer))
+        root = unwrapped(model)
+        choose = None if chunk_budget is None else KeptLayers(root, applied, chunk_budget).choose
+        restores.append(stream_sequences(root, plan.streamed, applied, given.transfer, choose))
     for restore in restores:
         applied.on_remove(restore)
     return applied

@@ -3,39 +3,27 @@
 Each op's memory is in proportion to the tokens, so that a peak rises with the length along straight lines, of
 which the steepest wins. The length is looked for by lines through the peaks of steps on fake tensors; each
 answer is the length of such a step, and fits. Of a streamed sequence one chunk runs on fake tensors; the rest
-is arithmetic (`stream.on_paper`).
+is arithmetic (`stream.chunked_step`).
 """
 
 from __future__ import annotations
 
 import sys
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
 from ..config import ActSwapConfig, TileConfig, load_config
 from ..plan import MemoryPlan, resolve_plan
-from ..plan.model_structure import is_below, unwrapped
+from ..plan.model_structure import unwrapped
 from ..planner.budget import budget_bytes
 from ..planner.cost.simulate import predict
-from ..planner.profile import OpEvent, Prediction, Profile
-from ..planner.record.devices import device_rates
-from ..stream import chunk_tokens, problems_of_model, traced
-from ..stream.on_paper import (
-    TOKEN_BYTES,
-    PassWork,
-    chunk_bounds,
-    host_bytes,
-    longest_on_host,
-    passes,
-    recomputed_attention,
-)
+from ..planner.profile import Prediction, Profile
+from ..stream import ChunkedStep, problems_of_model
 from .optimizers import state_bytes
 from .output import busy, heading, listed, size_text, step_ms_text
 from .plan_answer import ALONE, assumptions, memory_table, step_on_paper
@@ -212,24 +200,27 @@ class _Lengths:
     def _streamed(self) -> Longest:
         assert self._host is not None
         plan = self._plan(_CHUNKS)
-        step = ChunkedStep(self._found, self._shape, plan)
+        step = self._chunked(plan)
         host_bytes = max(self._host - self._paged_bytes, 0)
         tokens = step.longest(self._budget_bytes, host_bytes) // UNIT_TOKENS * UNIT_TOKENS
         predicted = step.predicted(tokens or UNIT_TOKENS)
         found = self._found_longest(tokens, predicted, memory_parts(step.profile, predicted), _CHUNKS)
-        layers = plan.num_layers
-
-        def too_large(kept: int) -> bool:
-            step.follow(self._plan(_keeping(kept, layers)))
-            return step.predicted(tokens).peak_bytes > self._budget_bytes
-
-        kept = bisect_left(range(1, layers + 1), True, key=too_large) if tokens else 0
+        kept = step.keeping_most(plan, tokens, self._budget_bytes) if tokens else 0
         if not kept:
             return found
-        config = _keeping(kept, layers)
+        config = _keeping(kept, plan.num_layers)
         step.follow(self._plan(config))
         predicted = step.predicted(tokens)
         return replace(found, step=predicted, parts=memory_parts(step.profile, predicted), config=config)
+
+    def _chunked(self, plan: MemoryPlan) -> ChunkedStep:
+        found, shape = self._found, replace(self._shape, gradient_dtype=None)
+
+        def profile(tokens: int) -> Profile:
+            with busy(f"{found.described()}: a chunk of {tokens:,} tokens"):
+                return profile_of(found, replace(shape, tokens=tokens), plan.tiles)
+
+        return ChunkedStep(unwrapped(found.model), found.shape, plan, shape.device, profile)
 
     def _plan(self, text: str) -> MemoryPlan:
         return resolve_plan(self._read(text), self._found.shape)
@@ -277,130 +268,6 @@ class _Lengths:
 
     def _step(self, plan: MemoryPlan, tokens: int) -> Prediction:
         return predict(self._profile(plan, tokens), plan)
-
-
-class ChunkedStep:
-    """Streamed steps of one model, of any length: a chunk on fake tensors, and arithmetic.
-
-    Args:
-        found: the model, which can be streamed.
-        shape: of a step with one sequence; its length is not read.
-        plan: with `MemoryPlan.streamed`.
-
-    Attributes:
-        profile: of a chunk in the second pass, the last it comes to.
-    """
-
-    def __init__(self, found: Subject, shape: StepShape, plan: MemoryPlan) -> None:
-        assert plan.streamed is not None
-        root = unwrapped(found.model)
-        self._rates, self._tokens = device_rates(shape.device), chunk_tokens(root, plan.streamed)
-        chunk = replace(shape, tokens=self._tokens, gradient_dtype=None)
-        with (
-            busy(f"{found.described()}: a chunk of {self._tokens:,} tokens"),
-            traced(root, self._tokens, plan.streamed.grad_accum_dtype) as by,
-        ):
-            profile = profile_of(found, chunk, plan.tiles)
-            self._layers = dict(by)
-        self._structure = found.shape
-        self.profile = self._second_pass(profile, found)
-        self.follow(plan)
-
-    def follow(self, plan: MemoryPlan) -> None:
-        """Predict from now on what a plan of the same chunks comes to."""
-        self._chunk, again = predict(self.profile, plan), recomputed_attention(plan, self._structure)
-        self._layers = {index: replace(layer, again=index in again) for index, layer in self._layers.items()}
-
-    def _second_pass(self, profile: Profile, found: Subject) -> Profile:
-        """Return a chunk's profile with all sums of gradients, and what attention in pieces holds."""
-        trained = [weight for weight in found.model.parameters() if weight.requires_grad]
-        sums = sum(w.numel() * torch.promote_types(w.dtype, torch.float32).itemsize for w in trained)
-        moving, pieces = (
-            self._tokens * max(getattr(layer, name) for layer in self._layers.values())
-            for name in ("moving_bytes", "pieces_bytes")
-        )
-        attention: dict[Any, frozenset[str]] = {
-            layer.index: layer.attention_paths for layer in found.shape.layers
-        }
-
-        def with_sums(op_event: OpEvent, made_bytes: int) -> OpEvent:
-            scope, path, _ = op_event.call
-            inside = any(is_below(path, module) for module in attention.get(scope, ()))
-            more = sums + moving
-            return replace(
-                op_event,
-                forward_base_bytes=op_event.forward_base_bytes + more,
-                backward_base_bytes=op_event.backward_base_bytes - made_bytes + more + inside * pieces,
-            )
-
-        made = profile.gradient_bytes
-        at_end = profile.weight_bytes + profile.optimizer_state_bytes + sums  # and one in its own type
-        return replace(
-            profile,
-            op_events=tuple(map(with_sums, profile.op_events, made)),
-            gradient_bytes=(sums,) * len(made),
-            outside_base_bytes=max(profile.outside_base_bytes, at_end + max(w.nbytes for w in trained)),
-        )
-
-    def longest(self, device_bytes: int, host_bytes: int) -> int:
-        """Return the most tokens with which a step keeps within device and host memory; 0: none."""
-        on_device = max(device_bytes - self._chunk.peak_bytes, 0) // TOKEN_BYTES
-        tokens = longest_on_host([*self._layers.values()], self._tokens, host_bytes, on_device)
-        return tokens if tokens > self._tokens else 0
-
-    def predicted(self, tokens: int) -> Prediction:
-        """Return a step of so many tokens."""
-        bounds, layers = chunk_bounds(tokens, self._tokens), self._layers.values()
-        first, second = passes(layers, bounds)
-        ahead, again, back = (
-            flop * self._tokens**2 / 2 / self._attention_flop_per_ms
-            for flop in (
-                sum(layer.forward_flop for layer in layers),
-                sum(layer.forward_flop * layer.again for layer in layers),
-                sum(layer.backward_flop for layer in layers),
-            )
-        )
-        chunk, share = self._chunk, tokens / self._tokens
-        once_ms = sum(op_event.forward_ms for op_event in self.profile.op_events) - ahead
-        again_ms = self.profile.compute_ms + chunk.recompute_ms - ahead - again - back
-        first_ms, first_stall_ms = self._pass_ms(share * once_ms, first)
-        second_ms, second_stall_ms = self._pass_ms(share * again_ms, second)
-        return replace(
-            chunk,
-            step_ms=first_ms + second_ms + self.profile.outside_ms,
-            compute_ms=first_ms + second_ms - first_stall_ms - second_stall_ms,
-            recompute_ms=share * (chunk.recompute_ms - again),
-            forward_stall_ms=first_stall_ms,
-            backward_stall_ms=second_stall_ms,
-            forward_end_ms=first_ms,
-            peak_bytes=chunk.peak_bytes + tokens * TOKEN_BYTES,
-            swapped_bytes=first.out_bytes + second.out_bytes,
-            host_bytes=host_bytes(layers, bounds),
-        )
-
-    def _pass_ms(self, others_ms: float, work: PassWork) -> tuple[float, float]:
-        """Return how long a pass takes, and how much of it compute waits for copies."""
-        rates = self._rates
-        compute_ms = (
-            others_ms + work.flop / self._attention_flop_per_ms + work.merged_bytes / rates.bytes_per_ms
-        )
-        link = rates.link
-        if link is None:
-            return compute_ms, 0.0
-        out_ms, in_ms = (
-            work.out_bytes / link.out_beside_in_bytes_per_ms,
-            work.in_bytes / link.in_beside_out_bytes_per_ms,
-        )
-        stall_ms = max(out_ms - compute_ms, in_ms - compute_ms, 0.0)
-        return compute_ms + stall_ms, stall_ms
-
-    @property
-    def _attention_flop_per_ms(self) -> float:
-        rates = self._rates
-        layer = next(iter(self._layers.values()))
-        half = layer.item_bytes < layer.wide_bytes
-        full = rates.attention_flop_per_ms * rates.full_flop_per_ms / rates.half_flop_per_ms
-        return rates.attention_flop_per_ms if half else full
 
 
 def longest_of(over_bytes: Callable[[int], int]) -> int:

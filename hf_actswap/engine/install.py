@@ -31,6 +31,9 @@ from .workplace import Resources, Workplace
 
 logger = logging.getLogger(__name__)
 
+Attach = Callable[[], list[Callable[[], None]]]
+"""Installs what acts on a model; returns what takes it off, in order of installation."""
+
 _FSDP1 = "FullyShardedDataParallel"
 """By its class name: importing it takes time, and FSDP2 modules are of other classes."""
 
@@ -39,16 +42,18 @@ class AppliedPlan:
     """A plan on a model. Use as a context manager, or call `remove`.
 
     Args:
-        engine: of the plan.
-        attach: installs its hooks, each time anew; returns what takes them off.
+        plan: that is applied.
+        make: returns the engine of a plan for the model, and what installs its hooks, each time anew; that
+            returns what takes them off.
 
     Attributes:
         structure: of the model.
     """
 
-    def __init__(self, engine: Engine, attach: Callable[[], list[Callable[[], None]]]) -> None:
-        self.structure = engine.structure
-        self._engine, self._attach = engine, attach
+    def __init__(self, plan: MemoryPlan, make: Callable[[MemoryPlan], tuple[Engine, Attach]]) -> None:
+        self._make = make
+        self._engine, self._attach = make(plan)
+        self.structure = self._engine.structure
         self._undo: list[Callable[[], None]] = []
         self._removed = False
         self._hooks: list[Callable[[], None]] | None = None
@@ -130,6 +135,21 @@ class AppliedPlan:
             self._hooks = self._attach()
 
     @uninterrupted()
+    def change_to(self, plan: MemoryPlan) -> None:
+        """Let another plan for the same model act, before the first training forward; counting begins anew.
+
+        Args:
+            plan: with the same tiles; not checked against the model.
+        """
+        self.suspend()
+        before = self._engine.place
+        before.unbind()
+        before.close()
+        self._engine, self._attach = self._make(plan)
+        self._engine.place.listener = before.listener
+        self.resume()
+
+    @uninterrupted()
     def remove(self) -> None:
         """Take everything off the model and free the host memory. Safe to call again.
 
@@ -171,20 +191,24 @@ def install(
     tiles = plan.tiles if resources.host is None else ()  # a planner has put them on, for all its plans
     _check(root, replace(plan, tiles=tiles), structure, resources.replicas)
     parts = tile_parts(root, tiles, structure, resources.replicas)
-    engine = Engine(model, plan, structure, resources)
 
-    def attach() -> list[Callable[[], None]]:
-        if problems := _other_plan(root, structure, tiles):
-            raise PlanError(problems)
-        undo = [
-            *engine.attach(),
-            *put_tiles(root, parts, structure, partial(engine.adjust, level=logging.WARNING)),
-        ]
-        if plan.gather_weights_again:
-            undo.append(gather_weights_again(model))
-        return undo
+    def make(plan: MemoryPlan) -> tuple[Engine, Attach]:
+        engine = Engine(model, plan, structure, resources)
 
-    return AppliedPlan(engine, attach)
+        def attach() -> list[Callable[[], None]]:
+            if problems := _other_plan(root, structure, tiles):
+                raise PlanError(problems)
+            undo = [
+                *engine.attach(),
+                *put_tiles(root, parts, structure, partial(engine.adjust, level=logging.WARNING)),
+            ]
+            if plan.gather_weights_again:
+                undo.append(gather_weights_again(model))
+            return undo
+
+        return engine, attach
+
+    return AppliedPlan(plan, make)
 
 
 def put_tiles(

@@ -26,6 +26,7 @@ from ..plan.compiled import is_compiled
 from ..planner import PlannedTraining, Planner
 from ..report import PinningBar, plan_table
 from ..report.saving import Saving
+from ..stream import ChunkBudget
 from .parallel_checkpoint import checkpoint_fact
 from .parallel_limits import rejection
 from .parallel_training import ParallelTraining
@@ -211,16 +212,21 @@ class ActSwapCallback(TrainerCallback):
             passes = None if parallel is None else parallel.passes
             with self._spoken(state):
                 own = plan if parallel is None else parallel.plan_of_rank(plan)
-            if config.memory.mode != "off":
-                training = PlannedTraining(
-                    model, shape, own, config.memory, kwargs.get("optimizer"), counts_steps=False
-                )
+            optimizer, planned = kwargs.get("optimizer"), config.memory.mode != "off"
+            if planned and own.streamed is None:
+                training = PlannedTraining(model, shape, own, config.memory, optimizer, counts_steps=False)
                 with self._spoken(state):
                     self.applied = self._started_planner(training, args, silent)
                 if args.disable_tqdm:
                     self.applied.progress = None
             else:
-                self.applied = apply_plan(model, own, shape, Resources(progress=silent, passes=passes))
+                budget = None
+                if planned:
+                    accumulates = args.gradient_accumulation_steps > 1
+                    budget = ChunkBudget(config.memory, optimizer, accumulates=accumulates)
+                self.applied = apply_plan(
+                    model, own, shape, Resources(progress=silent, passes=passes), budget
+                )
         if parallel is not None:
             parallel.expect_batch()
         self._before = self._step = SwapStats()

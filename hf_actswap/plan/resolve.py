@@ -357,11 +357,23 @@ class _Resolution:
             "a model that is not compiled": self._structure.compiled
             or any(layer.compiled for layer in self._structure.layers),
             "whole weights on each rank (no FSDP2)": self._structure.sharded,
-            "memory.mode: off (the planner does not plan chunks yet)": self._config.memory.mode != "off",
         }
         for expected, violated in reasons.items():
             if violated:
                 self._problems.append(Problem("stream_config.tokens", expected, str(tokens)))
+        memory = self._config.memory
+        goes_with: dict[str, tuple[str, ...]] = {"mode": ("off", "adaptive")}
+        if memory.mode == "adaptive":
+            goes_with |= {
+                "reduce_by_gib": ("nothing",),
+                "plan_file": ("nothing",),
+                "preference": ("performance",),
+            }
+        for key, allowed in goes_with.items():
+            if (asked := str(getattr(memory, key) or "nothing")) not in allowed:
+                expected = f"{' or '.join(allowed)} beside stream_config"
+                hint = "What a chunk keeps is chosen layer by layer, at the first training call."
+                self._problems.append(Problem(f"memory.{key}", expected, asked, hint))
         dtype = self._config.stream_config.grad_accum_dtype
         return SequenceChunks(tokens if isinstance(tokens, int) else None, dtype)
 

@@ -23,21 +23,17 @@ from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..config.schema import MemoryConfig
-from ..config.sizes import device_kind
 from ..engine.stats import gib_text
 from ..plan.actions import MemoryPlan
 from ..plan.model_structure import ModelStructure, unwrapped
 from ..plan.tile_ladder import named
 from .budget import limits_of
-from .record.devices import DEVICES
+from .record.devices import nearest_device
 from .record.shapes import profile_from_shapes
 from .search.find_plan import least_peak_bytes
-from .states.optimizer_kinds import inner_optimizer, state_bytes_beside_weights
+from .states.optimizer_kinds import expected_state_bytes, inner_optimizer
 
 logger = logging.getLogger(__name__)
-
-_ADAMS = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
-"""AdamW is an Adam."""
 
 
 class LeastBudget:
@@ -61,7 +57,7 @@ class LeastBudget:
         optimizer: torch.optim.Optimizer | None,
         device: str,
     ) -> None:
-        self._rates = _like(device)
+        self._rates = nearest_device(device)
         self._root, self._structure, self._fixed, self._memory = unwrapped(model), structure, fixed, memory
         self._optimizer = None if optimizer is None else inner_optimizer(optimizer)
         self._first = next((item for item in self._root.parameters() if item.requires_grad), None)
@@ -140,22 +136,7 @@ class LeastBudget:
         """Bytes of the optimizer's states that are on the device in every step; ``None``: not known."""
         if self._memory.preference == "memory_saving":
             return 0
-        optimizer = self._optimizer
-        if optimizer is None:
-            return None
-        there_bytes = state_bytes_beside_weights(optimizer)
-        if not isinstance(optimizer, _ADAMS):
-            return there_bytes or None
-        moments = sum(
-            (3 if group.get("amsgrad") else 2) * sum(weight.nbytes for weight in group["params"])
-            for group in optimizer.param_groups
-        )
-        return max(there_bytes, int(moments))  # in its first step a part of them is there
-
-
-def _like(device: str) -> str:
-    """Name of the known device that is this one, or whose copies overlap compute as this one's do."""
-    return device_kind(device) or DEVICES[0].name
+        return None if self._optimizer is None else expected_state_bytes(self._optimizer)
 
 
 @dataclass(frozen=True)

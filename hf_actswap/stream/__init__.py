@@ -5,15 +5,24 @@ Out: the same model, whose long training calls hold one chunk on the device; wha
 
 `two_passes` runs the chunks. `streamed_attention` replaces the model's attention, and `piecewise_attention`
 computes it. `host_sequence` holds keys, values, outputs and gradients in host memory. `refusals` lists what
-cannot be streamed. `on_paper` predicts memory, copies and FLOP from shapes.
+cannot be streamed. `on_paper` predicts memory, copies and FLOP from shapes; `chunked_step` predicts the step,
+and chooses how many layers of a chunk are kept within a budget.
 
-It knows transformers' attention and mask interfaces, the engine's host memory and transfers; no YAML, no
-model families.
+It knows transformers' attention and mask interfaces, the engine's host memory and transfers, the planner's
+predictions; no YAML, no model families.
 """
 
 from __future__ import annotations
 
+from .chunked_step import ChunkBudget, ChunkedStep, KeptLayers
 from .refusals import problems_of_model
-from .two_passes import chunk_tokens, stream_sequences, traced
+from .two_passes import stream_sequences, traced
 
-__all__ = ["chunk_tokens", "problems_of_model", "stream_sequences", "traced"]
+__all__ = [
+    "ChunkBudget",
+    "ChunkedStep",
+    "KeptLayers",
+    "problems_of_model",
+    "stream_sequences",
+    "traced",
+]

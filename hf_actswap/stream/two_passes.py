@@ -41,7 +41,7 @@ from ..engine.transfer import BlockingTransfer, Transfer
 from ..errors import PlanError, Problem
 from ..parallel.decoder_block import OwnHeadsConfig
 from ..parallel.patch_model import check_step
-from ..plan.actions import SequenceChunks
+from ..plan.actions import Scope, SequenceChunks
 from .host_sequence import HostSequence
 from .on_paper import LayerTrace, chunk_bounds, host_bytes, longest_on_host, recomputed_attention
 from .refusals import documents_of, named_arguments, reject_call
@@ -76,7 +76,11 @@ def chunk_tokens(root: nn.Module, chunks: SequenceChunks) -> int:
 
 
 def stream_sequences(
-    root: nn.Module, chunks: SequenceChunks, applied: AppliedPlan, transfer: Transfer | None
+    root: nn.Module,
+    chunks: SequenceChunks,
+    applied: AppliedPlan,
+    transfer: Transfer | None,
+    choose: Callable[[int, int], None] | None = None,
 ) -> Undo:
     """Run a model's training calls chunk by chunk; return what undoes it.
 
@@ -85,9 +89,10 @@ def stream_sequences(
         chunks: length of a chunk, and dtype of the gradient sums.
         applied: the plan on the model: it acts inside each chunk, and its host memory is used.
         transfer: copies between device and host; ``None``: that of the plan.
+        choose: changes the plan ahead of the first training call; is told its rows and their tokens.
     """
     return replace_call(
-        root, lambda inner: _StreamedModel(Exchangeable(root, inner), chunks, applied, transfer).call
+        root, lambda inner: _StreamedModel(Exchangeable(root, inner), chunks, applied, transfer, choose).call
     )
 
 
@@ -139,23 +144,30 @@ class _StreamedModel:
 
     Args:
         model: the model with its own call.
-        chunks, applied, transfer: see `stream_sequences`.
+        chunks, applied, transfer, choose: see `stream_sequences`.
 
     Attributes:
         model: as given.
         root: the module itself.
         grad_accum_dtype: see `SequenceChunks`.
-        again: layers whose attention runs again in backward.
     """
 
     def __init__(
-        self, model: Exchangeable, chunks: SequenceChunks, applied: AppliedPlan, transfer: Transfer | None
+        self,
+        model: Exchangeable,
+        chunks: SequenceChunks,
+        applied: AppliedPlan,
+        transfer: Transfer | None,
+        choose: Callable[[int, int], None] | None,
     ) -> None:
         self.model, self.root = model, model.module
         self._tokens, self.grad_accum_dtype = chunk_tokens(self.root, chunks), chunks.grad_accum_dtype
-        self._layers = len(applied.structure.layers)
-        self.again = recomputed_attention(applied.plan, applied.structure)
-        self._place, self._transfer = applied.place, transfer
+        self._applied, self._transfer, self._choose = applied, transfer, choose
+
+    @property
+    def again(self) -> frozenset[Scope]:
+        """Layers whose attention runs again in backward."""
+        return recomputed_attention(self._applied.plan, self._applied.structure)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's call; short sequences and calls without gradients are not divided into chunks."""
@@ -164,6 +176,13 @@ class _StreamedModel:
         length = 0 if ids is None else ids.shape[-1]
         if given.get("inputs_embeds") is not None:
             length = given["inputs_embeds"].shape[1]
+        if self._choose is not None and length and torch.is_grad_enabled():
+            choose, self._choose = self._choose, None  # it calls the model on fake tensors
+            try:
+                choose(len(given["input_ids"] if ids is not None else given["inputs_embeds"]), length)
+            except BaseException:
+                self._choose = choose
+                raise
         if not torch.is_grad_enabled() or length <= self._tokens:
             return self.model.run(*args, **kwargs)
         reject_call(self.root, given)
@@ -177,13 +196,14 @@ class _StreamedModel:
 
     def host(self) -> HostSequence:
         """Return host memory for one sequence."""
-        transfer = self._transfer or self._place.transfer()
-        return HostSequence(self._place.pool(transfer), transfer, self._place.counters)
+        place = self._applied.place
+        transfer = self._transfer or place.transfer()
+        return HostSequence(place.pool(transfer), transfer, place.counters)
 
     def check_first_chunk(self, attention: ChunkAttention) -> None:
         """Raise `PlanError` if a layer has not called ``attention``, or host memory does not suffice."""
-        if len(attention.layers) != self._layers:
-            expected = f"{self._layers} layers that call transformers' attention interface"
+        if len(attention.layers) != (count := len(self._applied.structure.layers)):
+            expected = f"{count} layers that call transformers' attention interface"
             called = f"calls by {len(attention.layers)} of them"
             raise PlanError([Problem("model", expected, called, "Train it without stream_config.")])
         layers, length = [*attention.layers.values()], attention.bounds[-1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_actswap import apply
-from hf_actswap.cli.longest import STREAMED, UNIT_TOKENS, ChunkedStep, _Lengths, longest_of
+from hf_actswap.cli.longest import STREAMED, UNIT_TOKENS, _Lengths, longest_of
 from hf_actswap.cli.plan_request import AskedStep, ModelRequest, PlanRequest, Sharding
-from hf_actswap.cli.step import StepShape
+from hf_actswap.cli.step import StepShape, profile_of
 from hf_actswap.cli.subject import subject
 from hf_actswap.config import load_config
 from hf_actswap.plan import resolve_plan
+from hf_actswap.planner import Profile
+from hf_actswap.stream import ChunkedStep
 from tests.stream.streamed_models import SIZES
 from tests.stream.test_host_sequence import DeviceMeter
 
@@ -119,7 +122,12 @@ def streamed_step(
     config = load_config({**chunks, "recompute_config": {"recompute": recompute}})
     with subject(ModelRequest(str(folder)), config) as found:
         shape = StepShape(1, 1, device, None, "sgd")
-        yield ChunkedStep(found, shape, resolve_plan(config, found.shape))
+        plan = resolve_plan(config, found.shape)
+
+        def profile(length: int) -> Profile:
+            return profile_of(found, replace(shape, tokens=length), plan.tiles)
+
+        yield ChunkedStep(found.model, found.shape, plan, device, profile)
 
 
 @pytest.mark.parametrize(

@@ -100,6 +100,19 @@ def test_the_plan_is_logged(make_trainer: Callable[..., Trainer], caplog: pytest
     assert "recomputes nothing" not in caplog.text
 
 
+def test_layers_that_fit_are_kept(
+    make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {**STREAMED, "memory": {"mode": "adaptive", "budget_gib": 1}}
+    trainer = make_trainer(config, max_steps=2, gradient_accumulation_steps=2)
+    with caplog.at_level(logging.INFO, logger="hf_actswap"):
+        trainer.train()
+    layers = trainer.model.config.num_hidden_layers
+    assert f"{layers} of {layers} layers of a chunk kept" in caplog.text
+    assert "Decided in step 1" in caplog.text
+    assert "_call_impl" not in vars(trainer.model)
+
+
 @pytest.mark.parametrize("order", quick_first(["before", "after"], 1))
 def test_accelerate_loop(order: str) -> None:
     runs = []

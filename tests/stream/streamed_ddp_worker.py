@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_actswap import apply
 from tests.processes import join_group
-from tests.stream.streamed_models import STREAMED, data, gradients, made
+from tests.stream.streamed_models import LENGTH, STREAMED, TOKENS, data, gradients, made
 
 WORLD_SIZE = 2
 KINDS: dict[str, dict[str, Any]] = {
@@ -54,6 +54,19 @@ def steps(kind: str, streamed: bool) -> tuple[list[float], dict[str, torch.Tenso
     return losses, found, reduced[0]
 
 
+def rows_of_chosen_plan() -> list[int]:
+    """Layers that each rank recomputes whose plan is chosen in a first step that only rank 0 streams."""
+    rank, model = dist.get_rank(), made()
+    wrapped = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {**STREAMED, "memory": {"mode": "adaptive", "budget_gib": 0.1}}
+    with apply(wrapped, config, optimizer=optimizer) as applied:
+        before = len(applied.plan.rows)
+        length = LENGTH if rank == 0 else TOKENS - 1
+        wrapped(**{name: item[:, :length] for name, item in data().items()}).loss.backward()
+        return [before, len(applied.plan.rows)]
+
+
 def train_on_rank(rank: int, folder: str) -> None:
     """Write ``<kind>.<streamed>.<rank>.pt``."""
     torch.set_num_threads(1)
@@ -62,5 +75,6 @@ def train_on_rank(rank: int, folder: str) -> None:
         for kind in KINDS:
             for streamed in (False, True):
                 torch.save(steps(kind, streamed), Path(folder, f"{kind}.{streamed}.{rank}.pt"))
+        torch.save(rows_of_chosen_plan(), Path(folder, f"chosen.{rank}.pt"))
     finally:
         dist.destroy_process_group()

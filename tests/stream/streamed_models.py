@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -98,8 +100,37 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
     return {name: item.grad for name, item in model.named_parameters() if item.grad is not None}
 
 
+class InFloat64(TorchFunctionMode):
+    """What a model of float64 weights computes in fp32 (norms, softmaxes, angles) is computed in float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
+
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
+
+
+def truth_of(model: Any, **given: Any) -> dict[str, torch.Tensor]:
+    """Return the gradients of the same step in float64 throughout."""
+    with InFloat64():
+        return step(copy.deepcopy(model).double(), **given)[1]
+
+
+def as_exact(
+    streamed: dict[str, torch.Tensor], whole: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]
+) -> bool:
+    """Whether streamed fp32 gradients are within 1e-6 of a whole step's, or as close to the truth as these.
+
+    Two rounded results may differ by more than 1e-6 where each of them is further than that from the truth.
+    """
+    near = furthest(streamed, whole) <= 1e-6
+    return near or furthest(streamed, truth) <= 1.5 * furthest(whole, truth)
+
+
 def furthest(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Return the largest relative difference of a gradient; of one that is zero but for rounding none."""
+    """Return the largest relative difference of a gradient in norm; zeros but for rounding have none."""
     assert found.keys() == expected.keys()
     largest = max(float(one.norm()) for one in expected.values())
     return max(

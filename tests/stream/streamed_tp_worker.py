@@ -19,11 +19,21 @@ from hf_actswap.parallel import (
     patch_model,
     tensor_parallel_group,
 )
+from hf_actswap.planner import BudgetError, CountingMeter
 from hf_actswap.stream.host_sequence import HostSequence
 from tests.parallel.patch_ways_worker import counted
 from tests.parallel.patch_worker import config
 from tests.processes import run_cases
-from tests.stream.streamed_models import FAMILIES, PACKED, STREAMED, furthest, gradients, made, step
+from tests.stream.streamed_models import (
+    FAMILIES,
+    PACKED,
+    STREAMED,
+    InFloat64,
+    as_exact,
+    gradients,
+    made,
+    step,
+)
 
 WORLD_SIZE = 2
 QUICK = ("llama", "qwen3, tied")
@@ -71,10 +81,12 @@ def run_family(family: str, group: dist.ProcessGroup | None, **given: Any) -> di
     whole, streamed = (
         one_step(patched(family, group), document, group, **given) for document in ({}, STREAMED)
     )
+    with InFloat64():
+        truth = one_step(patched(family, group).double(), {}, group, **given)
     alone = one_step(model_of(family), STREAMED, None, **given)
     return {
         "losses": (whole["loss"], streamed["loss"], alone["loss"]),
-        "error": furthest(streamed["gradients"], whole["gradients"]),
+        "as exact": as_exact(*(item["gradients"] for item in (streamed, whole, truth))),
         "calls": (streamed["calls"], one_step(patched(family, group), {**STREAMED, **TILED}, group)["calls"]),
         "host": (streamed["host"], alone["host"]),
         "foreseen": streamed["foreseen"],
@@ -103,12 +115,37 @@ def run_refusals(group: dist.ProcessGroup | None) -> dict[str, str]:
     return found
 
 
+def run_adaptive(group: dist.ProcessGroup) -> dict[str, Any]:
+    """Layers that are recomputed, and collectives: rank 1 has room for no layer, and both for all."""
+
+    def chosen(other_bytes: int, budget_bytes: int) -> tuple[int, Counter[str]]:
+        model, meter = patched("llama", group), CountingMeter()
+        other, calls = torch.empty(other_bytes, dtype=torch.uint8), Counter[str]()
+        meter.own([*model.parameters(), other])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        memory = {"mode": "adaptive", "budget_gib": budget_bytes / 2**30}
+        config = {**STREAMED, "memory": memory, "parallel_config": {"tensor_parallel_size": WORLD_SIZE}}
+        with tensor_parallel_group(group), apply(model, config, optimizer=optimizer, meter=meter) as applied:
+            with counted(calls):
+                step(model)
+            return len(applied.plan.rows), calls
+
+    try:
+        chosen(0, 1000)
+    except BudgetError as error:
+        least_bytes = error.least_bytes
+    return {
+        "rank 1 has room for none": chosen(2**28 * dist.get_rank(), 2**28 + least_bytes + 1024),
+        "room for all": chosen(0, 2**28),
+    }
+
+
 def run_quick(rank: int, folder: str) -> None:
     """Run a few families, and what is refused."""
     cases: dict[str, Any] = {family: partial(run_family, family) for family in QUICK}
     packed = {"position_ids": PACKED.expand(2, -1), "use_cache": False}
     cases["packed documents"] = partial(run_family, "llama", **packed)
-    cases["refusals"] = run_refusals
+    cases["refusals"], cases["adaptive"] = run_refusals, run_adaptive
     run_cases(rank, folder, WORLD_SIZE, cases, {name: [[0, 1]] for name in cases})
 
 

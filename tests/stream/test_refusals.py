@@ -121,7 +121,9 @@ def test_all_reasons_at_once() -> None:
         apply(model, STREAMED)
     assert len(error.value.problems) == 3
     config = {**STREAMED, "memory": {"mode": "smart_swap"}}
-    with pytest.raises(PlanError, match=r"(?s)a model that is not compiled.*memory\.mode: off"):
+    with pytest.raises(
+        PlanError, match=r"(?s)a model that is not compiled.*memory\.mode: expected off or adaptive"
+    ):
         resolve_plan(load_config(config), model_structure(torch.compile(made(), backend="eager")))
 
 

@@ -112,6 +112,11 @@ DEVICES: tuple[DeviceRates, ...] = (
 )
 
 
+def nearest_device(name: str) -> str:
+    """Return the known device that ``name`` is, else the one whose copies overlap compute as its own do."""
+    return device_kind(name) or DEVICES[0].name
+
+
 def device_rates(name: str) -> DeviceRates:
     """Return the rates of a device.
 

@@ -24,6 +24,9 @@ STREAMED: frozenset[type] = frozenset(
 )
 """A step computes each parameter from its own gradient and states, and from its group's numbers."""
 
+_ADAMS = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
+"""AdamW is an Adam."""
+
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer inside wrappers that hold it as ``optimizer`` (Accelerate's does)."""
@@ -40,6 +43,21 @@ def state_bytes_beside_weights(optimizer: torch.optim.Optimizer) -> int:
         for value in state.values()
         if isinstance(value, torch.Tensor) and value.device == parameter.device
     )
+
+
+def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
+    """Return the bytes of states that are on the device in every step; ``None``: not known yet.
+
+    Those of Adam's family are known before its first step; of others, those that are there.
+    """
+    there_bytes = state_bytes_beside_weights(optimizer)
+    if not isinstance(optimizer, _ADAMS):
+        return there_bytes or None
+    moments = sum(
+        (3 if group.get("amsgrad") else 2) * sum(weight.nbytes for weight in group["params"])
+        for group in optimizer.param_groups
+    )
+    return max(there_bytes, int(moments))  # in its first step a part of them is there
 
 
 def is_streamed(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,339 @@
+"""Streamed steps on paper, and how many layers of a chunk are kept within a budget of device memory.
+
+One chunk of the second pass runs on fake tensors; the rest is arithmetic on its shapes (`on_paper`). ``plan
+--longest`` predicts with it, and so does ``memory.mode: adaptive``, at the first training call of a model.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from bisect import bisect_left
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config.schema import MemoryConfig
+from ..engine import AppliedPlan
+from ..engine.agreement import from_all_ranks
+from ..engine.stats import gib_text
+from ..errors import PlanError, Problem
+from ..plan.actions import Adjustment, MemoryPlan
+from ..plan.model_structure import ModelStructure, is_below
+from ..planner.budget import BudgetError, budget_bytes
+from ..planner.cost.simulate import predict
+from ..planner.meter import AllocatorMeter, CountingMeter, Meter, device_name
+from ..planner.profile import OpEvent, Prediction, Profile
+from ..planner.record.devices import device_rates, nearest_device
+from ..planner.record.shapes import profile_from_shapes
+from ..planner.states.optimizer_kinds import (
+    expected_state_bytes,
+    inner_optimizer,
+    state_bytes_beside_weights,
+)
+from .on_paper import (
+    TOKEN_BYTES,
+    PassWork,
+    chunk_bounds,
+    host_bytes,
+    longest_on_host,
+    passes,
+    recomputed_attention,
+)
+from .two_passes import chunk_tokens, traced
+
+logger = logging.getLogger(__name__)
+
+
+class ChunkedStep:
+    """Streamed steps of one model, of any length: a chunk on fake tensors, and arithmetic.
+
+    Args:
+        root: the model inside its wrappers, which can be streamed.
+        structure: of it.
+        plan: with `MemoryPlan.streamed`.
+        device: one of `planner.devices`.
+        profile_of: runs a chunk of so many tokens on fake tensors, in the tiles of the plan.
+        rows: sequences of a micro-batch.
+
+    Attributes:
+        profile: of a chunk in the second pass, the last it comes to.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        structure: ModelStructure,
+        plan: MemoryPlan,
+        device: str,
+        profile_of: Callable[[int], Profile],
+        rows: int = 1,
+    ) -> None:
+        assert plan.streamed is not None
+        self._rates, self._tokens = device_rates(device), chunk_tokens(root, plan.streamed)
+        with traced(root, self._tokens, plan.streamed.grad_accum_dtype) as by:
+            profile = profile_of(self._tokens)
+            self._layers = dict(by)
+        self._structure, self._token_bytes = structure, rows * TOKEN_BYTES
+        self.profile = self._second_pass(profile, root)
+        self.follow(plan)
+
+    def follow(self, plan: MemoryPlan) -> None:
+        """Predict from now on what a plan of the same chunks comes to."""
+        self._chunk, again = predict(self.profile, plan), recomputed_attention(plan, self._structure)
+        self._layers = {index: replace(layer, again=index in again) for index, layer in self._layers.items()}
+
+    def _second_pass(self, profile: Profile, root: nn.Module) -> Profile:
+        """Return a chunk's profile with all sums of gradients, and what attention in pieces holds."""
+        trained = [weight for weight in root.parameters() if weight.requires_grad]
+        sums = sum(w.numel() * torch.promote_types(w.dtype, torch.float32).itemsize for w in trained)
+        moving, pieces = (
+            self._tokens * max(getattr(layer, name) for layer in self._layers.values())
+            for name in ("moving_bytes", "pieces_bytes")
+        )
+        attention: dict[Any, frozenset[str]] = {
+            layer.index: layer.attention_paths for layer in self._structure.layers
+        }
+
+        def with_sums(op_event: OpEvent, made_bytes: int) -> OpEvent:
+            scope, path, _ = op_event.call
+            inside = any(is_below(path, module) for module in attention.get(scope, ()))
+            more = sums + moving
+            return replace(
+                op_event,
+                forward_base_bytes=op_event.forward_base_bytes + more,
+                backward_base_bytes=op_event.backward_base_bytes - made_bytes + more + inside * pieces,
+            )
+
+        made = profile.gradient_bytes
+        at_end = profile.weight_bytes + profile.optimizer_state_bytes + sums  # and one in its own type
+        return replace(
+            profile,
+            op_events=tuple(map(with_sums, profile.op_events, made)),
+            gradient_bytes=(sums,) * len(made),
+            outside_base_bytes=max(profile.outside_base_bytes, at_end + max(w.nbytes for w in trained)),
+        )
+
+    def longest(self, device_bytes: int, host_bytes: int) -> int:
+        """Return the most tokens with which a step keeps within device and host memory; 0: none."""
+        on_device = max(device_bytes - self._chunk.peak_bytes, 0) // self._token_bytes
+        tokens = longest_on_host([*self._layers.values()], self._tokens, host_bytes, on_device)
+        return tokens if tokens > self._tokens else 0
+
+    def keeping_most(self, plan: MemoryPlan, tokens: int, device_bytes: int) -> int:
+        """Return how many layers can be kept; the last ones are. -1: not even with none does a step fit.
+
+        Args:
+            plan: of the same chunks, in which every layer is recomputed.
+            tokens: of the sequence.
+            device_bytes: the most that a step may use.
+        """
+
+        def too_large(kept: int) -> bool:
+            self.follow(keeping(plan, kept))
+            return self.predicted(tokens).peak_bytes > device_bytes
+
+        return bisect_left(range(plan.num_layers + 1), True, key=too_large) - 1
+
+    def predicted(self, tokens: int) -> Prediction:
+        """Return a step of so many tokens."""
+        bounds, layers = chunk_bounds(tokens, self._tokens), self._layers.values()
+        first, second = passes(layers, bounds)
+        ahead, again, back = (
+            flop * self._tokens**2 / 2 / self._attention_flop_per_ms
+            for flop in (
+                sum(layer.forward_flop for layer in layers),
+                sum(layer.forward_flop * layer.again for layer in layers),
+                sum(layer.backward_flop for layer in layers),
+            )
+        )
+        chunk, share = self._chunk, tokens / self._tokens
+        once_ms = sum(op_event.forward_ms for op_event in self.profile.op_events) - ahead
+        again_ms = self.profile.compute_ms + chunk.recompute_ms - ahead - again - back
+        first_ms, first_stall_ms = self._pass_ms(share * once_ms, first)
+        second_ms, second_stall_ms = self._pass_ms(share * again_ms, second)
+        return replace(
+            chunk,
+            step_ms=first_ms + second_ms + self.profile.outside_ms,
+            compute_ms=first_ms + second_ms - first_stall_ms - second_stall_ms,
+            recompute_ms=share * (chunk.recompute_ms - again),
+            forward_stall_ms=first_stall_ms,
+            backward_stall_ms=second_stall_ms,
+            forward_end_ms=first_ms,
+            peak_bytes=chunk.peak_bytes + tokens * self._token_bytes,
+            swapped_bytes=first.out_bytes + second.out_bytes,
+            host_bytes=host_bytes(layers, bounds),
+        )
+
+    def _pass_ms(self, others_ms: float, work: PassWork) -> tuple[float, float]:
+        """Return how long a pass takes, and how much of it compute waits for copies."""
+        rates = self._rates
+        compute_ms = (
+            others_ms + work.flop / self._attention_flop_per_ms + work.merged_bytes / rates.bytes_per_ms
+        )
+        link = rates.link
+        if link is None:
+            return compute_ms, 0.0
+        out_ms, in_ms = (
+            work.out_bytes / link.out_beside_in_bytes_per_ms,
+            work.in_bytes / link.in_beside_out_bytes_per_ms,
+        )
+        stall_ms = max(out_ms - compute_ms, in_ms - compute_ms, 0.0)
+        return compute_ms + stall_ms, stall_ms
+
+    @property
+    def _attention_flop_per_ms(self) -> float:
+        rates = self._rates
+        layer = next(iter(self._layers.values()))
+        half = layer.item_bytes < layer.wide_bytes
+        full = rates.attention_flop_per_ms * rates.full_flop_per_ms / rates.half_flop_per_ms
+        return rates.attention_flop_per_ms if half else full
+
+
+def keeping(plan: MemoryPlan, kept: int) -> MemoryPlan:
+    """Return a plan that recomputes whole layers, with the last ``kept`` of them kept."""
+    layers = range(plan.num_layers - kept, plan.num_layers)
+    return replace(plan, rows=tuple(row for row in plan.rows if row.op_path or row.scope not in layers))
+
+
+@dataclass(frozen=True)
+class ChunkBudget:
+    """What the step of a streamed sequence must keep within, and what is known of the training.
+
+    Args:
+        memory: the ``memory`` section; its mode is ``adaptive``.
+        optimizer: of the model, in its wrappers or not; ``None``: not known.
+        meter: of device memory; ``None``: the device's.
+        accumulates: whether gradients of an earlier micro-batch are on the device in a step.
+    """
+
+    memory: MemoryConfig
+    optimizer: torch.optim.Optimizer | None
+    meter: Meter | None = None
+    accumulates: bool = True
+
+
+class KeptLayers:
+    """Chooses how many layers of a chunk are kept: as many as fit into the budget, the same on each rank.
+
+    It uses the shapes of a model's first training call; all ranks make it together.
+
+    Args:
+        root: the model inside its wrappers.
+        applied: the plan on it, with every layer recomputed.
+        budget: for the step.
+    """
+
+    def __init__(self, root: nn.Module, applied: AppliedPlan, budget: ChunkBudget) -> None:
+        self._root, self._applied, self._budget = root, applied, budget
+
+    def choose(self, rows: int, tokens: int) -> None:
+        """Change the plan on the model. All ranks must call this, outside of the model's own call.
+
+        Args:
+            rows: sequences of the call.
+            tokens: of each of them.
+
+        Raises:
+            BudgetError: on some rank a step does not fit although every layer is recomputed.
+            PlanError: the model does not run on fake tensors.
+        """
+        plan = self._applied.plan
+        self._applied.change_to(replace(plan, rows=()))  # tiles stay, and nothing is recomputed
+        try:
+            plan = self._chosen(plan, rows, tokens)
+        finally:
+            self._applied.change_to(plan)
+        logger.info("%s", plan.adjustments[-1])
+
+    def _chosen(self, plan: MemoryPlan, rows: int, tokens: int) -> MemoryPlan:
+        device = self._applied.place.device()
+        meter = self._budget.meter
+        if meter is None:
+            meter = CountingMeter() if device.type == "cpu" else AllocatorMeter(device)
+        found: tuple[ChunkedStep, int] | PlanError
+        try:
+            found = self._step(plan, rows, device, meter.allocated_bytes())
+        except Exception as error:  # the model's own code runs: it may raise anything
+            text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            hint = "Leave memory.mode out; a list in recompute_config.recompute says which layers are kept."
+            found = PlanError([Problem("memory.mode", "a model that runs on fake tensors", text, hint)])
+        fault = found if isinstance(found, PlanError) else None
+        ranks = from_all_ranks((fault, meter.limit_bytes(), tokens))
+        for other, *_ in ranks:
+            if other is not None:
+                raise other
+        assert not isinstance(found, PlanError)  # or it was raised
+        step, resting_bytes = found
+        limit_bytes, longest = min(item[1] for item in ranks), max(item[2] for item in ranks)
+        most_bytes = budget_bytes(self._budget.memory, limit_bytes, 0)
+        own_kept = step.keeping_most(plan, longest, most_bytes - resting_bytes)
+        step.follow(plan)
+        least_bytes = step.predicted(longest).peak_bytes + resting_bytes
+        fits = step.longest(most_bytes - resting_bytes, sys.maxsize) if own_kept < 0 else longest
+        others = from_all_ranks((own_kept, -least_bytes, fits))
+        kept, least_bytes, fits = map(min, zip(*others, strict=True))
+        if kept < 0:
+            raise self._impossible(most_bytes, -least_bytes, fits)
+        chosen = keeping(plan, kept)
+        step.follow(chosen)
+        peak_bytes = step.predicted(longest).peak_bytes + resting_bytes
+        reason = (
+            f"the most that fit: {gib_text(peak_bytes, math.ceil)} of {gib_text(most_bytes, math.floor)}, "
+            f"{rows} x {longest:,} tokens"
+        )
+        layers = tuple(range(plan.num_layers - kept, plan.num_layers))
+        got = f"{kept} of {plan.num_layers} layers of a chunk kept, the others recomputed"
+        told = Adjustment("memory.mode", layers, "", "adaptive", got, reason)
+        return replace(chosen, adjustments=(*chosen.adjustments, told))
+
+    def _impossible(self, most_bytes: int, least_bytes: int, fits: int) -> BudgetError:
+        written = self._budget.memory.budget_gib
+        there = gib_text(most_bytes, math.floor) if written is None else f"{written:g} GiB"
+        expected = (
+            f"at least {gib_text(least_bytes, math.ceil)}, which chunks take with every layer recomputed"
+        )
+        hint = f"Sequences of at most {fits:,} tokens fit."
+        if not fits:
+            hint = (
+                "No streamed sequence fits: fewer stream_config.tokens and tile_config.loss: auto take less."
+            )
+        error = BudgetError([Problem("memory.budget_gib", expected, there, hint)])
+        error.least_bytes = least_bytes
+        return error
+
+    def _step(
+        self, plan: MemoryPlan, rows: int, device: torch.device, allocated_bytes: int
+    ) -> tuple[ChunkedStep, int]:
+        """Return the step, and the device bytes that it does not know of."""
+        optimizer, weights = self._budget.optimizer, [*self._root.parameters()]
+        there_bytes = states_bytes = 0
+        if optimizer is not None:
+            optimizer = inner_optimizer(optimizer)
+            there_bytes, states_bytes = (
+                state_bytes_beside_weights(optimizer),
+                expected_state_bytes(optimizer) or 0,
+            )
+        name, kind = nearest_device(device_name(device)), device.type
+
+        def profile_of(tokens: int) -> Profile:
+            ids = torch.empty(rows, tokens, dtype=torch.long, device="meta")
+            batch = {"input_ids": ids, "labels": torch.empty_like(ids), "use_cache": False}
+            mixed: AbstractContextManager[Any] = nullcontext()
+            if torch.is_autocast_enabled(kind):
+                mixed = torch.autocast("cpu", torch.get_autocast_dtype(kind))
+            with mixed:
+                return profile_from_shapes(
+                    self._root, self._applied.structure, batch, name, optimizer_state_bytes=states_bytes
+                )
+
+        step = ChunkedStep(self._root, self._applied.structure, plan, name, profile_of, rows)
+        gradients_bytes = sum(weight.grad.nbytes for weight in weights if weight.grad is not None)
+        known_bytes = step.profile.weight_bytes + gradients_bytes + there_bytes
+        trained_bytes = sum(weight.nbytes for weight in weights if weight.requires_grad)
+        return step, max(allocated_bytes - known_bytes, 0) + self._budget.accumulates * trained_bytes

@@ -437,11 +437,11 @@ def _worker_path(args: TrainingArguments) -> str:
 def _log_plan(
     target: logging.Logger, plan: MemoryPlan, notes: Iterable[str], lines: int = logging.INFO
 ) -> None:
-    """Log the notes, the warnings and, at level ``lines``, those of the reference, in its order."""
+    """Log the notes and the reference's lines at level ``lines``; at INFO its warnings are WARNING."""
     for note in notes:
         target.info("%s", note)
     for warning in plan.warnings:
-        target.warning("%s", warning)
+        target.log(logging.WARNING if lines == logging.INFO else lines, "%s", warning)
     for line in plan.log_lines():
         target.log(lines, "%s", line)
 

@@ -195,7 +195,7 @@ class RequestedPolicy:
 
     def __str__(self) -> str:
         name = f" {self.op_name}" if self.op_name else ""
-        ahead = f", {self.prefetch} ops ahead" if self.prefetch is not None else ""
+        ahead = {None: "", "auto": ", measured windows"}.get(self.prefetch, f", {self.prefetch} ops ahead")
         layers = f"layer{'s' if len(self.layers) > 1 else ''} {folded(self.layers)}"
         return f"{self.where}{name}: {self.asked} in {layers}{ahead}"
 

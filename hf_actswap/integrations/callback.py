@@ -414,12 +414,17 @@ class ArgumentsCallback(ActSwapCallback):
         trainer = calling_trainer(self)
         callbacks = [] if trainer is None else trainer.callback_handler.callbacks
         others = [item for item in callbacks if item is not self]
-        if not any(isinstance(item, ActSwapCallback) for item in others):
+        given = next((item for item in others if isinstance(item, ActSwapCallback)), None)
+        if given is None:
             return False
         trainer.callback_handler.callbacks = others  # another list: the event goes on through this one
+        if self._source not in (None, given._source) and trainer.is_world_process_zero():
+            with console_logging(logger):
+                logger.warning(_IGNORED)
         return True
 
 
+_IGNORED = "actswap of the training arguments is ignored: the Trainer was given another ActSwapCallback."
 _DOES_NOTHING = (
     'Nothing is swapped or recomputed: %s. actswap="auto" looks for a plan with all that the device has.'
 )

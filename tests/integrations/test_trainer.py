@@ -196,6 +196,16 @@ def test_interrupt_inside_a_forward_leaves_nothing_behind(make_trainer: Make) ->
     assert losses(again) == losses(plain)
 
 
+@pytest.mark.parametrize(("given", "warns"), [(CASE_2, True), (CASE_4, False)], ids=["other", "same"])
+def test_arguments_beside_a_callback_with_something_else_are_ignored_with_a_word(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture, given: dict[str, Any], warns: bool
+) -> None:
+    args = make_trainer(CASE_4).args
+    caplog.clear()
+    Trainer(tiny_llama(), args, train_dataset=Tokens(8), callbacks=[ActSwapCallback(given)])
+    assert ("actswap of the training arguments is ignored" in caplog.text) is warns
+
+
 def test_a_callback_added_later_works(make_trainer: Make) -> None:
     trainer = make_trainer(None, callback=False, max_steps=2)
     callback = ActSwapCallback(CASE_2)

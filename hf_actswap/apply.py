@@ -86,7 +86,9 @@ def apply(
     if isinstance(requested, MemoryPlan):
         return apply_plan(model, requested, shape, Resources(transfer, progress))
     plan = resolve_plan(requested, shape)
-    for changed in (*plan.warnings, *plan.adjustments):
+    for warning in plan.warnings:
+        logger.log(logging.WARNING if requested.log == "reference" else logging.DEBUG, "%s", warning)
+    for changed in plan.adjustments:
         logger.warning("%s", changed)
     if requested.memory.mode == "off":
         return apply_plan(model, plan, shape, Resources(transfer, progress))

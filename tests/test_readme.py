@@ -74,6 +74,12 @@ def test_the_yaml_of_the_readme_suits_a_model_of_32_layers(repository: Path) -> 
     assert plan.fate(31, "mlp.up_proj.linear") == "keep"
 
 
+def test_the_yaml_of_the_readme_warns_of_nothing(repository: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (text,) = blocks(repository, README, "yaml")
+    hf_actswap.apply(small_llama(), text).remove()
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 def test_the_python_runs_in_order_and_prints_what_it_says(
     repository: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

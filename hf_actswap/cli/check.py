@@ -32,7 +32,7 @@ class Checked:
 
     Args:
         source: of the configuration, as the user named it.
-        strict: whether adjustments and warnings count as problems.
+        strict: whether adjustments count as problems.
     """
 
     source: str
@@ -51,7 +51,7 @@ class Checked:
     @property
     def ok(self) -> bool:
         """Whether nothing is wrong, nor, where that is asked, has given way."""
-        changed = self.plan is not None and bool(self.plan.adjustments or self.plan.warnings)
+        changed = self.plan is not None and bool(self.plan.adjustments)
         return not self.problems and not (self.strict and changed)
 
     def document(self) -> Mapping[str, Any]:
@@ -104,7 +104,7 @@ class Checked:
             yield heading("Names")
             yield from listed(_meaning(requested) for requested in self.policies)
         if plan.warnings:
-            yield heading("Warnings")
+            yield heading("MindFormers' warnings")
             yield from listed(plan.warnings)
         if plan.adjustments:
             yield heading("Requests that were changed")

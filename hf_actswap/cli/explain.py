@@ -74,6 +74,7 @@ class Explanation:
     asked: str
     described: str
     ops: Sequence[Explained]
+    mode: str
     ok: bool = True
 
     def document(self) -> Mapping[str, Any]:
@@ -90,7 +91,7 @@ class Explanation:
             yield FATES[op.fate]
             if op.saved_bytes is not None:
                 yield f"Autograd saves {size_text(op.saved_bytes)} of it without a plan."
-            yield from listed([_deciding(op.row, op.op_path)])
+            yield from listed([_deciding(op.row, op.op_path, self.mode)])
             yield heading("Requests that name it, the strongest first")
             yield from listed(
                 [f"{requested}{_verdict(requested, op)}" for requested in op.policies] or ["none"]
@@ -159,7 +160,7 @@ def _explained(
                 saved_bytes=None if profile is None else saved_by_op(profile, scope, path),
             )
         )
-    return Explanation(scope, op, found.described(), ops)
+    return Explanation(scope, op, found.described(), ops, config.memory.mode)
 
 
 def _scope(text: str, shape: ModelStructure) -> Scope:
@@ -194,7 +195,11 @@ def _concerns(adjustment: Adjustment, shape: ModelStructure, scope: Scope, path:
     return any(is_below(path, name) or is_below(name, path) for name in {*targets, *written})
 
 
-def _deciding(row: PlanRow | None, path: str) -> str:
+def _deciding(row: PlanRow | None, path: str, mode: str) -> str:
+    if row is None and mode != "off":
+        return (
+            f"Nothing is written for it: the planner ({mode}) may choose another fate while the model trains."
+        )
     if row is None:
         return "No row of the plan names it, so it is kept."
     name = row.op_path or "the whole layer"

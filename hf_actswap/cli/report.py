@@ -42,7 +42,7 @@ class Reported:
             table.add_row("a step", ms_text(facts.step_ms))
         if facts.peak_bytes is not None:
             table.add_row("peak memory", size_text(facts.peak_bytes))
-        if facts.saving is not None:
+        if facts.saving is not None and facts.saving.saved_bytes is not None:
             table.add_row("saved", size_text(facts.saving.saved_bytes))
         for number, stage in enumerate(facts.stages):
             peak = "not measured" if stage.peak_bytes is None else size_text(stage.peak_bytes)

@@ -36,6 +36,7 @@ from .reader import (
 )
 from .recompute_section import EXCLUDE_KEYS, SELECTION_KEYS, selects_anything
 from .schema import MemoryConfig, RecomputeConfig, SwapConfig
+from .sizes import bytes_of
 
 _LEAST = {"warmup_steps": 1, "search_steps": 0, "num_attn_layers_per_stage": 1, "swap_bucket_size": None}
 _SIZES = ("budget_gib", "reduce_by_gib", "min_tensor_mib", "host_memory_gib")
@@ -143,7 +144,7 @@ def _read_value(findings: Findings, path: Path, key: str, value: object) -> Any:
     if key in _LEAST:
         return read_int(findings, path, value, minimum=_LEAST[key])
     if key in _SIZES:
-        return read_positive(findings, path, value)
+        return read_positive(findings, path, value, _size_hint(key, value))
     if key == "margin_gib":
         return read_not_negative(findings, path, value)
     if _TYPES[key] is bool:
@@ -314,3 +315,14 @@ def _product_hint(value: object) -> str:
         return ""
     size = math.prod(int(factor) for factor in value.split("*"))
     return f"Write the number: {size}." if size <= _LARGEST_BYTES else ""
+
+
+def _size_hint(key: str, value: object) -> str:
+    """What a size with its unit comes to in the unit that the key names: ``20GB`` is for command lines."""
+    unit, unit_bytes = ("MiB", MIB) if key.endswith("_mib") else ("GiB", GIB)
+    text = value.strip() if isinstance(value, str) else ""
+    try:
+        size = bytes_of(text if text[-1:].isalpha() else text + unit)
+    except ValueError:
+        return ""
+    return f"Write the number of {unit}: {size / unit_bytes:.6g}."

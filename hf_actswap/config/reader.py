@@ -198,13 +198,13 @@ def read_int(findings: Findings, path: Path, value: object, *, minimum: int | No
     return None
 
 
-def read_positive(findings: Findings, path: Path, value: object) -> float | None:
-    """Read a finite number above 0."""
+def read_positive(findings: Findings, path: Path, value: object, hint: str = "") -> float | None:
+    """Read a finite number above 0; ``hint`` says what to write in place of anything else."""
     if (is_int(value) or isinstance(value, float)) and isinstance(value, int | float):
         number = float(value)
         if math.isfinite(number) and number > 0:
             return number
-    findings.problem(path, "a number above 0", show(value))
+    findings.problem(path, "a number above 0", show(value), hint)
     return None
 
 

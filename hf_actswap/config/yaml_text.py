@@ -214,6 +214,8 @@ def _syntax_problem(error: yaml.YAMLError, text: str) -> Problem:
     hint = ""
     if (error.problem or "").startswith(_BAD_ESCAPE):
         hint = _single_quote_hint(text, mark.line, mark.column)
+    elif "'\\t'" in (error.problem or ""):
+        hint = "Indent with spaces."
     return Problem(f"line {mark.line + 1}, column {mark.column + 1}", "valid YAML", found, hint)
 
 

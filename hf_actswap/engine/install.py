@@ -264,7 +264,8 @@ def _other_plan(root: nn.Module, structure: ModelStructure, tiles: Iterable[Tile
     acts = (hook.act for hook in root._forward_pre_hooks.values() if isinstance(hook, Hook))
     tiled = any(is_chunked(module) or is_tiled(module) for _, module in _tiled(root, tiles, structure))
     if tiled or any(isinstance(getattr(act, "__self__", None), Engine) for act in acts):
-        return [Problem("model", "no plan on it yet", "one that is applied", "Call remove() on it first.")]
+        hint = "Call remove() on it first; if it is lost, copy.deepcopy(model) has no plan."
+        return [Problem("model", "no plan on it yet", "one that is applied", hint)]
     return []
 
 

@@ -418,12 +418,17 @@ class ArgumentsCallback(ActSwapCallback):
         trainer = calling_trainer(self)
         callbacks = [] if trainer is None else trainer.callback_handler.callbacks
         others = [item for item in callbacks if item is not self]
-        if not any(isinstance(item, ActSwapCallback) for item in others):
+        given = next((item for item in others if isinstance(item, ActSwapCallback)), None)
+        if given is None:
             return False
         trainer.callback_handler.callbacks = others  # another list: the event goes on through this one
+        if self._source not in (None, given._source) and trainer.is_world_process_zero():
+            with console_logging(logger):
+                logger.warning(_IGNORED)
         return True
 
 
+_IGNORED = "actswap of the training arguments is ignored: the Trainer was given another ActSwapCallback."
 _DOES_NOTHING = (
     'Nothing is swapped or recomputed: %s. actswap="auto" looks for a plan with all that the device has.'
 )
@@ -441,11 +446,11 @@ def _worker_path(args: TrainingArguments) -> str:
 def _log_plan(
     target: logging.Logger, plan: MemoryPlan, notes: Iterable[str], lines: int = logging.INFO
 ) -> None:
-    """Log the notes, the warnings and, at level ``lines``, those of the reference, in its order."""
+    """Log the notes and the reference's lines at level ``lines``; at INFO its warnings are WARNING."""
     for note in notes:
         target.info("%s", note)
     for warning in plan.warnings:
-        target.warning("%s", warning)
+        target.log(logging.WARNING if lines == logging.INFO else lines, "%s", warning)
     for line in plan.log_lines():
         target.log(lines, "%s", line)
 

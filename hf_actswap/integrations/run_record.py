@@ -167,6 +167,9 @@ class RunRecord:
         applied = self._applied.settled if isinstance(self._applied, Planner) else self._applied
         if applied is None:
             return None
+        if applied.plan.tiles or applied.plan.streamed:
+            why = "what it would be without tiles or chunks is not known"
+            return Saving(None, why, self._peak_bytes(), stall_ms=self._stall_ms)
         if not applied.plan.rows:
             return Saving(0, "it keeps everything", self._peak_bytes())
         total = applied.stats()

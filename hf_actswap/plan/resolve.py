@@ -196,6 +196,7 @@ class RequestedPolicy:
     def __str__(self) -> str:
         name = f" {self.op_name}" if self.op_name else ""
         ahead = f", {self.prefetch} ops ahead" if self.prefetch is not None else ""
+        ahead = ", measured windows" if self.prefetch == "auto" else ahead
         layers = f"layer{'s' if len(self.layers) > 1 else ''} {folded(self.layers)}"
         return f"{self.where}{name}: {self.asked} in {layers}{ahead}"
 

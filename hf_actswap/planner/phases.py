@@ -154,11 +154,19 @@ class Planner:
         """The optimizer has stepped. Every rank must call it.
 
         Raises:
-            BudgetError: nothing fits the budget; it names the least that would.
+            BudgetError: nothing fits the budget; it names the least that would. The planner has removed
+                itself: else its guard would hold whatever the process does next to this budget.
         """
         if not self._in_step:
             return
         self._in_step = False
+        try:
+            self._end_step()
+        except BudgetError:
+            self.remove()
+            raise
+
+    def _end_step(self) -> None:
         phase = self._phase
         if isinstance(phase, WarmUp):
             self._after_warm_up(phase)

@@ -152,7 +152,7 @@ def _tiles(facts: RunFacts) -> str:
 
 def _saved_tile(facts: RunFacts) -> list[tuple[str, str, str]]:
     found = facts.saving
-    if found is None:
+    if found is None or found.saved_bytes is None:
         return []
     most = "" if found.without_peak_bytes is None else f" of {size_text(found.without_peak_bytes)}"
     return [("Saved", size_text(found.saved_bytes), f"{most} without a plan, {found.source}".strip())]

@@ -15,15 +15,15 @@ class Saving:
     """Of one step, on one rank.
 
     Args:
-        saved_bytes: how much less device memory the plan's step needs.
-        source: how that is known.
+        saved_bytes: how much less device memory the plan's step needs; ``None``: it is not known.
+        source: how that is known, or why not.
         peak_bytes: the most device memory in use in a step with the plan; ``None``: it was not measured.
         step_ms: with the plan; ``None``: not known.
         without_step_ms: without it; ``None``: not known.
         stall_ms: of ``step_ms``, waiting for copies.
     """
 
-    saved_bytes: int
+    saved_bytes: int | None
     source: str
     peak_bytes: int | None
     step_ms: float | None = None
@@ -33,7 +33,9 @@ class Saving:
     @property
     def without_peak_bytes(self) -> int | None:
         """The peak of the same step without the plan; at most this where it is `COUNTED`."""
-        return None if self.peak_bytes is None else self.peak_bytes + self.saved_bytes
+        if self.peak_bytes is None or self.saved_bytes is None:
+            return None
+        return self.peak_bytes + self.saved_bytes
 
     @property
     def at_most(self) -> str:
@@ -42,7 +44,7 @@ class Saving:
 
     def as_log(self, prefix: str = "actswap_") -> dict[str, float]:
         """Return the numbers that belong into a training log, under names for it."""
-        numbers = {f"{prefix}saved_gib": gib(self.saved_bytes)}
+        numbers = {} if self.saved_bytes is None else {f"{prefix}saved_gib": gib(self.saved_bytes)}
         if self.peak_bytes is not None:
             numbers[f"{prefix}peak_gib"] = gib(self.peak_bytes)
         return numbers
@@ -52,10 +54,12 @@ class Saving:
         return f"{self._memory_in_words()} {self._time_in_words()}".rstrip()
 
     def _memory_in_words(self) -> str:
+        peak = "Peak not measured" if self.peak_bytes is None else f"Peak memory {gib_text(self.peak_bytes)}"
+        if self.saved_bytes is None:
+            return f"{peak} ({self.source})."
         saved = gib_text(self.saved_bytes)
-        if self.peak_bytes is None or self.without_peak_bytes is None:
+        if self.without_peak_bytes is None:
             return f"{saved} less kept for backward than without a plan ({self.source}); peak not measured."
-        peak = f"Peak memory {gib_text(self.peak_bytes)}"
         if not self.saved_bytes:
             return f"{peak}, as without a plan ({self.source})."
         share = self.saved_bytes / self.without_peak_bytes

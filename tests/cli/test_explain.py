@@ -99,3 +99,8 @@ def test_text_fits_into_80_columns(run: Run, write: Write, tiny: Path) -> None:
     assert max(map(len, text.splitlines())) <= 80
     assert "layer 2, mlp.mul: recompute" in text
     assert "What would change it" in text
+
+
+def test_what_the_planner_may_still_choose(run: Run, write: Write, tiny: Path) -> None:
+    ended = run("explain", "2", "mlp.mul", write("memory: {mode: adaptive}\n"), "-m", tiny)
+    assert "the planner (adaptive) may choose another fate" in " ".join(ended.out.split())

@@ -79,7 +79,8 @@ def test_a_second_plan_is_rejected_and_the_first_stays() -> None:
     with pytest.raises(PlanError) as caught:
         apply(model, swap_everything())
     assert [str(problem) for problem in caught.value.problems] == [
-        "model: expected no plan on it yet, found one that is applied. Call remove() on it first."
+        "model: expected no plan on it yet, found one that is applied. Call remove() on it first; if it is "
+        "lost, copy.deepcopy(model) has no plan."
     ]
     assert snapshot(model) == between
     assert_bitwise_equal(gradients_of_step(model), bare)

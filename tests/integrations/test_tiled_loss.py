@@ -17,6 +17,7 @@ from transformers import Trainer
 import hf_actswap
 from hf_actswap import ActSwapTrainingArguments
 from hf_actswap.engine.chunked_logits import ChunkedLogits
+from hf_actswap.report.write_report import write_report
 from tests.engine.test_tiled_loss import Meter
 from tests.engine.tiny_models import tiny_llama as a_llama
 from tests.quick_cases import quick_first
@@ -129,11 +130,19 @@ def test_evaluation_inside_training(make_trainer: Callable[..., Trainer], reads:
             assert tiled[key] == pytest.approx(whole[key], rel=1e-5)
 
 
-def test_the_plan_is_logged(make_trainer: Callable[..., Trainer], caplog: pytest.LogCaptureFixture) -> None:
+def test_the_plan_and_the_peak_are_logged(
+    make_trainer: Callable[..., Trainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="hf_actswap"):
-        make_trainer(TILES, max_steps=1).train()
+        metrics = make_trainer(TILES, max_steps=5).train().metrics
     assert "tiles of 5 tokens" in caplog.text
     assert "Nothing is swapped" not in caplog.text
+    last = caplog.records[-1].getMessage()
+    assert last.startswith("Peak memory ")
+    assert "(what it would be without tiles or chunks is not known)" in last
+    assert "actswap_peak_gib" in metrics
+    assert "actswap_saved_gib" not in metrics
+    assert "without a plan" not in write_report(tmp_path / "out").page.read_text()
 
 
 @pytest.mark.parametrize("order", quick_first(["prepare", "before", "after"], 2))

@@ -131,11 +131,15 @@ def test_what_reaches_the_console_of_a_program_without_logging(
     log: str,
 ) -> None:
     monkeypatch.setattr("logging.Logger.hasHandlers", lambda self: False)
-    make_trainer({**CASE_4, "log": log}, max_steps=1).train()
+    recompute = {"select_recompute": {"feed_forward": [0, 3], "input_layernorm.mul": True}}
+    make_trainer({**CASE_4, "recompute_config": recompute, "log": log}, max_steps=1).train()
     shown = capsys.readouterr().err
-    line = "INFO - Set op_swap at layer 3: .attention, value=10"
-    assert (line in shown) is (log == "reference")
-    assert f"-{line}" in (tmp_path / "out" / "worker_0.log").read_text()
+    for line in (
+        "INFO - Set op_swap at layer 3: .attention, value=10",
+        "WARNING - input_layernorm.mul operator in all layers that is enabled swap do not work!",
+    ):
+        assert (line in shown) is (log == "reference")
+        assert f"-{line}" in (tmp_path / "out" / "worker_0.log").read_text()
     assert "Activation plan: 4 llama layers" in shown
     assert "│ 1-2 " in shown
 
@@ -190,6 +194,16 @@ def test_interrupt_inside_a_forward_leaves_nothing_behind(make_trainer: Make) ->
     plain.train()
     again.train()
     assert losses(again) == losses(plain)
+
+
+@pytest.mark.parametrize(("given", "warns"), [(CASE_2, True), (CASE_4, False)], ids=["other", "same"])
+def test_arguments_beside_a_callback_with_something_else_are_ignored_with_a_word(
+    make_trainer: Make, caplog: pytest.LogCaptureFixture, given: dict[str, Any], warns: bool
+) -> None:
+    args = make_trainer(CASE_4).args
+    caplog.clear()
+    Trainer(tiny_llama(), args, train_dataset=Tokens(8), callbacks=[ActSwapCallback(given)])
+    assert ("actswap of the training arguments is ignored" in caplog.text) is warns
 
 
 def test_a_callback_added_later_works(make_trainer: Make) -> None:

@@ -97,6 +97,21 @@ def test_a_reduction_is_reached_or_the_largest_is_named(unplanned: Trained) -> N
     assert again.phases[-1] == "stable"
 
 
+def test_a_planner_that_gives_up_leaves_the_process_as_it_was() -> None:
+    """Its guard would reject what the next training allocates, and a notebook may have lost the planner."""
+    model = tiny_llama().train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.randint(0, model.config.vocab_size, (2, 16))
+    apply(model, {"memory": {"mode": "adaptive", "reduce_by_gib": 100}}, optimizer=optimizer)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    model(input_ids=ids, labels=ids).loss.backward()
+    with pytest.raises(BudgetError, match="less than the peak without a plan"):
+        optimizer.step()
+    assert not _get_current_dispatch_mode_stack()
+    apply(model, {"recompute_config": {"recompute": True}}).remove()
+
+
 def test_memory_enough_means_nothing_is_done(unplanned: Trained) -> None:
     found = train(tiny_llama, {"mode": "adaptive", "budget_gib": 2 * unplanned.peak_bytes / GIB})
     assert found.plan_rows == ()

@@ -72,8 +72,8 @@ class Relay:
         self.dtype = torch.float32
 
 
-class HandOn(nn.Module):
-    """Stands where a layer, a norm or a head of another stage was: returns its first argument.
+class PassThrough(nn.Module):
+    """Takes the place of a layer, a norm or a head of another stage: returns its first argument.
 
     Args:
         replaced: the original module; its plain attributes are copied, as the model may read them
@@ -102,8 +102,8 @@ _LAYER = re.compile(r" at layer (\d+)")
 _OWN = ("training", "gradient_checkpointing")
 
 
-class Entrance(HandOn):
-    """Stands before the first layer of a stage: returns the hidden state received."""
+class Entrance(PassThrough):
+    """Comes before the first layer of a stage: returns the hidden state received."""
 
     def __init__(self, replaced: nn.Module, outputs: int, relay: Relay) -> None:
         super().__init__(replaced, outputs)
@@ -115,8 +115,8 @@ class Entrance(HandOn):
         return hidden if received is None or isinstance(hidden, FakeTensor) else received
 
 
-class Exit(HandOn):
-    """Stands after the last layer of a stage: records the hidden state to send."""
+class Exit(PassThrough):
+    """Comes after the last layer of a stage: records the hidden state to send."""
 
     def __init__(self, replaced: nn.Module, outputs: int, relay: Relay) -> None:
         super().__init__(replaced, outputs)
@@ -129,7 +129,7 @@ class Exit(HandOn):
 
 
 class NoEmbedding(nn.Module):
-    """Stands where the embedding was: returns the received hidden state, without a gradient.
+    """Takes the place of the embedding: returns the received hidden state, without a gradient.
 
     If that is only this rank's part of the sequence, zeros of the whole length are returned instead.
     """
@@ -324,11 +324,11 @@ class StagedModel:
                 made.append(slot.original)
                 continue
             if index == chunk.layers.start - 1:
-                stand_in: HandOn = Entrance(slot.original, outputs, self.relay)
+                stand_in: PassThrough = Entrance(slot.original, outputs, self.relay)
             elif index == chunk.layers.stop:
                 stand_in = Exit(slot.original, outputs, self.relay)
             else:
-                stand_in = HandOn(slot.original, outputs)
+                stand_in = PassThrough(slot.original, outputs)
             share_sequence_hooks(slot.original, stand_in)
             made.append(stand_in)
         for slot in self._slots[len(self._layers) :]:
@@ -340,7 +340,7 @@ class StagedModel:
             elif slot is self._norm and chunk.layers.stop == len(self._layers):
                 made.append(Exit(slot.original, 0, self.relay))
             else:
-                made.append(HandOn(slot.original))
+                made.append(PassThrough(slot.original))
         return made
 
     def _at_rest(self) -> list[nn.Module]:

@@ -18,6 +18,7 @@ from tests.pipeline.trainer_worker import (
     CASES,
     DIVIDED,
     DIVIDED_MORE,
+    DIVIDED_SLOW,
     ONE_AGAIN,
     SLOW,
     TWO,
@@ -265,10 +266,13 @@ def test_a_stage_that_has_ended_is_named(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def divided(runs: Path) -> Path:
+def divided(request: pytest.FixtureRequest, runs: Path) -> Path:
     """Two stages of two ranks each, and one process again, beside the trainings of one process."""
-    for cases, world_size in (("FOUR_DIVIDED", 4), ("ONE_AFTER", 1)):
-        launch_trainers(f"{WORKER}:{cases}", runs, world_size, LIMIT_S)
+    if runs_slow_cases(request):
+        launch_trainers(f"{WORKER}:FOUR_DIVIDED", runs, 4, LIMIT_S)
+        launch_trainers(f"{WORKER}:ONE_AFTER", runs, 1, LIMIT_S)
+    else:
+        launch_trainers(f"{WORKER}:FOUR_DIVIDED_QUICK", runs, 4, LIMIT_S)
     return runs
 
 
@@ -279,7 +283,7 @@ def close(found: Run, expected: Run) -> None:
     assert found.evaluations == pytest.approx(expected.evaluations, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", DIVIDED)
+@pytest.mark.parametrize("name", slow_among(DIVIDED, DIVIDED_SLOW))
 def test_divided_stages_train_as_one_process(name: str, divided: Path) -> None:
     expected = result(divided, "saving one" if name.startswith("resumed") else f"{name} one")
     found = [result(divided, f"divided {name}", rank) for rank in range(4)]
@@ -289,16 +293,18 @@ def test_divided_stages_train_as_one_process(name: str, divided: Path) -> None:
     assert sum(of_rank.trained for of_rank in found[::2]) < 0.6 * expected.trained
 
 
+@pytest.mark.slow
 def test_a_stage_opened_by_several_ranks_is_divided_among_them(divided: Path) -> None:
     for rank in range(4):
         alike(result(divided, "opened divided", rank), result(divided, "divided plain", rank))
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_from_divided_stages(divided: Path) -> None:
     close(result(divided, "resumed from four"), result(divided, "saving one"))
 
 
-@pytest.mark.parametrize("name", ["plain", "saving", "tied"])
+@pytest.mark.parametrize("name", slow_among(["plain", "saving", "tied"], DIVIDED_SLOW))
 def test_divided_stages_save_the_model_of_one_process(name: str, divided: Path) -> None:
     schedule = DIVIDED[name].get("schedule", "1f1b")
     found = load_file(divided / f"divided {name} {schedule} 2" / "last" / "model.safetensors")
@@ -308,6 +314,7 @@ def test_divided_stages_save_the_model_of_one_process(name: str, divided: Path) 
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=2e-6, msg=key)
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_divided_stages_is_saved_whole(divided: Path) -> None:
     files = [
         divided / f"{kind}" / "checkpoint-4" / "optimizer.pt"

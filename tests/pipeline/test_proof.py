@@ -16,7 +16,7 @@ from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.errors import ConfigError
 from hf_actswap.pipeline import PipelineError, StagedModel, prove_cut
 from hf_actswap.pipeline.runtime import problem_of_schedule, schedule_class
-from hf_actswap.pipeline.stages import Entrance, HandOn
+from hf_actswap.pipeline.stages import Entrance, PassThrough
 from hf_actswap.plan.layout import PipelineLayout, build_layout
 from tests.pipeline.staged_worker import tiny_model
 
@@ -35,7 +35,7 @@ def test_families_are_proven(family: str) -> None:
     prove_cut(found, nullcontext)
     assert found.relay.hidden_size == 32
     assert all(module.training for module in model.modules())
-    assert not any(isinstance(module, HandOn) for module in model.modules())
+    assert not any(isinstance(module, PassThrough) for module in model.modules())
 
 
 def test_a_scale_of_embeddings_is_found_where_a_stage_applies_it_again(monkeypatch: Any) -> None:

@@ -383,6 +383,8 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "resumed from one": {"resume": "saving one 1/checkpoint-2"},
 }
 """By name of the training in one process."""
+DIVIDED_SLOW = ("saving", "tied", "metrics", "resumed", "resumed from one")
+"""Those that a quick launch leaves out, with what resumes from them and a model opened by stage."""
 DIVIDED_MORE: dict[str, dict[str, Any]] = {
     "lora": {},
     "checkpointing": {},
@@ -411,6 +413,8 @@ FOUR_DIVIDED: dict[str, Any] = {
     "opened divided": partial(opened, "llama", tensor_parallel_size=2),
 }
 """Two stages of two ranks each."""
+_SLOW = ("opened divided", *(f"divided {name}" for name in DIVIDED_SLOW))
+FOUR_DIVIDED_QUICK = {name: run for name, run in FOUR_DIVIDED.items() if name not in _SLOW}
 FOUR_MORE: dict[str, Any] = {
     **{f"divided {name}": partial(divided, name, **settings) for name, settings in DIVIDED_MORE.items()},
     "divided planned": partial(

@@ -32,7 +32,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -41,6 +40,7 @@ from ..plan.fsdp2 import FSDP2_METHOD
 from ..plan.op_facts import FULL_LOGITS, ROW_LOSSES, argument_of
 from .head_chunks import Head, HeadCall, Here, RowCall, RowsForm, is_same_for_rows, layout_of
 from .hook_wrappers import Hook, Undo, replace_forward
+from .pieces import first_order_only
 from .pieces import no_saved_tensor_hooks as no_hooks
 from .replay import CallState
 
@@ -286,7 +286,7 @@ class _Show(torch.autograd.Function):
         return ChunkedLogits(form, say)
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, upstream: torch.Tensor | None) -> tuple[Any, ...]:
         if upstream is None:
             return tuple(None for _ in ctx.needs_input_grad)
@@ -313,7 +313,7 @@ class _RowValues(torch.autograd.Function):
         return values
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
         return None, None, None, *_backward(ctx, ctx.function, upstream)
 
@@ -346,7 +346,7 @@ class _Loss(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
         share, *sums = ctx.saved_tensors
         factor = upstream.to(share.dtype) * share

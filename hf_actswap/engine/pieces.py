@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -41,6 +42,28 @@ def no_saved_tensor_hooks() -> Iterator[None]:
     """Leave a plan's hooks out: what is saved is held for one chunk, or until backward begins."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         yield
+
+
+def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a node's backward reject ``create_graph``, whose gradients would be without what pieces contribute.
+
+    PyTorch's ``once_differentiable`` raises only where the incoming gradient requires a gradient, and that of a
+    loss does not.
+
+    Raises:
+        RuntimeError: by the wrapped function, in a backward with ``create_graph=True``.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *upstream: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: gradients of tiles and streamed sequences cannot be differentiated. "
+                "Leave tile_config and stream_config out of this training."
+            )
+        return backward(ctx, *upstream)
+
+    return checked
 
 
 def zero_sum(like: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ from ..plan.compiled import is_compiled
 from ..plan.dry_run import no_backward
 from ..plan.fsdp2 import FSDP2_METHOD
 from .hook_wrappers import Undo, replace_call, replace_forward
-from .pieces import Exchangeable, add_product, no_saved_tensor_hooks, zero_sum
+from .pieces import Exchangeable, add_product, first_order_only, no_saved_tensor_hooks, zero_sum
 from .replay import CallState
 
 AUTO_LEAST_TOKENS, AUTO_MOST_TILES = 1024, 16
@@ -350,7 +350,7 @@ class _Tiles(torch.autograd.Function):
         return call.forward(tensors[:count])
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, *upstream: torch.Tensor | None) -> tuple[Any, ...]:
         return None, None, None, *ctx.call.backward(ctx.node.saved_tensors, upstream)
 

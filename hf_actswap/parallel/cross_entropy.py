@@ -22,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
@@ -238,8 +237,9 @@ class _ParallelCrossEntropy(torch.autograd.Function):
         return loss.masked_fill(outside, torch.nan).masked_fill(ignored, 0.0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, loss_gradient: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # `once_differentiable` looks at the incoming gradient, that of the loss
+            raise RuntimeError("create_graph=True: parallel_cross_entropy cannot be differentiated twice.")
         logits, target, maximum, sum_exp = ctx.saved_tensors
         shard: _Shard = ctx.shard
         ignored = target == ctx.ignore_index

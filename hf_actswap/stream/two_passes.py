@@ -28,12 +28,11 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ..engine import AppliedPlan
 from ..engine.hook_wrappers import Undo, replace_call
 from ..engine.host_pool import HostPool
-from ..engine.pieces import Exchangeable, zero_sum
+from ..engine.pieces import Exchangeable, first_order_only, zero_sum
 from ..engine.replay import CallState
 from ..engine.slabs import PageableSlabs
 from ..engine.stats import Counters
@@ -378,7 +377,7 @@ class _TwoPasses(torch.autograd.Function):
         return sequence.first_pass()
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
         parameters = dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         sequence: _Sequence = ctx.sequence

@@ -408,6 +408,25 @@ def test_backward_twice_through_one_graph() -> None:
     assert furthest(gradients(model), {name: 2 * one for name, one in once.items()}) < 1e-6
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        TOKENS,
+        {"tile_config": {"tile": [{"op_name": "feed_forward", "tokens": 8, "layers": True}]}},
+        {"stream_config": {"tokens": 8}},
+    ],
+    ids=["loss", "module", "stream"],
+)
+def test_gradients_that_would_lack_a_part_are_an_error(config: dict[str, Any]) -> None:
+    """A penalty on gradients differentiates them again, which would be silently wrong."""
+    model = tiny_llama().train()
+    ids = torch.randint(0, model.config.vocab_size, (2, LENGTH))
+    with apply(model, config):
+        loss = model(input_ids=ids, labels=ids).loss
+        with pytest.raises(RuntimeError, match="create_graph=True: gradients of tiles and"):
+            torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+
+
 def test_logits_are_made_when_they_are_read() -> None:
     model = made("gemma2, softcapping")
     ids, labels = data()

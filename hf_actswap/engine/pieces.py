@@ -47,8 +47,8 @@ def no_saved_tensor_hooks() -> Iterator[None]:
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Let a node's backward reject ``create_graph``, whose gradients would be without what pieces contribute.
 
-    PyTorch's ``once_differentiable`` raises only where the incoming gradient requires a gradient, and that of a
-    loss does not.
+    PyTorch's ``once_differentiable`` raises only where the incoming gradient requires a gradient, and that of
+    a loss does not.
 
     Raises:
         RuntimeError: by the wrapped function, in a backward with ``create_graph=True``.

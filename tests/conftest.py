@@ -72,6 +72,16 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    """A process group of this process alone."""
+    from torch import distributed  # as above
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """The root of the checkout."""

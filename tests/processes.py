@@ -24,6 +24,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.quick_cases import runs_slow_cases
+
 ROOT = Path(__file__).resolve().parents[1]
 PRELOADED = [
     "pytest",
@@ -86,6 +88,21 @@ def launch(
             for process in context.processes:
                 process.kill()
             raise TimeoutError(f"{world_size} processes did not finish in {limit_s} s")
+    return folder
+
+
+def launched(worker: Callable[..., None], world_size: int, limit_s: float, told_of_slow: bool = False) -> Any:
+    """Return a module's fixture: the folder with what each rank wrote, after one launch for all its tests.
+
+    Args:
+        told_of_slow: the worker's first argument is whether slow tests of the module are selected too.
+    """
+
+    @pytest.fixture(scope="module")
+    def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        run = partial(worker, runs_slow_cases(request)) if told_of_slow else worker
+        return launch(run, tmp_path_factory.mktemp("ranks"), world_size, limit_s)
+
     return folder
 
 
@@ -159,3 +176,10 @@ def result(folder: Path, name: str, rank: int = 0) -> Any:
     found = torch.load(folder / f"{name}.{rank}.pt", weights_only=False)
     assert not (isinstance(found, str) and found.startswith("error: ")), found
     return found
+
+
+def of_ranks(folder: Path, name: str) -> list[Any]:
+    """Read the results of a case, of all its ranks in their order; fail with the error of one."""
+    ranks = len(list(folder.glob(f"{name}.*.pt")))
+    assert ranks, f"no rank has run {name}"
+    return [result(folder, name, rank) for rank in range(ranks)]

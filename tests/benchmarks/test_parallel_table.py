@@ -18,17 +18,14 @@ from benchmarks.parallel_table import (
     tensor_axis_bytes,
 )
 from tests.benchmarks.parallel_table_worker import CASES, RANKS, Counted, run_on_rank
-from tests.processes import launch, result
+from tests.processes import launched, result
 
 LIMIT_S = 150
 PARAMETERS_OF_LLAMA_3_70B = 70_553_706_496
 """As Hugging Face's page of the model counts its safetensors."""
 
 
-@pytest.fixture(scope="module")
-def counted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what each rank counted; all cases in one launch."""
-    return launch(run_on_rank, tmp_path_factory.mktemp("table"), RANKS, LIMIT_S)
+counted = launched(run_on_rank, RANKS, LIMIT_S)
 
 
 @pytest.mark.dist

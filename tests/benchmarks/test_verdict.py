@@ -212,6 +212,10 @@ def changed(rows: list[Row], method: str, seq: int | None, **values: Any) -> lis
     return [{**row, **values} if (row["method"], row.get("seq")) == (method, seq) else row for row in rows]
 
 
+def activations(gib: float) -> Row:
+    return {"activation_bytes": int(gib * GIB)}
+
+
 def slow_step(ms: float) -> list[float]:
     return [ms] * 8 + [1.04 * ms] + [ms] * 6
 
@@ -219,110 +223,31 @@ def slow_step(ms: float) -> list[float]:
 @pytest.mark.parametrize(
     ("method", "seq", "values", "claim"),
     [
-        ("actswap-compiled-auto", 8192, {"ms": 333.5}, "1 8k: actswap-compiled-auto, time over compiled"),
-        (
-            "actswap-compiled-auto",
-            8192,
-            {"activation_bytes": int(12.8 * GIB)},
-            "1 8k: actswap-compiled-auto, fall of the peak",
-        ),
-        (
-            "actswap-compiled-auto",
-            32768,
-            {"activation_bytes": int(19.5 * GIB)},  # 28.8 %: enough at 8k, not here
-            "1 32k: actswap-compiled-auto, fall of the peak",
-        ),
-        ("actswap-default-auto", 8192, {"ms": 402.0}, "2 8k: actswap-default-auto, time over eager"),
-        (
-            "actswap-case3-auto",
-            32768,
-            {"activation_bytes": int(33.4 * GIB)},
-            "2 32k: actswap-case3-auto, fall of the peak over bytes swapped",
-        ),
-        (
-            "actswap-default-auto",
-            8192,
-            {"swapped_bytes": 0},
-            "2 8k: actswap-default-auto, fall of the peak over bytes swapped",
-        ),
-        (
-            "actswap-case3-auto",
-            8192,
-            {"peak_reserved_bytes": 40 * GIB},
-            "3 8k: peak reserved over allocated, worst of ours",
-        ),
-        (
-            "actswap-case3-auto",
-            8192,
-            {"step_ms": slow_step(398.0)},
-            "3 8k: spread of the timed steps, worst of ours",
-        ),
-        (
-            "actswap-compiled-auto",
-            32768,
-            {"first_step_ms": 41_300.0},
-            "3 32k: first step over median, less compilation and pinning, worst of ours",
-        ),
-        (
-            "actswap-default-auto",
-            8192,
-            {"first_step_pinning_ms": 8_000},
-            "3 8k: first step over median, less compilation and pinning, worst of ours",
-        ),
-        (
-            "actswap-everything-20",
-            8192,
-            {"ms": 971.0},
-            "4 8k: actswap-everything-20, time over trl-offloading",
-        ),
-        (
-            "actswap-everything-20",
-            8192,
-            {"activation_bytes": int(8.1 * GIB)},
-            "4 8k: actswap-everything-20, peak over trl-offloading",
-        ),
-        (
-            "actswap-elementwise-fused",
-            8192,
-            {"activation_bytes": int(13.1 * GIB)},
-            "5 8k: actswap-elementwise-fused, peak over eager",
-        ),
-        (
-            "actswap-elementwise-fused",
-            8192,
-            {"ms": 406.0},
-            "5 8k: actswap-elementwise-fused, time over eager",
-        ),
-        (
-            "actswap-mix-eager",
-            8192,
-            {"activation_bytes": int(2.81 * GIB)},
-            "6 8k: actswap-mix-eager, peak over hf-checkpointing",
-        ),
-        ("actswap-mix-eager", 32768, {"ms": 982.0}, "6 32k: actswap-mix-eager, speed over hf-checkpointing"),
-        (
-            "actswap-compiled-lean-mix",
-            8192,
-            {"ms": 387.0},
-            "7 8k: the best compiled mix, speed over hf-checkpointing",
-        ),
-        (
-            "actswap-compiled-mix",
-            32768,
-            {"activation_bytes": int(8.9 * GIB)},
-            "7 32k: the best compiled mix, peak over hf-checkpointing",
-        ),
-        (
-            "actswap-compiled-mix",
-            32768,
-            {"ms": 884.0},
-            "7 32k: the best compiled mix, speed over hf-checkpointing",
-        ),
+        ("actswap-compiled-auto", 8192, {"ms": 333.5}, "1 8k: actswap-compiled-auto, time"),
+        ("actswap-compiled-auto", 8192, activations(12.8), "1 8k: actswap-compiled-auto, fall"),
+        # 28.8 %: enough at 8k, not here
+        ("actswap-compiled-auto", 32768, activations(19.5), "1 32k: actswap-compiled-auto, fall"),
+        ("actswap-default-auto", 8192, {"ms": 402.0}, "2 8k: actswap-default-auto, time"),
+        ("actswap-case3-auto", 32768, activations(33.4), "2 32k: actswap-case3-auto, fall"),
+        ("actswap-default-auto", 8192, {"swapped_bytes": 0}, "2 8k: actswap-default-auto, fall"),
+        ("actswap-case3-auto", 8192, {"peak_reserved_bytes": 40 * GIB}, "3 8k: peak reserved over allocated"),
+        ("actswap-case3-auto", 8192, {"step_ms": slow_step(398.0)}, "3 8k: spread of the timed steps"),
+        ("actswap-compiled-auto", 32768, {"first_step_ms": 41_300.0}, "3 32k: first step over median"),
+        ("actswap-default-auto", 8192, {"first_step_pinning_ms": 8_000}, "3 8k: first step over median"),
+        ("actswap-everything-20", 8192, {"ms": 971.0}, "4 8k: actswap-everything-20, time"),
+        ("actswap-everything-20", 8192, activations(8.1), "4 8k: actswap-everything-20, peak"),
+        ("actswap-elementwise-fused", 8192, activations(13.1), "5 8k: actswap-elementwise-fused, peak"),
+        ("actswap-elementwise-fused", 8192, {"ms": 406.0}, "5 8k: actswap-elementwise-fused, time"),
+        ("actswap-mix-eager", 8192, activations(2.81), "6 8k: actswap-mix-eager, peak"),
+        ("actswap-mix-eager", 32768, {"ms": 982.0}, "6 32k: actswap-mix-eager, speed"),
+        ("actswap-compiled-lean-mix", 8192, {"ms": 387.0}, "7 8k: the best compiled mix, speed"),
+        ("actswap-compiled-mix", 32768, activations(8.9), "7 32k: the best compiled mix, peak"),
+        ("actswap-compiled-mix", 32768, {"ms": 884.0}, "7 32k: the best compiled mix, speed"),
         ("actswap_plan_checkpointing", 8192, {"ms": 437.0}, "8 8k: actswap_plan_checkpointing, speed"),
         ("actswap_plan_checkpointing", 32768, {"ms": 849.0}, "8 32k: actswap_plan_checkpointing, speed"),
         ("actswap_plan_compiled_checkpointing", 8192, {"ms": 384.0}, "8 8k: actswap_plan_compiled_check"),
         ("actswap_plan_compiled_checkpointing", 32768, {"ms": 850.0}, "8 32k: actswap_plan_compiled_check"),
-        ("actswap_plan_half", 8192, {"ms": 406.0}, "9 8k: actswap_plan_half, time over eager"),
+        ("actswap_plan_half", 8192, {"ms": 406.0}, "9 8k: actswap_plan_half, time"),
         ("actswap_plan_compiled_half", 32768, {"ms": 771.0}, "9 32k: actswap_plan_compiled_half"),
         ("save-on-cpu", 8192, {"ms": 380.0}, "10 8k: eager layers, how far others"),
         ("actswap_plan_half", 8192, {"budget_bytes": 23 * GIB}, "11 8k: peak reserved over the budget"),

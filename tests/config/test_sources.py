@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import socket
 import time
@@ -245,8 +244,3 @@ def test_errors_survive_pickling() -> None:
         load_config("swap_config: {swap: 1}\n")
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), again.problems) == (str(caught.value), caught.value.problems)
-
-
-def test_json_of_a_config_is_a_config() -> None:
-    config = load_config("recompute_config: {recompute: [[1, true]]}\nmemory: {budget_gib: 1.5}\n")
-    assert load_config(json.dumps(config.to_dict())) == config

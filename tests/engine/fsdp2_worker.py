@@ -156,8 +156,7 @@ def _contents(model: nn.Module) -> dict[bytes, str]:
 
 
 def _local(tensor: Any) -> torch.Tensor:
-    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:

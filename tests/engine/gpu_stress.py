@@ -71,8 +71,7 @@ class Stress:
     def forward(self, number: int, mask: torch.Tensor | None = None) -> torch.Tensor:
         """Return the loss of one batch; ``mask`` is of attention, shape (batch, 1, length, length)."""
         ids = self._ids[number % BATCHES]
-        loss: torch.Tensor = self.model(input_ids=ids, labels=ids, attention_mask=mask).loss
-        return loss
+        return self.model(input_ids=ids, labels=ids, attention_mask=mask).loss
 
     def learn(self) -> None:
         """Run every step once as the model is now: so it must be from now on."""
@@ -92,7 +91,6 @@ class Stress:
     def wrong_under(self, plan: MemoryPlan | str, transfer: Transfer, steps: int = STEPS) -> int:
         """`wrong_bits` while a plan is on the model; nothing may be left of it on the host."""
         applied = on(self.model, plan, transfer)
-        assert applied is not None
         with applied:
             wrong = self.wrong_bits(steps)
             stats = applied.stats()
@@ -112,8 +110,7 @@ class Stress:
 def bits(gradient: torch.Tensor) -> torch.Tensor:
     """Return a gradient as bytes: NaN equals itself then, and the two zeros differ."""
     local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    found: torch.Tensor = local.detach().contiguous().view(torch.uint8)
-    return found
+    return local.detach().contiguous().view(torch.uint8)
 
 
 def small_llama(device: torch.device, hidden: int = 256) -> nn.Module:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
-import torch
 from torch import nn
 
 from hf_actswap import MemoryPlan
@@ -16,7 +15,6 @@ from tests.engine.tiny_models import (
     CASES,
     NUM_LAYERS,
     assert_bitwise_equal,
-    batch,
     gradients_of_step,
     on,
     plan_of,
@@ -40,18 +38,6 @@ QUICK = ("everything swapped", "exclude_inside_full", "functions recomputed")
 every_plan = pytest.mark.parametrize("plan", quick_named(PLANS, QUICK))
 
 
-def forward(model: nn.Module, step: int = 0) -> torch.Tensor:
-    ids = batch(step)
-    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
-    return loss
-
-
-def applied_on(model: nn.Module, plan: MemoryPlan | str) -> AppliedPlan:
-    applied = on(model, plan)
-    assert applied is not None
-    return applied
-
-
 def assert_nothing_is_left(applied: AppliedPlan) -> None:
     gc.collect()  # tracebacks hold frames that hold graphs
     stats = applied.stats()
@@ -64,7 +50,7 @@ def healthy_afterwards(plan: MemoryPlan | str) -> Iterator[tuple[nn.Module, Appl
     bare = gradients_of_step(tiny_llama(), 1)
     model = tiny_llama()
     before = snapshot(model)
-    applied = applied_on(model, plan)
+    applied = on(model, plan)
     assert snapshot(model) != before
     yield model, applied
     assert_bitwise_equal(gradients_of_step(model, 1), bare)

@@ -18,28 +18,9 @@ from transformers.models.llama import modeling_llama
 
 from benchmarks.exactness import deterministic
 from hf_actswap import MemoryPlan, apply
-from tests.engine.tiny_models import (
-    NUM_LAYERS,
-    VOCABULARY,
-    gradients,
-    on,
-    plan_of,
-    recompute_rows,
-    swap_everything,
-    swap_rows,
-    tiny_llama,
-)
+from tests.engine.tiny_models import PLANS, VOCABULARY, gradients, on, tiny_llama
 from tests.triton_interpreter import teach_the_interpreter
 
-LAYERS = range(NUM_LAYERS)
-PLANS: dict[str, MemoryPlan] = {
-    "everything swapped": swap_everything(5),
-    "fetched on use": swap_everything(0),
-    "fetched at once": swap_everything(1000),
-    "mlp swapped": plan_of(*swap_rows(["mlp"], LAYERS, 5)),
-    "mlp recomputed": plan_of(*recompute_rows(["mlp"], LAYERS), *swap_rows(["self_attn"], LAYERS, 5)),
-    "layers recomputed": plan_of(*recompute_rows([""], LAYERS), *swap_rows(["output"], LAYERS, 5)),
-}
 KERNELS: dict[str, dict[str, bool]] = {
     "fused loss": {"cross_entropy": False, "fused_linear_cross_entropy": True},
     "loss": {"cross_entropy": True, "fused_linear_cross_entropy": False},

@@ -166,8 +166,7 @@ class StreamOrder:
         return PretendedEvent(self, enable_timing)
 
     def current(self, *_: object) -> PretendedStream:
-        found: PretendedStream = getattr(self._threads, "stream", self.compute)
-        return found
+        return getattr(self._threads, "stream", self.compute)
 
     def set_current(self, stream: PretendedStream) -> None:
         self._threads.stream = stream

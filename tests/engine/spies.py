@@ -72,19 +72,6 @@ class ErraticTransfer(RecordingTransfer):
         self._calls += 1
 
 
-class _NeverWaits:
-    def wait(self) -> None:
-        return None
-
-
-class BrokenTransfer(RecordingTransfer):
-    """Does not wait for the copies back: what backward reads is the filling."""
-
-    def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
-        block, _ = super().reload(host, after)
-        return block, _NeverWaits()
-
-
 def poison(tensor: torch.Tensor) -> None:
     """Fill the storage with 0xFF bytes (NaN in every floating type), without a new version."""
     storage = tensor.untyped_storage()

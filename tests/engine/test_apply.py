@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +15,7 @@ from tests.engine.tiny_models import (
     CASES,
     NUM_LAYERS,
     assert_bitwise_equal,
-    batch,
+    forward,
     gradients,
     gradients_of_step,
     on,
@@ -40,7 +38,6 @@ def test_remove_leaves_no_trace(plan: MemoryPlan | str) -> None:
     model.model.layers[1].register_forward_hook(lambda *_: None)  # hooks of others stay
     before = snapshot(model)
     applied = on(model, plan)
-    assert applied is not None
     assert type(model).__name__ == "LlamaForCausalLM"
     assert list(model.state_dict()) == before["state_dict"]
     assert model.config.use_cache is False
@@ -57,10 +54,8 @@ def test_remove_while_a_graph_lives(plan: MemoryPlan | str) -> None:
     bare = gradients_of_step(tiny_llama())
     model = tiny_llama()
     before = snapshot(model)
-    ids = batch(0)
     applied = on(model, plan)
-    assert applied is not None
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = forward(model)
     applied.remove()
     assert snapshot(model) == before
     loss.backward()
@@ -74,7 +69,6 @@ def test_a_second_plan_is_rejected_and_the_first_stays() -> None:
     bare = gradients_of_step(tiny_llama())
     model = tiny_llama()
     applied = on(model, swap_everything())
-    assert applied is not None
     between = snapshot(model)
     with pytest.raises(PlanError) as caught:
         apply(model, swap_everything())
@@ -128,10 +122,9 @@ def test_before_and_after_prepare(plan: MemoryPlan | str, first: str) -> None:
         applied = on(model, plan) if first == "apply" else None
         prepared, optimizer = accelerator.prepare(model, optimizer)
         applied = on(prepared, plan) if first == "prepare" else applied
-        ids = batch(0)
         for _ in range(2):
             optimizer.zero_grad()
-            loss = prepared(input_ids=ids, labels=ids).loss
+            loss = forward(prepared)
             accelerator.backward(loss)
             grads = gradients(model)
             optimizer.step()
@@ -144,15 +137,8 @@ def test_before_and_after_prepare(plan: MemoryPlan | str, first: str) -> None:
     assert_bitwise_equal(run(plan), run(None))
 
 
-@pytest.fixture
-def one_process(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @every_plan
-@pytest.mark.usefixtures("one_process")
+@pytest.mark.usefixtures("world_of_one")
 def test_a_wrapped_model(plan: MemoryPlan | str) -> None:
     bare = gradients_of_step(tiny_llama())
     wrapped = DistributedDataParallel(tiny_llama(), bucket_cap_mb=0.02)

@@ -8,23 +8,19 @@ import pytest
 
 from tests.engine.ddp_worker import STEPS, WORLD_SIZE, plans, train_on_rank
 from tests.engine.tiny_models import SWAP_CASES, assert_bitwise_equal
-from tests.processes import launch, result
+from tests.processes import launched, of_ranks
 
 LIMIT_S = 200
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what each rank wrote; all plans run in one launch."""
-    return launch(train_on_rank, tmp_path_factory.mktemp("ddp"), WORLD_SIZE, LIMIT_S)
+results = launched(train_on_rank, WORLD_SIZE, LIMIT_S)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", [*(name for name in plans() if name != "nothing"), "case_4_before_wrapping"])
 def test_each_rank_has_the_numbers_of_plain_training(name: str, results: Path) -> None:
-    for rank in range(WORLD_SIZE):
-        losses, grads, moved_bytes = result(results, name, rank)
-        bare_losses, bare_grads, _ = result(results, "nothing", rank)
+    for found, bare in zip(of_ranks(results, name), of_ranks(results, "nothing"), strict=True):
+        (losses, grads, moved_bytes), (bare_losses, bare_grads, _) = found, bare
         assert losses == bare_losses
         assert len(grads) == len(bare_grads) == STEPS
         for one, other in zip(grads, bare_grads, strict=True):
@@ -36,8 +32,6 @@ def test_each_rank_has_the_numbers_of_plain_training(name: str, results: Path) -
 
 @pytest.mark.dist
 def test_the_ranks_see_different_data_and_share_their_gradients(results: Path) -> None:
-    (losses, grads, _), (other_losses, other_grads, _) = (
-        result(results, "nothing", rank) for rank in range(WORLD_SIZE)
-    )
+    (losses, grads, _), (other_losses, other_grads, _) = of_ranks(results, "nothing")
     assert losses != other_losses
     assert_bitwise_equal(grads[-1], other_grads[-1])

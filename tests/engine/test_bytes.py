@@ -21,7 +21,6 @@ from tests.engine.tiny_models import (
     on,
     one_step,
     plan_of,
-    swap_everything,
     swap_rows,
     tiny_llama,
     train,
@@ -123,7 +122,6 @@ def test_bytes_are_those_of_the_shapes(case: str, shapes: Shapes, dtype: torch.d
     shapes = replace(shapes, size=dtype.itemsize)
     model, transfer = tiny_llama(dtype, **shapes.settings()), WatchingTransfer()
     applied = on(model, plan_of_case(case, model), transfer)
-    assert applied is not None
     expected = tensors_expected(case, shapes)
     before = applied.stats()
     for _ in range(3):  # the same in each step
@@ -139,33 +137,6 @@ def test_bytes_are_those_of_the_shapes(case: str, shapes: Shapes, dtype: torch.d
         assert (step.live_swaps, step.host_bytes) == (0, 0)
         assert step.host_peak_bytes == step.host_pool_bytes == sum(expected)
     applied.remove()
-
-
-def test_one_copy_per_storage() -> None:
-    """The core's output is saved by itself and by ``o_proj``; the norm's by q, k and v."""
-    model, transfer = tiny_llama(), WatchingTransfer(hold=True)
-    applied = on(model, swap_everything(), transfer)
-    one_step(model)
-    assert applied is not None
-    assert len(transfer.addresses) == len(set(transfer.addresses)) > 16 * NUM_LAYERS
-
-
-def test_parameters_rope_tables_and_masks_stay() -> None:
-    model, transfer = tiny_llama(attn_implementation="sdpa"), WatchingTransfer(hold=True)
-    on(model, swap_everything(), transfer)
-    outside: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
-    model.model.rotary_emb.register_forward_hook(lambda _m, _a, tables: outside.extend(tables))
-    model.model.layers[0].register_forward_pre_hook(
-        lambda _m, _a, kwargs: outside.append(kwargs["attention_mask"]), with_kwargs=True
-    )
-    ids = torch.randint(0, 64, (2, 16))
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
-    assert len(transfer.addresses) > 16 * NUM_LAYERS
-    assert outside[-1].shape[-2:] == (16, 16)  # there was a mask
-    storages = {tensor.untyped_storage().data_ptr() for tensor in (*outside, ids, mask)}
-    assert not storages & {source.untyped_storage().data_ptr() for source in transfer.held}
 
 
 @pytest.mark.slow
@@ -185,7 +156,6 @@ def test_small_tensors_are_rejected_and_counted() -> None:
     model = tiny_llama()
     threshold = SMALL.attention_core()["output"]
     applied = on(model, plan_of_case("default_swap", model, min_tensor_bytes=threshold))
-    assert applied is not None
     one_step(model)
     stats = applied.stats()
     assert stats.offloaded_bytes == NUM_LAYERS * threshold
@@ -202,7 +172,6 @@ def test_the_host_cap_keeps_the_rest_and_counts_it(layers_that_fit: int) -> None
     model = tiny_llama()
     bare = gradients_of_step(model)
     applied = on(model, plan_of_case("default_swap", model, host_memory_bytes=cap))
-    assert applied is not None
     for step in range(1, 4):
         assert_bitwise_equal(gradients_of_step(model), bare)
         stats = applied.stats()
@@ -228,8 +197,7 @@ def test_the_slice_of_a_large_storage_moves_alone() -> None:
     """The head sees only the last tokens: what it saves is a slice of the final norm's output."""
     model, transfer = tiny_llama(), WatchingTransfer()
     plan = plan_of(replace(swap_rows([""], [0])[0], scope="final_norm"))
-    applied = on(model, plan, transfer)
-    assert applied is not None
+    on(model, plan, transfer)
     ids = torch.randint(0, 64, (1, 16))
     model(input_ids=ids, logits_to_keep=2).logits.sum().backward()
     normed, rsqrt, kept_rows = 16 * 32 * 4, 16 * 4, 2 * 32 * 4

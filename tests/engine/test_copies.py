@@ -95,17 +95,6 @@ def doubled(forward: Callable[..., Any], hidden: torch.Tensor, **kwargs: Any) ->
     return (output[0] * 2, *output[1:]) if isinstance(output, tuple) else output * 2
 
 
-def test_a_copy_can_have_a_plan_of_its_own() -> None:
-    bare = step_gradients(tiny_llama())
-    model = tiny_llama()
-    with apply(model, swap_everything(5)) as applied:
-        twin = copy.deepcopy(model)
-        with apply(twin, swap_everything(5)) as own:
-            assert_bitwise_equal(step_gradients(twin), bare)
-            assert (own.stats().forwards, applied.stats().forwards) == (1, 0)
-    assert not any(module._forward_pre_hooks for module in model.modules())
-
-
 def test_a_copy_made_beside_the_planner_computes_alone() -> None:
     """Catches a wrapped call that goes with the copy and calls the original."""
     model = tiny_llama()

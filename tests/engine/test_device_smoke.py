@@ -148,7 +148,6 @@ def test_copies_out_and_back() -> None:
     for rows in (4, 4, 40, 4):  # of a MiB each; the large one is copied in two pieces
         source = torch.randn(rows, MIB // 4, device=DEVICE)
         host = pool.take(source.nbytes)
-        assert host is not None
         host.hold(source.dtype, source.shape)
         out = transfer.offload(source, host)
         block, back = transfer.reload(host, out)
@@ -198,7 +197,6 @@ def test_recomputation_draws_the_same_random_numbers(repeatable: None) -> None:
     layers = range(NUM_LAYERS)
     rows = (*recompute_rows([""], layers), *swap_rows(["output"], layers), *recompute_rows(["mlp"], [1]))
     applied = on(model, plan_of(*rows[:-1]))
-    assert applied is not None
     with applied:
         for _ in range(3):
             assert_bitwise_equal(step(), expected)

@@ -14,6 +14,7 @@ from hf_actswap.plan import PlanRow
 from tests.engine.tiny_models import (
     NUM_LAYERS,
     batch,
+    forward,
     on,
     one_step,
     plan_of,
@@ -27,15 +28,18 @@ from tests.plan.test_stacks import DEFAULT, IDS, tiny
 LAYERS = range(NUM_LAYERS)
 
 
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [item.getMessage() for item in caplog.records if item.levelno >= logging.WARNING]
+
+
 def warned(model: nn.Module, plan: MemoryPlan, caplog: pytest.LogCaptureFixture, steps: int = 3) -> list[str]:
     """What is said in some steps under a plan, and when it is taken off."""
     caplog.clear()
     applied = on(model, plan)
-    assert applied is not None
     for step in range(steps):
         one_step(model, step)
     applied.remove()
-    return [item.getMessage() for item in caplog.records if item.levelno >= logging.WARNING]
+    return warnings_in(caplog)
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -62,8 +66,7 @@ def test_a_stack_that_the_batch_does_not_reach(caplog: pytest.LogCaptureFixture)
     with apply(model, {"stacks": {"vision_tower": DEFAULT}}):
         for _ in range(2):
             model(input_ids=IDS, labels=IDS, token_type_ids=torch.zeros_like(IDS)).loss.backward()
-    said = [item.getMessage() for item in caplog.records if item.levelno >= logging.WARNING]
-    assert said == [
+    assert warnings_in(caplog) == [
         "The plan swaps nothing in a step: the model does not call what it names "
         "(model.vision_tower.encoder.layers.0-3)."
     ]
@@ -74,8 +77,7 @@ def test_without_gradients(caplog: pytest.LogCaptureFixture) -> None:
     with apply(model, swap_everything()), torch.no_grad():
         for step in range(2):
             model(input_ids=batch(step))
-    said = [item.getMessage() for item in caplog.records if item.levelno >= logging.WARNING]
-    assert said == ["The plan did nothing: all 2 forwards under it ran without gradients."]
+    assert warnings_in(caplog) == ["The plan did nothing: all 2 forwards under it ran without gradients."]
 
 
 def test_recomputation_that_does_not_pay(caplog: pytest.LogCaptureFixture) -> None:
@@ -117,6 +119,6 @@ def test_several_forwards_before_the_first_backward(caplog: pytest.LogCaptureFix
     """Recomputation is judged when backward has run, not at the next forward."""
     model = tiny_llama()
     with apply(model, plan_of(*recompute_rows(["mlp"], LAYERS))):
-        losses = [model(input_ids=batch(step), labels=batch(step)).loss for step in range(3)]
+        losses = [forward(model, step) for step in range(3)]
         torch.stack(losses).sum().backward()
-    assert [item for item in caplog.records if item.levelno >= logging.WARNING] == []
+    assert warnings_in(caplog) == []

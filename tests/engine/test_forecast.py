@@ -18,7 +18,6 @@ from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.plan import PlanRow
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.spies import WatchingTransfer
-from tests.engine.test_with_moe import tiny_mixtral
 from tests.engine.tiny_models import (
     NUM_LAYERS,
     assert_bitwise_equal,
@@ -27,6 +26,7 @@ from tests.engine.tiny_models import (
     plan_of,
     swap_rows,
     tiny_llama,
+    tiny_mixtral,
 )
 
 GIB, MIB = 2**30, 2**20
@@ -124,11 +124,7 @@ def test_memory_is_made_ready_before_the_first_step_needs_it() -> None:
     applied.remove()
 
 
-@pytest.mark.parametrize(
-    ("windows", "expected"),
-    [("20", ["INFO"]), ("auto", [])],
-    ids=["a number", "auto"],
-)
+@pytest.mark.parametrize(("windows", "expected"), [("20", ["INFO"]), ("auto", [])], ids=["a number", "auto"])
 def test_auto_chooses_within_the_budget_and_is_not_forecast(
     windows: str, expected: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -155,10 +151,7 @@ def compiled_layers() -> nn.Module:
             tiny_mixtral,
             "No forecast of host memory: the model does not run on fake tensors (aten.nonzero.default).",
         ),
-        (
-            compiled_layers,
-            "No forecast of host memory: the compiler decides what compiled layers save.",
-        ),
+        (compiled_layers, "No forecast of host memory: the compiler decides what compiled layers save."),
     ],
 )
 def test_where_it_cannot_be_known_a_line_says_so(

@@ -11,12 +11,22 @@ from torch import nn
 from hf_actswap import apply
 from hf_actswap.engine import AppliedPlan
 from hf_actswap.plan.model_structure import model_structure
-from tests.engine.tiny_models import NUM_LAYERS, assert_bitwise_equal, batch, gradients, tiny_llama
+from tests.engine.tiny_models import (
+    NUM_LAYERS,
+    assert_bitwise_equal,
+    batch,
+    forward,
+    gradients,
+    gradients_of_step,
+    tiny_llama,
+)
 from tests.quick_cases import each_value_once
 
 MODULES = ["attention_norm", "ffn_norm", r"feed_forward\.mul", r"feed_forward\.w1\.activation\.silu"]
 LAYER_KERNELS = 2
 """Both norms trace to the same code; silu and the product after it are one chain."""
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def elementwise_ops(dtype: torch.dtype = torch.float32) -> list[str]:
@@ -34,27 +44,12 @@ def config(names: list[str], fused: bool = True) -> dict[str, object]:
 
 
 def steps(model: nn.Module, count: int = 3) -> list[dict[str, torch.Tensor]]:
-    found = []
-    for step in range(count):
-        model.zero_grad()
-        ids = batch(step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        found.append(gradients(model))
-    return found
+    return [gradients_of_step(model, step) for step in range(count)]
 
 
 def fuser_of(applied: AppliedPlan) -> object:
     setting = applied._engine._place.setting
-    assert setting is not None
-    assert setting.fuse is not None
     return setting.fuse.__self__  # type: ignore[attr-defined]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> object:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @each_value_once
@@ -82,7 +77,6 @@ def test_off_unless_asked_for() -> None:
         for found, expected in zip(steps(model), bare, strict=True):
             assert_bitwise_equal(found, expected)
         setting = applied._engine._place.setting
-        assert setting is not None
         assert setting.fuse is None
 
 
@@ -103,8 +97,7 @@ def test_two_backwards_over_one_graph() -> None:
     bare = steps(model, 1)[0]
     with apply(model, config(elementwise_ops())):
         model.zero_grad()
-        ids = batch(0)
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = forward(model)
         loss.backward(retain_graph=True)
         loss.backward()
         for name, gradient in gradients(model).items():

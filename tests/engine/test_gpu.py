@@ -8,7 +8,6 @@ from torch import nn
 
 from benchmarks.exactness import deterministic
 from hf_actswap import MemoryPlan
-from hf_actswap.engine import AppliedPlan
 from tests.engine.tiny_models import (
     CASES,
     NUM_LAYERS,
@@ -44,7 +43,6 @@ def _deterministic() -> object:
 
 def device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
@@ -56,8 +54,7 @@ def small_llama() -> nn.Module:
 def forward(model: nn.Module, step: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(step)
     ids = torch.randint(0, 64, (BATCH, LENGTH), generator=generator).to(device())
-    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
-    return loss
+    return model(input_ids=ids, labels=ids).loss
 
 
 def gradients_of(model: nn.Module, step: int = 0) -> dict[str, torch.Tensor]:
@@ -66,17 +63,11 @@ def gradients_of(model: nn.Module, step: int = 0) -> dict[str, torch.Tensor]:
     return gradients(model)
 
 
-def applied_on(model: nn.Module, plan: MemoryPlan | str) -> AppliedPlan:
-    applied = on(model, plan)
-    assert applied is not None
-    return applied
-
-
 @every_plan
 def test_gradients_are_bitwise_equal(plan: MemoryPlan | str) -> None:
     model = small_llama()
     bare = [gradients_of(model, step) for step in range(3)]
-    with applied_on(model, plan) as applied:
+    with on(model, plan) as applied:
         for step in range(3):
             assert_bitwise_equal(gradients_of(model, step), bare[step])
         stats = applied.stats()
@@ -88,7 +79,7 @@ def test_gradients_are_bitwise_equal(plan: MemoryPlan | str) -> None:
 def test_two_backwards_over_one_graph(plan: MemoryPlan | str) -> None:
     model = small_llama()
     bare = gradients_of(model)
-    applied_on(model, plan)
+    on(model, plan)
     model.zero_grad()
     loss = forward(model)
     loss.backward(retain_graph=True)
@@ -99,7 +90,7 @@ def test_two_backwards_over_one_graph(plan: MemoryPlan | str) -> None:
 def bytes_between(plan: MemoryPlan | None) -> tuple[int, int]:
     """Device bytes in use that a forward leaves behind, and those copied out; of a second step."""
     model = small_llama()
-    applied = applied_on(model, plan) if plan is not None else None
+    applied = on(model, plan) if plan is not None else None
     gradients_of(model)
     torch.accelerator.synchronize()
     before = torch.accelerator.memory_allocated()
@@ -118,7 +109,7 @@ def test_device_memory_falls_by_what_was_copied_out(plan: MemoryPlan) -> None:
     bare, _ = bytes_between(None)
     held, _ = bytes_between(plan)
     model = small_llama()
-    applied = applied_on(model, plan)
+    applied = on(model, plan)
     gradients_of(model)
     offloaded = applied.stats().offloaded_bytes
     assert offloaded > 0
@@ -127,7 +118,7 @@ def test_device_memory_falls_by_what_was_copied_out(plan: MemoryPlan) -> None:
 
 def test_waits_are_counted_as_stalls() -> None:
     model = small_llama()
-    applied = applied_on(model, swap_everything(0))
+    applied = on(model, swap_everything(0))
     for step in range(3):
         gradients_of(model, step)
     torch.accelerator.synchronize()
@@ -140,7 +131,7 @@ def test_compute_on_a_stream_of_its_own() -> None:
     """The compute stream is read at each call."""
     model = small_llama()
     bare = gradients_of(model)
-    applied_on(model, swap_everything(20))
+    on(model, swap_everything(20))
     torch.accelerator.synchronize()
     stream = torch.Stream(device())
     with stream:
@@ -154,7 +145,7 @@ def test_blocks_of_a_graph_that_died_are_not_written_afterwards() -> None:
     """A reload still on its way when its graph dies must not land in somebody else's block."""
     model = small_llama()
     bare = gradients_of(model, 1)
-    applied = applied_on(model, swap_everything(100_000))
+    applied = on(model, swap_everything(100_000))
     for _ in range(5):
         loss = forward(model)
         last = model.model.layers[-1].mlp.down_proj.weight

@@ -16,7 +16,7 @@ from hf_actswap.engine.forecast import record_saved
 from hf_actswap.plan import PlanRow
 from hf_actswap.plan.saved_bytes import swapped_bytes
 from hf_actswap.plan.settle import settled
-from tests.engine.test_recompute import held_bytes
+from tests.engine.test_recompute import assert_backwards_in_parts, held_bytes
 from tests.engine.test_recompute_counts import (
     BF16,
     DTYPES,
@@ -42,6 +42,7 @@ from tests.engine.tiny_models import (
     NUM_LAYERS,
     assert_bitwise_equal,
     batch,
+    forward,
     gradients,
     gradients_of_step,
     on,
@@ -238,17 +239,7 @@ def test_results_that_move_are_foreseen(plan: MemoryPlan, attention: str) -> Non
     "name", ["gate kept", "q swapped", "core excluded", "attention excluded from the layer"]
 )
 def test_a_second_and_a_partial_backward(name: str) -> None:
-    bare = gradients_of_step(tiny_llama())
-    model, ids = tiny_llama(), batch(0)
-    on(model, FORMS[name][0])
-    loss = model(input_ids=ids, labels=ids).loss
-    weight = "model.layers.2.self_attn.q_proj.weight"
-    (grad,) = torch.autograd.grad(loss, model.get_parameter(weight), retain_graph=True)
-    assert torch.equal(grad, bare[weight])
-    for _ in range(2):
-        model.zero_grad()
-        loss.backward(retain_graph=True)
-        assert_bitwise_equal(gradients(model), bare)
+    assert_backwards_in_parts(FORMS[name][0], "model.layers.2.self_attn.q_proj.weight")
 
 
 @each_value_once
@@ -268,10 +259,10 @@ def test_random_numbers_after_it_are_drawn_alike(path: str, dtype: torch.dtype) 
 def test_under_autocast() -> None:
     found = []
     for plan in (None, keep("", "mlp.gate_proj", "self_attn.q_proj", "input_layernorm")):
-        model, ids = tiny_llama(), batch(0)
+        model = tiny_llama()
         on(model, plan)
         with torch.autocast("cpu", BF16):
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = forward(model)
         loss.backward()
         found.append(gradients(model))
     assert_bitwise_equal(found[1], found[0])
@@ -287,8 +278,7 @@ class _Written(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         changed = self.inner(hidden)
         changed += 1
-        result: torch.Tensor = self.mlp(changed.sin())
-        return result
+        return self.mlp(changed.sin())
 
 
 def written() -> nn.Module:
@@ -323,14 +313,12 @@ class _Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (hidden,) = ctx.saved_tensors
-        result: torch.Tensor = 2 * hidden * grad
-        return result
+        return 2 * hidden * grad
 
 
 class _Squared(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = _Square.apply(hidden)
-        return result
+        return _Square.apply(hidden)
 
 
 class _WithSquare(nn.Module):
@@ -339,8 +327,7 @@ class _WithSquare(nn.Module):
         self.square, self.mlp = _Squared(), mlp
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.mlp(self.square(hidden.sin()).cos())
-        return result
+        return self.mlp(self.square(hidden.sin()).cos())
 
 
 def with_square() -> nn.Module:
@@ -387,8 +374,7 @@ def test_results_live_no_longer_than_what_is_rebuilt_from_them() -> None:
     alive: list[bool] = []
     norm = model.model.layers[1].input_layernorm
     with apply(model, plan):
-        ids = batch(0)
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = forward(model)
         norm.weight.register_hook(lambda _: alive.append(not asks.results[-1].expired()))
         loss.backward()
         gc.collect()
@@ -397,10 +383,10 @@ def test_results_live_no_longer_than_what_is_rebuilt_from_them() -> None:
 
 
 def test_modules_are_as_before_after_a_backward_that_failed() -> None:
-    model, ids = tiny_llama(), batch(0)
+    model = tiny_llama()
     layer = model.model.layers[1]
     with apply(model, keep("mlp", "mlp.gate_proj")):
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = forward(model)
         handle = layer.mlp.up_proj.register_forward_hook(_interrupt)
         with pytest.raises(KeyboardInterrupt):
             loss.backward()
@@ -429,8 +415,7 @@ class _Twice(nn.Module):
         else:
             inside = torch.mul(first, 2)
             outside = first.cos()
-        result: torch.Tensor = self.mlp(inside.tanh() * outside.exp())
-        return result
+        return self.mlp(inside.tanh() * outside.exp())
 
 
 @each_value_once

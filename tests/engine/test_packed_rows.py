@@ -20,17 +20,15 @@ from tests.engine.tiny_models import (
     batch,
     gradients,
     plan_of,
+    plans,
     recompute_rows,
     swap_everything,
-    swap_rows,
     tiny_llama,
 )
 
-LAYERS = range(NUM_LAYERS)
-PLANS: dict[str, MemoryPlan] = {
-    "everything swapped": swap_everything(5),
-    "layers recomputed": plan_of(*recompute_rows([""], LAYERS), *swap_rows(["output"], LAYERS, 5)),
-    "ops recomputed": plan_of(*recompute_rows(["mlp", "self_attn.flash_attention"], LAYERS)),
+PLANS = {
+    **plans("everything swapped", "layers recomputed"),
+    "ops recomputed": plan_of(*recompute_rows(["mlp", "self_attn.flash_attention"], range(NUM_LAYERS))),
 }
 every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=list(PLANS))
 SAID = "position_ids restart within a row: it is packed."

@@ -59,8 +59,7 @@ class Layer(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden = hidden + self.self_attn(hidden)
-        result: torch.Tensor = hidden + self.mlp(hidden.cos())
-        return result
+        return hidden + self.mlp(hidden.cos())
 
 
 class Model(nn.Module):
@@ -290,8 +289,7 @@ def test_a_release_that_does_not_wait_is_noticed() -> None:
     gone = "source released before its copy out was complete"
     shown_by_an_example("out", lambda _, wrong: gone in wrong)
     shown_by_an_example(
-        "out",
-        lambda example, wrong: example.poison and any(text.startswith("gradient") for text in wrong),
+        "out", lambda example, wrong: example.poison and any(text.startswith("gradient") for text in wrong)
     )
 
 

@@ -34,6 +34,7 @@ from tests.engine.tiny_models import (
     assert_bitwise_equal,
     assert_same_training,
     batch,
+    forward,
     gradients,
     gradients_of_step,
     one_step,
@@ -50,12 +51,18 @@ FIRST = (PlanRow("embedding", "output", "swap", windows=Windows(10, 30)),)
 
 
 def plan(
-    layers: Any, prefetch: Any = 10, recompute: Any = True, swap: bool = True, **keys: Any
+    layers: Any,
+    prefetch: Any = 10,
+    recompute: Any = True,
+    swap: bool = True,
+    model: nn.Module | None = None,
+    **keys: Any,
 ) -> MemoryPlan:
     """Nothing else is swapped: the empty list keeps the default strategy away."""
     section = {"swap": swap, "default_prefetch": prefetch, "op_swap": [], "recompute_input": layers, **keys}
-    document = {"swap_config": section, "recompute_config": {"recompute": recompute}}
-    return resolve_plan(load_config(document), model_structure(tiny_llama()))
+    recomputed = recompute if isinstance(recompute, dict) else {"recompute": recompute}
+    config = load_config({"swap_config": section, "recompute_config": recomputed})
+    return resolve_plan(config, model_structure(model or tiny_llama()))
 
 
 @pytest.mark.parametrize("layers", quick_first([True, [0], [1, 2], [3], [0, 1, 2, 3]], 3), ids=str)
@@ -70,13 +77,7 @@ def test_exactly_the_inputs_leave_the_device(layers: Any) -> None:
 def test_the_input_of_a_layer_with_an_op_excluded() -> None:
     """Such a layer is no checkpoint: it is a region of ours."""
     recompute = {"recompute": [1, 2], "select_recompute_exclude": {"mlp": [1]}}
-    found = {}
-    for layers in (False, [1, 2]):
-        document = {
-            "swap_config": {"swap": True, "op_swap": [], "recompute_input": layers, "default_prefetch": 10},
-            "recompute_config": recompute,
-        }
-        found[bool(layers)] = held_bytes(resolve_plan(load_config(document), model_structure(tiny_llama())))
+    found = {bool(layers): held_bytes(plan(layers, recompute=recompute)) for layers in (False, [1, 2])}
     assert found[True][1] == 2 * INPUT_BYTES
     assert found[False][0] - found[True][0] == 2 * INPUT_BYTES
 
@@ -119,11 +120,7 @@ def test_training_is_bitwise_the_same(
 
 def test_dropout_draws_the_same_masks() -> None:
     model = tiny_neox(attn_implementation="eager")
-    document = {
-        "swap_config": {"swap": True, "op_swap": [], "recompute_input": True, "default_prefetch": 10},
-        "recompute_config": {"recompute": True},
-    }
-    run = train(model, resolve_plan(load_config(document), model_structure(model)), 3)
+    run = train(model, plan(True, model=model), 3)
     assert_same_training(run, train(tiny_neox(attn_implementation="eager"), None, 3))
     assert run.stats[-1].offloads == 3 * NUM_LAYERS
 
@@ -132,8 +129,7 @@ def test_a_second_backward_fetches_again() -> None:
     bare = gradients_of_step(tiny_llama())
     model = tiny_llama()
     applied = apply(model, plan(True))
-    ids = batch(0)
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = forward(model)
     for count in range(1, 4):
         model.zero_grad()
         loss.backward(retain_graph=True)

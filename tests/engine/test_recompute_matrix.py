@@ -18,14 +18,14 @@ from hf_actswap import MemoryPlan, apply, load_config, model_structure
 from hf_actswap.plan import ModelStructure, PlanRow
 from tests.engine.tiny_models import (
     assert_bitwise_equal,
-    batch,
+    forward,
     gradients,
     plan_of,
     recompute_rows,
     swap_rows,
 )
 from tests.plan.conftest import FAMILY_SIZES
-from tests.processes import launch, result, run_cases
+from tests.processes import launch, of_ranks, run_cases
 
 FP32, BF16 = torch.float32, torch.bfloat16
 NUM_LAYERS = 3
@@ -145,9 +145,8 @@ def run(
         optimizer.zero_grad()
         losses = []
         for part in range(accumulation):
-            ids = batch(step * accumulation + part)
             with torch.autocast("cpu", BF16) if autocast else nullcontext():
-                loss = model(input_ids=ids, labels=ids).loss
+                loss = forward(model, step * accumulation + part)
             loss.backward()
             losses.append(loss.detach())
         state = {"losses": torch.stack(losses), "random state": torch.get_rng_state()}
@@ -237,8 +236,7 @@ def _on_rank(rank: int, family: str, plan: Any) -> list[dict[str, torch.Tensor]]
     torch.manual_seed(rank)
     for step in range(2):
         wrapped.zero_grad()
-        ids = batch(WORLD_SIZE * step + rank)
-        wrapped(input_ids=ids, labels=ids).loss.backward()
+        forward(wrapped, WORLD_SIZE * step + rank).backward()
         found.append(gradients(model))
     if applied is not None:
         applied.remove()
@@ -249,4 +247,4 @@ def _on_rank(rank: int, family: str, plan: Any) -> list[dict[str, torch.Tensor]]
 @pytest.mark.dist
 def test_two_processes(tmp_path: Path) -> None:
     launch(train_on_rank, tmp_path, WORLD_SIZE, LIMIT_S)
-    assert [result(tmp_path, "wrong", rank) for rank in range(WORLD_SIZE)] == [[], []]
+    assert of_ranks(tmp_path, "wrong") == [[], []]

@@ -38,7 +38,6 @@ def freed(dtype: torch.dtype, *paths: str) -> tuple[int, list[str], int]:
     model = tiny_llama(dtype)
     expected = gradients_of_step(tiny_llama(dtype))
     applied = on(model, plan_of(*recompute_rows(paths, LAYERS)))
-    assert applied is not None
     assert_bitwise_equal(gradients_of_step(model), expected)
     again, adjustments = (
         applied.stats().recomputes,
@@ -116,7 +115,6 @@ def test_a_module_that_would_hold_more_than_it_drops(named: str) -> None:
     expected = gradients_of_step(model)
     paths = list(dict.fromkeys(["mlp.down_proj.1", named]))
     applied = on(model, plan_of(*recompute_rows(paths, LAYERS)))
-    assert applied is not None
     assert_bitwise_equal(gradients_of_step(model), expected)
     assert [str(adjustment) for adjustment in applied.plan.adjustments] == [
         stays(path, 4 * ROW, 1 * ROW) for path in paths
@@ -129,7 +127,6 @@ def test_a_call_that_has_a_row_of_its_own() -> None:
     model, path = tiny_llama(BF16), "input_layernorm.rsqrt"
     rows = [(PlanRow(layer, path, "keep"), PlanRow(layer, path, "recompute", 0)) for layer in LAYERS]
     applied = on(model, plan_of(*(row for pair in rows for row in pair)))
-    assert applied is not None
     gradients_of_step(model)
     assert [str(adjustment) for adjustment in applied.plan.adjustments] == [
         stays(path, 4 * TOKENS, 4 * TOKENS)
@@ -147,7 +144,6 @@ class _Halved(nn.Module):
 def test_one_call_of_an_op_may_stay_where_others_pay() -> None:
     model = tiny_neox(attn_implementation="eager")
     applied = on(model, plan_of(*recompute_rows(["attention.flash_attention"], [1])))
-    assert applied is not None
     gradients_of_step(model)
     core = [row for row in applied.plan.rows if row.op_path == "attention.flash_attention"]
     assert [(row.fate, row.ordinal) for row in core] == [("recompute", None), ("keep", 5), ("keep", 6)]
@@ -175,8 +171,7 @@ class _NoFakes(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         hidden.sum().item()
-        result: torch.Tensor = self.norm(hidden)
-        return result
+        return self.norm(hidden)
 
 
 def test_where_nothing_can_be_known_the_plan_stands(caplog: pytest.LogCaptureFixture) -> None:
@@ -200,7 +195,6 @@ def test_whole_layers_are_never_judged() -> None:
     rows = (*recompute_rows([""], LAYERS), PlanRow(1, "mlp.mul", "keep"))
     model = tiny_llama(BF16)
     applied = on(model, plan_of(*rows))
-    assert applied is not None
     gradients_of_step(model)
     assert applied.plan.rows == rows
     assert applied.plan.adjustments == ()

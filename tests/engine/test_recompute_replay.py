@@ -25,7 +25,7 @@ from hf_actswap.plan.opnames import function_name
 from tests.engine.tiny_models import (
     NUM_LAYERS,
     assert_bitwise_equal,
-    batch,
+    forward,
     gradients,
     gradients_of_step,
     on,
@@ -66,8 +66,7 @@ def run_with(op: Op, *paths: str, autocast: bool = False) -> tuple[int, torch.Te
         with install(model, plan_of(*rows), model_structure(model)) as applied:
             torch.manual_seed(11)
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                ids = batch(0)
-                loss = model(input_ids=ids, labels=ids).loss
+                loss = forward(model)
             loss.backward()
             found.append(gradients(model))
             states.append(torch.get_rng_state())
@@ -187,8 +186,7 @@ def test_writes_in_place_inside_a_recomputed_module() -> None:
 def shifted(hidden: torch.Tensor) -> torch.Tensor:
     """A function that adjustments can see, as those of PyTorch are, and that writes into its argument."""
     if has_torch_function_unary(hidden):
-        found: torch.Tensor = handle_torch_function(shifted, (hidden,), hidden)
-        return found
+        return handle_torch_function(shifted, (hidden,), hidden)
     return hidden.add_(1).sin()
 
 
@@ -207,7 +205,6 @@ def stays(path: str, layer: int) -> str:
 def test_a_function_that_writes_although_its_name_does_not_say_so_is_kept() -> None:
     model = llama_with(lambda x: shifted(x * 2) * 3)
     applied = on(model, plan_of(*recompute_rows(["mlp.shifted"], [2])))
-    assert applied is not None
     expected = gradients_of_step(llama_with(lambda x: shifted(x * 2) * 3))
     assert_bitwise_equal(gradients_of_step(model), expected)
     assert [str(adjustment) for adjustment in applied.plan.adjustments] == [stays("mlp.shifted", 2)]
@@ -247,7 +244,7 @@ def test_an_input_that_is_overwritten_later(seen: bool) -> None:
             assert [str(adjustment) for adjustment in applied.plan.adjustments] == [stays("mlp.inner", 1)]
         return
     with install(model, plan, unseen(shape)):
-        loss = model(input_ids=batch(0), labels=batch(0)).loss
+        loss = forward(model)
         with pytest.raises(RecomputeError) as caught:
             loss.backward()
     assert str(caught.value) == (

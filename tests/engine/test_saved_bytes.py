@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,13 +25,13 @@ from tests.engine.tiny_models import (
     CASES,
     LENGTH,
     NUM_LAYERS,
-    VOCABULARY,
     batch,
     plan_of,
     recompute_rows,
     snapshot,
     swap_everything,
     swap_rows,
+    tiny,
     tiny_llama,
     tiny_neox,
 )
@@ -67,24 +66,6 @@ def assert_foreseen(
     assert (before, under) == (applied.stats().offloaded_bytes,) * 2
     applied.remove()
     return before
-
-
-def tiny(family: str, **settings: Any) -> nn.Module:
-    """Return a model of 4 layers of a family that has Llama's names for its sizes."""
-    torch.manual_seed(0)
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        **settings,
-    }
-    config = getattr(transformers, f"{family}Config")(**shape)
-    model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
-    return model.train()
 
 
 @each_value_once
@@ -195,13 +176,6 @@ def test_frozen_weights(kind: str, dtype: torch.dtype | None) -> None:
     else:
         wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
         assert assert_foreseen(wrapped, swap_everything(), dtype) > 0
-
-
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield
-    distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
@@ -21,7 +21,7 @@ from hf_actswap.plan.actions import PlanRow, Tile
 from hf_actswap.plan.tile_ladder import tile_ladder
 from hf_actswap.plan.token_mixing import checked_tiles
 from hf_actswap.report import plan_table
-from tests.engine.tiny_models import batch, gradients, plan_of, swap_rows, tiny_llama
+from tests.engine.tiny_models import batch, forward, gradients, plan_of, swap_rows, tiny, tiny_llama
 from tests.parallel.patched_models import tiny_model
 
 HIDDEN, LAYERS, ROWS = 32, 4, 32
@@ -271,8 +271,7 @@ def test_gradients_are_not_too_large_under_accumulation() -> None:
     with apply(model, TILES):
         model.zero_grad()
         for step in range(3):
-            ids = batch(step)
-            model(input_ids=ids, labels=ids).loss.backward()
+            forward(model, step).backward()
     expected = {name: sum(part[name] for part in parts) for name in parts[0]}
     assert furthest(gradients(model), expected) < ROUNDING
 
@@ -359,9 +358,9 @@ def test_sums_of_mixed_dtypes_are_as_close_to_the_truth_as_without_tiles(how: st
 def test_autocast_is_that_of_the_call() -> None:
     model = tiny_llama()
     with torch.autocast("cpu", torch.bfloat16):
-        loss = model(input_ids=batch(0), labels=batch(0)).loss
+        loss = forward(model)
         with apply(model, TILES):
-            tiled = model(input_ids=batch(0), labels=batch(0)).loss
+            tiled = forward(model)
     assert torch.equal(loss, tiled)
     tiled.backward()  # outside of autocast
     assert all(
@@ -370,10 +369,7 @@ def test_autocast_is_that_of_the_call() -> None:
 
 
 def mixtral(**settings: Any) -> Any:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": HIDDEN, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **settings)).train()
+    return tiny("Mixtral", intermediate_size=24, num_hidden_layers=2, num_local_experts=4, **settings)
 
 
 @pytest.mark.parametrize("op_name", ["mlp", "mlp.experts"])
@@ -431,7 +427,7 @@ def test_evaluation_runs_in_tiles_and_single_tokens_whole() -> None:
 def test_a_weight_written_between_forward_and_backward_is_noticed() -> None:
     model = tiny_llama()
     with apply(model, TILES):
-        loss = model(input_ids=batch(0), labels=batch(0)).loss
+        loss = forward(model)
         with torch.no_grad():
             model.model.layers[1].mlp.gate_proj.weight.mul_(2)
         with pytest.raises(RuntimeError, match="LlamaMLP, which runs in tiles, was written in place"):
@@ -444,7 +440,7 @@ def test_a_second_backward() -> None:
     plan = plan_of(*swap_rows(["post_attention_layernorm"], range(LAYERS)), tiles=(Tile(1, "mlp", 10),))
     model.zero_grad()
     with apply(model, plan):
-        loss = model(input_ids=batch(0), labels=batch(0)).loss
+        loss = forward(model)
         loss.backward(retain_graph=True)
         loss.backward()
     assert furthest(gradients(model), {name: 2 * one for name, one in expected.items()}) < ROUNDING

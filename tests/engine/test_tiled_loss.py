@@ -204,10 +204,9 @@ def heads(kind: str) -> nn.Module:
     if kind == "all frozen but the head":
         model.model.requires_grad_(False)
     if kind == "lora":
-        found: nn.Module = get_peft_model(
+        return get_peft_model(
             model, LoraConfig(r=4, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
         )
-        return found
     if kind == "modules_to_save":
         return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"]))
     return model
@@ -232,8 +231,7 @@ def test_autocast_as_without(kind: str) -> None:
 
     def step(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            found: torch.Tensor = model(input_ids=ids, labels=labels).loss
-            return found
+            return model(input_ids=ids, labels=labels).loss
 
     loss, expected = run(model, step)
     with apply(model, TOKENS), NoLogits():
@@ -474,8 +472,7 @@ def test_a_forward_that_reads_the_heads_weight_itself_is_right_and_this_is_said(
         return BaseModelOutputWithPast(last_hidden_state=loss)
 
     def step(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = model(input_ids=ids, labels=labels).last_hidden_state
-        return found
+        return model(input_ids=ids, labels=labels).last_hidden_state
 
     model.forward = fused
     loss, expected = run(model, step)
@@ -516,7 +513,6 @@ def test_a_leaf_made_of_logits_gets_its_own_gradient() -> None:
     with apply(model, TOKENS):
         logits = model(input_ids=data()[0]).logits.detach().requires_grad_()
         logits.logsumexp(-1).sum().backward()
-    assert logits.grad is not None
     assert logits.grad.sum() == pytest.approx(2 * LENGTH, rel=1e-4)
     assert model.lm_head.weight.grad is None
 
@@ -543,8 +539,7 @@ def test_beside_swap_and_recomputation(case: str) -> None:
     ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
 
     def step(model: Any, *_: Any) -> torch.Tensor:
-        found: torch.Tensor = model(input_ids=ids, labels=ids).loss
-        return found
+        return model(input_ids=ids, labels=ids).loss
 
     loss, expected = run(model, step)
     config = load_config(CASES[case]).to_dict()

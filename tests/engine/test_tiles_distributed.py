@@ -8,13 +8,9 @@ import pytest
 import torch
 
 from tests.engine.tiles_worker import CASES, TILES, WORLD_SIZE, train_on_rank, train_under_zero
-from tests.processes import launch
+from tests.processes import launch, launched
 
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what each rank wrote; all in one launch."""
-    return launch(train_on_rank, tmp_path_factory.mktemp("tiled"), WORLD_SIZE, 250)
+results = launched(train_on_rank, WORLD_SIZE, 250)
 
 
 @pytest.mark.dist

@@ -212,7 +212,6 @@ def test_a_release_one_hook_earlier_would_stall(world: World) -> None:
     for index, (candidate, decision) in enumerate(zip(world.candidates, decisions, strict=True)):
         if not decision.swap:
             continue
-        assert decision.windows is not None
         released = candidate.ready_op + decision.windows.release_ops
         earlier = [op for op in hooks if candidate.ready_op < op < released]
         if earlier:
@@ -232,7 +231,6 @@ def test_a_prefetch_one_hook_later_would_stall(world: World) -> None:
         swapped, key=lambda i: (-world.candidates[i].consumer_op, world.candidates[i].ready_op, i)
     ):
         windows = decisions[index].windows
-        assert windows is not None
         last_of_hook[world.candidates[index].consumer_op + windows.prefetch_ops] = index
     for issued, index in last_of_hook.items():
         assert issued in hooks
@@ -313,6 +311,24 @@ def test_a_release_that_only_the_end_can_serve_is_past_every_hook() -> None:
 def test_a_safety_below_one_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"safety is a factor of at least 1, not 0\.9"):
         choose_windows([], STEADY, EVEN, safety=0.9)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "message"),
+    [
+        ((), ((0, 1.0),), "hooks in forward and in backward"),
+        (((0, 1.0),), (), "hooks in forward and in backward"),
+        (((1, 0.0), (1, 1.0), (2, 2.0)), ((0, 3.0),), "operators of a forward must rise"),
+        (((2, 0.0), (1, 1.0)), ((0, 3.0),), "operators of a forward must rise"),
+        (((1, 0.0), (2, 1.0)), ((1, 3.0), (1, 4.0)), "operators of a backward must fall"),
+        (((1, 0.0), (2, 1.0)), ((1, 0.5),), "times of a step must not fall"),
+    ],
+)
+def test_a_timeline_out_of_order_is_rejected(
+    forward: tuple[tuple[int, float], ...], backward: tuple[tuple[int, float], ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Timeline(forward, backward)
 
 
 # What a layer saves, in hidden tensors (fused kernels): norm input and output, q, k, v, attention output,

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from hf_actswap import PlanError, apply, model_structure
 from hf_actswap.engine import AppliedPlan
 from hf_actswap.engine.operator_clock import OperatorClock
-from tests.engine.tiny_models import assert_bitwise_equal, batch, gradients, snapshot, tiny_llama
+from tests.engine.tiny_models import assert_bitwise_equal, gradients_of_step, snapshot, tiny_llama
 from tests.quick_cases import quick_first
 
 SMALL = "memory: {min_tensor_mib: 0.0001}\n"
@@ -67,13 +67,8 @@ def compiled_llama(direction: str) -> nn.Module:
 
 
 def steps(model: nn.Module, count: int = 3) -> list[dict[str, torch.Tensor]]:
-    found = []
-    for step in range(count):
-        model.zero_grad()
-        ids = batch(step)
-        model(input_ids=ids, labels=ids).loss.backward()
-        found.append({name.replace("_orig_mod.", ""): grad for name, grad in gradients(model).items()})
-    return found
+    found = [gradients_of_step(model, step) for step in range(count)]
+    return [{name.replace("_orig_mod.", ""): grad for name, grad in grads.items()} for grads in found]
 
 
 def compiler_work() -> tuple[Any, dict[str, int]]:

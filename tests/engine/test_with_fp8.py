@@ -19,19 +19,15 @@ from tests.engine.tiny_models import (
     gradients_of_step,
     on,
     plan_of,
+    plans,
     recompute_rows,
-    swap_everything,
-    swap_rows,
     tiny_llama,
 )
 
-LAYERS = range(NUM_LAYERS)
-PLANS: dict[str, MemoryPlan] = {
-    "everything swapped": swap_everything(5),
-    "mlp swapped": plan_of(*swap_rows(["mlp"], LAYERS, 5)),
-    "mlp recomputed": plan_of(*recompute_rows(["mlp"], LAYERS), *swap_rows(["self_attn"], LAYERS, 5)),
-    "ops recomputed": plan_of(*recompute_rows(["mlp.mul", "mlp.act_fn.silu", "input_layernorm"], LAYERS)),
-    "layers recomputed": plan_of(*recompute_rows([""], LAYERS), *swap_rows(["output"], LAYERS, 5)),
+OPS = ["mlp.mul", "mlp.act_fn.silu", "input_layernorm"]
+PLANS = {
+    **plans("everything swapped", "mlp swapped", "mlp recomputed", "layers recomputed"),
+    "ops recomputed": plan_of(*recompute_rows(OPS, range(NUM_LAYERS))),
 }
 
 
@@ -55,7 +51,6 @@ def test_fp8_layers(plan: MemoryPlan) -> None:
         wide["model.layers.0.mlp.gate_proj.weight"]
     )
     applied = on(model, plan)
-    assert applied is not None
     for _ in range(3):
         assert_bitwise_equal(gradients_of_step(model), expected)
     stats = applied.stats()

@@ -9,23 +9,18 @@ import torch
 
 from tests.engine.fsdp2_worker import CASES_RUN, WORLD_SIZE, Case, Result, run_on_rank
 from tests.engine.tiny_models import assert_bitwise_equal
-from tests.processes import launch, result
+from tests.processes import launched, result
 
 LIMIT_S = 120
 
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what each rank wrote; all cases run in one launch."""
-    return launch(run_on_rank, tmp_path_factory.mktemp("fsdp2"), WORLD_SIZE, LIMIT_S)
+results = launched(run_on_rank, WORLD_SIZE, LIMIT_S)
 
 
 def result_of(case: Case, rank: int, folder: Path) -> Result:
-    found = result(folder, case.file_stem, rank)
-    assert isinstance(found, Result)
-    return found
+    return result(folder, case.file_stem, rank)
 
 
 PLANNED = [case for case in CASES_RUN if case.plan != "nothing"]

@@ -49,8 +49,7 @@ def differences_on(device: str, folder: Path, repository: Path, interpreted: boo
         check=False,
     )
     assert ended.returncode == 0, ended.stderr[-3000:]
-    found: dict[str, list[str]] = json.loads(results.read_text())
-    return found
+    return json.loads(results.read_text())
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,6 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> dict[s
 def on_accelerator(tmp_path_factory: pytest.TempPathFactory, repository: Path) -> dict[str, list[str]]:
     """What differed with compiled kernels."""
     accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
     folder = tmp_path_factory.mktemp("liger_compiled")
     return differences_on(f"{accelerator.type}:0", folder, repository, interpreted=False)
 

@@ -18,14 +18,13 @@ from tests.engine.tiny_models import (
     on,
     one_step,
     plan_of,
-    recompute_rows,
+    plans,
     swap_everything,
     swap_rows,
     tiny_llama,
 )
 from tests.quick_cases import each_value_once
 
-LAYERS = range(NUM_LAYERS)
 BLOCK = 16
 
 
@@ -67,8 +66,7 @@ class PackedLinear(nn.Module):
         self.shape = tuple(linear.weight.shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product: torch.Tensor = _PackedProduct.apply(x, self.weight, self.absmax, self.shape)
-        return product
+        return _PackedProduct.apply(x, self.weight, self.absmax, self.shape)
 
 
 class LoraLinear(nn.Module):
@@ -95,8 +93,7 @@ def _with_bitsandbytes(four_bits: bool) -> Callable[[nn.Linear], nn.Module]:
         else:
             new = bnb.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False)
         new.load_state_dict(linear.state_dict(), strict=False)
-        quantised: nn.Module = new.to("cpu").requires_grad_(False)
-        return quantised
+        return new.to("cpu").requires_grad_(False)
 
     return replace
 
@@ -147,10 +144,8 @@ def frozen_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 PLANS: dict[str, MemoryPlan | str] = {
-    "everything swapped": swap_everything(5),
-    "fetched on use": swap_everything(0),
-    "ops": plan_of(*swap_rows(["self_attn", "mlp"], LAYERS, 5)),
-    "recomputed": plan_of(*recompute_rows(["mlp"], LAYERS), *swap_rows(["self_attn"], LAYERS, 5)),
+    **plans("everything swapped", "fetched on use", "mlp recomputed"),
+    "ops": plan_of(*swap_rows(["self_attn", "mlp"], range(NUM_LAYERS), 5)),
     "case_4": CASES["case_4"],
 }
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_actswap import PlanError, apply
-from tests.engine.tiny_models import batch, tiny_llama
+from tests.engine.tiny_models import batch, forward, tiny_llama
 from tests.processes import join_group
 
 WORLD_SIZE = 2
@@ -121,8 +121,7 @@ def zero_steps(stage: int, tiles: dict[str, Any]) -> tuple[list[float], dict[str
     applied = apply(engine.module, {"tile_config": tiles})
     losses, grads = [], {}
     for step in range(2):
-        ids = batch(2 * step + dist.get_rank())
-        loss = engine(input_ids=ids, labels=ids).loss
+        loss = forward(engine, 2 * step + dist.get_rank())
         engine.backward(loss)
         grads = grads or {name: safe_get_full_grad(one).clone() for name, one in model.named_parameters()}
         engine.step()

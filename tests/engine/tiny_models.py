@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaForCausalLM
 
 from hf_actswap import MemoryPlan, apply, load_config
 from hf_actswap.engine import AppliedPlan, SwapStats, Transfer
@@ -18,6 +19,7 @@ from hf_actswap.plan import PlanRow, Windows
 VOCABULARY = 64
 NUM_LAYERS = 4
 BATCH, LENGTH = 2, 16
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "experts_implementation": "eager"}
 
 _HEAD = 'context: {memory_optimize_level: "O0"}\nmodel: {model_config: {num_layers: 4}}\n'
 _OPS = """\
@@ -50,9 +52,12 @@ CASES: dict[str, str] = {
 SWAP_CASES = ("default_swap", "case_2", "case_3", "case_4")
 
 
-def tiny_llama(dtype: torch.dtype = torch.float32, seed: int = 0, **settings: Any) -> LlamaForCausalLM:
-    """Return a Llama of 4 layers, hidden 32, 4 heads over 2 key-value heads, in training mode."""
-    torch.manual_seed(seed)
+def tiny(family: str, **settings: Any) -> nn.Module:
+    """Return a model of 4 layers, hidden 32, 4 heads over 2 key-value heads, in training mode.
+
+    Args:
+        family: one that has Llama's names for its sizes, as in the names of its classes.
+    """
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -60,9 +65,21 @@ def tiny_llama(dtype: torch.dtype = torch.float32, seed: int = 0, **settings: An
         "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": settings.get("hidden_size", 32) // settings.get("num_attention_heads", 4),
     }
-    model = LlamaForCausalLM(LlamaConfig(**{**shape, **settings})).to(dtype)
-    return model.train()
+    torch.manual_seed(settings.pop("seed", 0))
+    config = getattr(transformers, f"{family}Config")(**{**shape, **settings})
+    return getattr(transformers, f"{family}ForCausalLM")(config).train()
+
+
+def tiny_llama(dtype: torch.dtype = torch.float32, **settings: Any) -> LlamaForCausalLM:
+    """Return a `tiny` Llama."""
+    return tiny("Llama", **settings).to(dtype)
+
+
+def tiny_mixtral() -> nn.Module:
+    """Return a `tiny` Mixtral with 8 experts of which each token takes 2."""
+    return tiny("Mixtral", **EXPERTS, num_local_experts=8)
 
 
 def tiny_neox(dtype: torch.dtype = torch.float32, seed: int = 0, **settings: Any) -> GPTNeoXForCausalLM:
@@ -108,15 +125,37 @@ def swap_everything(prefetch_ops: int = 10, **settings: Any) -> MemoryPlan:
     return plan_of(*swap_rows([""], range(NUM_LAYERS), prefetch_ops), *wrap_call, **settings)
 
 
+_LAYERS = range(NUM_LAYERS)
+PLANS: dict[str, MemoryPlan] = {
+    "everything swapped": swap_everything(5),
+    "fetched on use": swap_everything(0),
+    "fetched at once": swap_everything(1000),
+    "mlp swapped": plan_of(*swap_rows(["mlp"], _LAYERS, 5)),
+    "mlp recomputed": plan_of(*recompute_rows(["mlp"], _LAYERS), *swap_rows(["self_attn"], _LAYERS, 5)),
+    "layers recomputed": plan_of(*recompute_rows([""], _LAYERS), *swap_rows(["output"], _LAYERS, 5)),
+}
+"""What is put on models with kernels, layers or weights of others: the ways to hold a tensor."""
+
+
+def plans(*names: str) -> dict[str, MemoryPlan]:
+    """Return some of `PLANS` by name."""
+    return {name: PLANS[name] for name in names}
+
+
 def batch(step: int) -> torch.Tensor:
     """Return token ids of one step, int64, shape (2, 16)."""
     return torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1000 + step))
 
 
+def forward(model: nn.Module, step: int = 0) -> torch.Tensor:
+    """Return the loss of one batch."""
+    ids = batch(step)
+    return model(input_ids=ids, labels=ids).loss
+
+
 def one_step(model: nn.Module, step: int = 0) -> torch.Tensor:
     """Run forward and backward of one batch; return the loss."""
-    ids = batch(step)
-    loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+    loss = forward(model, step)
     loss.backward()
     return loss.detach()
 
@@ -165,12 +204,11 @@ def train(
     for step in range(steps):
         optimizer.zero_grad()
         for part in range(accumulation):
-            ids = batch(step * accumulation + part)
             context: AbstractContextManager[Any] = (
                 torch.autocast("cpu", dtype=autocast) if autocast else nullcontext()
             )
             with context:
-                loss = model(input_ids=ids, labels=ids).loss
+                loss = forward(model, step * accumulation + part)
             (loss / accumulation).backward()
             run.losses.append(loss.item())
         run.grads.append(gradients(model))

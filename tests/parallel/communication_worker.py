@@ -16,8 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_actswap import AppliedPlan, apply
@@ -29,6 +27,7 @@ from hf_actswap.parallel import (
     scatter_to_sequence_parallel_region,
     tensor_parallel_group,
 )
+from hf_actswap.planner import CountingMeter
 from tests.engine.tiny_models import VOCABULARY, gradients, snapshot, tiny_llama
 from tests.parallel.collective_calls import noted
 from tests.parallel.parallel_llama import parallel_llama
@@ -130,36 +129,13 @@ class Result:
     left_over: list[str] = field(default_factory=list)
 
 
-class HeldBytes(TorchDispatchMode):
-    """Sees every storage that is made.
-
-    Args:
-        known: tensors that were there before.
-    """
-
-    def __init__(self, *known: torch.Tensor) -> None:
-        super().__init__()
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self._known:
-                    self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-    def settled_total(self) -> int:
-        """Bytes of those that still live; gloo's threads free what they moved a moment later."""
-        totals = []
-        for _ in range(_LOOKS):
-            totals.append(sum(size for ref, size in self._storages.values() if not ref.expired()))
-            sleep(_LOOK_S)
-        return min(totals)
+def settled_bytes(meter: CountingMeter) -> int:
+    """Bytes that live; gloo's threads free what they moved a moment later."""
+    totals = []
+    for _ in range(_LOOKS):
+        totals.append(meter.allocated_bytes())
+        sleep(_LOOK_S)
+    return min(totals)
 
 
 def counted(result: Result) -> AbstractContextManager[Callable[[str], None]]:
@@ -187,7 +163,6 @@ def run_on_rank(slow_too: bool, rank: int, folder: str) -> None:
 
     def world() -> dist.ProcessGroup:
         group = dist.group.WORLD
-        assert group is not None
         return group
 
     cases: dict[str, Callable[[dist.ProcessGroup | None], object]] = {
@@ -235,10 +210,10 @@ def _step(model: nn.Module, case: Case, result: Result, holds: bool = True) -> N
     generator = torch.Generator().manual_seed(11)
     ids = torch.randint(0, VOCABULARY, (case.batch, LENGTH), generator=generator)
     with counted(result) as begin:
-        with HeldBytes(ids, *model.parameters()) if holds else nullcontext() as held:
+        with CountingMeter() if holds else nullcontext() as held:
             loss = model(input_ids=ids, labels=ids).loss
         if held is not None:
-            result.held_bytes = held.settled_total()
+            result.held_bytes = settled_bytes(held)
         begin("backward")
         loss.backward()
     result.losses.append(loss.item())

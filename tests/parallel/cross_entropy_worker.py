@@ -9,9 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from hf_actswap.parallel import tensor_parallel_group
 from hf_actswap.parallel.cross_entropy import (
@@ -19,6 +16,7 @@ from hf_actswap.parallel.cross_entropy import (
     parallel_causal_lm_loss,
     parallel_cross_entropy,
 )
+from hf_actswap.planner import CountingMeter
 from tests.processes import run_cases
 
 WORLD_SIZE, MANY = 4, 6
@@ -127,8 +125,7 @@ def own_columns(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return whole.chunk(group.size(), -1)[group.rank()].clone()
 
 
-def answers(group: dist.ProcessGroup | None) -> dict[str, Answer]:
-    assert group is not None
+def answers(group: dist.ProcessGroup) -> dict[str, Answer]:
     return {name: answer(problem, group) for name, problem in problems(group.size()).items()}
 
 
@@ -150,8 +147,7 @@ LANGUAGE_MODEL_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def language_model_losses(group: dist.ProcessGroup | None) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    assert group is not None
+def language_model_losses(group: dist.ProcessGroup) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     whole, labels = language_model_batch()
     found = {}
     for name, settings in LANGUAGE_MODEL_SETTINGS.items():
@@ -164,8 +160,7 @@ def language_model_losses(group: dist.ProcessGroup | None) -> dict[str, tuple[to
     return found
 
 
-def log_probabilities(group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
-    assert group is not None
+def log_probabilities(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     problem = random_problem(6, (2, 8), 16 * group.size())
     logits = own_columns(problem.logits, group).requires_grad_()
     found = from_parallel_logits_to_logprobs(logits, problem.target, process_group=group)
@@ -176,39 +171,11 @@ def log_probabilities(group: dist.ProcessGroup | None) -> dict[str, torch.Tensor
     return {"inference": found, "training": trained.detach(), "gradient": logits.grad}
 
 
-class LiveBytes(TorchDispatchMode):
-    """Bytes of the storages that live at one time, of those made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_bytes = self.largest_bytes = 0
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)}
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if _is_tensor(leaf) and leaf.untyped_storage()._cdata not in given:
-                storage = leaf.untyped_storage()
-                self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                self.largest_bytes = max(self.largest_bytes, storage.nbytes())
-        self._storages = {key: held for key, held in self._storages.items() if not held[0].expired()}
-        self.peak_bytes = max(self.peak_bytes, sum(size for _, size in self._storages.values()))
-        return result
-
-
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)
-
-
 MEMORY_TOKENS, MEMORY_WIDTH = 64, 1024
 
 
-def memory(group: dist.ProcessGroup | None) -> dict[str, dict[str, int]]:
+def memory(group: dist.ProcessGroup) -> dict[str, dict[str, int]]:
     """Peak and saved bytes, logits not counted; 64 tokens, 1,024 columns per rank."""
-    assert group is not None
     found: dict[str, dict[str, int]] = {}
     target = torch.arange(MEMORY_TOKENS) * 31 % (MEMORY_WIDTH * group.size())
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -219,22 +186,23 @@ def memory(group: dist.ProcessGroup | None) -> dict[str, dict[str, int]]:
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), LiveBytes() as forward:
+        with (
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            CountingMeter() as forward,
+        ):
             loss = parallel_cross_entropy(logits, target, reduction="mean", process_group=group)
         saved.pop(logits.untyped_storage().data_ptr())
-        with LiveBytes() as backward:
+        with CountingMeter() as backward:
             loss.backward()
         found[name] = {
-            "forward": forward.peak_bytes,
-            "backward": backward.peak_bytes,
-            "largest": max(forward.largest_bytes, backward.largest_bytes),
+            "forward": forward.peak_bytes(),
+            "backward": backward.peak_bytes(),
             "saved": sum(saved.values()),
         }
     return found
 
 
-def rejections(group: dist.ProcessGroup | None) -> dict[str, str]:
-    assert group is not None
+def rejections(group: dist.ProcessGroup) -> dict[str, str]:
     logits, target = torch.zeros(5, 6), torch.zeros(5, dtype=torch.long)
     wrong: dict[str, Callable[[], object]] = {
         "shape": lambda: parallel_cross_entropy(logits, target[:4], process_group=group),
@@ -259,16 +227,14 @@ def rejections(group: dist.ProcessGroup | None) -> dict[str, str]:
     return found
 
 
-def fake(group: dist.ProcessGroup | None) -> tuple[list[int], list[int]]:
+def fake(group: dist.ProcessGroup) -> tuple[list[int], list[int]]:
     """Shapes of a loss and gradient without data, on one rank only: the others are not waited for."""
-    assert group is not None
     if group.rank():
         return [5], [5, 6]
     with FakeTensorMode():
         logits = torch.empty(5, 6, requires_grad=True)
         loss = parallel_cross_entropy(logits, torch.empty(5, dtype=torch.long), process_group=group)
         loss.sum().backward()
-    assert logits.grad is not None
     return list(loss.shape), list(logits.grad.shape)
 
 

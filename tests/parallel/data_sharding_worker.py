@@ -17,14 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from hf_actswap.apply import apply
 from hf_actswap.integrations.prepare import prepare
-from hf_actswap.parallel.collectives import gathered
-from hf_actswap.parallel.full_state import partitions_of
 from hf_actswap.parallel.gradient_norm import clip_grad_norm
 from hf_actswap.parallel.gradients import TaggedGradients
 from hf_actswap.parallel.group import tensor_parallel_group
 from hf_actswap.parallel.mesh import MeshError, ParallelMesh, build_mesh
 from hf_actswap.parallel.patch_model import Patched, patch_model
-from tests.parallel.patch_worker import config
+from tests.parallel.patch_worker import config, drifting, full_gradients, gradients, relative_errors
 from tests.parallel.patched_models import VOCABULARY, tiny_model
 from tests.processes import run_cases
 
@@ -125,7 +123,7 @@ def run_case(case: Case, _: dist.ProcessGroup | None) -> Result:
         if case.reduced:
             tagged.reduce()
         if step == 0:
-            result.gradient_errors = _errors(_full_gradients(patched), _gradients(alone))
+            result.gradient_errors = _errors(full_gradients(patched), gradients(alone))
         if case.reduced:
             norm = clip_grad_norm(model.parameters(), MAX_NORM, process_group=patched.group)
             wanted = nn.utils.clip_grad_norm_(alone.parameters(), MAX_NORM)
@@ -196,41 +194,16 @@ def _whole_step(model: Any, case: Case, step: int) -> list[list[float]]:
     return losses
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def _full_gradients(patched: Patched) -> dict[str, torch.Tensor]:
-    partitions, found = dict(partitions_of(patched.model)), {}
-    for name, gradient in _gradients(patched.model).items():
-        whole, partition = _whole(gradient), partitions.get(name)
-        if partition is not None:
-            whole = partition.whole(list(gathered(whole.unsqueeze(0), 0, patched.group)))
-        found[name] = whole
-    return found
-
-
 def _errors(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
     if found.keys() != expected.keys():
         raise AssertionError(f"names differ: {found.keys() ^ expected.keys()}")
-    return {
-        name: ((found[name] - of).abs().max() / of.abs().max().clamp(min=1e-6)).item()
-        for name, of in expected.items()
-    }
+    return relative_errors(found, expected)
 
 
 def _drift(patched: Patched) -> list[str]:
-    parameters, drift = dict(patched.model.named_parameters()), []
-    for name in patched.replicated:
-        whole = _whole(parameters[name].detach())
-        parts = gathered(whole.unsqueeze(0), 0, patched.group)
-        if not all(torch.equal(whole, part) for part in parts):
-            drift.append(name)
-    return drift
+    weights = {name: p.detach() for name, p in patched.model.named_parameters()}
+    whole = {n: one.full_tensor() if isinstance(one, DTensor) else one for n, one in weights.items()}
+    return drifting(patched, whole)
 
 
 def _reloaded(state: dict[str, torch.Tensor], case: Case, mesh: ParallelMesh) -> list[str]:
@@ -252,7 +225,6 @@ def run_prepared(_: dist.ProcessGroup | None) -> Result:
     )
     prepared = prepare(accelerator, model, PLAN, optimizer, shard_over_data=True)
     parallel = prepared.parallel
-    assert parallel is not None
     mesh = parallel.mesh
     for step in range(STEPS):
         own = _own_step(prepared.model, case, step, mesh.data_parallel_rank)

@@ -45,12 +45,11 @@ def case_of(family: str, sequence_parallel: bool = False) -> Case:
     return Case(family, sequence_parallel, call=call, length=length, counted=False)
 
 
-def divided(family: str, sequence_parallel: bool, group: dist.ProcessGroup | None) -> Finding:
+def divided(family: str, sequence_parallel: bool, group: dist.ProcessGroup) -> Finding:
     """Say whether a divided model has the loss, each gradient and the state dict of one process.
 
     The state dict is saved whole, loaded into a divided model of other weights, and saved again.
     """
-    assert group is not None
     try:
         found, alone, patched = compared(case_of(family, sequence_parallel), group)
     except PatchError as error:
@@ -93,7 +92,7 @@ def _what_is_divided(patched: Patched) -> str:
     return f"{100 * part / sum(of_layers.values()):.0f} %"
 
 
-def planned(family: str, plan: str, _group: dist.ProcessGroup | None) -> Finding:
+def planned(family: str, plan: str, _group: dist.ProcessGroup) -> Finding:
     """Say whether gradients in one process are bitwise those without a plan, which must do something."""
     case = case_of(family)
     alone, model = tiny_model(family), tiny_model(family)

@@ -20,7 +20,7 @@ from tests.parallel.patch_ways_worker import counted, ids_of, patched_pair
 from tests.processes import run_cases
 
 WORLD_SIZE, LAYERS = 2, 4
-Group = dist.ProcessGroup | None
+Group = dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,6 @@ class Result:
 
 def run_case(case: Case, group: Group) -> Result:
     """Run a step and take the plan off."""
-    assert group is not None
     _, model, _ = patched_pair(case.kind, group, num_hidden_layers=LAYERS)
     result, applied, ids = Result(), None, ids_of()
     if case.checkpointing:
@@ -99,7 +98,6 @@ class _Block(nn.Module):
 
 def run_by_hand(group: Group) -> tuple[bool, bool, bool]:
     """A `SharedInput` before, while its layer is to be run again, and after."""
-    assert group is not None
     block = _Block(group)
     before = block.shared.keep_gathered
     restore = keep_gathered_inputs(nn.Sequential(block))

@@ -99,9 +99,8 @@ def counted() -> Iterator[list[tuple[int, torch.dtype]]]:
         yield calls
 
 
-def accumulation(group: dist.ProcessGroup | None) -> dict[str, Any]:
+def accumulation(group: dist.ProcessGroup) -> dict[str, Any]:
     """Gradients after 1, 2 and 3 micro-batches, over two steps, by who reduces them."""
-    assert group is not None
 
     def run(who: str, micro_batches: int) -> list[dict[str, torch.Tensor | None]]:
         toy, found = Toy(group), []
@@ -125,9 +124,8 @@ def accumulation(group: dist.ProcessGroup | None) -> dict[str, Any]:
     return {f"{who} {n}": run(who, n) for who in ("ours", "user", "both", "nobody") for n in (1, 2, 3)}
 
 
-def training(group: dist.ProcessGroup | None) -> dict[str, Any]:
+def training(group: dist.ProcessGroup) -> dict[str, Any]:
     """Parameters, losses and norms of five clipped steps, with the reduction and without."""
-    assert group is not None
 
     def run(reduces: bool) -> dict[str, Any]:
         toy = Toy(group)
@@ -148,9 +146,8 @@ def training(group: dist.ProcessGroup | None) -> dict[str, Any]:
     return {"reduced": run(True), "not reduced": run(False)}
 
 
-def membership(group: dist.ProcessGroup | None) -> dict[str, Any]:
+def membership(group: dist.ProcessGroup) -> dict[str, Any]:
     """Gradients that some ranks lack; what takes part, in how many collectives."""
-    assert group is not None
     names = ("both", "first", "nobody", "frozen", "untagged", "half", "ends")
     p = {
         name: nn.Parameter(torch.ones(2, dtype=torch.bfloat16 if name == "half" else None)) for name in names
@@ -173,9 +170,8 @@ def membership(group: dist.ProcessGroup | None) -> dict[str, Any]:
     return {"gradients": found, "calls": calls, "again": again, "none": none}
 
 
-def precision(group: dist.ProcessGroup | None) -> dict[str, Any]:
+def precision(group: dist.ProcessGroup) -> dict[str, Any]:
     """bf16 gradients 1 and 3 2^-9 on every other rank: lost in bf16, kept in fp32 until the end."""
-    assert group is not None
     found = {}
     for name, dtype in (("own", None), ("fp32", torch.float32)):
         parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
@@ -187,9 +183,8 @@ def precision(group: dist.ProcessGroup | None) -> dict[str, Any]:
     return found
 
 
-def main_gradients(group: dist.ProcessGroup | None) -> list[list[float]]:
+def main_gradients(group: dist.ProcessGroup) -> list[list[float]]:
     """Gradients gathered in ``.main_grad`` in fp32 by the user's hook, zeroed in place; three steps."""
-    assert group is not None
     parameter = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     parameter.sequence_parallel_enabled = True
     parameter.main_grad = torch.zeros(2)
@@ -218,8 +213,7 @@ def told(call: Callable[[], object]) -> str:
     return "nothing was raised"
 
 
-def mistakes(group: dist.ProcessGroup | None) -> dict[str, Any]:
-    assert group is not None
+def mistakes(group: dist.ProcessGroup) -> dict[str, Any]:
     toy = Toy(group)
     ours, found = TaggedGradients(toy, group), {}
     toy(batch(0)).backward()
@@ -260,9 +254,8 @@ def mistakes(group: dist.ProcessGroup | None) -> dict[str, Any]:
     return found
 
 
-def norms(group: dist.ProcessGroup | None) -> dict[str, Any]:
+def norms(group: dist.ProcessGroup) -> dict[str, Any]:
     """Norms of gradients that are shards of one model's; `norm_model` makes the whole."""
-    assert group is not None
     size, rank, found = group.size(), group.rank(), {}
     for case, names in NORM_CASES.items():
         parameters = []
@@ -323,9 +316,8 @@ def norm_model(size: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def not_finite(group: dist.ProcessGroup | None) -> dict[str, str]:
+def not_finite(group: dist.ProcessGroup) -> dict[str, str]:
     """One element of one rank's shard is not finite; every rank must see it."""
-    assert group is not None
     found = {}
     for value in (math.inf, math.nan):
         for norm_type in (2.0, math.inf):
@@ -343,7 +335,7 @@ def not_finite(group: dist.ProcessGroup | None) -> dict[str, str]:
     return found
 
 
-def data_parallel(group: dist.ProcessGroup | None) -> dict[str, Any]:
+def data_parallel(group: dist.ProcessGroup) -> dict[str, Any]:
     """Two models of two ranks each: DDP and FSDP2 over the data axis, accumulation 2, two steps, clipped."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tensor_group, data_rank = mesh.get_group("tp"), mesh.get_local_rank("dp")

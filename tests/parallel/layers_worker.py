@@ -26,7 +26,7 @@ def cases() -> dict[str, Case]:
     }
 
 
-def _seeded(case: Case, group: dist.ProcessGroup | None) -> None:
+def _seeded(case: Case, group: dist.ProcessGroup) -> None:
     torch.manual_seed(0)
     case(group)
 

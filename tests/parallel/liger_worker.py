@@ -23,7 +23,7 @@ PLAN = {
     "memory": {"min_tensor_mib": 1e-6},
 }
 
-Group = dist.ProcessGroup | None
+Group = dist.ProcessGroup
 
 
 def run_kernels(sequence_parallel: bool, group: Group) -> Result:
@@ -33,7 +33,6 @@ def run_kernels(sequence_parallel: bool, group: Group) -> Result:
 
 def run_plan(group: Group) -> tuple[list[str], int]:
     """Gradients that a plan changes, and how much it moved and ran again."""
-    assert group is not None
     model = tiny_model("llama")
     patched = patch_model(model, config(group, True), group)
     step(model, CASE)
@@ -49,7 +48,6 @@ def run_plan(group: Group) -> tuple[list[str], int]:
 
 def run_fused_loss(group: Group) -> str:
     """What is said where Liger's forward takes the head's weight itself."""
-    assert group is not None
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     model = tiny_model("llama")

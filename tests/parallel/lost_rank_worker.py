@@ -36,7 +36,6 @@ def _train(rank: int, folder: str, place: str) -> None:
     """Train; at the last step one rank ends at ``place``. The other writes its error and for how long."""
     join_group(rank, folder, WORLD_SIZE)
     group = dist.group.WORLD
-    assert group is not None
     model = tiny_model("llama")
     patch_model(model, config(group, True), group)
     ids = torch.arange(3, 19).view(1, 16)

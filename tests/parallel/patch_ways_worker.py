@@ -31,7 +31,18 @@ from hf_actswap.parallel.rank_agreement import RankAgreementError
 from hf_actswap.parallel.vocabulary import LazyLogits
 from hf_actswap.plan.model_structure import model_structure as structure_of
 from tests.parallel.collective_calls import noted
-from tests.parallel.patch_worker import BATCH, Case, batches, compare, config, drifting, full_gradients, step
+from tests.parallel.patch_worker import (
+    BATCH,
+    Case,
+    batches,
+    compare,
+    config,
+    drifting,
+    full_gradients,
+    gradients,
+    relative_errors,
+    step,
+)
 from tests.parallel.patched_models import HIDDEN, tiny_model
 from tests.processes import run_cases
 
@@ -43,7 +54,7 @@ ADAPTED = {
     "qwen2": ["k_proj", "o_proj"],
 }
 
-Group = dist.ProcessGroup | None
+Group = dist.ProcessGroup
 
 
 def counted(calls: Counter[str]) -> AbstractContextManager[Callable[[str], None]]:
@@ -70,7 +81,6 @@ def patched_pair(
     kind: str, group: Group, sequence_parallel: bool = True, **settings: Any
 ) -> tuple[Any, Any, Any]:
     """Return a model in one process, the same one patched, and the handle."""
-    assert group is not None
     alone, model = tiny_model(kind, **settings), tiny_model(kind, **settings)
     return alone, model, patch_model(model, config(group, sequence_parallel), group)
 
@@ -106,8 +116,8 @@ def run_outputs(group: Group) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
             pairs[f"{name} {place}"] = found.detach().clone(), expected.detach()
 
     every = {"output_hidden_states": True, "output_attentions": True}
-    for mode, gradients in (("trains", True), ("evaluates", False)):
-        with torch.set_grad_enabled(gradients):
+    for mode, trains in (("trains", True), ("evaluates", False)):
+        with torch.set_grad_enabled(trains):
             note(f"{mode}: logits", lambda m: m(ids).logits)
             note(f"{mode}: last logits", lambda m: m(ids, logits_to_keep=3).logits)
             note(f"{mode}: hidden", lambda m: m(ids, **every).hidden_states)
@@ -136,12 +146,7 @@ def run_own_losses(group: Group) -> dict[str, float]:
         loss_of(alone).backward()
         loss_of(model).backward()
         allreduce_sequence_parallel_gradients(model, group)
-        found = full_gradients(patched)
-        expected = {key: p.grad for key, p in alone.named_parameters() if p.grad is not None}
-        errors[name] = max(
-            ((found[key] - grad).abs().max() / grad.abs().max().clamp(min=1e-6)).item()
-            for key, grad in expected.items()
-        )
+        errors[name] = max(relative_errors(full_gradients(patched), gradients(alone)).values())
     return errors
 
 
@@ -167,7 +172,6 @@ def run_lazy(group: Group) -> dict[str, Any]:
 
 def run_state(kind: str, settings: dict[str, Any], folder: str, group: Group) -> dict[str, Any]:
     """Save on all ranks; load in one process, and into a patched model of other weights."""
-    assert group is not None
     alone, model, patched = patched_pair(kind, group, **settings)
     full, of_one = patched.full_state_dict(), patched.full_state_dict(only_rank=1)
     expected = alone.state_dict()
@@ -200,7 +204,6 @@ def run_state(kind: str, settings: dict[str, Any], folder: str, group: Group) ->
 
 def run_training(kind: str, settings: dict[str, Any], group: Group) -> dict[str, Any]:
     """Five steps of AdamW with clipping: losses, weights against one process, and what drifted apart."""
-    assert group is not None
     alone, model, patched = patched_pair(kind, group, **settings)
     losses: list[list[float]] = []
     for one in (alone, model):
@@ -250,7 +253,6 @@ def _saved(model: Any, layer: Any, ids: torch.Tensor) -> list[torch.Tensor]:
 
 def run_audit(wrap: str, group: Group) -> dict[str, Any]:
     """Shapes and bytes that the second layer saves."""
-    assert group is not None
     model = tiny_model("llama", num_key_value_heads=4)
     if wrap:
         model = adapted(model, "llama")
@@ -274,8 +276,7 @@ def run_autocast(group: Group) -> tuple[dict[str, float], float]:
         losses.append(loss.item())
     allreduce_sequence_parallel_gradients(model, group)
     found = full_gradients(patched)
-    expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
-    errors = {name: ((found[name] - grad).norm() / grad.norm()).item() for name, grad in expected.items()}
+    errors = {n: ((found[n] - grad).norm() / grad.norm()).item() for n, grad in gradients(alone).items()}
     return errors, losses[1] - losses[0]
 
 
@@ -287,7 +288,6 @@ def run_copy(group: Group) -> dict[str, Any]:
         for parameter in model.parameters():
             parameter.zero_()
     other = tiny_model("qwen3_moe")
-    assert group is not None
     patch_model(other, config(group, True), group)
     grads = []
     for one in (again, other):
@@ -340,7 +340,6 @@ EXPERTS_PLAN = {
 
 def run_plan(kind: str, document: dict[str, Any], settings: dict[str, Any], group: Group) -> dict[str, Any]:
     """Gradients with a plan and without, and the communications that the plan's structure has seen."""
-    assert group is not None
     found = []
     for planned in (False, True):
         _, model, _ = patched_pair(kind, group, **settings)
@@ -353,7 +352,7 @@ def run_plan(kind: str, document: dict[str, Any], settings: dict[str, Any], grou
             communications = structure_of(model).layers[0].communications
         step(model, Case(kind, length=17))
         allreduce_sequence_parallel_gradients(model, group)
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.append(gradients(model))
     return {
         "differing": [name for name in found[0] if not torch.equal(found[0][name], found[1][name])],
         "communications": communications,
@@ -371,7 +370,6 @@ def _noting(masks: dict[str, torch.Tensor], name: str) -> Callable[..., None]:
 
 def run_dropout(sequence_parallel: bool, group: Group) -> dict[str, Any]:
     """Masks of a model that drops, and gradients with and without recomputation."""
-    assert group is not None
     drops = {"hidden_dropout": 0.4, "attention_dropout": 0.3}
     case = Case("gpt_neox", sequence_parallel, masked=False)
     found: list[dict[str, torch.Tensor]] = []
@@ -388,7 +386,7 @@ def run_dropout(sequence_parallel: bool, group: Group) -> dict[str, Any]:
         step(model, case)
         state = torch.get_rng_state()
         allreduce_sequence_parallel_gradients(model, group)
-        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.append(gradients(model))
         drift += drifting(patched, full_gradients(patched))
     return {
         "differing": [name for name in found[0] if not torch.equal(found[0][name], found[1][name])],
@@ -434,7 +432,6 @@ def llama4_with_images() -> Any:
 
 def run_images(sequence_parallel: bool, group: Group) -> dict[str, Any]:
     """A step on an image and text, divided and in one process."""
-    assert group is not None
     alone, model = gemma3_with_images(), gemma3_with_images()
     patched = patch_model(model, config(group, sequence_parallel), group)
     ids = ids_of(17).clamp(max=_IMAGE_TOKEN - 1)
@@ -448,15 +445,11 @@ def run_images(sequence_parallel: bool, group: Group) -> dict[str, Any]:
         loss.backward()
         losses.append(loss.item())
     allreduce_sequence_parallel_gradients(model, group)
-    gradients = full_gradients(patched)
-    expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    found = full_gradients(patched)
     return {
         "losses": losses,
-        "errors": {
-            name: ((gradients[name] - grad).abs().max() / grad.abs().max().clamp(min=1e-6)).item()
-            for name, grad in expected.items()
-        },
-        "drift": drifting(patched, gradients),
+        "errors": relative_errors(found, gradients(alone)),
+        "drift": drifting(patched, found),
         "divided": sorted(patched.sharded),
     }
 
@@ -477,7 +470,6 @@ class BiasBehindMLP(nn.Module):
 
 def run_rejections(group: Group) -> dict[str, str]:
     """Messages of what is rejected."""
-    assert group is not None
     wanted = config(group, True)
 
     def patch(model: Any, asked: ParallelConfig = wanted) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from hf_actswap.apply import apply
@@ -125,44 +126,51 @@ def step(model: Any, case: Case) -> list[float]:
     return losses
 
 
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Return the gradients by parameter name; of weights that FSDP2 shards, whole ones."""
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: one.full_tensor() if isinstance(one, DTensor) else one for name, one in found.items()}
+
+
 def full_gradients(patched: Patched) -> dict[str, torch.Tensor]:
     """Return the whole gradients of a patched model; every rank must call it."""
-    found, partitions = {}, dict(partitions_of(patched.model))
-    for name, parameter in patched.model.named_parameters():
-        grad, partition = parameter.grad, partitions.get(name)
-        if grad is None:
-            continue
-        if partition is not None:
-            grad = partition.whole(list(gathered(grad.unsqueeze(0), 0, patched.group)))
-        found[name] = grad
-    return found
+    partitions = dict(partitions_of(patched.model))
+    return {
+        name: partitions[name].whole(of_ranks(patched, grad)) if name in partitions else grad
+        for name, grad in gradients(patched.model).items()
+    }
 
 
-def drifting(patched: Patched, gradients: dict[str, torch.Tensor]) -> list[str]:
-    """Return the names of gradients that are not bitwise the same on all ranks that hold the parameter."""
-    return [
-        name
-        for name in patched.replicated
-        if name in gradients
-        and not all(
-            torch.equal(gradients[name], other)
-            for other in gathered(gradients[name].unsqueeze(0), 0, patched.group)
-        )
-    ]
+def of_ranks(patched: Patched, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return what each rank of a patched model has."""
+    return list(gathered(tensor.unsqueeze(0), 0, patched.group))
 
 
-def compare(
-    case: Case, group: dist.ProcessGroup | None, wrap: Callable[[Any], Any] = lambda model: model
-) -> Result:
+def drifting(patched: Patched, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Return which of the gradients, or weights, that the ranks hold alike differ in any bit between them."""
+    names = [name for name in patched.replicated if name in tensors]
+    return [n for n in names if not all(torch.equal(tensors[n], o) for o in of_ranks(patched, tensors[n]))]
+
+
+def relative_errors(
+    found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], least: float = 1e-6
+) -> dict[str, float]:
+    """Return the largest difference of each, relative to the largest expected element, or to ``least``."""
+    return {
+        name: ((found[name] - one).abs().max() / one.abs().max().clamp(min=least)).item()
+        for name, one in expected.items()
+    }
+
+
+def compare(case: Case, group: dist.ProcessGroup, wrap: Callable[[Any], Any] = lambda model: model) -> Result:
     """Run one step in one process and on the group."""
     return compared(case, group, wrap)[0]
 
 
 def compared(
-    case: Case, group: dist.ProcessGroup | None, wrap: Callable[[Any], Any] = lambda model: model
+    case: Case, group: dist.ProcessGroup, wrap: Callable[[Any], Any] = lambda model: model
 ) -> tuple[Result, Any, Patched]:
     """As `compare`; return the model of one process, and the patched one, too."""
-    assert group is not None
     alone, model = (wrap(tiny_model(case.kind, **case.settings)) for _ in range(2))
     expected_losses = step(alone, case)
     patched = patch_model(model, config(group, case.sequence_parallel), group)
@@ -175,13 +183,9 @@ def compared(
     if case.reduced:
         allreduce_sequence_parallel_gradients(model, group)
     found = full_gradients(patched)
-    expected = {name: p.grad for name, p in alone.named_parameters() if p.grad is not None}
+    expected = gradients(alone)
     least = max(_SMALL * max(grad.abs().max().item() for grad in expected.values()), 1e-6)
-    errors = {
-        name: ((found[name] - grad).abs().max() / grad.abs().max().clamp(min=least)).item()
-        for name, grad in expected.items()
-        if name in found
-    }
+    errors = relative_errors(found, {n: grad for n, grad in expected.items() if n in found}, least)
     norms = (0.0, get_total_norm(list(expected.values())).item())
     if case.reduced:
         norms = (get_grad_norm(model.parameters(), process_group=group).item(), norms[1])

@@ -23,7 +23,7 @@ def draw() -> torch.Tensor:
     return torch.rand(64)
 
 
-def streams(group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+def streams(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     """What a rank draws, inside and outside, in one order."""
     torch.manual_seed(SEED)
     found = {"before": draw()}
@@ -39,9 +39,8 @@ def streams(group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
     return found
 
 
-def amounts(group: dist.ProcessGroup | None) -> dict[str, torch.Tensor]:
+def amounts(group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
     """The outer stream after blocks that drew nothing, little, much, reseeded, or raised."""
-    assert group is not None
 
     def outer(inside: Callable[[], object]) -> torch.Tensor:
         torch.manual_seed(SEED)
@@ -81,9 +80,8 @@ class Toy(nn.Module):
 Run = Callable[[Toy, torch.Tensor], torch.Tensor]
 
 
-def recomputed(group: dist.ProcessGroup | None) -> dict[str, list[torch.Tensor]]:
+def recomputed(group: dist.ProcessGroup) -> dict[str, list[torch.Tensor]]:
     """Gradients without and with recompute (both kinds, and outside in), and what is drawn afterwards."""
-    assert group is not None
 
     def gradients(
         run: Callable[[Toy, torch.Tensor], torch.Tensor], outside: bool = False

@@ -21,12 +21,11 @@ KINDS = ("mixtral", "qwen3_moe")
 MANY_EXPERTS = {"num_local_experts": 16}
 """More than some batches have rows: there are experts without any."""
 
-Group = dist.ProcessGroup | None
+Group = dist.ProcessGroup
 
 
 def run_audit(kind: str, implementation: str, frozen: str, group: Group) -> dict[str, Any]:
     """Shapes, and bytes by dtype, that the second layer saves; parameters named ``frozen`` do not train."""
-    assert group is not None
     whole_attention = {"num_key_value_heads": 4, "sliding_window": None}
     model = tiny_model(kind, **whole_attention, experts_implementation=implementation)
     freeze(frozen, model)
@@ -48,7 +47,6 @@ def freeze(name: str, model: Any) -> Any:
 
 def run_router_logits(length: int, group: Group) -> dict[str, tuple[torch.Tensor, ...]]:
     """What comes out as router logits of a forward with gradients, and of one process."""
-    assert group is not None
     ids = ids_of(length)
     alone, model = tiny_model("mixtral"), tiny_model("mixtral")
     patch_model(model, config(group, True), group)
@@ -60,7 +58,6 @@ def run_router_logits(length: int, group: Group) -> dict[str, tuple[torch.Tensor
 
 def run_autocast(implementation: str, group: Group) -> dict[str, float]:
     """Relative errors of gradients under autocast against one process under autocast."""
-    assert group is not None
     found: list[dict[str, torch.Tensor]] = []
     for divided in (False, True):
         model = tiny_model("mixtral", experts_implementation=implementation)

@@ -23,7 +23,6 @@ def part(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tens
 
 def summed(tensor: torch.Tensor | None, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum over the ranks."""
-    assert tensor is not None
     total = tensor.clone()
     dist.all_reduce(total, group=group)
     return total
@@ -40,8 +39,6 @@ def assert_close(
     found: torch.Tensor | None, wanted: torch.Tensor | None, tolerance: float = TOLERANCE
 ) -> None:
     """Equal up to ``tolerance`` of the largest wanted number."""
-    assert found is not None
-    assert wanted is not None
     assert found.shape == wanted.shape, (found.shape, wanted.shape)
     error = (found.detach().double() - wanted.detach().double()).abs().max().item()
     scale = max(1.0, wanted.detach().abs().max().item())

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.engine.tiny_models import NUM_LAYERS, assert_bitwise_equal
-from tests.parallel.communication_worker import CASES, LENGTH, SLOW, WORLD_SIZE, Result, run_on_rank
-from tests.processes import launch, result
-from tests.quick_cases import runs_slow_cases, slow_among
+from tests.parallel.communication_worker import CASES, LENGTH, SLOW, WORLD_SIZE, run_on_rank
+from tests.processes import launched, result
+from tests.quick_cases import slow_among
 
 LIMIT_S = 150
 HIDDEN, SIZE_BYTES = 32, 4
@@ -22,17 +21,7 @@ PART_BYTES = WHOLE_BYTES // WORLD_SIZE
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what each rank wrote; all cases run in one launch."""
-    run = partial(run_on_rank, runs_slow_cases(request))
-    return launch(run, tmp_path_factory.mktemp("communication"), WORLD_SIZE, LIMIT_S)
-
-
-def result_of(name: str, folder: Path, rank: int = 0) -> Result:
-    found = result(folder, name, rank)
-    assert isinstance(found, Result)
-    return found
+results = launched(run_on_rank, WORLD_SIZE, LIMIT_S, told_of_slow=True)
 
 
 def bare_of(name: str) -> str:
@@ -49,7 +38,7 @@ PLANNED = [name for name, case in CASES.items() if case.recompute is not None]
 @pytest.mark.parametrize("name", slow_among(PLANNED, SLOW))
 def test_gradients_are_those_without_recomputation(name: str, results: Path) -> None:
     for rank in range(WORLD_SIZE):
-        found, bare = result_of(name, results, rank), result_of(bare_of(name), results, rank)
+        found, bare = result(results, name, rank), result(results, bare_of(name), rank)
         assert found.losses == bare.losses
         assert_bitwise_equal(found.grads, bare.grads)
 
@@ -57,7 +46,7 @@ def test_gradients_are_those_without_recomputation(name: str, results: Path) -> 
 @pytest.mark.parametrize("name", slow_among(PLANNED, SLOW))
 def test_removed_without_trace(name: str, results: Path) -> None:
     for rank in range(WORLD_SIZE):
-        found, bare = result_of(name, results, rank), result_of(bare_of(name), results, rank)
+        found, bare = result(results, name, rank), result(results, bare_of(name), rank)
         assert found.left_over == []
         assert found.calls_after == bare.calls
         assert_bitwise_equal(found.grads_after, bare.grads)
@@ -66,12 +55,12 @@ def test_removed_without_trace(name: str, results: Path) -> None:
 def test_collectives_of_the_layers_themselves(results: Path) -> None:
     """Per layer two gathers and two reduce-scatters each way; one gather each way at the model's boundary."""
     for rank in range(WORLD_SIZE):
-        found = result_of("nothing", results, rank)
+        found = result(results, "nothing", rank)
         each_way = {"all_gather": 2 * NUM_LAYERS + 1, "reduce_scatter": 2 * NUM_LAYERS}
         expected = {(part, kind): n for part in ("forward", "backward") for kind, n in each_way.items()}
         assert found.calls == expected
         assert found.moved_bytes == {key: n * WHOLE_BYTES for key, n in expected.items()}
-        found = result_of("replicated", results, rank)
+        found = result(results, "replicated", rank)
         assert found.calls == {(part, "all_reduce"): 2 * NUM_LAYERS for part in ("forward", "backward")}
 
 
@@ -102,7 +91,7 @@ MORE_CALLS: dict[str, dict[str, int]] = {
 @pytest.mark.parametrize("name", slow_among(MORE_CALLS, SLOW))
 def test_collectives_done_again_in_backward(name: str, results: Path) -> None:
     for rank in range(WORLD_SIZE):
-        found, bare = result_of(name, results, rank), result_of(bare_of(name), results, rank)
+        found, bare = result(results, name, rank), result(results, bare_of(name), rank)
         more = Counter({("backward", kind): calls for kind, calls in MORE_CALLS[name].items()})
         assert found.calls == bare.calls + more
         whole_bytes = WHOLE_BYTES // 2 * CASES[name].batch
@@ -133,8 +122,8 @@ MORE_BYTES: dict[str, tuple[str, int]] = {
 def test_bytes_held(name: str, results: Path) -> None:
     other, more_bytes = MORE_BYTES[name]
     for rank in range(WORLD_SIZE):
-        held_bytes = result_of(name, results, rank).held_bytes
-        assert held_bytes - result_of(other, results, rank).held_bytes == more_bytes
+        held_bytes = result(results, name, rank).held_bytes
+        assert held_bytes - result(results, other, rank).held_bytes == more_bytes
 
 
 OVERRIDES = {
@@ -168,22 +157,22 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_what_gives_way(name: str, results: Path) -> None:
-    assert result_of(name, results).adjustments == OVERRIDES[name]
+    assert result(results, name).adjustments == OVERRIDES[name]
 
 
 def test_a_batch_that_does_not_divide_is_kept_whole_and_said_once(results: Path) -> None:
-    assert result_of("slices_odd_batch", results).warnings == [
+    assert result(results, "slices_odd_batch").warnings == [
         "recompute_slice_activation: dim 0 of an input [3, 16, 32] does not divide by 2 tensor-parallel "
         "ranks; it is kept whole."
     ]
-    assert result_of("slices", results).warnings == []
+    assert result(results, "slices").warnings == []
 
 
 def test_weights_are_gathered_again(results: Path) -> None:
     """FSDP2 told to hold its weights gathered; the key overrules it until it is removed, root included."""
     for rank in range(WORLD_SIZE):
         bare, again, held = (
-            result_of(f"weights_{name}", results, rank) for name in ("as_sharded", "again", "held")
+            result(results, f"weights_{name}", rank) for name in ("as_sharded", "again", "held")
         )
         assert bare.calls["backward", "all_gather"] == held.calls["backward", "all_gather"] == 0
         assert bare.calls["forward", "all_gather"] == again.calls["forward", "all_gather"] == NUM_LAYERS + 1

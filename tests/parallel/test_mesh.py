@@ -10,15 +10,13 @@ from torch import nn
 from hf_actswap.parallel.mesh import MeshError, build_mesh, check_processes, launch_command
 from hf_actswap.parallel.rank_agreement import check_agreement, digest, parameters_fact
 from tests.parallel.mesh_worker import LATE_S, LIMIT_S, WORLD_SIZE, run_on_rank
-from tests.processes import launch, result
+from tests.processes import launched, result
 
 ALONE: dict[str, str] = {}
 TOGETHER, REFUSED = [0, 1, 2], "RankAgreementError: "
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch(run_on_rank, tmp_path_factory.mktemp("mesh"), WORLD_SIZE, 150)
+folder = launched(run_on_rank, WORLD_SIZE, 150)
 
 
 @pytest.mark.dist

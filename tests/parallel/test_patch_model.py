@@ -15,7 +15,7 @@ from tests.parallel.patch_worker import (
     run_all_on_two,
     run_quick,
 )
-from tests.processes import launch, result
+from tests.processes import launch, launched, result
 
 LIMIT_S, LONG_LIMIT_S = 150, 280
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
@@ -24,10 +24,7 @@ LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 1e-5
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what each rank wrote; all cases run in one launch."""
-    return launch(run_quick, tmp_path_factory.mktemp("patch"), 2, LIMIT_S)
+quick = launched(run_quick, 2, LIMIT_S)
 
 
 @pytest.fixture(scope="module", params=[2, 4])

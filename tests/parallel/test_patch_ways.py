@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +19,8 @@ from tests.parallel.patch_ways_worker import (
 from tests.parallel.patch_worker import BATCH
 from tests.parallel.patched_models import HIDDEN, INNER, LAYERS
 from tests.parallel.test_patch_model import assert_as_in_one_process
-from tests.processes import launch, result
-from tests.quick_cases import runs_slow_cases, slow_among
+from tests.processes import launched, of_ranks
+from tests.quick_cases import slow_among
 
 LIMIT_S = 200
 TOLERANCE = 1e-5
@@ -31,15 +29,7 @@ SIZE_BYTES = 4
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what each rank wrote; all cases run in one launch."""
-    run = partial(run_on_rank, runs_slow_cases(request))
-    return launch(run, tmp_path_factory.mktemp("ways"), WORLD_SIZE, LIMIT_S)
-
-
-def of_ranks(folder: Path, name: str) -> list[Any]:
-    return [result(folder, name, rank) for rank in range(WORLD_SIZE)]
+results = launched(run_on_rank, WORLD_SIZE, LIMIT_S, told_of_slow=True)
 
 
 @pytest.mark.parametrize(

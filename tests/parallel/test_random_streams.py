@@ -11,12 +11,9 @@ import torch
 
 from hf_actswap.parallel.random_streams import model_parallel_seed, rank_stream
 from tests.parallel.random_streams_worker import SEED, WORLD_SIZE, draw, run_on_rank
-from tests.processes import launch, result
+from tests.processes import launched, of_ranks, result
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch(run_on_rank, tmp_path_factory.mktemp("random_streams"), WORLD_SIZE, 150)
+folder = launched(run_on_rank, WORLD_SIZE, 150)
 
 
 OUTSIDE, INSIDE = ("before", "between", "after"), ("inside", "again", "nested", "after nested")
@@ -24,7 +21,7 @@ OUTSIDE, INSIDE = ("before", "between", "after"), ("inside", "again", "nested", 
 
 @pytest.mark.dist
 def test_ranks_differ_inside_and_agree_outside(folder: Path) -> None:
-    found = [result(folder, "streams", rank) for rank in range(WORLD_SIZE)]
+    found = of_ranks(folder, "streams")
     for of_rank in found:
         for name in OUTSIDE:
             assert torch.equal(of_rank[name], found[0][name])
@@ -45,8 +42,7 @@ def test_a_group_of_one_draws_as_without(folder: Path) -> None:
 def test_the_outer_stream_does_not_depend_on_what_happens_inside(folder: Path) -> None:
     torch.manual_seed(SEED)
     unmoved = draw()
-    for rank in range(WORLD_SIZE):
-        found = result(folder, "amounts", rank)
+    for found in of_ranks(folder, "amounts"):
         for name in found:
             assert torch.equal(found[name], found["nothing"])
             assert not torch.equal(found[name], unmoved)
@@ -89,7 +85,6 @@ def test_model_parallel_seed() -> None:
 def test_on_an_accelerator(pair_alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One process plays both ranks: inside they differ, outside they agree; no host synchronisation."""
     device = torch.accelerator.current_accelerator()
-    assert device is not None
     drawn = []
     for rank in (0, 1):
         monkeypatch.setattr(_Pair, "number", rank)

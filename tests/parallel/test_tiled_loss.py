@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,19 +17,12 @@ from tests.parallel.tiled_loss_worker import (
     WORLD_SIZE,
     run_on_rank,
 )
-from tests.processes import launch, result
+from tests.processes import launched, of_ranks
 
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what each rank wrote; all cases run in one launch."""
-    return launch(run_on_rank, tmp_path_factory.mktemp("tiled"), WORLD_SIZE, limit_s=280)
-
-
-def of_ranks(folder: Path, name: str) -> list[Any]:
-    return [result(folder, name, rank) for rank in range(WORLD_SIZE)]
+results = launched(run_on_rank, WORLD_SIZE, 280)
 
 
 @pytest.mark.parametrize("name", CASES)

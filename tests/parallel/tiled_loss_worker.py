@@ -124,9 +124,8 @@ def steps(model: Any, step: Step, group: dist.ProcessGroup, length: int) -> tupl
     return losses, gradients(model)
 
 
-def run_case(case: Case, group: dist.ProcessGroup | None) -> dict[str, Any]:
+def run_case(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
     """Losses and gradients of both; no tensor of the divided model has logits of more than a tile."""
-    assert group is not None
     step = EVERY_STEP[case.step]
     losses, expected = steps(made(case, group), step, group, case.length)
     model = made(case, group)
@@ -142,9 +141,8 @@ def run_case(case: Case, group: dist.ProcessGroup | None) -> dict[str, Any]:
     }
 
 
-def run_reads(sequence_parallel: bool, group: dist.ProcessGroup | None) -> dict[str, Any]:
+def run_reads(sequence_parallel: bool, group: dist.ProcessGroup) -> dict[str, Any]:
     """Pairs of what the model gives without tiles, and with: logits, losses and text."""
-    assert group is not None
     case = Case("gemma2", settings=ODD, sequence_parallel=sequence_parallel, length=23)
     models, (ids, labels) = [made(case, group), made(case, group)], data(23)
     found: dict[str, Any] = {}
@@ -170,14 +168,12 @@ def run_reads(sequence_parallel: bool, group: dist.ProcessGroup | None) -> dict[
     return found
 
 
-def run_unknown_op(group: dist.ProcessGroup | None) -> dict[str, Any]:
+def run_unknown_op(group: dist.ProcessGroup) -> dict[str, Any]:
     """A loss that mixes tokens of the logits of a model that trains: they are read whole, and it is said."""
-    assert group is not None
 
     def step(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         out = model(input_ids=ids, labels=labels)
-        loss: torch.Tensor = out.loss + (out.logits - out.logits.mean(1, keepdim=True)).pow(2).mean()
-        return loss
+        return out.loss + (out.logits - out.logits.mean(1, keepdim=True)).pow(2).mean()
 
     losses, expected = steps(made(Case(), group), step, group, 24)
     model = made(Case(), group)
@@ -191,14 +187,12 @@ def run_unknown_op(group: dist.ProcessGroup | None) -> dict[str, Any]:
     }
 
 
-def run_autocast(group: dist.ProcessGroup | None) -> dict[str, Any]:
+def run_autocast(group: dist.ProcessGroup) -> dict[str, Any]:
     """As `run_case`, of a model in fp32 that autocast runs in bf16."""
-    assert group is not None
 
     def step(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            loss: torch.Tensor = model(input_ids=ids, labels=labels).loss
-            return loss
+            return model(input_ids=ids, labels=labels).loss
 
     losses, expected = steps(made(Case(), group), step, group, 24)
     model = made(Case(), group)
@@ -207,9 +201,8 @@ def run_autocast(group: dist.ProcessGroup | None) -> dict[str, Any]:
     return {"losses": (losses, tiled_losses), "error": furthest(found, expected, SMALL)}
 
 
-def run_fused_head(group: dist.ProcessGroup | None) -> list[tuple[torch.Tensor, ...]]:
+def run_fused_head(group: dist.ProcessGroup) -> list[tuple[torch.Tensor, ...]]:
     """What TRL's fused forward gives, and gradients, in pieces of 10 tokens: without tiles, and with."""
-    assert group is not None
     found = []
     for written in ("off", TOKENS["tile_config"]["loss"]):
         model, (ids, labels) = tiny_model("llama", vocab_size=VOCABULARY), data()
@@ -231,12 +224,11 @@ def run_fused_head(group: dist.ProcessGroup | None) -> list[tuple[torch.Tensor, 
     return found
 
 
-def run_half(group: dist.ProcessGroup | None) -> torch.Tensor:
+def run_half(group: dist.ProcessGroup) -> torch.Tensor:
     """Squared distances from the truth: without tiles, and with, of the gradients of input and weight.
 
     The head is in bf16, the truth that of the same hidden states and weights in fp64; sums over batches.
     """
-    assert group is not None
     case = Case(sequence_parallel=False)
     whole_weight = tiny_model("llama", vocab_size=VOCABULARY).lm_head.weight.detach().bfloat16().double()
     first, rows = group.rank() * VOCABULARY // WORLD_SIZE, VOCABULARY // WORLD_SIZE
@@ -252,16 +244,14 @@ def run_half(group: dist.ProcessGroup | None) -> torch.Tensor:
         labels = F.pad(labels, (0, 1), value=IGNORED)[:, 1:].reshape(-1)
         (F.cross_entropy((hidden @ weight.t()).view(-1, VOCABULARY), labels) / 3).backward()
         assert hidden.grad is not None
-        assert weight.grad is not None
         own = weight.grad[first : first + rows]
         of_hidden, of_weight = seen[0].grad - hidden.grad, model.lm_head.weight.grad - own
         errors[place] += torch.stack([of_hidden.square().sum(), of_weight.square().sum()])
     return errors
 
 
-def run_collectives(sequence_parallel: bool, group: dist.ProcessGroup | None) -> dict[str, dict[str, int]]:
+def run_collectives(sequence_parallel: bool, group: dist.ProcessGroup) -> dict[str, dict[str, int]]:
     """Collectives of a step, and of an evaluation, that tiles add (or, below 0, spare)."""
-    assert group is not None
     ids, labels = data()
     seen: list[Counter[str]] = []
     for written in ("off", TOKENS["tile_config"]["loss"]):
@@ -279,9 +269,8 @@ def run_collectives(sequence_parallel: bool, group: dist.ProcessGroup | None) ->
     return {name: count for name, count in in_tiles.items() if count}
 
 
-def run_auto(group: dist.ProcessGroup | None) -> list[bool]:
+def run_auto(group: dist.ProcessGroup) -> list[bool]:
     """Whether batches of 1,024 and of 1,026 tokens run in tiles."""
-    assert group is not None
     model = made(Case(settings={"max_position_embeddings": 2048}), group)
     ids = torch.ones(2, 513, dtype=torch.long)
     with tiled(model, group, "auto"):
@@ -304,7 +293,7 @@ def peak_bytes(sequence_parallel: bool, vocabulary: int, written: Any, group: An
     return meter.peak_bytes
 
 
-def run_peaks(sequence_parallel: bool, group: dist.ProcessGroup | None) -> list[int]:
+def run_peaks(sequence_parallel: bool, group: dist.ProcessGroup) -> list[int]:
     """Peaks without tiles, and with: of each two, the second of a vocabulary twice as large."""
     return [
         peak_bytes(sequence_parallel, times * PEAK_VOCABULARY, written, group)

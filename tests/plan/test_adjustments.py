@@ -9,27 +9,23 @@ import pytest
 
 from hf_actswap import MemoryPlan
 from hf_actswap.plan import Adjustment
+from tests.plan.documents import (
+    EXCLUDE_BEATS,
+    FIRST_WINS,
+    FULL_BEATS,
+    MUL,
+    NO_COMMUNICATION,
+    NO_COUNTERPART,
+    RULE_1,
+    RULE_2,
+    SILU,
+    entry,
+    op,
+)
 
 PlanOf = Callable[..., MemoryPlan]
 
-RULE_1 = "recomputation takes effect and swap does not where both are enabled (MindFormers, coupling rule 1)"
-RULE_2 = (
-    "its output is used by an op with recomputation enabled, so it stays on the device "
-    "(MindFormers, coupling rule 2)"
-)
-FULL_BEATS = "full recomputation takes effect where both are configured (MindFormers, Memory Optimization)"
-EXCLUDE_BEATS = "exclude keys have the highest priority (MindFormers 1.5, LayerSetting)"
-NO_COUNTERPART = "the reference has this op and these layers have no counterpart, no effect"
 SELECT, EXCLUDE = "recompute_config.select_recompute", "recompute_config.select_recompute_exclude"
-MUL, SILU = r"feed_forward\.mul", r"feed_forward\.w1\.activation\.silu"
-
-
-def op(name: object, prefetch: object, layers: object) -> dict[str, object]:
-    return {"op_name": name, "backward_prefetch": prefetch, "layers": layers}
-
-
-def entry(prefetch: object, layers: object) -> dict[str, object]:
-    return {"backward_prefetch": prefetch, "layers": layers}
 
 
 def swap(recompute: dict[str, Any] | None = None, /, **keys: Any) -> dict[str, Any]:
@@ -183,10 +179,9 @@ def test_first_entry_wins_only_where_values_differ(plan_of: PlanOf) -> None:
             "",
             "backward_prefetch 2",
             "1",
-            "the first entry that names a layer wins (MindFormers, LayerSetting)",
+            FIRST_WINS,
         ),
     )
-    assert plan.rows[-1].windows is not None
     assert plan.rows[-1].windows.prefetch_ops == 2
 
 
@@ -228,7 +223,7 @@ def test_communication_keys_on_one_rank(plan_of: PlanOf) -> None:
         "recompute_slice_activation": True,
     }
     plan = plan_of({"recompute_config": recompute, "parallel_config": {"sequence_parallel_enabled": True}})
-    none = "tensor_parallel_size is 1: there is no communication inside layers"
+    none = NO_COMMUNICATION
     assert plan.rows == ()
     assert texts(plan)[:6] == [
         f"recompute_config.select_comm_recompute: asked recompute communication, got no effect: {none}",

@@ -13,6 +13,7 @@ from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_
 from hf_actswap.plan import ModelStructure, PlanRow, Windows
 from hf_actswap.plan.match import LayerNames
 from hf_actswap.plan.mindformers_names import megatron_names
+from tests.plan.documents import NO_COUNTERPART
 from tests.quick_cases import quick_first
 
 PlanOf = Callable[..., MemoryPlan]
@@ -33,7 +34,7 @@ FAMILY_NAMES = [
     "qwen3_moe",
     "deepseek_v3",
 ]
-NO_COUNTERPART = "the reference has this op and these layers have no counterpart, no effect"
+
 
 LLAMA_TARGETS = {
     "attention": ("self_attn",),

@@ -13,7 +13,6 @@ from hf_actswap import MemoryPlan, apply, load_config, model_structure, resolve_
 from hf_actswap.plan import PlanRow
 from hf_actswap.plan.overwritten import keep_what_is_overwritten
 from hf_actswap.plan.settle import settled
-from tests.engine.test_with_moe import tiny_mixtral
 from tests.engine.tiny_models import (
     NUM_LAYERS,
     assert_bitwise_equal,
@@ -22,6 +21,7 @@ from tests.engine.tiny_models import (
     recompute_rows,
     swap_rows,
     tiny_llama,
+    tiny_mixtral,
 )
 
 LAYERS = range(NUM_LAYERS)

@@ -1,6 +1,6 @@
 r"""MindFormers' golden vectors of recomputation without swap (R1 to R26), and the documents' 48-layer model.
 
-The normal forms alone are in ``test_layout``; here they go the whole way, from the document to fates.
+They go the whole way, from the document over its normal form to fates.
 """
 
 from __future__ import annotations
@@ -15,22 +15,26 @@ import yaml
 from torch import nn
 
 from hf_actswap import MemoryPlan, PlanError, apply, load_config, model_structure, resolve_plan
+from tests.plan.documents import (
+    EXCLUDE_BEATS,
+    FULL_BEATS,
+    MUL,
+    NO_COMMUNICATION,
+    NO_COUNTERPART,
+    SILU,
+    set_lines,
+)
 
 PlanOf = Callable[..., MemoryPlan]
 MakeModel = Callable[..., nn.Module]
 Gradients = Callable[[nn.Module], dict[str, torch.Tensor]]
 
-MUL, SILU = r"feed_forward\.mul", r"feed_forward\.w1\.activation\.silu"
 W1_MATMUL, W3_MATMUL = r"feed_forward\.w1\.matmul", r"feed_forward\.w3\.matmul"
 FFN_NORM, ATTENTION_NORM = r"ffn_norm\.norm", r"attention_norm\.norm"
 
 FULL = "Set full recompute at layer {}"
 SELECT = "Set select recompute on at layer {}: {}"
 COMM = "Set select comm recompute on at layer {}: {}"
-FULL_BEATS = "full recomputation takes effect where both are configured (MindFormers, Memory Optimization)"
-EXCLUDE_BEATS = "exclude keys have the highest priority (MindFormers 1.5, LayerSetting)"
-NO_COUNTERPART = "the reference has this op and these layers have no counterpart, no effect"
-NO_COMMUNICATION = "tensor_parallel_size is 1: there is no communication inside layers"
 
 
 def pipeline(pp: int, vpp: int = 1, offset: Any = 0, **recompute: Any) -> dict[str, Any]:
@@ -42,10 +46,6 @@ def pipeline(pp: int, vpp: int = 1, offset: Any = 0, **recompute: Any) -> dict[s
 
 def layers_with(plan: MemoryPlan, path: str, fate: str = "recompute") -> list[int]:
     return [layer for layer in range(plan.num_layers) if plan.fate(layer, path) == fate]
-
-
-def set_lines(plan: MemoryPlan) -> list[str]:
-    return [line for line in plan.log_lines() if line.startswith("Set ")]
 
 
 @dataclass(frozen=True)

@@ -12,27 +12,14 @@ from typing import Any
 
 import pytest
 
-from hf_actswap import ConfigError, MemoryPlan, PlanError
+from hf_actswap import MemoryPlan, PlanError
 from hf_actswap.plan import Windows
+from tests.plan.documents import FIRST_WINS, RULE_1, RULE_2, entry, op, set_lines
 
 PlanOf = Callable[..., MemoryPlan]
 
-RULE_1 = "recomputation takes effect and swap does not where both are enabled (MindFormers, coupling rule 1)"
-RULE_2 = (
-    "its output is used by an op with recomputation enabled, so it stays on the device "
-    "(MindFormers, coupling rule 2)"
-)
-FIRST_WINS = "the first entry that names a layer wins (MindFormers, LayerSetting)"
 LOST = "operator in layer {} that is enabled swap do not work! Because it is enabled recompute."
 ALL_LOST = "All layers and ops that are enabled swap do not work! Because recompute = True."
-
-
-def entry(prefetch: object, layers: object) -> dict[str, object]:
-    return {"backward_prefetch": prefetch, "layers": layers}
-
-
-def op(name: object, prefetch: object, layers: object) -> dict[str, object]:
-    return {"op_name": name, **entry(prefetch, layers)}
 
 
 def document(recompute: dict[str, Any] | None = None, /, **swap: Any) -> dict[str, Any]:
@@ -298,10 +285,6 @@ VECTORS = {
 }
 
 
-def set_lines(plan: MemoryPlan) -> list[str]:
-    return [line for line in plan.log_lines() if line.startswith("Set ")]
-
-
 def effect(plan: MemoryPlan, layer: int, path: str) -> int | str:
     """``keep``, ``recompute``, or the prefetch number of a swap, whose release must be its triple."""
     fate = plan.fate(layer, path)
@@ -413,32 +396,3 @@ def test_where_the_reference_is_silent(name: str, plan_of: PlanOf) -> None:
     with pytest.raises(PlanError) as caught:
         plan_of(written)
     assert [str(problem) for problem in caught.value.problems] == problems
-
-
-def test_s18_negative_layer_is_malformed(plan_of: PlanOf) -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_of(document(layer_swap=[entry(1, [3, -1])]))
-    assert [str(problem) for problem in caught.value.problems] == [
-        "swap_config.layer_swap[0].layers[1]: expected a layer index (a whole number, at least 0), found -1."
-    ]
-
-
-@pytest.mark.parametrize(
-    "keys",
-    [
-        pytest.param({"layer_swap": [entry(1, [2]), entry(2, True)]}, id="S10"),
-        pytest.param({"layer_swap": [entry(1, True), entry(2, [1])]}, id="S10-true-first"),
-        pytest.param({"op_swap": [op("mul", 1, [2]), op("mul", 2, True)]}, id="S11"),
-        *(
-            pytest.param({"layer_swap": [entry(1, layers)]}, id=f"S13-{layers}")
-            for layers in (3, 3.0, [3.0], [[3.0]], [True], (3.0,), ((3.0,),))
-        ),
-        *(
-            pytest.param({"op_swap": [op("attention", 1, layers)]}, id=f"S14-{layers}")
-            for layers in ([[3]], [[3, 4]], ((3, 4),))
-        ),
-    ],
-)
-def test_rejected_before_any_plan(keys: dict[str, Any], plan_of: PlanOf) -> None:
-    with pytest.raises(ConfigError):
-        plan_of(document(**keys))

@@ -293,9 +293,8 @@ def sharded_weights(steps: int = 8) -> Results:
     return {"plain": plain, "planned": train(fsdp2, {"mode": "adaptive"}, steps, limit)}
 
 
-def divided_model(group: dist.ProcessGroup | None, sequence_parallel: bool) -> Results:
+def divided_model(group: dist.ProcessGroup, sequence_parallel: bool) -> Results:
     """Tensor parallelism."""
-    assert group is not None
     config = ParallelConfig(tensor_parallel_size=group.size(), sequence_parallel_enabled=sequence_parallel)
 
     def divided(model: nn.Module) -> nn.Module:

@@ -9,28 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_actswap import model_structure
 from hf_actswap.planner.meter import CountingMeter
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.lifetimes import Places, lifetimes, saved_on_device
 from hf_actswap.planner.record.recorder import StepRecorder
-from tests.engine.tiny_models import VOCABULARY, batch, tiny_llama, tiny_neox
-
-
-def tiny_qwen3() -> nn.Module:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-    )
-    return Qwen3ForCausalLM(config).train()
+from tests.engine.tiny_models import batch, tiny, tiny_llama, tiny_neox
 
 
 def tied_llama() -> nn.Module:
@@ -40,7 +25,7 @@ def tied_llama() -> nn.Module:
 MODELS: Mapping[str, Callable[[], nn.Module]] = {
     "llama": tiny_llama,
     "neox": tiny_neox,
-    "qwen3": tiny_qwen3,
+    "qwen3": lambda: tiny("Qwen3", num_hidden_layers=2),
     "tied": tied_llama,
 }
 

@@ -14,6 +14,8 @@ from hf_actswap import apply
 from hf_actswap.engine import Transfer
 from hf_actswap.planner import CountingMeter, Planner
 
+Shape = tuple[int, int]
+
 
 class SimulatedDevice(CountingMeter):
     """Counts from `on` to `off`, whoever starts and stops its meter in between."""
@@ -37,27 +39,37 @@ class Trained:
     """What a training did, step by step.
 
     Args:
-        losses: as floats, exactly.
+        losses: as floats, exactly; of each micro-batch.
         phases: in which each step ran.
         peaks: bytes in use at most in forward and backward of each step.
+        recomputes, rows: of each step that the planner watched: regions run again, and the plan's rows.
         planner: after the last step; its plan has been removed.
         plan_rows: of the plan that was on at the end.
+        buckets, guarded: of the planner at the end.
         weights: at the end.
     """
 
     losses: list[float] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
+    recomputes: list[int] = field(default_factory=list)
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
     planner: Planner | None = None
     plan_rows: tuple[Any, ...] = ()
+    buckets: tuple[Any, ...] = ()
+    guarded: bool = False
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def peak_bytes(self) -> int:
         return max(self.peaks)
 
+    def stable(self, values: list[Any]) -> list[Any]:
+        """Of values of all steps those of the stable ones."""
+        return [value for value, phase in zip(values, self.phases, strict=True) if phase == "stable"]
+
     def stable_peaks(self) -> list[int]:
-        return [peak for peak, phase in zip(self.peaks, self.phases, strict=True) if phase == "stable"]
+        return self.stable(self.peaks)
 
 
 @contextmanager
@@ -75,12 +87,17 @@ def train(
     memory: Mapping[str, Any] | None = None,
     steps: int = 12,
     limit_bytes: int | None = None,
-    shape: tuple[int, int] | Callable[[int], tuple[int, int]] = (4, 128),
+    shape: Shape | Callable[[int], Shape | list[Shape]] = (4, 128),
     micro_batches: int = 1,
     transfer: Transfer | None = None,
     **sections: Any,
 ) -> Trained:
-    """Train with AdamW; ``memory`` ``None``: without the planner."""
+    """Train with AdamW.
+
+    Args:
+        memory: ``None``: without the planner.
+        shape: of all batches, or of a step's; a list: of each of its micro-batches.
+    """
     torch.manual_seed(0)
     model = build().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -89,31 +106,32 @@ def train(
     with on_device(model, limit_bytes) as device:
         planner: Any = None
         if memory is not None:
-            config = {
-                "memory": {"search_steps": 2, **memory},
-                **sections,
-            }  # one candidate: each costs a second
+            # One candidate: each costs a second.
+            config = {"memory": {"search_steps": 2, **memory}, **sections}
             planner = apply(model, config, optimizer=optimizer, meter=device, transfer=transfer)
         try:
             for step in range(steps):
                 device.reset_peak()
                 if planner is not None:
                     trained.phases.append(planner.phase)
-                size = shape(step) if callable(shape) else shape
-                peak = 0
-                for _ in range(micro_batches):
+                    before = planner.stats()
+                sizes = shape(step) if callable(shape) else shape
+                for size in sizes if isinstance(sizes, list) else [sizes] * micro_batches:
                     ids = torch.randint(0, model.config.vocab_size, size, generator=generator)
                     loss = model(input_ids=ids, labels=ids).loss
                     loss.backward()
-                    peak = max(peak, device.peak_bytes())
                     trained.losses.append(loss.item())
                     del loss
-                trained.peaks.append(peak)
+                trained.peaks.append(device.peak_bytes())
+                if planner is not None:
+                    trained.recomputes.append((planner.stats() - before).recomputes)
+                    trained.rows.append(planner.plan.rows)
                 optimizer.step()
                 optimizer.zero_grad()
         finally:
             if planner is not None:
                 trained.planner, trained.plan_rows = planner, planner.plan.rows
+                trained.buckets, trained.guarded = planner.buckets, planner.settled is None
                 planner.remove()
     trained.weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     return trained

@@ -49,8 +49,6 @@ def test_the_loss_runs_in_tiles_where_nothing_else_fits(
     assert found.phases == ["warm-up"] * 4 + ["search"] * 2 + ["stable"] * 3
     assert found.losses == pytest.approx(unplanned.losses, rel=1e-5)
     assert max(found.stable_peaks()) <= budget_gib * GIB
-    assert found.planner is not None
-    assert found.planner.outcome is not None
     assert found.planner.outcome.without_peak_bytes == pytest.approx(unplanned.peak_bytes, rel=0.01)
     plan = MemoryPlan.from_json(path.read_text())
     assert paths(plan) == ["head"]
@@ -149,7 +147,6 @@ def test_plans_that_miss_the_budget_give_way_to_tiles(
     found = trained({"mode": "adaptive", "budget_gib": unplanned.peak_bytes / GIB})
     assert found.phases.count("warm-up") == 4
     assert found.phases[-1] == "stable"
-    assert found.planner is not None
     *missed, last = [paths(trial.plan) for trial in found.planner.trials]
     assert missed in ([[]], [[], []])  # a second one only if by the measured times it could be faster
     assert last == ["head"]

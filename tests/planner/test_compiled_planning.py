@@ -19,7 +19,7 @@ from hf_actswap.planner.record.profile_document import profile_from_json, profil
 from hf_actswap.planner.search.compiled_frontier import Shown, learned, variants_of
 from hf_actswap.planner.search.find_plan import Found, candidates, find_plan
 from hf_actswap.planner.search.layer_milp import MOST_VARIANTS
-from tests.engine.tiny_models import batch, tiny_llama
+from tests.engine.tiny_models import forward, tiny_llama
 from tests.planner.compiled_profiles import FEED_FORWARD, GIB, compiled_profile
 from tests.planner.simulated_device import Trained, train
 
@@ -186,8 +186,7 @@ def bytes_saved(model: Any, rows: Any) -> int:
     swaps = [PlanRow(layer, path, fate) for layer in range(1, 3) for path, fate in fates]
     plan = MemoryPlan((*swaps, *rows), 4, min_tensor_bytes=1)
     with apply(model, plan) as applied:
-        ids = batch(0)
-        model(input_ids=ids, labels=ids).loss.backward()
+        forward(model).backward()
     return applied.stats().offloaded_bytes
 
 
@@ -198,8 +197,7 @@ def test_many_plans_do_not_make_the_compiler_give_up() -> None:
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         for share in shares:
             with apply(model, at_share(share, 4)):
-                ids = batch(0)
-                model(input_ids=ids, labels=ids).loss.backward()
+                forward(model).backward()
     assert counters["stats"]["unique_graphs"] == len(shares)
 
 
@@ -280,7 +278,6 @@ def test_a_model_compiled_whole_is_rejected(build: Callable[[], Any]) -> None:
 @pytest.mark.slow
 def test_the_frontier_is_measured_by_the_trials(unplanned: Trained) -> None:
     found = planned(0.55, unplanned, search_steps=6)
-    assert found.planner is not None
     assert len({trial.plan.rows for trial in found.planner.trials}) == len(found.planner.trials)
     last = found.planner.trials[-1]
     assert last.prediction.peak_bytes == pytest.approx(last.reserved_peak_bytes, rel=0.1)

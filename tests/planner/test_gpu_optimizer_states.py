@@ -36,7 +36,6 @@ def _deterministic() -> object:
 
 def device() -> torch.device:
     accelerator = torch.accelerator.current_accelerator()
-    assert accelerator is not None
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
@@ -65,8 +64,7 @@ class Training:
 
     def loss(self) -> torch.Tensor:
         batch = torch.randn(BATCH, WIDTH, device=device(), dtype=torch.bfloat16, generator=self.generator)
-        result: torch.Tensor = self.model(batch).float().pow(2).mean()
-        return result
+        return self.model(batch).float().pow(2).mean()
 
     def steps(self, count: int = STEPS, micro_batches: int = 2) -> Training:
         for _ in range(count):

@@ -28,10 +28,7 @@ from hf_actswap.planner.record.profile_document import profile_from_json, profil
 from hf_actswap.planner.record.recorder import StepRecorder
 from tests.planner.simulated_device import Trained
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 DEVICE = torch.device("cuda", 0)
 GIB = 2**30
 LAYERS, TOKENS, WIDTH = 8, 8192, 2048
@@ -154,9 +151,7 @@ def test_recording_costs_little_and_the_profile_is_kept(
     for name, value in (("plain_ms", plain), ("times_ms", times_only), ("both_ms", both), ("look_us", look)):
         record_property(name, value)
     profile = recorders[-1].profile(
-        device=torch.cuda.get_device_name(DEVICE),
-        device_bytes=meter.limit_bytes(),
-        link=transfer.link(),
+        device=torch.cuda.get_device_name(DEVICE), device_bytes=meter.limit_bytes(), link=transfer.link()
     )
     path = results_folder() / f"profile_{file_name(torch.cuda.get_device_name(DEVICE))}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,7 +186,6 @@ def test_the_budget_holds_and_no_number_changes(mode: str, share: float, unplann
     assert found.phases[10] == "stable"
     assert found.losses == unplanned.losses
     assert max(found.stable_peaks()[1:]) <= budget
-    assert found.planner is not None
     assert max(found.planner.planning_s) < 5
     fitting = [trial for trial in found.planner.trials if trial.fits(budget)]
     assert fitting  # what earlier plans needed is given back: else no trial could fit

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -495,7 +494,6 @@ def test_the_text_of_errors_is_read() -> None:
     }
     for text, wanted_bytes in texts.items():
         failure = failure_of(torch.OutOfMemoryError(text))
-        assert failure is not None
         assert failure.wanted_bytes == wanted_bytes
         assert failure.kind is torch.OutOfMemoryError
     assert failure_of(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `x`")) is not None
@@ -517,14 +515,7 @@ def test_it_costs_microseconds_an_op() -> None:
     assert spent_us < 60, "about 6 here, and 1 without"
 
 
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("world_of_one")
 def test_collectives_never_run_twice_and_have_room_made_before() -> None:
     x = torch.ones(1024)
     device = Device(3 * 4096, [x])
@@ -541,7 +532,7 @@ def test_collectives_never_run_twice_and_have_room_made_before() -> None:
         assert tickets
 
 
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("world_of_one")
 def test_distributed_tensors_survive() -> None:
     x = distribute_tensor(torch.randn(32, 32), init_device_mesh("cpu", (1,)), [Shard(0)])
     expected = (x @ x).to_local().clone()

@@ -11,9 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actswap.engine.evictable import IdleTensors
-from hf_actswap.planner.meter import CountingMeter
-from hf_actswap.planner.rescue.oom_guard import OomGuard
 from hf_actswap.planner.rescue.op_hook import op_hook
+from tests.planner.test_oom_guard import Device
 
 CPU = torch.device("cpu")
 
@@ -79,11 +78,9 @@ def test_modes_see_it_on_another_thread_than_the_callers() -> None:
 
 
 def test_room_is_made_for_what_the_last_call_needed() -> None:
-    meter, idle = CountingMeter(10_000), IdleTensors(CPU, min_tensor_bytes=64)
-    guard = OomGuard(meter, idle)
-    meter.start()
-    guard.start()
-    try:
+    device = Device(10_000, ())
+    meter, idle, guard = device.meter, device.idle, device.guard
+    with device.running():
         x = torch.randn(256)  # 1,024 bytes
         with op_hook("grows", (x,)) as hook:
             y = torch.cat([x, x])
@@ -98,32 +95,24 @@ def test_room_is_made_for_what_the_last_call_needed() -> None:
         assert guard.ops == {"grows": 1}
         assert guard.caught == 0
         assert len(tickets) == 8
-    finally:
-        guard.stop()
-        meter.stop()
 
 
 def test_an_op_that_failed_has_more_room_at_its_next_call() -> None:
-    meter, idle = CountingMeter(2**21), IdleTensors(CPU, min_tensor_bytes=64)
-    guard = OomGuard(meter, idle)
-    meter.start()
-    guard.start()
-    tickets = [idle.keep(torch.randn(2**18))]
+    device = Device(2**21, ())
+    idle = device.idle
 
     def call() -> None:
         with op_hook("opaque", (torch.zeros(4),)):
             if not idle.evictions:
                 raise torch.OutOfMemoryError("Tried to allocate 1.50 MiB.")
 
-    try:
+    with device.running():
+        tickets = [idle.keep(torch.randn(2**18))]
         with pytest.raises(torch.OutOfMemoryError, match=r"^Tried to allocate 1\.50 MiB\.$"):
             call()
         call()
-        assert guard.made_room == 1
+        assert device.guard.made_room == 1
         assert tickets
-    finally:
-        guard.stop()
-        meter.stop()
 
 
 def test_inputs_stay_until_the_end() -> None:

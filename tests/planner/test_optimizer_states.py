@@ -6,7 +6,7 @@ import copy
 import io
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,8 +152,7 @@ class Training:
         return self.states
 
     def loss(self) -> torch.Tensor:
-        result: torch.Tensor = self.model(torch.randn(BATCH, WIDTH, generator=self.generator))
-        return result
+        return self.model(torch.randn(BATCH, WIDTH, generator=self.generator))
 
     def backwards(self, micro_batches: int = 1) -> None:
         for _ in range(micro_batches):
@@ -700,17 +699,7 @@ def test_rejections() -> None:
     assert "paged_adamw_8bit" in rejected(adam(parameters))
 
 
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist = torch.distributed
-    assert not dist.is_initialized()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank")
+@pytest.mark.usefixtures("world_of_one")
 def test_fsdp2() -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
     from torch.distributed.device_mesh import init_device_mesh

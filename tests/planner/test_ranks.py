@@ -9,45 +9,23 @@ from typing import Any
 
 import pytest
 
-from tests.planner.ranks_worker import (
-    BAD_STEP,
-    FULL,
-    QUICK_CHECK_STEPS,
-    Run,
-    run_four,
-    run_two,
-    run_two_more,
-)
-from tests.processes import launch, result
+from tests.planner.ranks_worker import BAD_STEP, FULL, QUICK_CHECK_STEPS, Run, run_four, run_two, run_two_more
+from tests.processes import launched, of_ranks
 
 LIMIT_S = 240
 
 pytestmark = pytest.mark.dist
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with what each of two ranks wrote; all cases run in one launch."""
-    return launch(run_two, tmp_path_factory.mktemp("two"), 2, LIMIT_S)
+two = launched(run_two, 2, LIMIT_S)
+two_more = launched(run_two_more, 2, LIMIT_S)
 
 
-@pytest.fixture(scope="module")
-def two_more(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch(run_two_more, tmp_path_factory.mktemp("two_more"), 2, LIMIT_S)
-
-
-@pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launch(run_four, tmp_path_factory.mktemp("four"), 4, LIMIT_S)
-
-
-def of_ranks(folder: Path, case: str, ranks: int = 2) -> list[Mapping[str, Run]]:
-    return [result(folder, case, rank) for rank in range(ranks)]
+four = launched(run_four, 4, LIMIT_S)
 
 
 def rows(run: Run, step: int = -1) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(run.plans[step])["rows"]
-    return found
+    return json.loads(run.plans[step])["rows"]
 
 
 def assert_one_plan(found: list[Mapping[str, Run]], name: str = "planned", own_buckets: bool = False) -> None:
@@ -159,9 +137,9 @@ def test_tiles_are_chosen_on_all_ranks(two_more: Path) -> None:
 
 @pytest.mark.slow
 def test_four_ranks(four: Path) -> None:
-    check_devices(of_ranks(four, "devices", 4))
-    check_lengths(of_ranks(four, "lengths", 4))
-    check_impossible(of_ranks(four, "impossible", 4))
+    check_devices(of_ranks(four, "devices"))
+    check_lengths(of_ranks(four, "lengths"))
+    check_impossible(of_ranks(four, "impossible"))
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import signal
 from collections.abc import Iterable, Iterator
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -428,15 +427,8 @@ def test_a_custom_function_is_a_event_of_its_module(monkeypatch: pytest.MonkeyPa
     assert measured_peak_bytes(profile) == outside.peak_bytes()
 
 
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    store = distributed.HashStore()
-    distributed.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=60))
-    yield
-    distributed.destroy_process_group()
-
-
-def test_collectives_are_known(process_group: None) -> None:
+@pytest.mark.usefixtures("world_of_one")
+def test_collectives_are_known() -> None:
     model = tiny_llama()
 
     def reduce(_module: nn.Module, _args: Any, output: torch.Tensor) -> None:
@@ -457,19 +449,24 @@ def compiled_llama() -> Any:
     return model
 
 
-def test_compiled_layers_are_one_event_each() -> None:
-    model = compiled_llama()
+def profile_of_compiled(model: Any) -> Profile:
+    """Record the second step, which must be the first one again."""
     step(model, call_of())
     expected, before = gradients(model), surroundings(model)
     model.zero_grad()
-    recorder = watched(model)
-    with recorder:
+    with watched(model) as recorder:
         step(model, call_of())
     assert_bitwise_equal(gradients(model), expected)
     assert surroundings(model) == before
-    profile: Profile = recorder.profile(device="cpu")
+    profile = recorder.profile(device="cpu")
     assert profile.compiled_layers == {0, 1}
     assert_events_partition(profile)
+    return profile
+
+
+def test_compiled_layers_are_one_event_each() -> None:
+    model = compiled_llama()
+    profile = profile_of_compiled(model)
     layers = [op_event for op_event in profile.op_events if isinstance(op_event.call[0], int)]
     assert [op_event.call for op_event in layers] == [(0, "", None), (1, "", None)]
     assert [op_event.num_ops for op_event in layers] == [
@@ -482,17 +479,7 @@ def test_compiled_layers_are_one_event_each() -> None:
 def test_a_model_that_is_compiled_whole_is_one_event() -> None:
     model = tiny_llama(num_hidden_layers=2)
     model.compile(backend="aot_eager")
-    step(model, call_of())
-    expected, before = gradients(model), surroundings(model)
-    model.zero_grad()
-    recorder = watched(model)
-    with recorder:
-        step(model, call_of())
-    assert_bitwise_equal(gradients(model), expected)
-    assert surroundings(model) == before
-    profile = recorder.profile(device="cpu")
-    assert profile.compiled_layers == {0, 1}
-    assert_events_partition(profile)
+    profile = profile_of_compiled(model)
     (op_event,) = (op_event for op_event in profile.op_events if op_event.call[0] == 0)
     assert op_event.num_ops == sum(layer.nodes for layer in model_structure(model).layers)
     assert profile.saved.storages

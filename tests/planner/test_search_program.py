@@ -80,7 +80,6 @@ def test_program_finds_what_exhaustive_search_finds(
     best_ms = min(cost for cost, peak in tried if peak <= budget)
     options = [options_of(part.graph, link_rate, 4) for part in parts]
     found = solve(parts, options, link_rate, Caps(budget, None, None, 1, waiting, resident))
-    assert found is not None
     cost_ms, peak = with_others(found.options)
     compute_ms = sum(sum(part.graph.forward_ms) + sum(part.graph.backward_ms) for part in parts)
     assert peak <= budget + 1024
@@ -88,7 +87,6 @@ def test_program_finds_what_exhaustive_search_finds(
     assert found.bound_ms <= best_ms + 1e-3
     assert solve(parts, options, link_rate, Caps(int(least) - 4096, None, None, 1, waiting, resident)) is None
     smallest = solve(parts, options, link_rate, Caps(None, None, None, 1, waiting, resident))
-    assert smallest is not None
     assert with_others(smallest.options)[1] == pytest.approx(least, rel=0.01)
 
 

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from hf_actswap import PlanError, apply, model_structure
+from hf_actswap import PlanError, model_structure
 from hf_actswap.config.schema import MemoryConfig
 from hf_actswap.engine import AppliedPlan, Resources, install
 from hf_actswap.engine.host_budget import HostMemory
 from hf_actswap.plan.actions import MemoryPlan
 from hf_actswap.planner import bucket_plans, stable
-from hf_actswap.planner.bucket_plans import ShapeBucket
 from hf_actswap.planner.planning import Task, task_of
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.shapes import profile_from_shapes
@@ -26,7 +25,6 @@ from hf_actswap.planner.shape_buckets import MOST_BUCKETS, BatchSize, RecordedSt
 from hf_actswap.planner.trials import MeasuredStep
 from hf_actswap.planner.warm_up import module_weights, with_memory_of
 from tests.engine.disorderly_transfer import DisorderlyTransfer, Machine
-from tests.engine.test_with_moe import tiny_mixtral
 from tests.engine.tiny_models import (
     VOCABULARY,
     assert_bitwise_equal,
@@ -35,9 +33,10 @@ from tests.engine.tiny_models import (
     swap_everything,
     swap_rows,
     tiny_llama,
+    tiny_mixtral,
 )
 from tests.planner.recorded_steps import measured_peak_bytes
-from tests.planner.simulated_device import on_device
+from tests.planner.simulated_device import Trained, train
 
 GIB = 2**30
 TOP = BatchSize(512)
@@ -64,7 +63,6 @@ def test_longer_sequences_are_told_apart_where_scores_are_saved() -> None:
     top = BatchSize.of((4, 128), True)
     assert top == BatchSize(512, 512 * 128)
     long = BatchSize.of((1, 256), True)
-    assert top is not None
     assert long is not None
     assert top.covers(long)
     assert not top.covers(BatchSize(512, 512 * 129))
@@ -216,72 +214,17 @@ def lengths(seed: int, steps: int) -> list[int]:
     return torch.randint(5, 65, (steps,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-@dataclass
-class Step:
-    """What a stable step did."""
-
-    tokens: int
-    recomputes: int
-    offloaded_bytes: int
-    on: tuple[Any, ...]
-
-
-@dataclass
-class Mixed:
-    losses: list[float] = field(default_factory=list)
-    phases: list[str] = field(default_factory=list)
-    peaks: list[int] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    planner: Any = None
-    buckets: tuple[ShapeBucket, ...] = ()
-    guarded_at_end: bool = False
-
-    def stable(self, values: list[Any]) -> list[Any]:
-        return [value for value, phase in zip(values, self.phases, strict=True) if phase == "stable"]
-
-
 def train_mixed(
     shapes: list[list[tuple[int, int]]],
     memory: dict[str, Any] | None = None,
     build: Callable[[], Any] = tiny_llama,
     limit_bytes: int | None = None,
-) -> Mixed:
+) -> Trained:
     """Train with a list of micro-batches for each step."""
-    torch.manual_seed(0)
-    model, found = build().train(), Mixed()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(0)
-    with on_device(model, limit_bytes) as device:
-        planner: Any = None
-        if memory is not None:
-            config = {"memory": {"search_steps": 2, **memory}}
-            planner = found.planner = apply(model, config, optimizer=optimizer, meter=device)
-        for micro_batches in shapes:
-            device.reset_peak()
-            found.phases.append(planner.phase if planner else "")
-            before = planner.stats() if planner else None
-            for shape in micro_batches:
-                ids = torch.randint(0, VOCABULARY, shape, generator=generator)
-                loss = model(input_ids=ids, labels=ids).loss
-                loss.backward()
-                found.losses.append(loss.item())
-                del loss
-            found.peaks.append(device.peak_bytes())
-            if planner:
-                spent = planner.stats() - before
-                tokens = max(batch * length for batch, length in micro_batches)
-                found.steps.append(Step(tokens, spent.recomputes, spent.offloaded_bytes, planner.plan.rows))
-            optimizer.step()
-            optimizer.zero_grad()
-        if planner:
-            found.buckets, found.guarded_at_end = planner.buckets, planner.settled is None
-            planner.remove()
-    found.weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    return found
+    return train(build, memory, len(shapes), limit_bytes, shape=shapes.__getitem__)
 
 
-def assert_same_training(found: Mixed, plain: Mixed) -> None:
+def assert_same_training(found: Trained, plain: Trained) -> None:
     assert found.losses == plain.losses
     assert all(torch.equal(found.weights[name], weight) for name, weight in plain.weights.items())
 
@@ -303,11 +246,10 @@ def test_random_lengths() -> None:
     assert found.phases[-1] == "stable"
     longest = [max([0, *(length for [(_, length)] in shapes[:at])]) for at in range(len(shapes))]
     known = [length <= before for [(_, length)], before in zip(shapes, longest, strict=True)]
-    in_stable = zip(found.stable(found.peaks), found.stable(known), strict=True)
+    in_stable = zip(found.stable_peaks(), found.stable(known), strict=True)
     stable_peaks = [peak for peak, planned in in_stable if planned]
     assert len(stable_peaks) > 15
     assert max(stable_peaks) <= budget
-    assert found.planner is not None
     assert len(found.planner.planning_s) <= 2 * stable.MOST_PLANS
     assert found.phases.count("warm-up") <= 2 + stable.MOST_PLANS
     own = [bucket for bucket in found.buckets[1:] if bucket.plan is not None]
@@ -315,11 +257,10 @@ def test_random_lengths() -> None:
     assert not any(bucket.dropped for bucket in found.buckets)
     assert len(found.buckets) <= MOST_BUCKETS
     large = found.buckets[0].plan
-    assert large is not None
-    most = max(step.recomputes for step in found.stable(found.steps) if step.on == large.rows)
-    used = [step for step in found.stable(found.steps) if step.on == own[-1].plan.rows]
+    steps = list(zip(found.stable(found.rows), found.stable(found.recomputes), strict=True))
+    used = [recomputes for rows, recomputes in steps if rows == own[-1].plan.rows]
     assert used
-    assert max(step.recomputes for step in used) < most
+    assert max(used) < max(recomputes for rows, recomputes in steps if rows == large.rows)
 
 
 @pytest.mark.usefixtures("every_gain_counts")
@@ -343,7 +284,7 @@ def test_a_bucket_that_misses_the_budget_is_dropped(monkeypatch: pytest.MonkeyPa
     assert dropped.batches == 4
     over = [peak > budget for peak in found.peaks[6:]]
     assert over == [False, True, False, False, False, False]
-    assert found.steps[8].on == largest.plan.rows if largest.plan else False
+    assert found.rows[8] == largest.plan.rows if largest.plan else False
 
 
 @pytest.mark.slow
@@ -355,20 +296,17 @@ def test_smaller_plans_do_what_was_predicted_and_less_than_the_largest() -> None
     found = train_mixed(shapes, {"mode": "adaptive", "budget_gib": budget / GIB})
     assert_same_training(found, plain)
     assert [bucket.batches for bucket in found.buckets[1:]] == [3, 3, 3]
-    recomputes = [found.steps[5].recomputes]
+    recomputes = [found.recomputes[5]]
     for bucket, first in zip(found.buckets[1:], (6, 9, 12), strict=True):
-        shared, *own = found.steps[first : first + 3]
-        assert shared.recomputes == recomputes[-1]  # under the plan of the next larger bucket
-        assert bucket.plan is not None
-        assert all(step.on == bucket.plan.rows for step in own)
-        assert bucket.predicted is not None
+        assert found.recomputes[first] == recomputes[-1]  # under the plan of the next larger bucket
+        assert found.rows[first + 1 : first + 3] == [bucket.plan.rows] * 2
         assert bucket.predicted.peak_bytes == pytest.approx(max(found.peaks[first + 1 : first + 3]), rel=0.04)
         assert bucket.predicted.peak_bytes >= max(found.peaks[first + 1 : first + 3])
-        recomputes.append(own[-1].recomputes)
+        recomputes.append(found.recomputes[first + 2])
     assert recomputes == sorted(recomputes, reverse=True)
     assert recomputes[1] < recomputes[0]
     assert recomputes[-1] == 0
-    assert max(found.stable(found.peaks)) <= budget
+    assert max(found.stable_peaks()) <= budget
 
 
 @pytest.mark.slow
@@ -379,7 +317,7 @@ def test_micro_batches_of_different_buckets() -> None:
     budget = int(0.6 * max(plain.peaks))
     found = train_mixed(shapes, {"mode": "adaptive", "budget_gib": budget / GIB})
     assert_same_training(found, plain)
-    assert max(found.stable(found.peaks)) <= budget
+    assert max(found.stable_peaks()) <= budget
     assert sum(bucket.plan is not None for bucket in found.buckets) > 1
 
 
@@ -392,8 +330,8 @@ def test_an_outlier_that_no_plan_fits_does_not_leave_the_guard_on() -> None:
     assert_same_training(found, plain)
     assert found.phases[6:8] == ["stable", "warm-up"]
     assert found.phases[-1] == "stable"
-    assert not found.guarded_at_end
-    assert max(found.stable(found.peaks)[-2:]) <= budget
+    assert not found.guarded
+    assert max(found.stable_peaks()[-2:]) <= budget
 
 
 @pytest.mark.slow

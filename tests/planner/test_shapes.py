@@ -196,7 +196,6 @@ def test_a_device_of_ones_own_is_like_the_h200_in_what_it_does_not_say() -> None
     assert (own.name, own.memory_bytes, own.bytes_per_ms) == (name, 48 * 10**9, 0.9e9)
     assert own.attention_flop_per_ms == pytest.approx(h200.attention_flop_per_ms / 2)
     assert own.full_flop_per_ms == pytest.approx(h200.full_flop_per_ms / 2)
-    assert own.link is not None
     assert own.link.out_bytes_per_ms == 25e6
     with pytest.raises(PlanError, match="memory=48GB,tflops=150"):
         device_rates("memory=48GB")

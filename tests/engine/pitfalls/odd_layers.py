@@ -29,8 +29,7 @@ class Mlp(nn.Module):
         self.function = function
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = self.down(self.function(self.up(hidden)))
-        return projected
+        return self.down(self.function(self.up(hidden)))
 
 
 def llama_with(
@@ -71,7 +70,6 @@ def same_gradients(
     bare = step_gradients(build(), step)
     model = build()
     applied = on(model, plan, transfer or RecordingTransfer())
-    assert applied is not None
     for _ in range(steps):
         assert_bitwise_equal(step_gradients(model, step), bare)
         stats = applied.stats()

@@ -22,7 +22,7 @@ from tests.engine.tiny_models import (
     CASES,
     NUM_LAYERS,
     assert_bitwise_equal,
-    batch,
+    forward,
     gradients_of_step,
     on,
     one_step,
@@ -58,8 +58,7 @@ def test_pitfall_11_nothing_is_copied_out_in_backward(plan: MemoryPlan | str) ->
     """Catches a recomputation whose packs are taken for a forward's: copies that nobody reads."""
     model, transfer = tiny_llama(), RecordingTransfer()
     on(model, plan, transfer)
-    ids = batch(0)
-    loss = model(input_ids=ids, labels=ids).loss
+    loss = forward(model)
     before = len(transfer.events)
     loss.backward()
     assert before > 0
@@ -71,8 +70,7 @@ def test_pitfall_11_a_model_that_recomputes_by_itself() -> None:
     transfer = RecordingTransfer()
 
     def step(model: nn.Module) -> None:
-        ids = batch(0)
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = forward(model)
         before = len(transfer.events)
         loss.backward()
         started = [event for event in transfer.events[before:] if event.startswith("out")]
@@ -131,7 +129,6 @@ def test_pitfall_12_an_exception_leaves_no_hook_behind(error: type[BaseException
     model = tiny_llama()
     before = snapshot(model)
     applied = on(model, swap_everything(5))
-    assert applied is not None
     handle = model.model.layers[2].mlp.up_proj.register_forward_hook(fail)
     with pytest.raises(error):
         one_step(model)
@@ -190,11 +187,7 @@ def _keyword_hidden_states(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [plan for name, plan in RECOMPUTED.items()],
-    ids=list(RECOMPUTED),
-)
+@pytest.mark.parametrize("plan", [plan for name, plan in RECOMPUTED.items()], ids=list(RECOMPUTED))
 def test_pitfall_15_tensors_in_keywords_of_a_recomputed_layer(plan: MemoryPlan | str) -> None:
     """Catches hidden states by name that `torch.utils.checkpoint` holds itself, where hooks cannot reach."""
     by_position = same_gradients(tiny_llama, plan)
@@ -233,9 +226,8 @@ def test_pitfall_20_recomputation_runs_in_one_order_whatever_the_clock(plan: Mem
 
 
 def _autocast_step(model: nn.Module, backward_in: AbstractContextManager[Any] | None = None) -> None:
-    ids = batch(0)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(input_ids=ids, labels=ids).loss
+        loss = forward(model)
     with backward_in or nullcontext():
         loss.backward()
 

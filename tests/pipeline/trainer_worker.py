@@ -62,6 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "wide": {"per_device_eval_batch_size": 6},
     "metrics": {"kind": MeasuringTrainer},
     "reported": {"sections": MIXED, "max_steps": 6, "logging_steps": 1},
+    "twenty steps": {"sections": MIXED, "max_steps": 20, "logging_steps": 1},
 }
 
 
@@ -285,7 +286,8 @@ ONE: dict[str, Any] = {
 TWO: dict[str, Any] = {
     **{f"{name} 1f1b": partial(trained, 2, name, "1f1b") for name in CASES},
     **{
-        f"mixed {schedule}": partial(trained, 2, "mixed", schedule, interleaves=interleaves)
+        f"{name} {schedule}": partial(trained, 2, name, schedule, interleaves=interleaves)
+        for name in ("mixed", "twenty steps")
         for schedule, interleaves in SCHEDULES.items()
     },
     "saving 1f1b": partial(trained, 2, "saving", "1f1b", **SAVING),
@@ -318,10 +320,10 @@ TWO: dict[str, Any] = {
 }
 """Two stages."""
 
-SLOW_CASES = ("one epoch", "bf16", "checkpointing", "tiled", "wide")
+SLOW_CASES = ("one epoch", "bf16", "checkpointing", "tiled", "wide", "twenty steps")
 SLOW = {
     *SLOW_CASES,
-    *(f"{name} {schedule}" for name in SLOW_CASES for schedule in ("one", "1f1b")),
+    *(f"{name} {schedule}" for name in SLOW_CASES for schedule in ("one", *SCHEDULES)),
     *(
         "opened tied",
         "opened lora",

@@ -30,14 +30,26 @@ class Simulated:
         forward_stall_ms: compute waited at releases, those at the end of forward included.
         backward_stall_ms: compute waited for copies back.
         stalls: how often it waited.
-        peak_bytes: the most of the candidates, kept ones too, on the device at the turn or later.
+        forward_end_ms: when backward could begin.
+        out_finish_ms, in_finish_ms: per candidate when its copy was complete; ``None`` where it is kept.
+        memory: (ms, bytes) of the candidates given, kept ones too, on the device at each change; give only
+            the swapped ones to see those.
+        peak_bytes: the most of it at the turn or later.
+        out_in_flight_bytes: the most that had been copied or was to be, but not been released.
+        in_in_flight_bytes: the most that had been prefetched, but not been read yet.
     """
 
     step_ms: float
     forward_stall_ms: float
     backward_stall_ms: float
     stalls: int
+    forward_end_ms: float
+    out_finish_ms: tuple[float | None, ...]
+    in_finish_ms: tuple[float | None, ...]
+    memory: tuple[tuple[float, int], ...]
     peak_bytes: int
+    out_in_flight_bytes: int
+    in_in_flight_bytes: int
 
 
 def simulate(
@@ -50,7 +62,14 @@ def simulate(
         decisions: one for each.
         timeline: compute without stalls.
         link: how fast copies are.
+
+    Raises:
+        ValueError: candidates and decisions differ in number, or a swap has no windows.
     """
+    if len(candidates) != len(decisions):
+        raise ValueError(f"{len(candidates)} candidates, {len(decisions)} decisions")
+    if any(decision.swap and decision.windows is None for decision in decisions):
+        raise ValueError("a swap needs windows")
     run = _Step(candidates, decisions, timeline, link)
     run.forward()
     run.backward()
@@ -66,14 +85,16 @@ class _Step:
         self._candidates, self._timeline = candidates, timeline
         self._windows: dict[int, Windows] = {
             index: decision.windows
-            for index, (_, decision) in enumerate(zip(candidates, decisions, strict=True))
-            if decision.swap
+            for index, decision in enumerate(decisions)
+            if decision.swap and decision.windows is not None
         }
         self._link = DuplexLink(link)
         self._releases: ReleaseQueue[int] = ReleaseQueue()
         self._now_ms, self._delay_ms, self._stalls = 0.0, 0.0, 0
-        self._forward_stall_ms = 0.0
+        self._forward_end_ms, self._forward_stall_ms = 0.0, 0.0
+        self._memory: list[tuple[float, int]] = []
         self._bytes = self._peak_bytes = 0
+        self._out_bytes = self._out_peak_bytes = self._in_bytes = self._in_peak_bytes = 0
 
     def forward(self) -> None:
         """Hooks of forward, then its end."""
@@ -89,7 +110,7 @@ class _Step:
             for index in new:
                 self._save(index)
         self._release(self._releases.drain())
-        self._forward_stall_ms = self._delay_ms
+        self._forward_end_ms, self._forward_stall_ms = self._now_ms, self._delay_ms
         self._peak_bytes = self._bytes
 
     def backward(self) -> None:
@@ -119,15 +140,29 @@ class _Step:
                 self._fetch(index)
             for index in read[number]:
                 self._wait(self._link.back, index)
+                self._in_bytes -= self._candidates[index].size_bytes
 
     def result(self) -> Simulated:
-        """What has happened."""
+        """What has happened; copies still running end undisturbed."""
+        for index in self._windows:
+            if index in self._link.back.left_bytes:
+                self._link.wait(self._link.back, index, self._now_ms)
+        out, back = (
+            tuple(lane.finish_ms.get(index) for index in range(len(self._candidates)))
+            for lane in (self._link.out, self._link.back)
+        )
         return Simulated(
             step_ms=self._now_ms,
             forward_stall_ms=self._forward_stall_ms,
             backward_stall_ms=self._delay_ms - self._forward_stall_ms,
             stalls=self._stalls,
+            forward_end_ms=self._forward_end_ms,
+            out_finish_ms=out,
+            in_finish_ms=back,
+            memory=tuple(self._memory),
             peak_bytes=self._peak_bytes,
+            out_in_flight_bytes=self._out_peak_bytes,
+            in_in_flight_bytes=self._in_peak_bytes,
         )
 
     def _place(self, index: int) -> tuple[int, int]:
@@ -140,16 +175,21 @@ class _Step:
             return
         self._link.enqueue(self._link.out, index, candidate.size_bytes, self._now_ms)
         self._releases.add(index, candidate.ready_op, windows.release_ops)
+        self._out_bytes += candidate.size_bytes
+        self._out_peak_bytes = max(self._out_peak_bytes, self._out_bytes)
 
     def _release(self, indexes: Sequence[int]) -> None:
         for index in indexes:
             self._wait(self._link.out, index)
+            self._out_bytes -= self._candidates[index].size_bytes
             self._count(-self._candidates[index].size_bytes)
 
     def _fetch(self, index: int) -> None:
         size_bytes = self._candidates[index].size_bytes
         self._link.enqueue(self._link.back, index, size_bytes, self._now_ms)
         self._count(size_bytes)
+        self._in_bytes += size_bytes
+        self._in_peak_bytes = max(self._in_peak_bytes, self._in_bytes)
 
     def _wait(self, lane: Lane, index: int) -> None:
         done_ms = self._link.wait(lane, index, self._now_ms)
@@ -159,5 +199,7 @@ class _Step:
             self._now_ms = done_ms
 
     def _count(self, change_bytes: int) -> None:
-        self._bytes += change_bytes
-        self._peak_bytes = max(self._peak_bytes, self._bytes)
+        if change_bytes:
+            self._bytes += change_bytes
+            self._memory.append((self._now_ms, self._bytes))
+            self._peak_bytes = max(self._peak_bytes, self._bytes)

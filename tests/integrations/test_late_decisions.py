@@ -39,8 +39,8 @@ def overlapping(monkeypatch: pytest.MonkeyPatch) -> Any:
     transfer = SimulatedTransfer(clock, link, free_bytes=2**40)
     put = callback_module.apply_plan
 
-    def with_transfer(model: Any, plan: Any, shape: Any, resources: Resources) -> Any:
-        return put(model, plan, shape, replace(resources, transfer=transfer))
+    def with_transfer(model: Any, plan: Any, shape: Any, resources: Resources, *others: Any) -> Any:
+        return put(model, plan, shape, replace(resources, transfer=transfer), *others)
 
     monkeypatch.setattr(callback_module, "apply_plan", with_transfer)
     monkeypatch.setattr(host_budget, "PinnedSlabs", lambda *_: PageableSlabs())

@@ -13,8 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := .venv-oldest
-# Without bytecode: of the libraries' many modules Python compiles the few that are imported, when they are.
-PIP_INSTALL := $(BIN)/python -m pip install --no-compile --quiet --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # A process for each core, whole files: what a file sets up is set up once.
 ON_ALL_CORES := --numprocesses auto --maxprocesses 8 --dist loadfile
 PYTEST := $(BIN)/python -m pytest $(ON_ALL_CORES)

@@ -209,8 +209,7 @@ class _Lengths:
         if not kept:
             return found
         config = _keeping(kept, plan.num_layers)
-        step.follow(self._plan(config))
-        predicted = step.predicted(tokens)
+        predicted = step.under(self._plan(config)).predicted(tokens)
         return replace(found, step=predicted, parts=memory_parts(step.profile, predicted), config=config)
 
     def _chunked(self, plan: MemoryPlan) -> ChunkedStep:

@@ -6,6 +6,7 @@ One chunk of the second pass runs on fake tensors; the rest is arithmetic on its
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import sys
@@ -81,10 +82,15 @@ class ChunkedStep:
             self._layers = dict(by)
         self._structure, self._token_bytes = structure, rows * TOKEN_BYTES
         self.profile = self._second_pass(profile, root)
-        self.follow(plan)
+        self._set(plan)
 
-    def follow(self, plan: MemoryPlan) -> None:
-        """Predict from now on what a plan of the same chunks comes to."""
+    def under(self, plan: MemoryPlan) -> ChunkedStep:
+        """Return the same steps under another plan of the same chunks."""
+        other = copy.copy(self)
+        other._set(plan)
+        return other
+
+    def _set(self, plan: MemoryPlan) -> None:
         self._chunk, again = predict(self.profile, plan), recomputed_attention(plan, self._structure)
         self._layers = {index: replace(layer, again=index in again) for index, layer in self._layers.items()}
 
@@ -135,8 +141,7 @@ class ChunkedStep:
         """
 
         def too_large(kept: int) -> bool:
-            self.follow(keeping(plan, kept))
-            return self.predicted(tokens).peak_bytes > device_bytes
+            return self.under(keeping(plan, kept)).predicted(tokens).peak_bytes > device_bytes
 
         return bisect_left(range(plan.num_layers + 1), True, key=too_large) - 1
 
@@ -273,24 +278,22 @@ class KeptLayers:
         limit_bytes, longest = min(item[1] for item in ranks), max(item[2] for item in ranks)
         most_bytes = budget_bytes(self._budget.memory, limit_bytes, 0)
         own_kept = step.keeping_most(plan, longest, most_bytes - resting_bytes)
-        step.follow(plan)
-        least_bytes = step.predicted(longest).peak_bytes + resting_bytes
-        fits = step.longest(most_bytes - resting_bytes, sys.maxsize) if own_kept < 0 else longest
-        others = from_all_ranks((own_kept, -least_bytes, fits))
-        kept, least_bytes, fits = map(min, zip(*others, strict=True))
+        own_least_bytes = step.predicted(longest).peak_bytes + resting_bytes
+        own_fits = step.longest(most_bytes - resting_bytes, sys.maxsize) if own_kept < 0 else longest
+        of_ranks = from_all_ranks((own_kept, own_least_bytes, own_fits))
+        kept, fits = min(item[0] for item in of_ranks), min(item[2] for item in of_ranks)
         if kept < 0:
-            raise self._impossible(most_bytes, -least_bytes, fits)
+            raise self._impossible(most_bytes, max(item[1] for item in of_ranks), fits)
         chosen = keeping(plan, kept)
-        step.follow(chosen)
-        peak_bytes = step.predicted(longest).peak_bytes + resting_bytes
+        peak_bytes = step.under(chosen).predicted(longest).peak_bytes + resting_bytes
         reason = (
             f"the most that fit: {gib_text(peak_bytes, math.ceil)} of {gib_text(most_bytes, math.floor)}, "
             f"{rows} x {longest:,} tokens"
         )
         layers = tuple(range(plan.num_layers - kept, plan.num_layers))
         got = f"{kept} of {plan.num_layers} layers of a chunk kept, the others recomputed"
-        told = Adjustment("memory.mode", layers, "", "adaptive", got, reason)
-        return replace(chosen, adjustments=(*chosen.adjustments, told))
+        adjustment = Adjustment("memory.mode", layers, "", "adaptive", got, reason)
+        return replace(chosen, adjustments=(*chosen.adjustments, adjustment))
 
     def _impossible(self, most_bytes: int, least_bytes: int, fits: int) -> BudgetError:
         written = self._budget.memory.budget_gib

@@ -75,10 +75,10 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
     Raises:
         RecipeError: the path does not exist.
     """
-    wish = args.resume_from_checkpoint
-    if wish is None or str(wish).lower() in ("false", "none"):
+    asked = args.resume_from_checkpoint
+    if asked is None or str(asked).lower() in ("false", "none"):
         return None
-    if str(wish).lower() in ("true", "last"):
+    if str(asked).lower() in ("true", "last"):
         folder = Path(str(args.output_dir))
         last = last_complete_checkpoint(folder) if folder.is_dir() else None
         if last is None:
@@ -86,13 +86,13 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
                 "There is no whole checkpoint in %s yet: training starts from the beginning.", args.output_dir
             )
         return last
-    if not Path(wish).is_dir():
+    if not Path(asked).is_dir():
         raise RecipeError(
-            f"--resume_from_checkpoint: there is no folder {wish} (`last` finds the newest one)."
+            f"--resume_from_checkpoint: there is no folder {asked} (`last` finds the newest one)."
         )
-    for fault in faults_of(Path(wish)):
-        logger.warning("%s was not written to its end: %s.", wish, fault)
-    return str(wish)
+    for fault in faults_of(Path(asked)):
+        logger.warning("%s was not written to its end: %s.", asked, fault)
+    return str(asked)
 
 
 def llama_config(model: ModelArguments, tokenizer: PreTrainedTokenizerBase, block_size: int) -> LlamaConfig:

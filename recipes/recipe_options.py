@@ -20,7 +20,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "ddp_find_unused_parameters": False,
     "prediction_loss_only": True,
 }
-"""Where the recipe departs from the Trainer; `derived_defaults` adds what depends on other arguments."""
+"""Where the recipe differs from the Trainer; `derived_defaults` adds what depends on other arguments."""
 
 
 class RecipeError(ValueError):

@@ -41,6 +41,9 @@ class Action:
 
 KEEP = Action()
 
+_TRACED = ("keep", "swap")
+"""The fates of which a cached trace says what each saved tensor becomes."""
+
 
 class FateTable:
     """Looks fates up once and remembers them.
@@ -63,11 +66,11 @@ class FateTable:
         modules = self.recomputed.modules
         self.named_layers = self.recomputed.divided.intersection(modules) - compiled
         """Layers in which ops must be named; in compiled ones the tracer names them (`compiled_regions`)."""
-        recomputing = {row.scope for row in plan.rows if row.fate in RUN_AGAIN}
-        recomputing |= {_next(row.scope) for row in plan.rows if row.fate == "slice"}
-        scopes = frozenset({*modules, *SCOPES})
-        self.scopes_without_recomputation = scopes - (recomputing - compiled)
-        self.recomputes = bool(recomputing)
+        followed = {row.scope for row in plan.rows if row.fate not in (*_TRACED, "slice")}
+        followed |= {_next(row.scope) for row in plan.rows if row.fate == "slice"}
+        self.traceable_scopes = frozenset({*modules, *SCOPES}) - (followed - compiled)
+        """Those whose calls may run from a cached trace (`cached_traces`)."""
+        self.all_traceable = not followed
 
     def __getitem__(self, key: tuple[Scope, str, int | None]) -> Action:
         """The action for (scope, op path, ordinal)."""
@@ -89,6 +92,7 @@ class FateTable:
             return Action("swap", row.windows, row.op_path, scope)
         if row.fate == "slice" and self._slices is not None:
             return Action("slice", ticket=self._slices.ticket)
+        assert row.fate in RUN_AGAIN, row.fate
         is_module = self.recomputed.is_root(scope, row.op_path)
         return Action("recompute_inside" if is_module else "recompute_function")
 

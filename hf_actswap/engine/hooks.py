@@ -95,10 +95,10 @@ class Engine:
         self._outside: tuple[nn.Module, ...] = ()
         self._forward: ForwardPass | None = None
         self._saving: torch.autograd.graph.saved_tensors_hooks | None = None
-        self._traces = CachedTraces(self._fates.scopes_without_recomputation, not self._fates.recomputes)
+        self._traces = CachedTraces(self._fates.traceable_scopes, self._fates.all_traceable)
         self._acts = bool(plan.rows) or resources.pack_handler is not None
         self._first_step = FirstStep(plan, structure, self._root, self._counters)
-        self._named = self._fates.scopes_without_recomputation & self._fates.named_layers
+        self._named = self._fates.traceable_scopes & self._fates.named_layers
         self._inside_hooks: list[Undo] | None = None
         self._mode: NamingMode | None = None
         self.dropped_bytes: int | None = None

@@ -23,7 +23,7 @@ Direction = Literal["out", "in"]
 OpName = tuple[Scope | None, str]
 """Scope and op path of the plan row that swaps; ``(None, "")`` if none is known."""
 
-_NOBODY: OpName = (None, "")
+_NO_OP: OpName = (None, "")
 
 
 @dataclass(eq=False, slots=True)
@@ -91,7 +91,7 @@ class WatchedTransfer:
     def __init__(self, inner: Transfer, listener: CopyListener | None, profiled: bool) -> None:
         self._inner, self._listener, self._profiled = inner, listener, profiled
         self.overlaps = inner.overlaps
-        self._next = _NOBODY
+        self._next = _NO_OP
 
     def name(self, name: OpName) -> None:
         """What the next copy out moves."""
@@ -99,7 +99,7 @@ class WatchedTransfer:
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
         """Copy ``source`` (contiguous, on the device) to ``host``, after `HostBuffer.hold` on it."""
-        name, self._next = self._next, _NOBODY
+        name, self._next = self._next, _NO_OP
         asked = self._inner.stamp()
         with self._range("offload", name):
             inner = self._inner.offload(source, host)
@@ -108,7 +108,7 @@ class WatchedTransfer:
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete."""
         first = after if isinstance(after, WatchedCopy) else None
-        name = _NOBODY if first is None else first.name
+        name = _NO_OP if first is None else first.name
         asked = self._inner.stamp()
         with self._range("prefetch", name):
             block, inner = self._inner.reload(host, after if first is None else first.inner)

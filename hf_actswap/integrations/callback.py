@@ -198,7 +198,6 @@ class ActSwapCallback(TrainerCallback):
             raise ValueError("ActSwapCallback needs the model: it is a callback of the Trainer")
         model = called_model(calling_trainer(self), model)
         requested, config, parallel = self._requested, self._config, self.parallel
-        silent = PinningBar(shown=False) if args.disable_tqdm and state.is_world_process_zero else None
         group = None if parallel is None else parallel.tensor_group
         with nullcontext() if group is None else tensor_parallel_group(group):
             with failing_together("plan", args.ddp_timeout):
@@ -209,24 +208,11 @@ class ActSwapCallback(TrainerCallback):
                 with nullcontext() if parallel is None else parallel.whole_model():
                     shape = model_structure(model)
                 plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, shape)
-            passes = None if parallel is None else parallel.passes
             with self._spoken(state):
                 own = plan if parallel is None else parallel.plan_of_rank(plan)
-            optimizer, planned = kwargs.get("optimizer"), config.memory.mode != "off"
-            if planned and own.streamed is None:
-                training = PlannedTraining(model, shape, own, config.memory, optimizer, counts_steps=False)
-                with self._spoken(state):
-                    self.applied = self._started_planner(training, args, silent)
-                if args.disable_tqdm:
-                    self.applied.progress = None
-            else:
-                budget = None
-                if planned:
-                    accumulates = args.gradient_accumulation_steps > 1
-                    budget = ChunkBudget(config.memory, optimizer, accumulates=accumulates)
-                self.applied = apply_plan(
-                    model, own, shape, Resources(progress=silent, passes=passes), budget
-                )
+            optimizer = kwargs.get("optimizer")
+            training = PlannedTraining(model, shape, own, config.memory, optimizer, counts_steps=False)
+            self.applied = self._put_on(training, args, state)
         if parallel is not None:
             parallel.expect_batch()
         self._before = self._step = SwapStats()
@@ -243,6 +229,26 @@ class ActSwapCallback(TrainerCallback):
                     logger.info("%s", "\n" + plan_table(plan))
                 else:
                     logger.warning(_DOES_NOTHING, self._why_nothing())
+
+    def _put_on(
+        self, training: PlannedTraining, args: TrainingArguments, state: TrainerState
+    ) -> AppliedPlan | Planner:
+        """Put this rank's plan on the model, or start the planner that looks for one."""
+        silent = PinningBar(shown=False) if args.disable_tqdm and state.is_world_process_zero else None
+        memory, plan = training.memory, training.fixed
+        if memory.mode != "off" and plan.streamed is None:
+            with self._spoken(state):
+                planner = self._started_planner(training, args, silent)
+            if args.disable_tqdm:
+                planner.progress = None
+            return planner
+        budget = None
+        if memory.mode != "off":
+            accumulates = args.gradient_accumulation_steps > 1
+            budget = ChunkBudget(memory, training.optimizer, accumulates=accumulates)
+        passes = None if self.parallel is None else self.parallel.passes
+        resources = Resources(progress=silent, passes=passes)
+        return apply_plan(training.model, plan, training.structure, resources, budget)
 
     def _started_planner(
         self, training: PlannedTraining, args: TrainingArguments, progress: PinningBar | None

@@ -36,7 +36,7 @@ from .weights import (
     with_summed_gradient,
 )
 
-PADDING_REFUSED = (
+PADDING_UNSUPPORTED = (
     "pad=True is for inference in NxD, and rejected; choose a size that tensor_parallel_size divides, or, "
     "for a vocabulary, pad_output=True"
 )
@@ -86,7 +86,7 @@ class ParallelLinear(ShardedModule):
         transposed: bool,
     ) -> None:
         if pad:
-            raise ValueError(PADDING_REFUSED)
+            raise ValueError(PADDING_UNSUPPORTED)
         super().__init__(group)
         self.input_size, self.output_size = input_size, output_size
         self.sequence_parallel_enabled = sequence_parallel_enabled

@@ -50,7 +50,7 @@ INPUT_IS_SPLIT = "with sequence parallelism each rank holds its own part of the 
 INPUT_IS_SWAPPED = "its input is swapped"
 NOT_WHOLE = "no layer is recomputed whole"
 
-Selection = Mapping[str, tuple[object, tuple[int, ...]]]
+Selection = dict[str, tuple[object, tuple[int, ...]]]
 """Op path as written -> (normal form, global layers that it concerns)."""
 
 

@@ -16,7 +16,7 @@ from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch, TileTokens
 from ..errors import ConfigError, PlanError, Problem, short_traceback
 from .actions import Adjustment, MemoryPlan, PlanRow, Scope, SequenceChunks, Tile, folded
-from .apply_rules import CommunicationRuleApplier, RuleApplier, same_ops
+from .apply_rules import CommunicationRuleApplier, RuleApplier, Selection, same_ops
 from .compiled_rules import by_layer, problems_of_compiled
 from .layer_tables import (
     layers_from_counts,
@@ -234,52 +234,26 @@ class _Resolution:
         selections = {key: self._selection(key, patterns) for key, patterns in _SELECTIONS.items()}
         layer_swap, op_swap = self._swap_rules()
         applier = self._applier
-        communication = CommunicationRuleApplier(applier, self._swap)
         swapped_layers = applier.apply_layer_swap(layer_swap or ())
         swapped_ops = applier.apply_op_swap(op_swap or ())
-        excluded = self._drop_excluded_patterns(selections)
-        applier.apply_select(selections["select_recompute"], full)
-        communication.again(selections["select_comm_recompute"], full)
-        applier.apply_full(full)
-        applier.set_budgets(self._budgets(), full)
-        applier.apply_exclude(selections["select_recompute_exclude"], excluded)
-        communication.keep(selections["select_comm_recompute_exclude"], excluded)
-        section, parallel = self._config.recompute_config, self._config.parallel_config
-        if not section.mp_comm_recompute:
-            communication.keep_all()
+        self._apply_recompute(selections, full)
         streamed = self._streamed()
         tiles = (*self._head_tile(), *applier.apply_tiles(self._config.tile_config.tile))
         self._keep_overwritten()
-        swap = self._config.swap_config
-        lifted = applier.inputs_to_swap(self._swap and swap.recompute_input, full)
-        read = applier.ops_read_to_swap(self._swap and swap.select_recompute_input)
-        applier.keep_inputs(lifted, read)
-        applier.swap_inputs(lifted, swap.default_prefetch)
-        if section.recompute_slice_activation and parallel.tensor_parallel_size > 1:
-            communication.slice_inputs(full, parallel.sequence_parallel_enabled)
+        self._apply_inputs(full)
         problems = self._problems + applier.problems
         if problems:
             raise PlanError(problems, self._config.source)
-        tables = {
-            key: {pattern: form for pattern, (form, _) in table.items()} for key, table in selections.items()
-        }
-        everywhere = self._config.recompute_config.recompute is True
-        lines = list(self._layout.log_lines()) if self._config.parallel_config.pipeline_stage > 1 else []
-        lines += formative_lines(recompute, tables, layer_swap, op_swap, self._swap)
-        for layer in self._local:
-            lines += applier.requests[layer].lines(layer, self._swap, everywhere)
         rows = (*applier.outside_rows, *self._rows())
+        section, swap = self._config.recompute_config, self._swap
         if streamed is not None and isinstance(section.recompute, bool):
             # What a chunk saves shall not grow with the layers, but where a list says which are recomputed.
             named = {row.scope for row in rows}
             rows += tuple(PlanRow(own, "", "recompute") for own in self._local.values() if own not in named)
         swaps = any(row.fate == "swap" for row in rows)
-        warnings = (
-            conflict_warnings(self._config, self._layout.num_layers, full, swapped_layers, swapped_ops, swaps)
-            if self._swap
-            else []
-        )
-        min_tensor, host_memory = self._config.memory.min_tensor_mib, self._config.memory.host_memory_gib
+        given = (self._config, self._layout.num_layers, full, swapped_layers, swapped_ops, swaps)
+        memory = self._config.memory
+        min_tensor, host_memory = memory.min_tensor_mib, memory.host_memory_gib
         return MemoryPlan(
             rows=rows,
             num_layers=len(self._structure.layers),
@@ -290,16 +264,54 @@ class _Resolution:
             ),
             min_tensor_bytes=_DEFAULT_MIN_TENSOR_BYTES if min_tensor is None else round(min_tensor * 2**20),
             host_memory_bytes=None if host_memory is None else round(host_memory * 2**30),
-            bind_numa=self._config.memory.bind_numa,
+            bind_numa=memory.bind_numa,
             tiles=tiles,
             streamed=streamed,
-            lines=tuple(lines),
-            warnings=tuple(warnings),
+            lines=self._lines(recompute, selections),
+            warnings=tuple(conflict_warnings(*given)) if swap else (),
             unsupported=unsupported_policies(self._config, self._structure),
-            fused_recompute=self._config.recompute_config.fused,
+            fused_recompute=section.fused,
             gather_weights_again=section.parallel_optimizer_comm_recompute and self._structure.sharded,
             keeps_gathered=self._keeps_gathered(selections["select_comm_recompute"]),
         )
+
+    def _apply_recompute(self, selections: dict[str, Selection], full: tuple[int, ...]) -> None:
+        """Apply recomputation over the swap rules: selective, of communication, full, budgets, exclusions."""
+        applier, section = self._applier, self._config.recompute_config
+        communication = CommunicationRuleApplier(applier, self._swap)
+        excluded = self._drop_excluded_patterns(selections)
+        applier.apply_select(selections["select_recompute"], full)
+        communication.again(selections["select_comm_recompute"], full)
+        applier.apply_full(full)
+        applier.set_budgets(self._budgets(), full)
+        applier.apply_exclude(selections["select_recompute_exclude"], excluded)
+        communication.keep(selections["select_comm_recompute_exclude"], excluded)
+        if not section.mp_comm_recompute:
+            communication.keep_all()
+
+    def _apply_inputs(self, full: tuple[int, ...]) -> None:
+        """Apply the keys about what recomputed modules read: their inputs are swapped, or kept in slices."""
+        applier, swap, parallel = self._applier, self._config.swap_config, self._config.parallel_config
+        lifted = applier.inputs_to_swap(self._swap and swap.recompute_input, full)
+        read = applier.ops_read_to_swap(self._swap and swap.select_recompute_input)
+        applier.keep_inputs(lifted, read)
+        applier.swap_inputs(lifted, swap.default_prefetch)
+        if self._config.recompute_config.recompute_slice_activation and parallel.tensor_parallel_size > 1:
+            slices = CommunicationRuleApplier(applier, self._swap)
+            slices.slice_inputs(full, parallel.sequence_parallel_enabled)
+
+    def _lines(self, recompute: object, selections: dict[str, Selection]) -> tuple[str, ...]:
+        """MindFormers' log lines."""
+        layer_swap, op_swap = self._swap_rules()
+        tables = {
+            key: {pattern: form for pattern, (form, _) in table.items()} for key, table in selections.items()
+        }
+        everywhere = self._config.recompute_config.recompute is True
+        lines = list(self._layout.log_lines()) if self._config.parallel_config.pipeline_stage > 1 else []
+        lines += formative_lines(recompute, tables, layer_swap, op_swap, self._swap)
+        for layer in self._local:
+            lines += self._applier.requests[layer].lines(layer, self._swap, everywhere)
+        return tuple(lines)
 
     def requested(self, swap_is_written: bool) -> Iterator[RequestedPolicy]:
         """Yield what each entry requests; without a swap rule, what the default strategy requests."""
@@ -460,7 +472,7 @@ class _Resolution:
             return {}
         return dict(enumerate(value))
 
-    def _selection(self, key: str, defaults: tuple[str, ...]) -> dict[str, tuple[object, tuple[int, ...]]]:
+    def _selection(self, key: str, defaults: tuple[str, ...]) -> Selection:
         """Return pattern -> (normal form, layers) of a selective key."""
         where = f"recompute_config.{key}"
         value = getattr(self._config.recompute_config, key)
@@ -488,9 +500,7 @@ class _Resolution:
             return None, (OpSwapRule(DEFAULT_SWAP_PATTERN, swap.default_prefetch, True),)
         return swap.layer_swap, swap.op_swap
 
-    def _drop_excluded_patterns(
-        self, selections: dict[str, dict[str, tuple[object, tuple[int, ...]]]]
-    ) -> set[str]:
+    def _drop_excluded_patterns(self, selections: dict[str, Selection]) -> set[str]:
         """Drop the patterns that an exclude pattern matches level by level, for all layers."""
         dropped = set()
         for key in ("select_recompute", "select_comm_recompute"):

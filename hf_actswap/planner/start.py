@@ -121,12 +121,18 @@ def start_planner(
         except BaseException:
             run.close()
             raise
-        batches = unwrapped(model).register_forward_pre_hook(Hook(least.forward_starts), with_kwargs=True)
-        planner.on_remove(batches.remove)
-        if optimizer is not None and training.counts_steps:
-            steps = inner_optimizer(optimizer).register_step_post_hook(lambda *_: planner.step_ended())
-            planner.on_remove(steps.remove)
+        _watch(planner, training, least)
     return planner
+
+
+def _watch(planner: Planner, training: PlannedTraining, least: LeastBudget) -> None:
+    """Have the model's forward say its batch's shape, and the optimizer when a step ends, until removed."""
+    model, optimizer = unwrapped(training.model), training.optimizer
+    batches = model.register_forward_pre_hook(Hook(least.forward_starts), with_kwargs=True)
+    planner.on_remove(batches.remove)
+    if optimizer is not None and training.counts_steps:
+        steps = inner_optimizer(optimizer).register_step_post_hook(lambda *_: planner.step_ended())
+        planner.on_remove(steps.remove)
 
 
 def _of_both(found: Iterable[Tile], written: Iterable[Tile]) -> tuple[Tile, ...]:

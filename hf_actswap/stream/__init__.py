@@ -4,7 +4,7 @@ In: a model with an `AppliedPlan`, and `SequenceChunks` (`stream_sequences`).
 Out: the same model, whose long training calls hold one chunk on the device; what takes that off again.
 
 `two_passes` runs the chunks. `streamed_attention` replaces the model's attention, and `piecewise_attention`
-computes it. `host_sequence` holds keys, values, outputs and gradients in host memory. `refusals` lists what
+computes it. `host_sequence` holds keys, values, outputs and gradients in host memory. `rejections` lists what
 cannot be streamed. `on_paper` predicts memory, copies and FLOP from shapes; `chunked_step` predicts the step,
 and chooses how many layers of a chunk are kept within a budget.
 
@@ -15,7 +15,7 @@ predictions; no YAML, no model families.
 from __future__ import annotations
 
 from .chunked_step import ChunkBudget, ChunkedStep, KeptLayers
-from .refusals import problems_of_model
+from .rejections import problems_of_model
 from .two_passes import stream_sequences, traced
 
 __all__ = [

@@ -274,18 +274,18 @@ class KeptLayers:
             if other is not None:
                 raise other
         assert not isinstance(found, PlanError)  # or it was raised
-        step, resting_bytes = found
+        step, baseline_bytes = found
         limit_bytes, longest = min(item[1] for item in ranks), max(item[2] for item in ranks)
         most_bytes = budget_bytes(self._budget.memory, limit_bytes, 0)
-        own_kept = step.keeping_most(plan, longest, most_bytes - resting_bytes)
-        own_least_bytes = step.predicted(longest).peak_bytes + resting_bytes
-        own_fits = step.longest(most_bytes - resting_bytes, sys.maxsize) if own_kept < 0 else longest
+        own_kept = step.keeping_most(plan, longest, most_bytes - baseline_bytes)
+        own_least_bytes = step.predicted(longest).peak_bytes + baseline_bytes
+        own_fits = step.longest(most_bytes - baseline_bytes, sys.maxsize) if own_kept < 0 else longest
         of_ranks = from_all_ranks((own_kept, own_least_bytes, own_fits))
         kept, fits = min(item[0] for item in of_ranks), min(item[2] for item in of_ranks)
         if kept < 0:
             raise self._impossible(most_bytes, max(item[1] for item in of_ranks), fits)
         chosen = keeping(plan, kept)
-        peak_bytes = step.under(chosen).predicted(longest).peak_bytes + resting_bytes
+        peak_bytes = step.under(chosen).predicted(longest).peak_bytes + baseline_bytes
         reason = (
             f"the most that fit: {gib_text(peak_bytes, math.ceil)} of {gib_text(most_bytes, math.floor)}, "
             f"{rows} x {longest:,} tokens"

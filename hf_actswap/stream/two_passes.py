@@ -43,7 +43,7 @@ from ..parallel.patch_model import check_step
 from ..plan.actions import Scope, SequenceChunks
 from .host_sequence import HostSequence
 from .on_paper import LayerTrace, chunk_bounds, host_bytes, longest_on_host, recomputed_attention
-from .refusals import documents_of, named_arguments, reject_call
+from .rejections import documents_of, named_arguments, reject_call
 from .streamed_attention import ChunkAttention
 
 _NAME = "hf_actswap_streamed"
@@ -84,7 +84,7 @@ def stream_sequences(
     """Run a model's training calls chunk by chunk; return what undoes it.
 
     Args:
-        root: the model inside its wrappers, not rejected by `refusals.problems_of_model`.
+        root: the model inside its wrappers, not rejected by `rejections.problems_of_model`.
         chunks: length of a chunk, and dtype of the gradient sums.
         applied: the plan on the model: it acts inside each chunk, and its host memory is used.
         transfer: copies between device and host; ``None``: that of the plan.
@@ -126,7 +126,7 @@ def traced(
     """Within the block a call of the model on fake tensors fills in the shapes of its layers' attention.
 
     Args:
-        root: a model that `refusals.problems_of_model` does not reject.
+        root: a model that `rejections.problems_of_model` does not reject.
         tokens: length of the chunk.
         grad_accum_dtype: see `SequenceChunks`.
     """

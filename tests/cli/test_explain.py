@@ -31,7 +31,7 @@ recompute_config:
         (3, "mlp", "mlp", "keep", None, []),
     ],
 )
-def test_row_and_wishes(
+def test_row_and_requests(
     layer: int,
     op: str,
     path: str,

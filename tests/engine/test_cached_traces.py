@@ -1,4 +1,4 @@
-"""Layers that do what they did before are not followed; those that depart from it move the same bytes."""
+"""Layers that do what they did before are not followed; those that do not move the same bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PLANS = {
     "layers": plan_of(*swap_rows([""], [0, 1, 2])),
     "ops": plan_of(*swap_rows(["self_attn", "output"], [0, 1, 2])),
 }
-DEPARTING = 3
+MISMATCHING = 3
 """A layer of which nothing is swapped but what the layer before hands on."""
 
 
@@ -75,7 +75,7 @@ class _Steps:
 
 
 def _add_op(model: nn.Module) -> None:
-    model.model.layers[DEPARTING].register_forward_pre_hook(_squared)
+    model.model.layers[MISMATCHING].register_forward_pre_hook(_squared)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_after_two_equal_calls_nothing_is_followed(name: str, tracked: list[Forw
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_layer_that_departs_moves_what_it_moves_when_followed(name: str) -> None:
+def test_a_layer_with_another_trace_moves_what_it_moves_when_followed(name: str) -> None:
     followed = _Steps(PLANS[name])
     followed.both(_add_op)
     expected = followed.run()
@@ -117,7 +117,7 @@ def test_a_layer_that_departs_moves_what_it_moves_when_followed(name: str) -> No
     assert usual[0].offloaded_bytes == usual[-1].offloaded_bytes
 
 
-def test_what_runs_between_layers_departs_alone(tracked: list[ForwardPass]) -> None:
+def test_what_runs_between_layers_mismatches_alone(tracked: list[ForwardPass]) -> None:
     """A forward without a loss saves less after the head; the layers go on by their cached traces."""
     steps = _Steps(PLANS["layers"])
     for _ in range(3):
@@ -145,7 +145,7 @@ def test_a_model_that_never_does_the_same_is_always_followed(tracked: list[Forwa
         steps.run()
         steps.run()
         hooks = [
-            model.model.layers[DEPARTING].register_forward_pre_hook(_squared)
+            model.model.layers[MISMATCHING].register_forward_pre_hook(_squared)
             for model in (steps.model, steps.bare)
         ]
         steps.run()

@@ -93,8 +93,8 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 def compiled(model: nn.Module, backend: Any = "aot_eager", wrapped: bool = False) -> Any:
     model.config.use_cache = False
-    outlined = model_structure(model).layers
-    stack = model.get_submodule(outlined[0].module_path.rpartition(".")[0])
+    structured = model_structure(model).layers
+    stack = model.get_submodule(structured[0].module_path.rpartition(".")[0])
     for index, layer in enumerate(list(stack)):
         if wrapped:
             stack[index] = torch.compile(layer, backend=backend)

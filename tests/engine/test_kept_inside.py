@@ -228,7 +228,7 @@ def test_settling_a_settled_plan_changes_nothing(plan: MemoryPlan, asked: str) -
     ids=["q", "q and core", "attention", "several"],
 )
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_results_that_move_are_foreseen(plan: MemoryPlan, attention: str) -> None:
+def test_results_that_move_are_predicted(plan: MemoryPlan, attention: str) -> None:
     model = tiny_llama(attn_implementation=attention, use_cache=False)
     ids = batch(0)
     saved = record_saved(model, model_structure(model), (), {"input_ids": ids, "labels": ids})

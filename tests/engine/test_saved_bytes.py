@@ -50,7 +50,7 @@ def autocast(dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any
     return torch.autocast("cpu", dtype=dtype) if dtype else contextlib.nullcontext()
 
 
-def assert_foreseen(
+def assert_predicted(
     model: nn.Module, plan: MemoryPlan | str, dtype: torch.dtype | None = None, **more: Any
 ) -> int:
     """Fail unless a record before and one under the plan price it as the step does; return the bytes."""
@@ -74,7 +74,7 @@ def assert_foreseen(
 def test_the_cases(number: int, case: str, make: Callable[[], nn.Module]) -> None:
     """Each case with both models, with autocast on one of them."""
     dtype = torch.bfloat16 if (number % 4 < 2) == (make is tiny_llama) else None
-    moved = assert_foreseen(make(), CASES.get(case) or swap_everything(), dtype)
+    moved = assert_predicted(make(), CASES.get(case) or swap_everything(), dtype)
     assert (moved > 0) == ("recompute" not in case and "exclude" not in case)
 
 
@@ -97,7 +97,7 @@ def test_the_cases(number: int, case: str, make: Callable[[], nn.Module]) -> Non
     ),
 )
 def test_families(family: str, settings: dict[str, Any]) -> None:
-    assert assert_foreseen(tiny(family, **settings), swap_everything()) > 0
+    assert assert_predicted(tiny(family, **settings), swap_everything()) > 0
 
 
 ROWS: dict[str, tuple[PlanRow, ...]] = {
@@ -129,12 +129,12 @@ ROWS: dict[str, tuple[PlanRow, ...]] = {
 
 @pytest.mark.parametrize("name", ROWS)
 def test_swap_beside_recomputation(name: str) -> None:
-    assert assert_foreseen(tiny_llama(), plan_of(*ROWS[name])) > 0
+    assert assert_predicted(tiny_llama(), plan_of(*ROWS[name])) > 0
 
 
 @pytest.mark.parametrize("least", quick_first([0, 4096, 4097, 1, 2048, 10**9], 3))
 def test_small_tensors_stay(least: int) -> None:
-    assert_foreseen(tiny_llama(), swap_everything(min_tensor_bytes=least))
+    assert_predicted(tiny_llama(), swap_everything(min_tensor_bytes=least))
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_small_tensors_stay(least: int) -> None:
     ids=["no padding", "packed", "padding", "one sequence"],
 )
 def test_masks_change_attention_as_they_do_in_the_step(more: dict[str, Any], masked: bool) -> None:
-    bare = assert_foreseen(tiny_llama(), swap_everything())
-    assert (assert_foreseen(tiny_llama(), swap_everything(), **more) > bare) == masked
+    bare = assert_predicted(tiny_llama(), swap_everything())
+    assert (assert_predicted(tiny_llama(), swap_everything(), **more) > bare) == masked
 
 
 def test_the_slice_of_a_large_storage() -> None:
@@ -172,10 +172,10 @@ def test_frozen_weights(kind: str, dtype: torch.dtype | None) -> None:
     if kind == "frozen":
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("layers.2" in name)
-        assert assert_foreseen(model, swap_everything(), dtype) > 0
+        assert assert_predicted(model, swap_everything(), dtype) > 0
     else:
         wrapped = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
-        assert assert_foreseen(wrapped, swap_everything(), dtype) > 0
+        assert assert_predicted(wrapped, swap_everything(), dtype) > 0
 
 
 @pytest.mark.usefixtures("world_of_one")
@@ -186,7 +186,7 @@ def test_weights_that_fsdp2_gathers_in_another_dtype(dtype: torch.dtype | None) 
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    assert assert_foreseen(model, swap_everything()) > 0
+    assert assert_predicted(model, swap_everything()) > 0
 
 
 def test_a_record_leaves_no_trace() -> None:

@@ -49,7 +49,7 @@ def steps(model: nn.Module, count: int) -> None:
 
 
 def watched_times(model: nn.Module, applied: AppliedPlan, after: int = 4) -> StepTimeline:
-    """Routines are known by then, so that names must come from them."""
+    """Cached traces are known by then, so that names must come from them."""
     steps(model, after)
     watch = TimeWatch(model, applied)
     one_step(model, after)

@@ -81,7 +81,7 @@ def test_compiled_kernels(case: str, on_accelerator: dict[str, list[str]]) -> No
     assert on_accelerator[case] == []
 
 
-def test_the_outline_gives_no_kernel_the_address_of_fake_memory() -> None:
+def test_the_structure_gives_no_kernel_the_address_of_fake_memory() -> None:
     """Catches a recording in which a Triton kernel would run on address 0 and end the CUDA context."""
     addresses: list[int] = []
 

@@ -74,7 +74,7 @@ def test_every_swapped_layer_moves_its_input_and_nothing_else(
     assert without - held == offloaded_bytes == len(layers) * INPUT_BYTES
 
 
-def test_the_plan_says_what_becomes_of_each_wish() -> None:
+def test_the_plan_says_what_becomes_of_each_request() -> None:
     plan = resolved(CASE_3, checkpointed())
     assert [str(adjustment) for adjustment in plan.adjustments] == [
         f"swap_config self_attn, layers 0, 3: asked swap, got input swapped: {REASON}",

@@ -78,7 +78,7 @@ def test_evaluation_is_whole(make_trainer: Callable[..., Trainer], lengths: list
             assert streamed[key] == pytest.approx(whole[key], rel=1e-4)
 
 
-def test_what_needs_all_logits_is_refused(make_trainer: Callable[..., Trainer]) -> None:
+def test_what_needs_all_logits_is_rejected(make_trainer: Callable[..., Trainer]) -> None:
     trainer = make_trainer(STREAMED, max_steps=1, label_smoothing_factor=0.1)
     before = [item.detach().clone() for item in trainer.model.parameters()]
     with pytest.raises(hf_actswap.PlanError, match="label_smoothing_factor"):
@@ -86,7 +86,7 @@ def test_what_needs_all_logits_is_refused(make_trainer: Callable[..., Trainer]) 
     assert all(map(torch.equal, trainer.model.parameters(), before))
 
 
-def test_the_trainers_gradient_checkpointing_is_refused(make_trainer: Callable[..., Trainer]) -> None:
+def test_the_trainers_gradient_checkpointing_is_rejected(make_trainer: Callable[..., Trainer]) -> None:
     with pytest.raises(hf_actswap.PlanError, match="gradient checkpointing off"):
         make_trainer(STREAMED, max_steps=1, gradient_checkpointing=True).train()
 

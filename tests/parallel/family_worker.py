@@ -18,7 +18,7 @@ from tests.parallel.patch_worker import LENGTH, Case, compared, config, step
 from tests.parallel.patched_models import FAMILIES, NOT_TESTED, tiny_model
 from tests.processes import launch, run_cases
 
-RIGHT, REFUSED, WRONG = "right", "rejected", "wrong"
+RIGHT, REJECTED, WRONG = "right", "rejected", "wrong"
 ODD_LENGTH = LENGTH + 1
 LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-5, 1e-4
 """Relative; float32, some of whose models compute with numbers that are large beside their gradients."""
@@ -30,7 +30,7 @@ PLANS: dict[str, dict[str, Any]] = {
 WAYS = {"tp{}": False, "tp{} sp": True}
 """Name, for a number of ranks -> whether sequence parallelism is on."""
 Finding = tuple[str, str]
-"""`RIGHT`, `REFUSED` or `WRONG`, and why."""
+"""`RIGHT`, `REJECTED` or `WRONG`, and why."""
 Findings = dict[str, dict[str, Finding]]
 """By family and way."""
 
@@ -53,7 +53,7 @@ def divided(family: str, sequence_parallel: bool, group: dist.ProcessGroup) -> F
     try:
         found, alone, patched = compared(case_of(family, sequence_parallel), group)
     except PatchError as error:
-        return REFUSED, "; ".join(f"{problem.expected}: {problem.found}" for problem in error.problems)
+        return REJECTED, "; ".join(f"{problem.expected}: {problem.found}" for problem in error.problems)
     errors = found.errors.items()
     wrong = [f"gradient of {name}: {error:.1g}" for name, error in errors if not error < GRADIENT_TOLERANCE]
     for loss, expected in zip(found.losses, found.expected_losses, strict=True):
@@ -100,7 +100,7 @@ def planned(family: str, plan: str, _group: dist.ProcessGroup) -> Finding:
     try:
         applied = apply(model, PLANS[plan])
     except ValueError as error:
-        return REFUSED, str(error).splitlines()[-1].strip(" -")
+        return REJECTED, str(error).splitlines()[-1].strip(" -")
     found, stats = step(model, case), applied.stats()
     applied.remove()
     other = dict(model.named_parameters())

@@ -137,7 +137,7 @@ def test_mp_comm_recompute_keeps_all_results(shape: ModelStructure) -> None:
     assert {(layer, path) for layer, path in fates(found, "keep") if path != "output"} == kept
 
 
-def test_wishes_that_find_nothing(shape: ModelStructure) -> None:
+def test_requests_that_find_nothing(shape: ModelStructure) -> None:
     found = plan(
         shape,
         sequence_parallel=False,

@@ -13,7 +13,7 @@ from tests.parallel.mesh_worker import LATE_S, LIMIT_S, WORLD_SIZE, run_on_rank
 from tests.processes import launched, result
 
 ALONE: dict[str, str] = {}
-TOGETHER, REFUSED = [0, 1, 2], "RankAgreementError: "
+TOGETHER, REJECTED = [0, 1, 2], "RankAgreementError: "
 
 
 folder = launched(run_on_rank, WORLD_SIZE, 150)
@@ -115,7 +115,7 @@ def test_ranks_that_agree(folder: Path) -> None:
 def test_every_rank_hears_who_differs(name: str, fact: str, values: str, folder: Path) -> None:
     for rank in range(WORLD_SIZE):
         text, seconds = result(folder, "agreement", rank)[name]
-        assert text.startswith(f"{REFUSED}1 problem")
+        assert text.startswith(f"{REJECTED}1 problem")
         assert f"{fact}: expected the same on all ranks, found {values}" in text
         assert seconds < 10
 
@@ -124,7 +124,7 @@ def test_every_rank_hears_who_differs(name: str, fact: str, values: str, folder:
 def test_every_rank_hears_who_is_missing(folder: Path) -> None:
     for rank in TOGETHER:
         text, seconds = result(folder, "agreement", rank)["missing"]
-        assert text.startswith(REFUSED)
+        assert text.startswith(REJECTED)
         assert "expected answers from all of ranks 0, 1, 2, 3 within 1 s, found none from rank 3." in text
         assert LIMIT_S <= seconds < LIMIT_S + 5
 

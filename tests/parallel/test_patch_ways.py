@@ -244,7 +244,7 @@ def test_deep_copy(results: Path) -> None:
         assert found["tagged"] > 0
 
 
-REFUSALS = {
+REJECTIONS = {
     "heads": "a divisor of 3, the number of attention heads",
     "group": "expected 4 ranks",
     "unknown": "whose projections are known",
@@ -261,10 +261,10 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
+@pytest.mark.parametrize("name", REJECTIONS)
 def test_rejections(name: str, results: Path) -> None:
     for found in of_ranks(results, "rejections"):
-        assert REFUSALS[name] in found[name]
+        assert REJECTIONS[name] in found[name]
 
 
 def test_a_rejection_leaves_the_model_as_it_was(results: Path) -> None:

@@ -90,7 +90,7 @@ OTHER_SIZES: dict[str, dict[str, Any]] = {
 _CLASSES = {"bert": AutoModelForMaskedLM, "electra": AutoModelForMaskedLM, "bart": AutoModelForSeq2SeqLM}
 
 MakeModel = Callable[..., nn.Module]
-MakeOutline = Callable[..., ModelStructure]
+MakeStructure = Callable[..., ModelStructure]
 MakePlan = Callable[..., MemoryPlan]
 Gradients = Callable[[nn.Module], dict[str, torch.Tensor]]
 
@@ -124,7 +124,7 @@ def tiny_model() -> MakeModel:
 
 
 @pytest.fixture(scope="session")
-def tiny_structure() -> MakeOutline:
+def tiny_structure() -> MakeStructure:
     """(family, num_layers) -> the model structure of such a model."""
     return _tiny_structure
 

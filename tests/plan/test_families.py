@@ -17,7 +17,7 @@ from tests.plan.documents import NO_COUNTERPART
 from tests.quick_cases import quick_first
 
 PlanOf = Callable[..., MemoryPlan]
-MakeOutline = Callable[..., ModelStructure]
+MakeStructure = Callable[..., ModelStructure]
 MakeModel = Callable[..., nn.Module]
 Gradients = Callable[[nn.Module], dict[str, torch.Tensor]]
 
@@ -120,7 +120,7 @@ def swapped(path: str, layers: object = True, prefetch: object = 5) -> dict[str,
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_structure(family: str, tiny_structure: MakeOutline) -> None:
+def test_structure(family: str, tiny_structure: MakeStructure) -> None:
     found = tiny_structure(family)
     base = "gpt_neox" if family == "gpt_neox" else "model"
     assert (found.family, found.functions_known, found.why_not) == (family, True, "")
@@ -141,7 +141,7 @@ def test_structure(family: str, tiny_structure: MakeOutline) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_targets(family: str, tiny_structure: MakeOutline) -> None:
+def test_targets(family: str, tiny_structure: MakeStructure) -> None:
     names = LayerNames(tiny_structure(family).layers[-1])
     found = {path: tuple(t for m in names.match(path) for t in m.targets) for path in TARGETS[family]}
     assert found == TARGETS[family]
@@ -149,7 +149,7 @@ def test_targets(family: str, tiny_structure: MakeOutline) -> None:
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_every_name_of_the_family_is_an_op_or_has_no_counterpart(
-    family: str, plan_of: PlanOf, tiny_structure: MakeOutline
+    family: str, plan_of: PlanOf, tiny_structure: MakeStructure
 ) -> None:
     reference = LayerNames(tiny_structure(family).layers[-1]).reference
     for name in {**megatron_names(reference), **reference}:
@@ -208,7 +208,7 @@ def test_select_true(family: str, plan_of: PlanOf) -> None:
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_every_path_of_a_layer_can_be_written(
-    family: str, plan_of: PlanOf, tiny_structure: MakeOutline
+    family: str, plan_of: PlanOf, tiny_structure: MakeStructure
 ) -> None:
     """With plain dots and as the reference writes it, each Hugging Face path names exactly its op."""
     layer = tiny_structure(family).layers[1]

@@ -458,8 +458,8 @@ def test_a_deal_is_fair_and_never_exceeds_a_chunk(layout: PipelineLayout, data: 
         dealt = [row[stage] for row in table]
         holds = [row[stage] for row in layout.counts]
         requested = totals[stage] if stage < len(totals) else 0
-        wished = (sum(holds) if requested else 0) if isinstance(requested, bool) else requested
-        assert sum(dealt) == min(wished, sum(holds))
+        asked = (sum(holds) if requested else 0) if isinstance(requested, bool) else requested
+        assert sum(dealt) == min(asked, sum(holds))
         assert all(0 <= given_ <= held for given_, held in zip(dealt, holds, strict=True))
         # In turn: an earlier chunk is at most one ahead of a later one that still has room, and never behind.
         for v, (given_, held) in enumerate(zip(dealt, holds, strict=True)):
@@ -472,16 +472,16 @@ def test_a_deal_is_fair_and_never_exceeds_a_chunk(layout: PipelineLayout, data: 
 @given(layout=layouts, data=st.data())
 def test_a_table_is_clipped_to_its_chunks(layout: PipelineLayout, data: st.DataObject) -> None:
     row = st.lists(st.integers(0, 9), min_size=layout.pp, max_size=layout.pp).map(tuple)
-    wished = data.draw(st.lists(row, min_size=layout.vpp, max_size=layout.vpp).map(tuple))
-    table, problems = normalise_counts(wished, layout, "recompute")
+    asked = data.draw(st.lists(row, min_size=layout.vpp, max_size=layout.vpp).map(tuple))
+    table, problems = normalise_counts(asked, layout, "recompute")
     assert problems == []
     assert table == tuple(
-        tuple(map(min, requested, held)) for requested, held in zip(wished, layout.counts, strict=True)
+        tuple(map(min, requested, held)) for requested, held in zip(asked, layout.counts, strict=True)
     )
     assert set(layers_from_counts(table, layout)) == {
         layer
         for v in range(layout.vpp)
         for s in range(layout.pp)
         for layer in layout.chunk(v, s)
-        if layer - layout.chunk(v, s).start < wished[v][s]
+        if layer - layout.chunk(v, s).start < asked[v][s]
     }

@@ -58,7 +58,7 @@ def test_the_step_is_the_step_that_it_would_have_been(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_saved_tensors_are_those_foreseen_on_fakes(family: str) -> None:
+def test_saved_tensors_are_those_predicted_on_fakes(family: str) -> None:
     model = MODELS[family]()
     profile, _ = recorded(model)
     forecast = record_saved(model, model_structure(model), (), call_of())

@@ -133,7 +133,7 @@ def test_nothing_grows_on_a_device(plan: str) -> None:
     nothing_grows(1000, plan, device)
 
 
-def test_routines_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_traces_are_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the first plan would not try what its name says."""
     found: list[bool] = []
     look = CachedTraces.__getitem__

@@ -57,9 +57,9 @@ def patched(family: str, group: Any, sequence_parallel: bool = False) -> Any:
 def one_step(model: Any, document: dict[str, Any], group: Any, **given: Any) -> dict[str, Any]:
     """Run a step under a configuration; gradients are summed where ranks hold parts."""
     calls: Counter[str] = Counter()
-    foreseen: list[int] = []
+    predicted: list[int] = []
     parallel = {"parallel_config": {"tensor_parallel_size": WORLD_SIZE}} if group else {}
-    noted = mock.patch.object(HostSequence, "make_ready", lambda _, size, longest: foreseen.append(size))
+    noted = mock.patch.object(HostSequence, "make_ready", lambda _, size, longest: predicted.append(size))
     with tensor_parallel_group(group), noted, apply(model, {**document, **parallel}) as applied:
         with counted(calls):
             loss, _ = step(model, **given)
@@ -72,7 +72,7 @@ def one_step(model: Any, document: dict[str, Any], group: Any, **given: Any) -> 
         "gradients": gradients(model),
         "calls": calls,
         "host": (stats.host_peak_bytes, *copied),
-        "foreseen": foreseen,
+        "predicted": predicted,
     }
 
 
@@ -89,11 +89,11 @@ def run_family(family: str, group: dist.ProcessGroup | None, **given: Any) -> di
         "as exact": as_exact(*(item["gradients"] for item in (streamed, whole, truth))),
         "calls": (streamed["calls"], one_step(patched(family, group), {**STREAMED, **TILED}, group)["calls"]),
         "host": (streamed["host"], alone["host"]),
-        "foreseen": streamed["foreseen"],
+        "predicted": streamed["predicted"],
     }
 
 
-def run_refusals(group: dist.ProcessGroup | None) -> dict[str, str]:
+def run_rejections(group: dist.ProcessGroup | None) -> dict[str, str]:
     """What is said of a sequence that ranks divide, and of a step on parts of gradients."""
     found = {}
     model = patched("llama", group, sequence_parallel=True)
@@ -141,11 +141,11 @@ def run_adaptive(group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def run_quick(rank: int, folder: str) -> None:
-    """Run a few families, and what is refused."""
+    """Run a few families, and what is rejected."""
     cases: dict[str, Any] = {family: partial(run_family, family) for family in QUICK}
     packed = {"position_ids": PACKED.expand(2, -1), "use_cache": False}
     cases["packed documents"] = partial(run_family, "llama", **packed)
-    cases["refusals"], cases["adaptive"] = run_refusals, run_adaptive
+    cases["rejections"], cases["adaptive"] = run_rejections, run_adaptive
     run_cases(rank, folder, WORLD_SIZE, cases, {name: [[0, 1]] for name in cases})
 
 

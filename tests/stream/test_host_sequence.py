@@ -292,9 +292,9 @@ def test_windows_keep_and_bring_only_what_is_seen() -> None:
 def test_keys_of_finished_documents_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents of 3, 21, 8, 1 and 17 tokens, in chunks of 16: the second and the last cross a border."""
     model, layers, rows = made(), SIZES["num_hidden_layers"], 2
-    foreseen: list[int] = []
+    predicted: list[int] = []
     monkeypatch.setattr(
-        HostSequence, "make_ready", lambda _, size_bytes, longest: foreseen.append(size_bytes)
+        HostSequence, "make_ready", lambda _, size_bytes, longest: predicted.append(size_bytes)
     )
     of_keys, of_output = rows * 2 * (2 * 8) * 4, rows * (32 * 4 + 4 * 4)
     with apply(model, STREAMED) as applied:
@@ -303,7 +303,7 @@ def test_keys_of_finished_documents_stay_where_they_are(monkeypatch: pytest.Monk
     left = (16 - 3) + 0 + (48 - 33)  # behind the first chunk, the second (a document begins at 32), the third
     assert stats.offloaded_bytes == layers * (2 * left * of_keys + LENGTH * of_output)
     assert stats.prefetched_bytes == layers * (3 * left * of_keys + 2 * LENGTH * of_output)
-    assert [stats.host_peak_bytes] == foreseen
+    assert [stats.host_peak_bytes] == predicted
     whole = layers * (48 * 2 * of_keys + LENGTH * of_output)  # test_copied_bytes_and_host_memory_by_formula
     assert stats.host_peak_bytes < 0.8 * whole
 
@@ -312,24 +312,24 @@ def test_keys_of_finished_documents_stay_where_they_are(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     "family", ["llama", "gemma3, windows", "mistral, windows over chunks", "llama4, blocks"]
 )
-def test_host_memory_and_copies_are_foreseen_to_the_byte(
+def test_host_memory_and_copies_are_predicted_to_the_byte(
     family: str, tokens: int, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    foreseen: list[int] = []
+    predicted: list[int] = []
     monkeypatch.setattr(
-        HostSequence, "make_ready", lambda _, size_bytes, longest: foreseen.append(size_bytes)
+        HostSequence, "make_ready", lambda _, size_bytes, longest: predicted.append(size_bytes)
     )
     model = made(family)
     with apply(model, {"stream_config": {"tokens": tokens, "grad_accum_dtype": dtype}}) as applied:
         step(model)
         stats = applied.stats()
-    assert [stats.host_peak_bytes] == foreseen
+    assert [stats.host_peak_bytes] == predicted
     if "blocks" in family:
         return  # its mask cannot be told on fake tensors
     with traced(model, TOKENS, dtype) as layers:
         record_saved(model, model_structure(model), kwargs=data(TOKENS))
     first, second = passes(layers.values(), chunk_bounds(LENGTH, tokens))
-    assert [host_bytes(layers.values(), chunk_bounds(LENGTH, tokens))] == foreseen
+    assert [host_bytes(layers.values(), chunk_bounds(LENGTH, tokens))] == predicted
     assert stats.offloaded_bytes == first.out_bytes + second.out_bytes
     assert stats.prefetched_bytes == first.in_bytes + second.in_bytes
 

@@ -37,7 +37,7 @@ def check(found: dict[str, Any]) -> None:
     assert found["as exact"]
     own, of_all = found["host"]
     assert [2 * size for size in own] == list(of_all), "half of the heads"
-    assert found["foreseen"] == [own[0]]
+    assert found["predicted"] == [own[0]]
 
 
 @pytest.mark.dist
@@ -82,7 +82,7 @@ def test_ranks_keep_the_layers_that_fit_on_each_of_them(quick: Path) -> None:
 
 
 @pytest.mark.dist
-def test_divided_sequences_and_steps_on_parts_are_refused(quick: Path) -> None:
-    for found in results(quick, "refusals"):
+def test_divided_sequences_and_steps_on_parts_are_rejected(quick: Path) -> None:
+    for found in results(quick, "rejections"):
         assert "sequence_parallel_enabled: false" in found["sequence"]
         assert "were changed by a step on this rank's part" in found["unsummed"]

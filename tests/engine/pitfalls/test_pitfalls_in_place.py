@@ -29,7 +29,7 @@ from tests.engine.tiny_models import (
 from tests.quick_cases import each_value_once
 
 LATE, AT_ONCE = 1000, 0
-REFUSED = "modified by an inplace operation"
+REJECTED = "modified by an inplace operation"
 
 ILLEGAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mul_": lambda x: _used_then(x, lambda saved: saved.mul_(0.5)),
@@ -71,10 +71,10 @@ def _added_to(total: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 def test_pitfall_01_in_place_after_pack_raises(name: str, plan: MemoryPlan) -> None:
     """Catches an engine that compares no versions: pack hooks turn autograd's own check off."""
     model = llama_with(ILLEGAL[name], [1])
-    with pytest.raises(RuntimeError, match=REFUSED):
+    with pytest.raises(RuntimeError, match=REJECTED):
         one_step(model)
     on(model, plan, RecordingTransfer())
-    with pytest.raises(RuntimeError, match=REFUSED):
+    with pytest.raises(RuntimeError, match=REJECTED):
         one_step(model)
 
 
@@ -85,7 +85,7 @@ def test_pitfall_01_a_copy_that_is_late_and_reads_changed_data_is_not_used(name:
     on(model, plan_of(*swap_rows(["mlp"], [1], LATE)), transfer)
     seen: list[int] = []
     model.model.layers[1].register_forward_hook(lambda *_: seen.append(transfer.in_flight))
-    with pytest.raises(RuntimeError, match=REFUSED):
+    with pytest.raises(RuntimeError, match=REJECTED):
         one_step(model)
     assert seen[0] > 0  # when the tensor was changed its copy had not run
 
@@ -186,7 +186,7 @@ def test_pitfall_02_a_write_that_another_node_would_read_is_an_error_or_harmless
 
     Bare autograd raises; with swap the second node may also get data of its own.
     """
-    with pytest.raises(RuntimeError, match=REFUSED):
+    with pytest.raises(RuntimeError, match=REJECTED):
         one_step(llama_with(shared_with_earlier, [1]))
     assert_error_or_right(plan)
 

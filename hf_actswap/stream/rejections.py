@@ -41,69 +41,72 @@ def problems_of_model(root: nn.Module, structure: ModelStructure) -> list[Proble
     if not hasattr(config, "get_text_config"):
         return [Problem("model", "a transformers model", type(root).__name__)]
     text = config.get_text_config()
-    kinds = {*(getattr(text, "layer_types", None) or ())} - _KNOWN_LAYERS
-    dropout = next((name for name in _DROPOUTS if getattr(text, name, 0)), None)
-    loss = getattr(getattr(model, "loss_function", None), "__name__", "none")
-    balances = getattr(text, "output_router_logits", False) or getattr(config, "output_router_logits", False)
-    takes_more = any(
-        item.kind is item.VAR_KEYWORD for item in inspect.signature(model.forward).parameters.values()
-    )
-    found = [
-        (
-            "one stack of layers (a decoder)",
-            "an encoder and a decoder",
-            getattr(config, "is_encoder_decoder", False),
-        ),
-        ("a causal model", "one whose tokens see later ones", not _is_causal(root, structure, text)),
-        (
-            "the same rotary embedding for each chunk",
-            "one that depends on the length of the sequence (dynamic, longrope)",
-            bool(_ROTATIONS_BY_LENGTH & set(_rotations(text))),
-        ),
-        (
-            "layers of attention only",
-            f"layers of another kind: {', '.join(sorted(kinds)) or 'a recurrent state'}",
-            bool(kinds) or bool(getattr(model, "_is_stateful", False)),
-        ),
-        (
-            "attention that transformers' interface can exchange",
-            f"{type(root).__name__}, whose class does not support it",
-            not getattr(model, "_supports_attention_backend", False),
-        ),
-        (
-            "the loss of a causal language model (transformers' ForCausalLMLoss)",
-            f"the loss function {loss}",
-            "CausalLM" not in loss or not takes_more,
-        ),
-        (
-            "a loss that is a sum over tokens (config.output_router_logits false)",
-            "a balancing loss over the whole batch",
-            bool(balances),
-        ),
-        (f"config.{dropout} 0", f"{getattr(text, dropout or '', 0)}", dropout is not None),
-        (
-            "gradient checkpointing off: each layer of a chunk is recomputed already",
-            "gradient checkpointing on",
-            any(map(is_checkpointed, structure.layer_modules(root).values())),
-        ),
-        (
-            "no prompts that are learned",
-            "PEFT's prompt learning",
-            bool(getattr(getattr(root, "active_peft_config", None), "is_prompt_learning", False)),
-        ),
-        (
-            "sequence_parallel_enabled: false: the hidden states of a chunk are few",
-            "ranks that divide the sequence",
-            divides_sequence(root),
-        ),
-        (
-            "one device",
-            "layers on several devices",
-            len({item.device for item in root.parameters()}) > 1,
-        ),
-    ]
+    of_class = _of_the_class(model, structure, text)
+    found = (*of_class, *_of_the_loss(model, text), *_of_settings(root, structure))
     hint = "Train it without stream_config."
     return [Problem("stream_config", expected, was, hint) for expected, was, violated in found if violated]
+
+
+_Condition = tuple[str, str, bool]
+"""What is expected, what is found where it is violated, and whether it is."""
+
+
+def _of_the_class(model: Any, structure: ModelStructure, text: Any) -> Iterator[_Condition]:
+    is_encoder = getattr(model.config, "is_encoder_decoder", False)
+    yield "one stack of layers (a decoder)", "an encoder and a decoder", is_encoder
+    yield "a causal model", "one whose tokens see later ones", not _is_causal(model, structure, text)
+    yield (
+        "the same rotary embedding for each chunk",
+        "one that depends on the length of the sequence (dynamic, longrope)",
+        bool(_ROTATIONS_BY_LENGTH & set(_rotations(text))),
+    )
+    kinds = {*(getattr(text, "layer_types", None) or ())} - _KNOWN_LAYERS
+    yield (
+        "layers of attention only",
+        f"layers of another kind: {', '.join(sorted(kinds)) or 'a recurrent state'}",
+        bool(kinds) or bool(getattr(model, "_is_stateful", False)),
+    )
+    yield (
+        "attention that transformers' interface can exchange",
+        f"{type(model).__name__}, whose class does not support it",
+        not getattr(model, "_supports_attention_backend", False),
+    )
+
+
+def _of_the_loss(model: Any, text: Any) -> Iterator[_Condition]:
+    loss = getattr(getattr(model, "loss_function", None), "__name__", "none")
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_more = any(item.kind is item.VAR_KEYWORD for item in parameters)
+    yield (
+        "the loss of a causal language model (transformers' ForCausalLMLoss)",
+        f"the loss function {loss}",
+        "CausalLM" not in loss or not takes_more,
+    )
+    yield (
+        "a loss that is a sum over tokens (config.output_router_logits false)",
+        "a balancing loss over the whole batch",
+        any(getattr(item, "output_router_logits", False) for item in (text, model.config)),
+    )
+    dropout = next((name for name in _DROPOUTS if getattr(text, name, 0)), None)
+    yield f"config.{dropout} 0", f"{getattr(text, dropout or '', 0)}", dropout is not None
+
+
+def _of_settings(root: nn.Module, structure: ModelStructure) -> Iterator[_Condition]:
+    yield (
+        "gradient checkpointing off: each layer of a chunk is recomputed already",
+        "gradient checkpointing on",
+        any(map(is_checkpointed, structure.layer_modules(root).values())),
+    )
+    peft = getattr(root, "active_peft_config", None)
+    learned = bool(getattr(peft, "is_prompt_learning", False))
+    yield "no prompts that are learned", "PEFT's prompt learning", learned
+    yield (
+        "sequence_parallel_enabled: false: the hidden states of a chunk are few",
+        "ranks that divide the sequence",
+        divides_sequence(root),
+    )
+    devices = {item.device for item in root.parameters()}
+    yield "one device", "layers on several devices", len(devices) > 1
 
 
 def _is_causal(root: nn.Module, structure: ModelStructure, config: Any) -> bool:

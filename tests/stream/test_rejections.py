@@ -139,7 +139,7 @@ def test_compiled_models(whole: bool) -> None:
         apply(model, STREAMED)
 
 
-def test_sinks_are_refused_in_the_first_chunk() -> None:
+def test_sinks_are_rejected_in_the_first_chunk() -> None:
     """No class or configuration says that an attention has them."""
     model = GptOssForCausalLM(GptOssConfig(**_EXPERTS, head_dim=8)).train()
     with apply(model, STREAMED), pytest.raises(PlanError, match="attention with `s_aux`"):
@@ -147,7 +147,7 @@ def test_sinks_are_refused_in_the_first_chunk() -> None:
     assert model.config._attn_implementation != "hf_actswap_streamed"
 
 
-def test_a_layer_that_attends_by_itself_is_refused_after_the_first_chunk() -> None:
+def test_a_layer_that_attends_by_itself_is_rejected_after_the_first_chunk() -> None:
     model = made()
     attention = model.model.layers[1].self_attn
     attention.forward = lambda hidden_states, **_: (hidden_states, None)

@@ -44,8 +44,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason="needs an accelerator"))
 
 
-def pytest_collection_finish() -> None:
-    """What has been imported is never garbage: the collections of tests that ask for one do not walk it."""
+@pytest.fixture(autouse=True, scope="module")
+def _imported_is_not_walked() -> None:
+    """What is imported by now is never garbage: the collections that tests ask for do not walk it."""
     gc.collect()
     gc.freeze()
 

@@ -39,7 +39,7 @@ from ..plan.actions import Tile
 from ..plan.fsdp2 import FSDP2_METHOD
 from ..plan.op_facts import FULL_LOGITS, ROW_LOSSES, argument_of
 from .head_chunks import Head, HeadCall, Here, RowCall, RowsForm, is_same_for_rows, layout_of
-from .hook_wrappers import Hook, Undo, replace_forward
+from .hook_wrappers import Hook, Undo, reject_tracing, replace_forward
 from .pieces import first_order_only
 from .pieces import no_saved_tensor_hooks as no_hooks
 from .replay import CallState
@@ -118,6 +118,7 @@ class _ChunkedHead:
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
         """Stand in the place of the head's own forward: hidden states ``[.., H]`` to logits ``[.., V]``."""
+        reject_tracing()
         self.called = True
         module, own = self._head.module, self._head.run
         if (

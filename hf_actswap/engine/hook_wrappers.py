@@ -4,6 +4,9 @@ Hooks on a module that ``Module.compile`` has compiled in place would be traced 
 There the compiled call itself is wrapped. A module that ``torch.compile`` has wrapped runs its own hooks
 outside the compiled code, so ordinary hooks serve.
 
+A module that is compiled after its hooks were put on is rejected in its first training forward: traced into a
+graph, a hook would act once, when the graph is made, and not at each call.
+
 Nothing here goes with a copy of a module (``copy.deepcopy``: averaged weights, reference models): what is put
 on a model acts on that model alone.
 """
@@ -14,8 +17,11 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.compiler import is_dynamo_compiling
 
+from ..errors import PlanError, Problem
 from ..plan.compiled import is_compiled
 from ..plan.model_structure import ModelStructure, unwrapped
 
@@ -30,7 +36,7 @@ def wrap_call(module: nn.Module, before: Before, after: After) -> list[Undo]:
         return [_wrap_compiled(module, before, after)]
     handles = [
         module.register_forward_pre_hook(Hook(before), with_kwargs=True, prepend=True),
-        module.register_forward_hook(Hook(after), always_call=True),
+        module.register_forward_hook(Hook(after, always_call=True), always_call=True),
     ]
     return [handle.remove for handle in handles]
 
@@ -40,16 +46,20 @@ class Hook:
 
     Args:
         act: the hook.
+        always_call: whether it also runs after an exception.
     """
 
-    __slots__ = ("act",)
+    __slots__ = ("act", "always_call")
 
-    def __init__(self, act: Callable[..., None]) -> None:
-        self.act = act
+    def __init__(self, act: Callable[..., None], always_call: bool = False) -> None:
+        self.act, self.always_call = act, always_call
 
     def __call__(self, *args: Any) -> None:
-        """Act."""
-        self.act(*args)
+        """Act. Where the compiler traces the hook, raise `PlanError` in training, and else do nothing."""
+        if not is_dynamo_compiling():
+            self.act(*args)
+        elif not self.always_call:  # else it would hide the error of the hook before
+            reject_tracing()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return Hook, (_nothing,)
@@ -57,6 +67,23 @@ class Hook:
 
 def _nothing(*_: Any) -> None:
     """What the hooks of copies do."""
+
+
+def reject_tracing() -> None:
+    """Raise `PlanError` where the compiler traces the caller into the graph of a training forward."""
+    if is_dynamo_compiling() and torch.is_grad_enabled():
+        _reject_compiled_after()
+
+
+@torch.compiler.disable(reason="hf_actswap: call torch.compile first, then hf_actswap.apply")
+def _reject_compiled_after() -> None:
+    """Run outside of the graph, so that the error reaches the caller."""
+    hint = (
+        "Call torch.compile (or accelerator.prepare, which compiles under a dynamo plugin) first, then "
+        "hf_actswap.apply on what it returns."
+    )
+    found = "a model that was compiled after the plan was applied"
+    raise PlanError([Problem("torch.compile", "a plan applied to the compiled model", found, hint)])
 
 
 def _wrap_compiled(module: nn.Module, before: Before, after: After) -> Undo:

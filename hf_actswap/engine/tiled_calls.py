@@ -43,7 +43,7 @@ from ..plan.actions import Tile
 from ..plan.compiled import is_compiled
 from ..plan.dry_run import no_backward
 from ..plan.fsdp2 import FSDP2_METHOD
-from .hook_wrappers import Undo, replace_call, replace_forward
+from .hook_wrappers import Undo, reject_tracing, replace_call, replace_forward
 from .pieces import Exchangeable, add_product, first_order_only, no_saved_tensor_hooks, zero_sum
 from .replay import CallState
 
@@ -101,6 +101,7 @@ class TiledModule:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in the place of the module's own forward."""
+        reject_tracing()
         leaves, spec = tree_flatten((args, kwargs))
         hidden = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if hidden is None or hidden.dim() < 2 or not hidden.numel() or hidden.shape[-2] % self._parts:

@@ -142,6 +142,32 @@ def test_what_cannot_be_told_apart_is_rejected(direction: str, text: str, words:
     assert [word for word in words if word not in str(rejected.value)] == []
 
 
+@pytest.mark.parametrize(
+    ("direction", "text"),
+    quick_first(
+        [
+            ("in place", OPS),
+            ("whole", "tile_config: {loss: {tokens: 8}}"),
+            ("in place", "tile_config: {tile: [{op_name: feed_forward, tokens: 8}]}"),
+            *((direction, OPS) for direction in ("wrapped", *WHOLE)),
+        ],
+        2,
+    ),
+)
+def test_compiled_after_the_plan_is_rejected(direction: str, text: str) -> None:
+    """In training only; without the plan it trains as it does bare."""
+    expected = steps(tiny_llama(), 1)
+    model = tiny_llama()
+    with apply(model, text):
+        compiled = {**LAYERS, **WHOLE}[direction](model)
+        with pytest.raises(PlanError, match="compiled after the plan was applied"):
+            steps(compiled, 1)
+        with torch.no_grad():
+            compiled(input_ids=torch.ones(1, 4, dtype=torch.long))
+    for one, other in zip(steps(compiled, 1), expected, strict=True):
+        assert_bitwise_equal(one, other)
+
+
 def test_the_default_strategy_says_what_it_becomes() -> None:
     with apply(compiled_llama("in place"), DEFAULT) as applied:
         assert any("layer_swap of all layers" in str(item) for item in applied.plan.adjustments)

@@ -171,11 +171,11 @@ class PassOrder:
         return max(accumulate(-1 if one.is_backward else 1 for one in self._order), default=1)
 
     def crossed(self, chunk: int) -> tuple[bool, bool]:
-        """Say what lies around most passes of a chunk, where copies have the link for themselves.
+        """Say which passes of other micro-batches run next to most passes of a chunk.
 
         Returns:
-            Whether a backward of another micro-batch follows its forwards, and a forward of another comes
-            ahead of its backwards. Where a forward follows, that has copies out of its own.
+            Whether a backward follows its forwards, and whether a forward comes before its backwards. There
+            its copies have their direction of the link to themselves; a forward that follows has copies out.
         """
         found: list[tuple[bool, bool]] = []
         for index, one in enumerate(self._order):

@@ -1,7 +1,7 @@
-"""Observed copies: named for a profiler that is on, and reported to the recorder of a step.
+"""Observed copies: named for a profiler that is on, and reported to a listener.
 
-A transfer around another, which replaces it for one forward and the backward through it
-(`Workplace.watched`). Without profiler and record nothing of this runs.
+`WatchedTransfer` wraps another transfer for one forward and its backward (`Workplace.watched`). Without a
+profiler or a listener it is not used.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class WatchedCopy:
 
     Args:
         direction: out to the host, or in to the device.
-        name: of what moves.
-        size_bytes: that move.
-        asked: where compute was then.
-        done: the end, in the order of work of the copying stream.
+        name: the plan row that swaps the tensor.
+        size_bytes: bytes that are copied.
+        asked: where compute was when the copy was asked for.
+        done: end of the copy, in the order of work of the copying stream.
         inner: the copy itself.
-        first: the copy out, of a copy in.
+        first: for a copy in: the copy out of the same host block.
     """
 
     direction: Direction
@@ -63,7 +63,7 @@ class WatchedCopy:
 
 @runtime_checkable
 class StampsCopies(Protocol):
-    """A transfer whose copies have an order of work of their own (`StreamTransfer`)."""
+    """A transfer whose copies run in an order of their own beside compute's (`StreamTransfer`)."""
 
     def copy_stamp(self, direction: Direction) -> Stamp:
         """Mark the present place in the order of the copies out, or in."""
@@ -83,7 +83,7 @@ class WatchedTransfer:
     """A `Transfer` around another, which names each copy for a profiler and reports it to a listener.
 
     Args:
-        inner: that moves the bytes.
+        inner: the transfer that moves the bytes.
         listener: receives the copies; ``None``: none.
         profiled: whether a profiler is on.
     """
@@ -94,7 +94,7 @@ class WatchedTransfer:
         self._next = _NO_OP
 
     def name(self, name: OpName) -> None:
-        """What the next copy out moves."""
+        """Set the name of the next copy out."""
         self._next = name
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:

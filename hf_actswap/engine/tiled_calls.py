@@ -124,7 +124,7 @@ class TiledModule:
         return partial(self._exchangeable.with_parameters, parameters)
 
     def adding_to(self, sums: dict[int, torch.Tensor]) -> AbstractContextManager[Any]:
-        """Let linear layers add weight gradients to ``sums``; not in compiled modules (same graphs)."""
+        """Let linear layers add weight gradients to ``sums``; not in compiled code: it would be retraced."""
         return nullcontext() if self._compiled else _WeightSums(sums)
 
     def _tokens(self, rows: int) -> int:

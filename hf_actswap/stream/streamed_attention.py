@@ -133,7 +133,7 @@ class ChunkAttention:
             key, value: ``[B, K, C, D]`` and ``[B, K, C, E]``, of the same tokens.
             attention_mask: the `Visibility` that `mask_rule` returned.
             dropout: must be 0.
-            scaling: of the scores; ``None``: ``D ** -0.5``.
+            scaling: factor of the scores; ``None``: ``D ** -0.5``.
             softcap: see `Scores`.
             kwargs: further arguments of the model's call; those that change attention are rejected.
 
@@ -262,7 +262,7 @@ class ChunkAttention:
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
     def _expect_piece(self, layer: int, chunks: list[int]) -> None:
-        """Start copying the piece that backward reads next, and its gradients; or else the own gradients."""
+        """Start copying in the next piece with its gradients; without one, the chunk's own gradients."""
         for chunk in chunks:
             self.host.expect(("keys", layer, chunk))
         for chunk in chunks or [self.chunk]:

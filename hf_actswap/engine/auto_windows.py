@@ -171,7 +171,7 @@ _Times = tuple[tuple[int, float], ...]
 
 
 def _rising(forward: list[tuple[int, float]], backward: list[tuple[int, float]]) -> tuple[_Times, _Times]:
-    """Return times that never fall. Measured ones may: clocks are coarse, and waits counted a little long."""
+    """Return times that never fall; measured ones may, as clocks are coarse and waits counted a bit long."""
     latest = 0.0
     times: list[list[tuple[int, float]]] = [[], []]
     for part, entries in zip(times, (forward, backward), strict=True):
@@ -330,7 +330,7 @@ class StageWindows(AutoWindows):
         passes.listen(self.step_starts)
 
     def step_starts(self) -> None:
-        """Measure the link or decide, as far as a step has come; called when a step starts on all ranks."""
+        """Measure the link, or decide if a step has been observed; called when a step starts on all ranks."""
         if self._chosen or not self._transfer.overlaps:
             return
         if self._link is None:

@@ -455,7 +455,7 @@ def _traced(logits: ChunkedLogits, form: RowsForm, func: Any, args: Any, kwargs:
     try:
         with ops:
             out = func(*on_meta[0], **on_meta[1])
-    except Exception:  # whatever it is, the call with the logits themselves shows it
+    except Exception:  # the call with the logits themselves will raise it too
         return NotImplemented
     if not isinstance(out, torch.Tensor) or out is layout or not ops.calls:
         return NotImplemented

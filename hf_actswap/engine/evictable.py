@@ -136,7 +136,7 @@ class EvictableStorage:
 
     Args:
         idle: the collection that it belongs to.
-        storage: on the device.
+        storage: the storage, on the device.
     """
 
     def __init__(self, idle: IdleTensors, storage: torch.UntypedStorage) -> None:

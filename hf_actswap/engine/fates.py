@@ -73,7 +73,7 @@ class FateTable:
         self.all_traceable = not followed
 
     def __getitem__(self, key: tuple[Scope, str, int | None]) -> Action:
-        """The action for (scope, op path, ordinal)."""
+        """Return the action for (scope, op path, ordinal)."""
         action = self._known.get(key)
         if action is None:
             action = self._known[key] = self._look_up(*key)
@@ -98,5 +98,5 @@ class FateTable:
 
 
 def _next(scope: Scope) -> Scope:
-    """The layer of the decoder that reads the output of ``scope``."""
+    """Return the decoder layer that reads the output of ``scope``."""
     return scope + 1 if isinstance(scope, int) else 0

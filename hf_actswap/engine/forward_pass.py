@@ -54,7 +54,7 @@ class ForwardPass:
     def __init__(
         self, setting: Setting, outside: Iterable[nn.Module], traces: CachedTraces, call: Any = ()
     ) -> None:
-        # 30 attributes at most: Python finds those of an object with more a tenth slower, in `pack` too.
+        # 30 attributes at most: with more, Python takes a tenth longer to find any of them, in `pack` too.
         self._setting, self._traces = setting, traces
         self._fates = setting.fates
         self._keep = setting.pack_handler or keep

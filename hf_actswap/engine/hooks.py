@@ -149,7 +149,7 @@ class Engine:
         return undo
 
     def close(self) -> None:
-        """Unbind the thread and free the host memory, after the last removal. Safe to call again."""
+        """Unbind the thread and free the host memory, once the hooks are off for good. Safe to call again."""
         self._first_step.removed(self.plan, self._measures)
         self._place.unbind()
         self._place.close()
@@ -304,7 +304,7 @@ class Engine:
             follow = forward.start_scope(place, args, kwargs, compiled_nodes, checkpoint)
             if naming is not None and follow:
                 if scope in self._named:
-                    self._follow_inside()  # an earlier layer did not match its cached trace, perhaps
+                    self._follow_inside()  # needed if an earlier layer did not match its cached trace
                 forward.stack = OpStack(naming.attention_paths)
                 if self._fates.recomputed.is_root(scope, ""):
                     forward.region = self._region(forward, module, scope, "", args, kwargs)

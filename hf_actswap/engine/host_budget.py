@@ -128,7 +128,7 @@ class HostMemory:
             logger.warning("%s Stays on the device: %s.", found.message, what)
         if pinned:
             aligned = sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes_bytes)
-            pool.reserve(aligned)  # at most the budget
+            pool.reserve(aligned)  # which allocates at most the budget
 
 
 def _swapped(plan: MemoryPlan, pinned: bool, dry_run: DryRunForecast) -> list[int]:

@@ -277,7 +277,7 @@ class HostPool:
             left = self._target_bytes - self.held_bytes
             step = min(_SLAB_STEP_BYTES, self._slab_bytes)
             size_bytes = 0
-            # At its exit the interpreter waits for this thread: cut off inside PyTorch it would abort.
+            # At exit the interpreter waits for this thread; one that is killed inside PyTorch would abort.
             if left > 0 and not self._closed and threading.main_thread().is_alive():
                 size_bytes = max(0, self._allowed(min(self._slab_bytes, -(-left // step) * step)))
             if size_bytes == 0:

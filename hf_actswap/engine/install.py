@@ -139,7 +139,7 @@ class AppliedPlan:
         """Let another plan for the same model act, before the first training forward; counting begins anew.
 
         Args:
-            plan: with the same tiles; not checked against the model.
+            plan: a plan with the same tiles; not checked against the model.
         """
         self.suspend()
         before = self._engine.place
@@ -188,7 +188,7 @@ def install(
         PlanError: the plan does not belong to this model, or a plan is on it already.
     """
     root = unwrapped(model)
-    tiles = plan.tiles if resources.host is None else ()  # a planner has put them on, for all its plans
+    tiles = plan.tiles if resources.host is None else ()  # else a planner has put them on for all its plans
     _check(root, replace(plan, tiles=tiles), structure, resources.replicas)
     parts = tile_parts(root, tiles, structure, resources.replicas)
 

@@ -192,7 +192,7 @@ def link_of_times(
 
     def beside(ended_ms: float, alone: float) -> float:
         rate = (moved_bytes - (ended_ms - together_ms) * alone) / together_ms
-        # Noise can put it above the rate alone; a link that serves one way at a time leaves nothing.
+        # Noise can raise it above the rate alone; on a link that serves one way at a time it can be 0.
         return min(max(rate, alone / 100), alone)
 
     return Link(out_rate, in_rate, beside(out_beside_ms, out_rate), beside(in_beside_ms, in_rate))

@@ -30,7 +30,7 @@ def node_of(
     node.
 
     Args:
-        device: with an index. Only CUDA and ROCm devices report their PCI address.
+        device: a device with its index. Only CUDA and ROCm devices report their PCI address.
         sys_root: where ``/sys`` is.
         properties: gives ``pci_domain_id``, ``pci_bus_id`` and ``pci_device_id`` of the device.
     """

@@ -117,7 +117,7 @@ class Region:
             self.kept.needed_until(max(self.expected, default=-1))
 
     def take_output(self, position: int, ticket: OutputTicket) -> torch.Tensor:
-        """Return output ``position``; it is dropped when all its consumers have had it."""
+        """Return output ``position``, running the region again if it must. The last consumer drops it."""
         output = self._outputs[position]
         if output.kept is None:
             self._run_again(outputs=True)
@@ -196,7 +196,7 @@ class Region:
 
 @dataclass(slots=True)
 class _Output:
-    """An output of a region that is still needed; ``kept`` from a run until all ``tickets`` have read it."""
+    """An output of a region that is still needed: rebuilt by a run, held until all tickets have read it."""
 
     tickets: int = 0
     kept: Kept | None = None
@@ -230,7 +230,7 @@ class Input:
 
 
 class RegionTicket:
-    """Saved tensor ``index`` of a region."""
+    """The ticket of saved tensor ``index`` of a region."""
 
     __slots__ = ("_index", "_region")
 
@@ -238,7 +238,7 @@ class RegionTicket:
         self._region, self._index = region, index
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor, rebuilt."""
+        """Return the tensor; run its region again if it is not rebuilt yet."""
         return self._region.take_saved(self._index)
 
     def __del__(self) -> None:
@@ -246,7 +246,7 @@ class RegionTicket:
 
 
 class OutputTicket:
-    """A view of what a recomputed function returned.
+    """The ticket of a view of a tensor that a recomputed function returned.
 
     Attributes:
         has_read: number of the run whose output it read last.
@@ -259,7 +259,7 @@ class OutputTicket:
         self.has_read = 0
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor, rebuilt."""
+        """Return the tensor; run its region again if it is not rebuilt yet."""
         return self.view.on(self.region.take_output(self.position, self), 0)
 
     def __del__(self) -> None:

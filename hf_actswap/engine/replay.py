@@ -1,4 +1,4 @@
-"""The state around a call that must be as it was when the call is run again: autocast, random numbers."""
+"""Saves and restores the state in which a call is made, to run it again: autocast and random numbers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def random_state(device: torch.device) -> RandomState:
 
 
 def set_random_state(states: RandomState) -> None:
-    """Let the generators go on from ``states``."""
+    """Set the default generators to ``states``."""
     for device, state in states.items():
         if device.type == "cpu":
             torch.set_rng_state(state)

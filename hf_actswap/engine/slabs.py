@@ -1,4 +1,4 @@
-"""Where the host pool's slabs come from.
+"""Allocates the slabs of host memory that the host pool cuts up.
 
 Copies that run beside compute need page-locked memory. PyTorch's own (``pin_memory=True``) comes from a cache
 that rounds sizes up to powers of two (pytorch#95823) and never gives anything back, so `PinnedSlabs` maps

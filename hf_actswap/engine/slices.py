@@ -33,7 +33,7 @@ class ReplicaRanks(Protocol):
 
 
 class SliceTicket:
-    """This rank's slice of a saved tensor."""
+    """The ticket of a saved tensor of which this rank keeps a slice."""
 
     __slots__ = ("_part", "_replicas")
 
@@ -41,7 +41,7 @@ class SliceTicket:
         self._replicas, self._part = replicas, part
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor, gathered from all ranks, contiguous."""
+        """Return the whole tensor, gathered from all ranks, contiguous. Every rank must call it."""
         return self._replicas.gathered(self._part)
 
 

@@ -171,10 +171,10 @@ class _StepWatch:
             self._parts.note(("waiting", None))
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
-        """A copy was asked for; ``on_device`` is its source or its target."""
+        """Receive a copy when it is asked for; ``on_device`` is its source or its target."""
 
     def waited(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> None:
-        """Compute waits for a copy, from ``start`` on."""
+        """Receive a wait of compute for a copy, from ``start`` on."""
 
     def optimizer_starts(self) -> None:
         """Note that backward is over and the optimizer's step begins."""
@@ -261,15 +261,15 @@ class TimeWatch(_StepWatch):
         super().__init__(model, applied)
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
-        """A copy was asked for; ``on_device`` is its source or its target."""
+        """Record a copy that was asked for; ``on_device`` is its source or its target."""
         self._copies.append(copy)
 
     def waited(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> None:
-        """Compute waits for a copy, from ``start`` on."""
+        """Record a wait of compute for a copy, from ``start`` on."""
         self._waits.append((copy, start, length))
 
     def timeline(self) -> StepTimeline:
-        """End the step, and return what was seen; waits for the device."""
+        """End the step and return its timeline; waits for the device."""
         parts = self._end()
         copies = self._measured_copies()
         stalls = [self._stall(copy, start, length) for copy, start, length in self._waits]
@@ -335,7 +335,7 @@ class MemoryWatch(_StepWatch):
         self._sample()
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
-        """A copy was asked for; ``on_device`` is its source or its target."""
+        """Follow the storage of a copy that was asked for; ``on_device`` is its source or its target."""
         self._follow(on_device, "swapped")
 
     def close(self) -> None:
@@ -345,7 +345,7 @@ class MemoryWatch(_StepWatch):
         super().close()
 
     def memory(self) -> StepMemory:
-        """End the step, and return what was seen; waits for the device."""
+        """End the step and return its use of memory; waits for the device."""
         parts = self._end()
         samples = [
             MemorySample(self._parts.ms(stamp), total, kept, swapped)

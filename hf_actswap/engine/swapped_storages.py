@@ -204,7 +204,7 @@ class SwappedStorages:
         return group
 
     def rejects(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that the plan swaps must stay on the device; counted by reason."""
+        """Whether a tensor that the plan swaps must stay on the device; if so, count it by reason."""
         reason = self.rejection(tensor)
         if reason is None:
             return False

@@ -216,7 +216,7 @@ class SwapGroup:
         return tensor
 
     def join(self) -> int:
-        """Add a ticket to this group; return its `has_read`: it waits for none of the fetches so far."""
+        """Add a ticket to this group; return its first `has_read`: all fetches so far count as read."""
         self._tickets += 1
         return self.fetches
 

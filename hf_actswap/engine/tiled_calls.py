@@ -211,7 +211,7 @@ class _Call:
         """Run the call and return what the module returns."""
         given = [self._leaves[at] for at in self._at]
         for at in self._at:
-            self._leaves[at] = None  # what backward needs, autograd holds
+            self._leaves[at] = None  # autograd holds the tensors that backward needs
         if not (torch.is_grad_enabled() and (any(self._wanted) or self.parameters)):
             outputs: Sequence[torch.Tensor] = self.forward(given)
         else:

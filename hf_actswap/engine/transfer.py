@@ -86,7 +86,7 @@ class Transfer(Protocol):
         """Measure the link; ``None`` if copies do not overlap compute. Between steps only."""
 
     def free_bytes(self) -> int | None:
-        """Device memory that this process can still use; ``None``: the same as the host's."""
+        """Return the bytes of device memory that this process can still use; ``None``: it is the host's."""
 
     def empty_cache(self) -> None:
         """Give cached device memory back to the device. Between steps only."""
@@ -131,7 +131,7 @@ class _Spent:
 
 @dataclass
 class _Done:
-    """A copy that was complete when it was asked for: compute stood still meanwhile."""
+    """A copy that was complete when its call returned: compute stood still meanwhile."""
 
     spent: _Spent | None
 

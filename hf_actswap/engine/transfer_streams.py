@@ -60,8 +60,8 @@ class _Events:
     """A pool of events of one kind, which are used again.
 
     Args:
-        device: with an index.
-        timing: whether they carry a time.
+        device: the accelerator, with its index.
+        timing: whether the events carry a time.
     """
 
     def __init__(self, device: torch.device, timing: bool) -> None:
@@ -159,7 +159,7 @@ class StreamTransfer:
     """Copies on two streams of one accelerator.
 
     Args:
-        device: with an index.
+        device: the accelerator, with its index.
 
     Attributes:
         compute_streams: streams that have requested copies.

@@ -70,13 +70,13 @@ class StampsCopies(Protocol):
 
 
 class CopyListener(Protocol):
-    """Receives each copy."""
+    """Is told of each copy and of each wait for one."""
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
-        """A copy was asked for; ``on_device`` is its source or its target."""
+        """Receive a copy when it is asked for; ``on_device`` is its source or its target."""
 
     def waited(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> None:
-        """Compute waits for a copy, from ``start`` on."""
+        """Receive a wait of compute for a copy, from ``start`` on."""
 
 
 class WatchedTransfer:
@@ -164,7 +164,7 @@ class WatchedTransfer:
 
 
 def profiler_is_on() -> bool:
-    """Whether ``torch.profiler`` records at present: one attribute, no call into it."""
+    """Whether ``torch.profiler`` records at present; it only reads an attribute, so it is cheap."""
     return torch.autograd.profiler._is_profiler_enabled
 
 

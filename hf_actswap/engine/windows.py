@@ -394,7 +394,7 @@ def best_set(queue: Sequence[SwapCopy], host_bytes: float) -> frozenset[int]:
     """
     limit = min(max(_SEARCH_STEPS // max(len(queue), 1), 32), 2048)
     host_binds = host_bytes < _most_bytes([copy for copy in queue if not copy.fixed])
-    parents: list[tuple[int, int]] = [(-1, -1)]  # the state before, and the candidate that it took
+    parents: list[tuple[int, int]] = [(-1, -1)]  # (entry of the previous state, candidate that was added)
     states = [(0, -math.inf, -math.inf, 0)]  # -bytes, end of the last copy out, -slack, entry in parents
     for copy in queue:
         if copy.fixed:
@@ -465,7 +465,7 @@ class Loads:
         out = [copy for copy in queue if copy.fixed or copy.index in chosen]
         self._places = [copy.place for copy in out]
         self._ends_ms = out_ends_ms(out)
-        self._latest_ms = [math.inf]  # the latest start of a copy out, from the last one
+        self._latest_ms = [math.inf]  # latest start of each copy out, from the last copy to the first
         for copy in reversed(out):
             self._latest_ms.append(min(copy.out_by_ms, self._latest_ms[-1]) - copy.out_ms)
         self._latest_ms.reverse()

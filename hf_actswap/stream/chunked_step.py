@@ -273,7 +273,7 @@ class KeptLayers:
         for other, *_ in ranks:
             if other is not None:
                 raise other
-        assert not isinstance(found, PlanError)  # or it was raised
+        assert not isinstance(found, PlanError)  # else it was raised above
         step, baseline_bytes = found
         limit_bytes, longest = min(item[1] for item in ranks), max(item[2] for item in ranks)
         most_bytes = budget_bytes(self._budget.memory, limit_bytes, 0)

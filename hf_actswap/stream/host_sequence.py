@@ -56,7 +56,7 @@ class HostSequence:
     Args:
         pool: where host blocks are taken from.
         transfer: copies between device and host.
-        counters: of the plan; copies, their bytes and waits are added.
+        counters: counters of the plan, to which copies, their bytes and waits are added.
     """
 
     def __init__(self, pool: HostPool, transfer: Transfer, counters: Counters) -> None:

@@ -134,7 +134,7 @@ class ChunkAttention:
             attention_mask: the `Visibility` that `mask_rule` returned.
             dropout: must be 0.
             scaling: factor of the scores; ``None``: ``D ** -0.5``.
-            softcap: see `Scores`.
+            softcap: limit of the scores (`Scores`); ``None``: they are not capped.
             kwargs: further arguments of the model's call; those that change attention are rejected.
 
         Returns:

@@ -128,7 +128,7 @@ def traced(
     Args:
         root: a model that `rejections.problems_of_model` does not reject.
         tokens: length of the chunk.
-        grad_accum_dtype: see `SequenceChunks`.
+        grad_accum_dtype: dtype of the gradient sums on the host (`SequenceChunks`).
     """
     cpu = torch.device("cpu")
     nowhere = HostSequence(HostPool(PageableSlabs()), BlockingTransfer(cpu), Counters())
@@ -143,12 +143,12 @@ class _StreamedModel:
 
     Args:
         model: the model with its own call.
-        chunks, applied, transfer, choose: see `stream_sequences`.
+        chunks, applied, transfer, choose: as of `stream_sequences`.
 
     Attributes:
-        model: as given.
-        root: the module itself.
-        grad_accum_dtype: see `SequenceChunks`.
+        model: the model with its own call.
+        root: the model's module.
+        grad_accum_dtype: dtype of the gradient sums on the host (`SequenceChunks`).
     """
 
     def __init__(

@@ -266,7 +266,7 @@ def _shown(
         form: how they are made from the head's output.
         say: called with the reason if they are made whole in training.
         hidden, parameters: hidden states, and the head's trained parameters.
-        parent: logits that they derive from. Their node gets no gradient but must run: DDP's waits for it.
+        parent: logits that they derive from. Their node gets no gradient, but must run: DDP waits for it.
     """
     with no_hooks():
         shown: ChunkedLogits = _Show.apply(form, say, parent, hidden, *parameters)

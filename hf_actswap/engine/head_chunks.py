@@ -137,7 +137,7 @@ def is_same_for_rows(item: torch.Tensor, lead: torch.Size) -> bool:
 
 
 def layout_of(lead: Sequence[int], vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor on ``meta`` in place of logits. Its first column's offsets are the rows' numbers."""
+    """Return a ``meta`` tensor in place of logits; the offset of a row's first entry is the row's number."""
     strides = torch.empty(lead, device="meta").stride()
     return torch.empty_strided((*lead, vocabulary), (*strides, math.prod(lead)), dtype=dtype, device="meta")
 

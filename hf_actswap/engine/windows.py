@@ -2,7 +2,7 @@
 
 The engine acts in hooks only (`schedule`). Copies of one direction run one after another; copies out run in
 the order of saving. Everything is released at the end of forward, so within a step the two directions never
-share the link, and each runs at its rate alone.
+share the link, and each has the rate that was measured with nothing else on the link.
 
 * **What** is swapped: the most bytes whose copies are hidden behind compute in both directions (below).
 * **Release**: the first hook at which the copy out is complete.

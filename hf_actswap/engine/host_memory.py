@@ -3,7 +3,7 @@
 Page-locked memory cannot be swapped out, so a rank that takes too much meets the kernel's OOM killer and not
 an exception. So it gets a budget before anything is allocated, and free memory is read again for each slab.
 
-Functions that read take the paths of ``/proc`` and the cgroup tree; all others only compute. The sources:
+Functions that read take the paths of ``/proc`` and the cgroup tree; the rest is arithmetic. Its rules:
 ``MemAvailable`` is the kernel's estimate of what can be had without swapping (proc(5)); a cgroup may take
 ``memory.max - memory.current``, and its inactive file pages are reclaimed before it is killed
 (Documentation/admin-guide/cgroup-v2; version 1: ``memory.limit_in_bytes``, ``memory.usage_in_bytes``). The

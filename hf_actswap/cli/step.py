@@ -38,7 +38,7 @@ class StepShape:
     Args:
         sequences: of a micro-batch.
         tokens: of a sequence.
-        device: one of `planner.devices`, or the name of the one that was measured.
+        device: one of `planner.record.devices`, or the name of the one that was measured.
         autocast: mixed precision, or ``None``.
         optimizer: whose states are on the device; ``None``: not given.
         gradient_dtype: in which gradients rest until the optimizer's step; ``None``: that of the weights.
@@ -88,7 +88,7 @@ def device_name(asked: str | None) -> str:
 
 
 def kind_here() -> str | None:
-    """Return which of `planner.devices` this machine's GPU is; ``None``: none of them, or there is none."""
+    """Return which of `planner.record.devices` this machine's GPU is; ``None``: none of them, or there is none."""
     if not torch.cuda.is_available():
         return None
     return device_kind(torch.cuda.get_device_name())

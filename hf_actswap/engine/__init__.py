@@ -3,11 +3,11 @@
 In: a model, its `ModelStructure` and a `MemoryPlan` (`install`).
 Out: an `AppliedPlan`: statistics (`SwapStats`), and `remove`, after which the model is as it was.
 
-`hooks` and `forward_pass` follow the model and answer autograd's packs with tickets (`tickets`). Swap:
-`host_pool` and `slabs` hold host memory, `transfer` and `transfer_streams` move bytes, `windows`,
-`schedule` and `passes` say when. Recompute: `recompute`, `kept_results`, `compiled_regions`. Tiles:
-`tiled_calls`, and of head and loss `chunked_logits`, `head_chunks`; `pieces` has what runs a call piece by
-piece.
+`hooks` and `forward_pass` follow the model, and give autograd a ticket for each tensor that it saves
+(`tickets`). Swap: `host_pool` and `slabs` hold host memory, `transfer` and `transfer_streams` move bytes,
+`windows`, `schedule` and `passes` decide when. Recompute: `recompute`, `kept_results`, `compiled_regions`.
+Tiles: `tiled_calls` for modules, `chunked_logits` and `head_chunks` for head and loss; `pieces` has helpers
+for both.
 
 It depends on tensors, autograd and streams, and on neither YAML nor model families.
 """

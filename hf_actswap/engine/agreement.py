@@ -1,6 +1,6 @@
-"""Exchange of values between ranks before a decision; only between steps, never inside one.
+"""Exchange of values between ranks before a decision. Used between steps only, never inside a step.
 
-Between all ranks, or within `agreeing_among` between those of a group: the ranks of a stage of a pipeline.
+All ranks take part, or, within `agreeing_among`, the ranks of one group (those of a pipeline stage).
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def world_size() -> int:
 
 
 def rank() -> int:
-    """Return this process's number among them; 0 without a process group."""
+    """Return this process's number among the ranks that decide together; 0 without a process group."""
     return dist.get_rank(_GROUP.get()) if dist.is_available() and dist.is_initialized() else 0
 
 
 def from_all_ranks(value: Value) -> list[Value]:
-    """Return every rank's ``value`` in rank order; alone: a list of one. Every rank must call it."""
+    """Return every rank's ``value`` in rank order; one rank gets a list of one. Every rank must call it."""
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()

@@ -1,19 +1,19 @@
-"""``auto``: what is swapped and when, chosen from measurement.
+"""``backward_prefetch: auto``: measure one step, then choose which tensors are swapped, and their windows.
 
 ==================== ==================================================================================
-forward 1            nothing is decided: kernels are loaded, layers compiled. What ``auto`` may swap stays
-                     on the device as far as it fits, and is swapped with windows of 1 beyond.
-forward 2            the link is measured before it, all ranks at once; the step is observed. At its end the
-                     host memory is allocated, between forward and backward, where no time is taken.
-forward 3 (or later, the ranks exchange what they saw, take the slowest of all, and each computes the same
-once backward 2 ran) decisions (`windows`). From here on every step does the same.
+forward 1            nothing is decided: kernels are loaded, layers compiled. Tensors that ``auto`` may swap
+                     stay on the device as far as they fit; the rest is swapped with windows of 1.
+forward 2            the link is measured before it, on all ranks at once; the step is observed. Host memory
+                     is allocated between its forward and its backward, and that pause is not counted.
+forward 3 (or later, the ranks exchange their measurements and take the slowest of all; so each computes the
+once backward 2 ran) same decisions (`windows`). All later steps use these decisions.
 ==================== ==================================================================================
 
-On a stage of a pipeline it is steps instead of forwards, and each rank decides for itself: `StageWindows`.
+On a stage of a pipeline the rows are steps instead of forwards, and each rank decides alone: `StageWindows`.
 
-Nothing inside a step depends on a clock or on free memory: what may stay on the device is fixed when a
-forward starts. A tensor is recognised by the layer in which it was saved and by its place among the swapped
-ones there, so that sequences may differ in length. A tensor that was not observed stays on the device.
+Nothing inside a step depends on a clock or on free memory: how much may stay on the device is fixed when a
+forward starts. A tensor is recognised by the layer in which it was saved and by its number among the tensors
+to be swapped there, so sequences may differ in length. A tensor that was not observed stays on the device.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from .windows import TOO_LATE_BACK, Candidate, Decision, Timeline, choose_window
 logger = logging.getLogger(__name__)
 
 KEPT_SHARE_OF_FREE = 0.6
-"""Of the free device memory, what may be filled with kept tensors before anything is decided."""
+"""Share of the free device memory that kept tensors may fill before anything is decided."""
 _UNHIDDEN = Windows.of_prefetch(1)
 _TOO_LARGE = "does not fit on the device beside the rest: swapped, and compute waits for the copies"
 _HEADROOM = 1.1
-"""Host memory made ready, relative to what the link can carry in one forward: its time is taken once."""
+"""Host memory to allocate, relative to the bytes that the link can carry during the one timed forward."""
 
 
 _NOTHING_TO_HIDE = Adjustment(
@@ -59,19 +59,19 @@ _NOTHING_TO_HIDE = Adjustment(
 
 
 Key = tuple[Scope | None, int]
-"""Where a tensor was saved (scope) and as which of the swapped ones there, in order."""
+"""The scope in which a tensor was saved, and its number (from 0) among those to be swapped in that scope."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """A storage that the plan swaps.
+    """A storage that the plan swaps, as it was seen in the observed forward.
 
     Args:
-        op_path: of the plan row.
-        size_bytes: what would move.
-        ready_op: operator that first saves it.
-        consumer_op: operator that backward first reads it in, that is the highest that saves it.
-        windows: numbers of the user; ``None``: auto.
+        op_path: op path of the plan row that swaps it.
+        size_bytes: bytes that a swap would move.
+        ready_op: first operator that saves it.
+        consumer_op: last operator that saves it; backward reads the storage there first.
+        windows: windows that the user wrote; ``None``: auto.
     """
 
     op_path: str
@@ -83,7 +83,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Measured:
-    """An observation as numbers, the same for all ranks once they have agreed."""
+    """The result of an `Observation`: ``candidates[i]`` has the key ``keys[i]``; all times are compute's."""
 
     keys: tuple[Key, ...]
     candidates: tuple[Candidate, ...]
@@ -94,13 +94,13 @@ _Part = Literal["forward", "forward_end", "resumed", "backward"]
 
 
 class Observation:
-    """One forward and its backward under watch: who is swapped, how large, and when compute got where.
+    """Observes one forward and its backward: what may be swapped, its size, and when compute ran each hook.
 
-    Two things are taken out of the times, so that they are compute's alone: waits for copies, and the pause
-    between forward and backward in which host memory is prepared.
+    Two things are subtracted, so that only compute's own time is left: waits for copies, and the pause
+    between forward and backward in which host memory is allocated.
 
     Args:
-        transfer: whose compute is timed.
+        transfer: places the time stamps in compute's order of work.
     """
 
     def __init__(self, transfer: Transfer) -> None:
@@ -110,35 +110,35 @@ class Observation:
         self._waits: list[PendingTime] = []
 
     def waited(self, time: PendingTime) -> None:
-        """Compute waited for a copy."""
+        """Record that compute waited for a copy."""
         self._waits.append(time)
 
     def in_forward(self, op: int) -> None:
-        """A hook of forward; operators that do not rise are the same moment."""
+        """Record when forward ran a hook at operator ``op``, unless it has reached that operator before."""
         if op > self._latest.get("forward", -1):
             self._note("forward", op)
 
     def turned(self, last_op: int | None = None) -> None:
-        """Forward has ended, with this operator; ``None``: it is not known."""
+        """Record the end of forward, at operator ``last_op``; ``None``: at the last one recorded."""
         self._note("forward_end", self._latest.get("forward", 0) if last_op is None else last_op)
 
     def resumed(self) -> None:
-        """What followed the end of forward, and is none of compute's business, has ended too."""
+        """Record the end of the pause after forward: time until here is not counted as compute's."""
         self._note("resumed", 0)
 
     def in_backward(self, op: int) -> None:
-        """A hook of backward; operators that do not fall are the same moment."""
+        """Record when backward ran a hook at operator ``op``, unless it has reached that operator before."""
         if "resumed" not in self._latest:
             self.resumed()
         if op < self._latest.get("backward", op + 1):
             self._note("backward", op)
 
     def forward_ms(self) -> float:
-        """Compute's time until the end of forward; the device must have got there."""
+        """Return compute's time until the end of forward; the device must have finished the forward."""
         return self._compute()["forward_end"][-1][1]
 
     def measured(self) -> Measured | None:
-        """The numbers, or ``None`` if forward or backward had no hook; the device must be idle."""
+        """Return the result, or ``None`` if forward or backward ran no hook; the device must be idle."""
         if not {"forward", "forward_end", "resumed", "backward"} <= self._latest.keys():
             return None
         times = self._compute()
@@ -159,7 +159,7 @@ class Observation:
         self._log.note((part, op, len(self._waits)))
 
     def _compute(self) -> Mapping[_Part, list[tuple[int, float]]]:
-        """(operator, compute's time until there) of all events."""
+        """Return (operator, compute's time until then in ms) of all events, by the part of the step."""
         waited_ms = list(accumulate((wait.elapsed_ms() or 0.0 for wait in self._waits), initial=0.0))
         found: defaultdict[_Part, list[tuple[int, float]]] = defaultdict(list)
         for (part, op, waits), ms in self._log.times():
@@ -171,7 +171,7 @@ _Times = tuple[tuple[int, float], ...]
 
 
 def _rising(forward: list[tuple[int, float]], backward: list[tuple[int, float]]) -> tuple[_Times, _Times]:
-    """Times that never fall: a clock's resolution, or a wait counted a little too long, may make them."""
+    """Return times that never fall; measured ones may, as clocks are coarse and waits counted a bit long."""
     latest = 0.0
     times: list[list[tuple[int, float]]] = [[], []]
     for part, entries in zip(times, (forward, backward), strict=True):
@@ -182,14 +182,15 @@ def _rising(forward: list[tuple[int, float]], backward: list[tuple[int, float]])
 
 
 class AutoWindows:
-    """Decides for one applied plan.
+    """Measures one step of an applied plan, then decides what is swapped and with which windows.
 
     Args:
         transfer: measures the link and compute's time.
-        pool: where host memory is made ready.
+        pool: host memory, which is allocated for the observed copies.
         counters: report the waits.
-        pending_bytes: device memory that the step will take beside what is saved (gradients not there yet).
-        decided: called with the adjustments, once.
+        pending_bytes: returns the device memory that the step will take beside saved tensors (gradients
+            that are not allocated yet).
+        decided: called once with the adjustments that say what was decided.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class AutoWindows:
         self._actions: dict[Key, Action] | None = None
 
     def forward_starts(self, backward: Backward) -> AutoForward:
-        """A training forward starts; every rank calls this for each of its forwards."""
+        """Return how to treat the training forward that starts. Every rank must call it for each forward."""
         self._forwards += 1
         if not self._transfer.overlaps:
             if self._forwards == 1:
@@ -233,7 +234,7 @@ class AutoWindows:
         return AutoForward(None, None, limit)
 
     def forward_ended(self, forward: AutoForward) -> None:
-        """It ended: if it was observed, make ready the host memory that its copies can fill."""
+        """Note that a training forward has ended; if it was observed, allocate host memory for its copies."""
         observation = forward.observation
         if observation is None or self._link is None:
             return
@@ -256,7 +257,7 @@ class AutoWindows:
         return slowest(links) if links and link is not None else None
 
     def _try_to_decide(self) -> None:
-        """Decide if backward of the observed forward has run on all ranks."""
+        """Decide now, provided that the backward of the observed forward has run on all ranks."""
         ran = self._backward is None or self._backward() is None
         if not all(from_all_ranks(ran)) or self._observation is None or self._link is None:
             return
@@ -280,7 +281,7 @@ class AutoWindows:
     def _say(
         self, decided: Sequence[tuple[Measured, Sequence[Decision], Mapping[Key, Seen]]], link: Link
     ) -> None:
-        """Log what was decided, of each forward that was observed, and add it to the plan."""
+        """Log the decisions of each observed forward, and add them to the plan as adjustments."""
         self._transfer.empty_cache()  # two steps kept everything, and later ones need much less
         self._tell([adjustment for found in decided for adjustment in _adjustments(*found, link)])
         swapped, kept = (
@@ -295,10 +296,10 @@ class AutoWindows:
 
 
 class StageWindows(AutoWindows):
-    """Decides on a stage of a pipeline, for each of its chunks.
+    """Chooses windows on a stage of a pipeline, for each chunk of layers that the stage has.
 
-    Other micro-batches' passes lie between a forward and its backward, and ranks of other stages are not at
-    the same forward. So nothing is exchanged: each rank decides by its own times, when a step starts.
+    Passes of other micro-batches run between a forward and its backward, and ranks of other stages are not
+    at the same forward. So ranks exchange nothing: each decides by its own times, when a step starts.
 
     ====== =====================================================================================
     step 1 nothing is decided.
@@ -309,8 +310,8 @@ class StageWindows(AutoWindows):
     ====== =====================================================================================
 
     Args:
-        transfer, pool, counters, pending_bytes, decided: see `AutoWindows`.
-        passes: of the stage.
+        transfer, pool, counters, pending_bytes, decided: as of `AutoWindows`.
+        passes: order of the stage's forwards and backwards in a step.
     """
 
     def __init__(
@@ -329,7 +330,7 @@ class StageWindows(AutoWindows):
         passes.listen(self.step_starts)
 
     def step_starts(self) -> None:
-        """A step starts on all ranks."""
+        """Measure the link, or decide if a step has been observed; called when a step starts on all ranks."""
         if self._chosen or not self._transfer.overlaps:
             return
         if self._link is None:
@@ -338,7 +339,7 @@ class StageWindows(AutoWindows):
             self._decide(self._link)
 
     def forward_starts(self, backward: Backward) -> AutoForward:
-        """A training forward starts."""
+        """Return how to treat the training forward that starts."""
         running = self._passes.running
         chunk = 0 if running is None else running.chunk
         if not self._transfer.overlaps:
@@ -354,7 +355,7 @@ class StageWindows(AutoWindows):
         return AutoForward(None, observation, self._free_bytes())
 
     def forward_ended(self, forward: AutoForward) -> None:
-        """It ended."""
+        """Note that a training forward has ended."""
         for observation, reference in self._observed.values():
             if observation is forward.observation and (backward := reference()) is not None:
                 observation.turned(backward.clock.now())
@@ -387,7 +388,7 @@ class StageWindows(AutoWindows):
         self._say(decided, link)
 
     def _decisions(self, chunk: int, seen: Measured, link: Link, in_flight: int) -> list[Decision]:
-        """Choose for one chunk; what would have to come back earlier than windows reach is kept."""
+        """Choose for one chunk; a tensor that would need a longer window than windows can be is kept."""
         length, most_ops = self._passes.operators(chunk), NEVER
         timeline = seen.timeline
         if length is not None and in_flight > 1:
@@ -414,13 +415,13 @@ class StageWindows(AutoWindows):
 
 
 class AutoForward:
-    """One forward: says what becomes of each tensor that the plan swaps.
+    """Says, in one forward, what becomes of each tensor that the plan swaps.
 
     Args:
-        actions: what was decided; ``None``: not yet.
-        observation: of this forward, if it is watched.
-        kept_limit: bytes that may stay on the device before decisions; ``None``: no limit.
-        settled: whether later forwards will say the same.
+        actions: what was decided, by key; ``None``: nothing yet.
+        observation: records this forward; ``None``: it is not observed.
+        kept_limit: bytes that may stay on the device until there are decisions; ``None``: no limit.
+        settled: whether later forwards will treat tensors in the same way.
     """
 
     def __init__(
@@ -436,7 +437,14 @@ class AutoForward:
         self._kept_bytes = 0
 
     def action(self, requested: Action, scope: Scope | None, size_bytes: int, op: int) -> tuple[Action, Key]:
-        """Return what to do with a storage that is saved for the first time, and its key."""
+        """Return what to do with a storage that is saved for the first time, and its key.
+
+        Args:
+            requested: the plan's action for it.
+            scope: where it is saved.
+            size_bytes: bytes that a swap would move.
+            op: operator that saves it.
+        """
         key = scope, self._count[scope]
         self._count[scope] += 1
         if self.observation is not None:
@@ -452,23 +460,23 @@ class AutoForward:
         return KEEP, key
 
     def used(self, key: Key, op: int) -> None:
-        """Another node saves the same storage."""
+        """Record that operator ``op`` also saves the storage with this key."""
         if self.observation is not None:
             self.observation.seen[key].consumer_op = op
 
 
 def _across_passes(timeline: Timeline, length: int, most_ops: int, after: bool, before: bool) -> Timeline:
-    """Return a step with the hooks of the passes around it that windows reach (`passes`).
+    """Return a timeline that also has the hooks of the neighbouring passes that windows reach (`passes`).
 
-    Operators go on through the pass after the forward as they rose, and through the pass ahead of the
-    backward as they fall. Those passes are taken to be like the stage's own.
+    Operators go on rising in the pass after the forward. In the pass before the backward they fall towards
+    the backward's first. The neighbours are taken to last as long as this forward and this backward.
 
     Args:
         timeline: a forward, and its backward as if it followed at once.
         length: operators of a pass.
-        most_ops: of a window.
-        after: whether a backward of another micro-batch follows the forward.
-        before: whether a forward of another comes ahead of the backward.
+        most_ops: longest window, in operators.
+        after: whether a backward of another micro-batch runs right after the forward.
+        before: whether a forward of another micro-batch runs right before the backward.
     """
     last_op, end_ms = timeline.forward[-1]
     forward, backward = list(timeline.forward[:-1]), list[tuple[int, float]]()
@@ -493,7 +501,7 @@ def _actions(measured: Measured, decisions: Sequence[Decision]) -> dict[Key, Act
 
 
 def _slowest_step(own: Measured, everyone: Sequence[Measured]) -> Measured:
-    """The step of the slowest rank at each hook, where all ranks did the same work; else this rank's own."""
+    """Return the latest time of all ranks at each hook if all did the same work, else this rank's own."""
     ops = _operators(own)
     if any(_operators(other) != ops for other in everyone):
         logger.info("auto: ranks did different work in the observed step; each decides by its own times")
@@ -513,7 +521,7 @@ def _slowest_step(own: Measured, everyone: Sequence[Measured]) -> Measured:
 
 
 def _operators(measured: Measured) -> object:
-    """The work of a step: operators relative to its first, without sizes and times."""
+    """Return the operators of a step relative to its first one, without sizes and times, to compare ranks."""
     first = measured.timeline.forward[0][0]
     return (
         measured.keys,
@@ -524,8 +532,8 @@ def _operators(measured: Measured) -> object:
 
 
 def _within_device(measured: Measured, decisions: Sequence[Decision], limit: int | None) -> list[Decision]:
-    """Swap kept tensors that do not fit on the device, although compute then waits; the earliest first,
-    because they are on the device longest.
+    """Swap kept tensors that exceed ``limit`` bytes, although compute then waits for them; the earliest
+    first, because they stay longest.
     """
     kept = sum(
         item.size_bytes
@@ -543,7 +551,7 @@ def _within_device(measured: Measured, decisions: Sequence[Decision], limit: int
 
 
 def _bytes_decided(measured: Measured, decisions: Sequence[Decision], swap: bool) -> int:
-    """Bytes of one forward that were decided to be swapped, or kept; the user's numbers are no decisions."""
+    """Return the bytes of one forward that are to be swapped, or kept; without windows of the user."""
     return sum(
         item.size_bytes
         for item, decision in zip(measured.candidates, decisions, strict=True)
@@ -554,7 +562,7 @@ def _bytes_decided(measured: Measured, decisions: Sequence[Decision], swap: bool
 def _adjustments(
     measured: Measured, decisions: Sequence[Decision], seen: Mapping[Key, Seen], link: Link
 ) -> list[Adjustment]:
-    """One for each (op path, outcome): layers, bytes, and the windows from the least to the largest."""
+    """Return one adjustment per op path and outcome, with layers, bytes and the range of the windows."""
     groups: defaultdict[tuple[str, bool, str], list[int]] = defaultdict(list)
     for index, key in enumerate(measured.keys):
         if measured.candidates[index].windows is None:

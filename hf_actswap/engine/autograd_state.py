@@ -19,7 +19,7 @@ next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node will get."""
 _running_node: Callable[[], Any] = torch._C._current_autograd_node
 running_backward: Callable[[], int] = torch._C._current_graph_task_id
-"""Which backward runs on this thread; one that a node starts within another has a number of its own."""
+"""Number of the backward that runs on this thread; a backward inside another has a number of its own."""
 
 
 def packing_node_number() -> int:
@@ -40,7 +40,7 @@ def running_node_number() -> int | None:
 
 
 def pop_leaked_hooks(pack: Callable[..., Any]) -> bool:
-    """Pop our saved-tensor hooks if this thread still has them; those above them stay.
+    """Pop the saved-tensor hooks of ``pack`` if this thread has them; return whether it did. Others stay.
 
     A `KeyboardInterrupt` in a forward skips even ``always_call`` module hooks, so ours were not popped. A
     checkpoint of PyTorch 2.11 leaves its own hooks above them until the traceback is freed, and then pops

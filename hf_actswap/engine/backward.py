@@ -1,4 +1,4 @@
-"""The backward of one forward: autograd calls it for each saved tensor, which also shows which node runs."""
+"""The backward of one forward. Autograd asks it for each saved tensor; then it starts copies that are due."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Fetchable(Protocol):
 
 
 Reference = Callable[[], Fetchable | None]
-"""A weak reference."""
+"""A weak reference: returns ``None`` when the object is gone."""
 
 
 class Backward:
-    """The order in which the backward of one forward prefetches.
+    """Gives autograd the saved tensors of one forward, and starts the copies back in time.
 
-    Autograd's graph holds it, by the unpack hook. It refers to what it fetches weakly: only tickets keep
-    that alive.
+    Autograd's graph holds this object through the unpack hook. References to swapped storages are weak: only
+    tickets keep them alive.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Backward:
         self._watchers, self._idle = (*self._watchers, watcher), False
 
     def schedule(self, order: PrefetchOrder[Reference]) -> None:
-        """The forward has ended; this is what it swapped."""
+        """Set what to prefetch and when, after the forward has ended."""
         self._order, self._idle = order, False
 
     def unpack(self, ticket: Ticket) -> torch.Tensor:
@@ -52,7 +52,7 @@ class Backward:
         if not isinstance(ticket, tuple):
             return ticket.restore()
         if ticket[0]._version == ticket[1]:
-            return ticket[0]  # most are such, and a call would cost as much as the rest
+            return ticket[0]  # most tickets: calling `restore` would cost as much as all else here
         return restore(ticket)
 
     def _reached(self) -> None:

@@ -18,12 +18,12 @@ class HostBuffer:
     """A block of host memory.
 
     Args:
-        size_bytes: of all pieces together.
+        size_bytes: size of all pieces together.
         pieces: uint8, shape (bytes,) each, in order; no two overlap, none is longer than the pool's limit.
-        ranges: where they lie; the pool's own business.
-        last_use: what the transfer must wait for before the block is written again, ``None`` if nothing; its
-            own business, except that the pool calls ``last_use.synchronize()`` before it cuts the block up.
-        dtype, shape: of the contiguous tensor that it holds; set by `hold`.
+        ranges: places of the pieces in the slabs; used by the pool only.
+        last_use: event of the last copy that reads the block, ``None`` if there is none. The transfer sets
+            it and waits for it before the next write; the pool, before it cuts the block up.
+        dtype, shape: those of the contiguous tensor that the block holds; set by `hold`.
     """
 
     size_bytes: int
@@ -35,12 +35,12 @@ class HostBuffer:
     _held: torch.Tensor | None = None
 
     def hold(self, dtype: torch.dtype, shape: torch.Size) -> None:
-        """From now on it holds a contiguous tensor of ``size_bytes`` bytes, dtype and shape as given."""
+        """Set the dtype and shape of the contiguous tensor, of ``size_bytes`` bytes, that the block holds."""
         if shape != self.shape or dtype is not self.dtype:
             self.dtype, self.shape, self._held = dtype, shape, None
 
     def new_block(self, device: torch.device) -> torch.Tensor:
-        """Allocate what it holds on ``device``."""
+        """Return an uninitialised tensor on ``device``, of the dtype and shape that the block holds."""
         if len(self.pieces) > 1:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         held = self._as_held()  # `torch.empty` itself takes the host twice as long
@@ -50,7 +50,7 @@ class HostBuffer:
         """Return (host, device) tensors whose copies, in order, move all of ``block``.
 
         Args:
-            block: contiguous, of the dtype and shape that this holds.
+            block: contiguous device tensor of the dtype and shape that this host block holds.
         """
         if len(self.pieces) > 1:
             flat = block.view(-1).view(torch.uint8)
@@ -58,13 +58,13 @@ class HostBuffer:
         return ((self._as_held(), block),)
 
     def _as_held(self) -> torch.Tensor:
-        if self._held is None:  # once: step after step a block holds the same
+        if self._held is None:  # made once: a block mostly holds the same shape in every step
             self._held = self.pieces[0].view(self.dtype).view(self.shape)
         return self._held
 
 
 class Blocks:
-    """Slabs, what is free in them, and the blocks that are kept whole for the next of their size.
+    """Slabs, their free ranges, and returned blocks that are kept whole for the next request of their size.
 
     Args:
         piece_bytes: longest piece of a block.
@@ -83,7 +83,7 @@ class Blocks:
 
     @property
     def joined_bytes(self) -> int:
-        """Free bytes that are in no kept block."""
+        """Free bytes outside of kept blocks."""
         return self._free.total_bytes
 
     def add_slab(self, slab: torch.Tensor) -> None:
@@ -106,8 +106,8 @@ class Blocks:
         """Return a block, or ``None`` if no free range is large enough.
 
         Args:
-            size_bytes: of the block.
-            least_bytes: of each range that it is put together from, unless the rest is less.
+            size_bytes: size of the block.
+            least_bytes: smallest range to use if several make up the block; the last may be smaller.
         """
         stack = self._kept.get(size_bytes)
         if stack:
@@ -127,7 +127,7 @@ class Blocks:
         return HostBuffer(size_bytes, tuple(pieces), tuple(ranges))
 
     def free_slabs(self, free: Callable[[torch.Tensor], None]) -> None:
-        """Free slabs in which no block is out, newest first."""
+        """Call ``free`` for each slab without a block in use, newest first."""
         self._join_kept()
         for number in sorted(self._slabs, reverse=True):
             size_bytes = self._slabs[number].numel()
@@ -136,7 +136,7 @@ class Blocks:
                 free(self._slabs.pop(number))
 
     def _pieces(self, slab: torch.Tensor, start: int, size_bytes: int) -> list[torch.Tensor]:
-        """Slices of about the same length: a short last one would cost as much latency as a long one."""
+        """Return slices of about equal length: a short last one would cost as much latency as a long one."""
         count = -(-size_bytes // self._piece_bytes)
         step = min(self._piece_bytes, -(-size_bytes // (count * ALIGNMENT_BYTES)) * ALIGNMENT_BYTES)
         stop = start + size_bytes

@@ -1,16 +1,15 @@
-"""What a segment of the model packs at every call: observed until two calls are equal, then predicted from
-them.
+"""Records what autograd saves in a call of each segment of the model; two equal records predict later calls.
 
-Following a layer's ops costs more than many a small op: a function mode names them, hooks on its modules
-follow the path, every storage gets an owner. But a layer does the same work at every step. So each call is
-written down, one `Step` for each tensor that autograd saves: how many operators into the call, of which
-dtype, and what the plan does with it. After two equal calls the steps are taken in this order, and only the
-comparison runs.
+Following a layer's ops costs more than many a small op itself: a function mode names them, hooks on its
+modules follow the path, every storage gets an owner. But a layer does the same work at every step. So each
+call is recorded, one `Step` for each tensor that autograd saves: how many operators into the call, of which
+dtype, and what the plan does with it. After two equal records later calls are only compared with the record,
+which says what to do with each saved tensor.
 
-A call that does not match its cached trace (other inputs took another branch) is never wrong, since swapping
-and keeping give the same numbers: the rest of that one layer is kept or swapped by the layer's rule, all
-later layers of the forward are followed again, and so is everything until two calls are alike once more.
-After ``MOST_MISMATCHES`` the model is taken to change at every call, and cached traces are no longer used.
+A call that does not match its cached trace (other inputs took another branch) never gives wrong results,
+since swapping and keeping give the same numbers. The rest of that one layer is kept or swapped by the layer's
+rule. All later layers are followed again, and so is everything until two calls are equal once more. After
+``MOST_MISMATCHES`` the model is taken to change at every call, and cached traces are no longer used.
 
 Only layers that swap or keep have cached traces: recomputation needs the op itself, not only its outcome.
 What runs between the layers (rotary embedding, loss) is a segment of its own; if it does not match, the
@@ -38,19 +37,19 @@ MOST_MISMATCHES = 3
 BETWEEN: Literal["between"] = "between"
 
 Segment = Scope | Literal["between"]
-"""A scope, or all that runs outside of any, in order."""
+"""A scope; or ``between``: everything that runs outside of all scopes, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedStep:
-    """One saved tensor that is swapped, or that its own node made.
+    """One saved tensor that is swapped, or that is an output of the node that saves it.
 
     Args:
-        offset_ops: operators since the segment began, or began anew.
-        dtype: of the tensor.
-        windows: of its swap; ``None``: its own node made it, and it is kept, detached.
-        whole: how it looks, if it is contiguous and all of its storage, and was swapped.
-        asked: what the plan says of it, whatever became of it.
+        offset_ops: operators since the segment began, or since it went on after a scope.
+        dtype: dtype of the tensor.
+        windows: windows of its swap; ``None``: it is an output of its node, and is kept, detached.
+        whole: its view, if it was swapped, is contiguous and is all of its storage; else ``None``.
+        asked: the plan's action for it, even if something else was done.
     """
 
     offset_ops: int
@@ -62,13 +61,13 @@ class SavedStep:
 
 @dataclass(frozen=True, slots=True)
 class SmallStep:
-    """One saved tensor that was to be swapped and was too small.
+    """One saved tensor that the plan swaps, but that was too small.
 
     Args:
         offset_ops: as of a `SavedStep`.
-        size_bytes: of the tensor.
-        own_output: whether its own node made it, so that a ticket must hold it detached.
-        otherwise: what is done with one of another size, which may move.
+        size_bytes: size of the tensor.
+        own_output: whether it is an output of the node that saves it, so that it must be held detached.
+        otherwise: the step for a tensor of another size in its place, which may be swapped.
     """
 
     offset_ops: int
@@ -78,7 +77,7 @@ class SmallStep:
 
 
 Step = int | SmallStep | SavedStep
-"""An int is a tensor that is kept as it is, by its ``offset_ops``: most are such."""
+"""One saved tensor. An int, its ``offset_ops``, stands for one that is kept as it is; most are such."""
 
 CachedTrace = Sequence[Step]
 
@@ -91,7 +90,7 @@ def step_of(
     offset_ops: int,
     too_small: bool,
 ) -> Step:
-    """Write down what was made of ``saved``, in its pack hook; ``too_small``: to be swapped."""
+    """Return the record of a saved tensor, in its pack hook; ``too_small``: too small for its swap."""
     own_output = made_by_packing_node(saved)
     if action.kind != "swap":
         return SavedStep(offset_ops, saved.dtype, None, None, asked) if own_output else offset_ops
@@ -102,11 +101,11 @@ def step_of(
 
 
 class CachedTraces:
-    """Of one applied plan.
+    """The cached traces of one applied plan, and the records from which they are made.
 
     Args:
-        scopes: those that have one.
-        between: whether what runs between them has one.
+        scopes: scopes that may have a cached trace.
+        between: whether the segment between the scopes may have one.
     """
 
     def __init__(self, scopes: frozenset[Scope], between: bool) -> None:
@@ -116,15 +115,15 @@ class CachedTraces:
         self._mismatches = self._mismatches_between = 0
 
     def __getitem__(self, segment: Segment) -> CachedTrace | None:
-        """The cached trace of a segment; ``None``: follow it."""
+        """Return the cached trace of a segment; ``None``: its ops must be followed."""
         return self._known.get(segment)
 
     def knows(self, segments: frozenset[Scope]) -> bool:
-        """Whether all of ``segments`` have one."""
+        """Whether all of ``segments`` have a cached trace."""
         return self._known.keys() >= segments
 
     def watched(self, segment: Segment, steps: list[Step]) -> None:
-        """A call of ``segment`` ended that was followed from beginning to end."""
+        """Take the record of a whole call of ``segment``; if it equals the last one, it is the trace."""
         mismatches = self._mismatches_between if segment == BETWEEN else self._mismatches
         if mismatches >= MOST_MISMATCHES or segment not in self.segments:
             return
@@ -134,7 +133,7 @@ class CachedTraces:
             self._last[segment] = steps
 
     def mismatched(self, segment: Segment) -> None:
-        """A call did not match its cached trace: forget it, and if it was a layer's, all of them."""
+        """Forget the trace of ``segment``, which a call did not match; for a scope, forget all traces."""
         if segment == BETWEEN:
             self._mismatches_between += 1
             self._known.pop(BETWEEN, None)

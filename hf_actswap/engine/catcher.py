@@ -1,4 +1,4 @@
-"""Catches what a recomputation saves: by number what is needed, nothing else."""
+"""Saved-tensor hooks of a recomputation: they hold the tensors that backward still needs, and no others."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class RecomputeError(RuntimeError):
 
 
 class AllCaught(Exception):
-    """Ends a recomputation early."""
+    """Raised to end a recomputation early, once all needed tensors are there."""
 
 
 class Kept:
-    """A rebuilt tensor, with the version that it had."""
+    """A rebuilt tensor, with the version that it had when it was rebuilt."""
 
     __slots__ = ("_tensor", "_version")
 
@@ -24,14 +24,17 @@ class Kept:
         self._tensor, self._version = tensor, tensor._version
 
     def tensor(self) -> torch.Tensor:
-        """Return it. Raises `StaleTensorError` if the backward of another op wrote into it."""
+        """Return the tensor. Raises `StaleTensorError` if the backward of another op wrote into it."""
         if self._tensor._version != self._version:
             raise StaleTensorError(self._tensor.shape, self._version, self._tensor._version)
         return self._tensor
 
 
 class Catcher:
-    """Hooks of a recomputation: catch by number what is needed, keep nothing else."""
+    """Saved-tensor hooks of one recomputation. They number the saved tensors and hold those in ``expected``.
+
+    ``expected`` has their shape and dtype by number; ``early``: raise `AllCaught` once all are there.
+    """
 
     def __init__(self, name: str, expected: dict[int, tuple[torch.Size, torch.dtype]], early: bool) -> None:
         self._name, self._expected, self._early = name, expected, early

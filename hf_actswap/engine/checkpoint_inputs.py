@@ -5,9 +5,9 @@ first of the layer's nodes that it reaches and that saved something inside. Only
 node that is; it is near the end. So prefetching treats a checkpointed layer as one moment, its last
 operator. Its nodes are counted as in any other layer, because forward builds them all.
 
-Backward calls our hook once for such a layer. So in a stack of them a prefetch point lies inside a layer
-above, and the copy starts when backward enters that layer, before it runs again: ``p`` operators ahead or
-more, and at least one layer.
+Backward calls our unpack hook once for such a layer. So in a stack of them a prefetch point lies inside a
+layer above, and the copy starts when backward enters that layer, before the layer runs again: at least ``p``
+operators and one layer ahead.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .operator_clock import OperatorClock
 from .tickets import SwapGroup
 
 Checkpoint = Literal["forward", "call"]
-"""What of a layer is checkpointed: its forward, or its call with the hooks on it (transformers 5.17)."""
+"""Which part of a layer is checkpointed: its forward, or its call with its hooks (transformers 5.17)."""
 
 
 def checkpoint_of(
     module: nn.Module, layer: LayerStructure | None, ours: Container[Scope]
 ) -> Checkpoint | None:
-    """Return what is checkpointed of a call that starts; a compiled region is one operator anyway.
+    """Return which part of a call that starts is checkpointed; ``None``: none, or the layer is compiled.
 
     Args:
-        module: that is called.
-        layer: structure of it, if it is a decoder layer.
+        module: the module that is called.
+        layer: its structure; ``None``: it is no decoder layer.
         ours: layers around whose forward the plan has put a checkpoint.
     """
     if layer is None or layer.compiled:
@@ -48,11 +48,11 @@ def checkpoint_of(
 
 
 class CheckpointInputs:
-    """What autograd saved for checkpoints, of one forward.
+    """Sets when backward needs the inputs of checkpointed layers: at the last operator of their layer.
 
     Args:
-        clock: of the forward.
-        hooks: operators at which tensors were saved; those of checkpointed layers become their last ones.
+        clock: counts the operators of the forward.
+        hooks: operators at which tensors were saved; for checkpointed layers they become the layer's last.
     """
 
     def __init__(self, clock: OperatorClock, hooks: list[int]) -> None:
@@ -62,10 +62,10 @@ class CheckpointInputs:
         self._first_node: int | None = None
         self._first_hook = 0
         self.listening = True
-        """Whether what is saved may be such an input: between scopes, and in layers that are checkpointed."""
+        """Whether a tensor saved now may be such an input: between scopes, and in checkpointed layers."""
 
     def swapped(self, group: SwapGroup) -> None:
-        """A storage was saved that is swapped."""
+        """Note a swapped storage that was saved."""
         self._groups.append(group)
 
     def chosen(self, key: Key, op: int) -> None:
@@ -73,9 +73,9 @@ class CheckpointInputs:
         self._keys.append((key, op))
 
     def start(self, checkpoint: Checkpoint | None) -> None:
-        """Start a scope; ``checkpoint``: of a layer that is recomputed whole."""
+        """Start a scope; ``checkpoint``: the part of it that is checkpointed, if any."""
         self._first_node, self.listening = None, checkpoint is not None
-        if checkpoint == "call":  # its hooks run inside, and what it saves has been saved at this operator
+        if checkpoint == "call":  # our hooks run inside: the checkpoint has saved its inputs at this operator
             now = self._clock.now()
             while len(self._hooks) > self._first_hook and self._hooks[self._first_hook] != now:
                 self._first_hook += 1

@@ -1,21 +1,21 @@
-"""Head and loss of a causal language model, chunk of tokens by chunk of tokens: no step holds all logits.
+"""Head and loss of a causal language model in chunks of tokens: the logits of all tokens never exist at once.
 
 The head's forward is replaced by one that computes nothing and returns `ChunkedLogits`, a tensor that knows
 its shape, the hidden states and the head. The model's own code goes on with it. What that code does is not
-looked up by family but found out, call by call: the call is made with a tensor on ``meta`` that stands for
-the logits, and the aten ops that come of it tell what it is.
+looked up by model family. Each call is first made with a tensor on ``meta`` in place of the logits, and the
+aten ops that it runs tell what it does.
 
 * Pointwise ops with numbers or with one value per vocabulary entry (casts, scales, softcapping), and
-  softmaxes over the vocabulary, are written down and done to each chunk.
+  softmaxes over the vocabulary, are recorded and applied to each chunk.
 * Views that leave the vocabulary's dimension alone (slices, reshapes) choose rows.
-* `torch.nn.functional.cross_entropy` of rows is the loss, or that of the part of the vocabulary that a
-  tensor-parallel rank has (`parallel_cross_entropy`). Forward runs head, what was written down and the
-  loss for one chunk after the other, and each chunk's backward at once; the sums of the gradients wait, and
-  backward multiplies them by the gradient of the loss. The head runs as often as without chunks.
-* Other functions that give each row its values (``gather``, ``sum``, ``argmax`` ... over the vocabulary) run
-  chunk by chunk, and once more in backward, because the gradients that they will get are not known before.
-* Where ranks divide the vocabulary, `full_logits` gathers that of each chunk for whatever comes behind it.
-* Everything else reads the logits: they are made whole then, and kept, and in training this is said.
+* `torch.nn.functional.cross_entropy` of rows is the loss; so is `parallel_cross_entropy`, for the part of the
+  vocabulary that a tensor-parallel rank has. Forward runs head, recorded ops and loss for one chunk after the
+  other, and each chunk's backward at once. It stores the sums of the gradients, and backward multiplies them
+  by the gradient of the loss. The head runs as often as without chunks.
+* Other functions that return values for each row (``gather``, ``sum``, ``argmax`` ... over the vocabulary)
+  run chunk by chunk, and once more in backward, because their upstream gradients are not known before.
+* If ranks divide the vocabulary, `full_logits` gathers the logits of each chunk for the calls that follow.
+* Any other call reads the logits: then they are computed whole and kept, and in training this is reported.
 
 Each weight gets one gradient per backward, from one autograd node.
 """
@@ -45,7 +45,7 @@ from .pieces import no_saved_tensor_hooks as no_hooks
 from .replay import CallState
 
 AUTO_LEAST_TOKENS = 1024
-"""Fewer rows make slow products with the head's weight: each chunk reads it, and reads and writes the sum."""
+"""Fewer rows make slow products: each chunk reads the head's weight, and reads and writes its gradient."""
 
 _aten = torch.ops.aten
 _ROW_WISE = (
@@ -64,27 +64,28 @@ NOT_CALLED = (
 )
 
 Say = Callable[[str], None]
-"""Called with the reason why the logits are whole in training after all."""
+"""Called with the reason why the logits are made whole in training after all."""
 
 
 def auto_tokens(tokens: int, hidden_size: int, vocabulary_size: int) -> int:
     """Return how many tokens make a chunk under ``auto``.
 
-    The logits of a chunk are then half as large as the hidden states of the batch. What the loss makes of
-    them takes 14 bytes per bf16 logit in all, 3.5 hidden states. At least `AUTO_LEAST_TOKENS`.
+    The logits of a chunk then take half as much memory as the hidden states of the batch. With what the loss
+    computes from them it is 14 bytes per bf16 logit, 3.5 times the hidden states. At least
+    `AUTO_LEAST_TOKENS`.
     """
     return max(AUTO_LEAST_TOKENS, tokens * hidden_size // (2 * vocabulary_size))
 
 
 def chunk_head(head: nn.Module, tile: Tile, say: Say, model: nn.Module, unused: Say) -> Undo:
-    """Let a head and what follows it run in chunks; return what restores its forward.
+    """Run a head and the calls that follow it in chunks; return a function that restores its forward.
 
     Args:
         head: a linear layer, or a module around one (adapters).
         tile: how many tokens make a chunk.
-        say: see `Say`.
-        model: that holds the head.
-        unused: called if the first training forward of ``model`` does not call the head.
+        say: called with the reason if the logits are made whole in training.
+        model: the model that calls the head.
+        unused: called with the reason if the first training forward of ``model`` does not call the head.
     """
     chunked = _ChunkedHead(head, tile, say)
     restore = replace_forward(head, chunked.forward)
@@ -117,7 +118,7 @@ class _ChunkedHead:
         self.called = False
 
     def forward(self, hidden: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stand in the place of the head's own forward: hidden states ``[.., H]`` to logits ``[.., V]``."""
+        """Replace the head's own forward: return logits ``[.., V]`` of hidden states ``[.., H]``."""
         reject_tracing()
         self.called = True
         module, own = self._head.module, self._head.run
@@ -149,11 +150,11 @@ class _ChunkedHead:
         return _shown(form, self._say, hidden, tuple(trained.values()))
 
     def _kind(self, hidden: torch.Tensor) -> tuple[int, torch.dtype]:
-        """The size of the vocabulary and the dtype of logits: those of one row."""
+        """Return the size of the vocabulary and the dtype of logits, found by computing those of one row."""
         kind = hidden.device.type
         key = (hidden.dtype, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         if key not in self._kinds:
-            # Not the parameters themselves: autocast would keep what it casts of them, without a gradient.
+            # Detached: autocast would cache casts of the parameters themselves that have no gradient.
             own = {name: item.detach() for name, item in self._head.module.named_parameters()}
             row = hidden.detach().reshape(-1, hidden.shape[-1])[:1]
             with torch.no_grad(), CallState(hidden.device, True, ()).restored():
@@ -166,7 +167,7 @@ class _ChunkedHead:
 
 
 def _why_whole(head: Head) -> str:
-    """Why a head cannot run in chunks; empty where it can."""
+    """Return why a head cannot run in chunks; empty if it can."""
     if any(hasattr(type(module), FSDP2_METHOD) for module in head.module.modules()):
         return "fully_shard on the head itself frees its weight after its call"
     if any(hasattr(item, "ds_id") for item in head.module.parameters()):
@@ -177,7 +178,7 @@ def _why_whole(head: Head) -> str:
 
 
 class ChunkedLogits(torch.Tensor):
-    """Logits ``[.., V]`` of which only the hidden states are there, until they are read."""
+    """Logits ``[.., V]`` that are computed only if they are read; until then it holds the hidden states."""
 
     form: RowsForm
     say: Say
@@ -242,7 +243,7 @@ def _like(logits: ChunkedLogits, form: RowsForm) -> ChunkedLogits:
 
 
 def _read(logits: ChunkedLogits) -> torch.Tensor:
-    """Make the logits whole; they stay so."""
+    """Return the whole logits; they are computed once and kept."""
     if logits.whole is None:
         made = logits.form.values(None, logits.hidden, logits.parameters)
         logits.whole = made.reshape(logits.shape)
@@ -260,13 +261,13 @@ def _shown(
     parameters: tuple[torch.Tensor, ...],
     parent: ChunkedLogits | None = None,
 ) -> ChunkedLogits:
-    """Return logits that are not computed.
+    """Return logits that are not computed, with an autograd node.
 
     Args:
-        form: of them.
-        say: see `Say`.
-        hidden, parameters: of the call.
-        parent: what they were made of. Its node gets no gradient, but must run: DDP's waits for that.
+        form: how they are made from the head's output.
+        say: called with the reason if they are made whole in training.
+        hidden, parameters: hidden states, and the head's trained parameters.
+        parent: logits that they derive from. Their node gets no gradient, but must run: DDP waits for it.
     """
     with no_hooks():
         shown: ChunkedLogits = _Show.apply(form, say, parent, hidden, *parameters)
@@ -275,7 +276,7 @@ def _shown(
 
 
 class _Show(torch.autograd.Function):
-    """Backward runs where the logits were read, and computed on as a tensor like any other."""
+    """The node of logits that are not computed. It gets a gradient only if they were read after all."""
 
     @staticmethod
     def forward(
@@ -295,7 +296,7 @@ class _Show(torch.autograd.Function):
 
 
 class _RowValues(torch.autograd.Function):
-    """What a function gives each row."""
+    """The values that a function returns for each row; backward runs it again, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -320,7 +321,7 @@ class _RowValues(torch.autograd.Function):
 
 
 def _backward(ctx: Any, function: RowCall | None, upstream: torch.Tensor) -> list[Any]:
-    """Return the gradients of a node's last inputs, hidden states and parameters, of those of row values."""
+    """Return gradients of a node's hidden states and parameters (its last inputs), from its row values'."""
     inputs = ctx.saved_tensors
     wants_hidden = ctx.needs_input_grad[-len(inputs)]
     _, found = ctx.form.differentiated(function, upstream, inputs[0], inputs[1:], wants_hidden)
@@ -328,7 +329,7 @@ def _backward(ctx: Any, function: RowCall | None, upstream: torch.Tensor) -> lis
 
 
 class _Loss(torch.autograd.Function):
-    """Sum or mean of what a function gives each row; forward makes the gradients of the sum."""
+    """Sum or mean of the values that a function returns for rows; forward computes the sum's gradients."""
 
     @staticmethod
     def forward(
@@ -359,7 +360,7 @@ class _Loss(torch.autograd.Function):
 
 
 def _unread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a call gives without reading logits, or ``NotImplemented``."""
+    """Return the result of a call without computing the logits, or ``NotImplemented`` if it needs them."""
     found = {id(item): item for item in tree_leaves((args, kwargs)) if isinstance(item, ChunkedLogits)}
     name = getattr(func, "__name__", "")
     if len(found) != 1 or name in ("__get__", "__set__"):
@@ -376,7 +377,7 @@ def _unread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func in _COPIES:
         return _derived(logits, logits.form.copied())
     made = _traced(logits, logits.form, func, args, kwargs)
-    if made is NotImplemented and func in _RESHAPES:  # one that is no view is one of a copy
+    if made is NotImplemented and func in _RESHAPES:  # a reshape that is no view is a view of a copy
         made = _traced(logits, logits.form.copied(), func, args, kwargs)
     return made
 
@@ -396,7 +397,7 @@ def _row_values(logits: ChunkedLogits, form: RowsForm, function: RowCall) -> tor
 
 
 def _row_loss(logits: ChunkedLogits, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A loss (`ROW_LOSSES`) of logits and one target for each row, without class weights."""
+    """Return a loss (`ROW_LOSSES`) with one target for each row; ``NotImplemented`` for other arguments."""
     asked = inspect.signature(func).bind(*args, **kwargs)
     asked.apply_defaults()
     given, form, is_torchs = dict(asked.arguments), logits.form, func is F.cross_entropy
@@ -413,7 +414,7 @@ def _row_loss(logits: ChunkedLogits, func: Any, args: tuple[Any, ...], kwargs: d
         counts = target != given["ignore_index"]
         count = counts.sum() if reduction == "mean" else counts.new_ones((), dtype=torch.long)
         if is_torchs:
-            # By the kernel that would have reduced them, in its order: as log-probabilities of one class.
+            # Reduced by the same kernel as without chunks, in its order: as log-probabilities of one class.
             loss = F.nll_loss(-values.unsqueeze(1), torch.where(counts, 0, -100), reduction=reduction)
         else:
             loss = values.sum() / count
@@ -445,7 +446,9 @@ class _OpsOfCall(TorchDispatchMode):
 
 
 def _traced(logits: ChunkedLogits, form: RowsForm, func: Any, args: Any, kwargs: Any) -> Any:
-    """Find out what a function does with logits, and do it to those of ``form`` without reading them."""
+    """Trace what a function does with logits; return its result for ``form``, without computing them whole,
+    or ``NotImplemented``.
+    """
     tensors = [item for item in tree_leaves((args, kwargs)) if isinstance(item, torch.Tensor)]
     others = [item for item in tensors if not isinstance(item, ChunkedLogits)]
     layout, ops = form.layout.detach(), _OpsOfCall()
@@ -453,7 +456,7 @@ def _traced(logits: ChunkedLogits, form: RowsForm, func: Any, args: Any, kwargs:
     try:
         with ops:
             out = func(*on_meta[0], **on_meta[1])
-    except Exception:  # whatever it is, the call with the logits themselves shows it
+    except Exception:  # the call with the logits themselves will raise it too
         return NotImplemented
     if not isinstance(out, torch.Tensor) or out is layout or not ops.calls:
         return NotImplemented

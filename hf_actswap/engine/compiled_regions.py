@@ -5,25 +5,25 @@ is saved. Two things move the cut, and both act while the region is compiled, at
 
 * **tags**: an op that the plan recomputes is tagged ``MUST_RECOMPUTE``, so neither it nor a view of it can
   cross. Every other op is tagged ``PREFER_SAVE``, which the partitioner reads as no tag: it saves or rebuilds
-  it as it sees fit (fused elementwise ops it rebuilds by itself). Tags come from the policy of a selective
+  the op as it sees fit (it rebuilds fused elementwise ops unasked). Tags come from the policy of a selective
   ``torch.utils.checkpoint`` around the layer's forward, which is traced with it. The tracer notes for each op
   the module and the function that it comes from, so the op paths of a plan find their ops. As in eager layers
   a named module keeps its output and a named function does not.
 * **the activation memory budget**: the share of what the region would save by itself. Under a budget PyTorch
   (2.13, inductor too) rebuilds dropout with another mask and says nothing: the gradients are wrong. So ops
-  that draw random numbers are tagged ``MUST_SAVE`` there. A budget of 0 would not even heed that; instead of
-  it all ops are tagged ``MUST_RECOMPUTE``, which saves the inputs too, and the generator's state.
+  that draw random numbers are tagged ``MUST_SAVE`` there. A budget of 0 would ignore even that tag; instead
+  of it all ops are tagged ``MUST_RECOMPUTE``, so only the inputs and the generator's state are saved.
 
 Layers of one class run one code object, and dynamo compiles it anew only where a guard fails. So the forward
-that stands in for the layer's reads a text, its **key**, which says what is recomputed: dynamo guards on it.
-Layers with equal keys share one graph, layers with others have their own, a region that was compiled before
-the plan was applied is compiled again, and after `remove` its old graph is used again. The key is also part
-of the key of AOTAutograd's cache on disk.
+that replaces the layer's reads a string, its **key**, which says what is recomputed: dynamo guards on it.
+Layers with equal keys share one graph, layers with other keys have their own. A region that was compiled
+before the plan was applied is compiled again, and after `remove` its old graph is used again. The key is also
+part of the key of AOTAutograd's cache on disk.
 
 The policy of a selective checkpoint is called for each aten op. PyTorch 2.13 calls it after the op has run,
-with the op's output; earlier versions call it before. There the calling mode stores the output of each op
-for its recomputation, and the last stored entry of the op before is read. A view is recognised by the op's
-schema, which does not need its output.
+with the op's output; earlier versions call it before. In these the calling mode stores the outputs of each
+op, and the policy reads the last stored output of the op before. A view is recognised by the op's schema,
+which does not need its output.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ from ..plan.record import OpKey, storage_key
 from .hook_wrappers import Undo, replace_forward, wrap_call
 
 _GRAPHS_OF_EARLIER_PLANS = 48
-"""More graphs than a search of plans makes. All of them run the code of `_traced_forward`."""
+"""More graphs than one search for a plan makes; all share the code object of `_traced_forward`."""
 
 _TAGS_VERSION = 2
-"""Part of the key: another way to tag must not find graphs of the old one in a cache."""
+"""Part of the key: change it with the way ops are tagged, so that no cache returns graphs with old tags."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ class RegionRules:
     """What a plan recomputes in one compiled layer. Layers with equal rules share one graph.
 
     Args:
-        budget: share of the activation memory that may be saved, above 0; ``None``: not touched.
+        budget: share of the activation memory that may be saved, above 0; ``None``: PyTorch's own setting.
         fates: op path -> whether it is recomputed; the longest path wins. Empty: no tags.
-        outputs: ops whose outputs recomputed modules return: not recomputed.
+        outputs: ops whose outputs are returned by recomputed modules; these ops are not recomputed.
         modules: op paths of the layer's modules.
         attention: op paths of its attention modules.
     """
@@ -99,7 +99,7 @@ class RegionRules:
         return bool(self.fates) or (self.budget is not None and self.budget < 1)
 
     def tag_of_random(self) -> CheckpointPolicy:
-        """Return the tag of an op that draws random numbers and is not named."""
+        """Return the tag of an op that draws random numbers and is not recomputed by the plan."""
         free = self.budget is None or self.budget == 1
         return CheckpointPolicy.PREFER_SAVE if free else CheckpointPolicy.MUST_SAVE
 
@@ -114,13 +114,13 @@ class RegionRules:
 
 
 def region_rules(recomputed: RecomputedModules, layer: LayerStructure) -> RegionRules | None:
-    """Return what a plan recomputes inside a layer, if it is compiled and not recomputed whole.
+    """Return what a plan recomputes inside a layer; ``None``: not compiled, recomputed whole or not at all.
 
-    The compiler decides op by op: it gets a table of fates, and the outputs of recomputed modules.
+    The compiler decides op by op, so the rules have a table of fates and the outputs of recomputed modules.
 
     Args:
-        recomputed: index of the plan that is applied to the layer's model.
-        layer: of it.
+        recomputed: index of the plan that is applied to the model.
+        layer: a layer of the model.
     """
     if not layer.compiled:
         return None
@@ -130,7 +130,7 @@ def region_rules(recomputed: RecomputedModules, layer: LayerStructure) -> Region
     budget = root.parameters.get(COMPILE_BUDGET) if root is not None else None
     fates = {path: row.fate == "recompute" for path, row in rows.items() if path != OUTPUT}
     if not any(fates.values()) or not any(fates.keys()):
-        fates = {}  # nothing, or the layer as a whole
+        fates = {}  # nothing is recomputed, or the layer as a whole
     if budget == 0:
         budget, fates = None, {"": True}
     if budget is None and not fates:
@@ -147,7 +147,7 @@ def region_rules(recomputed: RecomputedModules, layer: LayerStructure) -> Region
 
 
 def _outputs_of(layer: LayerStructure, module_path: str) -> set[OpKey]:
-    """The ops inside a module whose outputs are read outside of it."""
+    """Return the ops inside a module whose outputs are read outside of it."""
     read = {key for call in layer.calls if not is_below(call.key[0], module_path) for key in call.inputs}
     if layer.output_of is not None:
         read.add(layer.output_of)
@@ -159,7 +159,7 @@ class CompiledRegions:
 
     Args:
         recomputed: index of the plan.
-        structure: of the model.
+        structure: structure of the model.
     """
 
     def __init__(self, recomputed: RecomputedModules, structure: ModelStructure) -> None:
@@ -168,7 +168,7 @@ class CompiledRegions:
         self._shared: dict[RegionRules, Callable[..., Any]] = {}
 
     def attach(self, scope: Scope, layer: nn.Module) -> list[Undo]:
-        """Put the rules of a layer on its module; return what takes them off again."""
+        """Put the rules of a layer on its module; return functions that take them off again."""
         rules = self._rules.get(scope)
         if rules is None:
             return []
@@ -185,10 +185,10 @@ class CompiledRegions:
         return replace_forward(layer, MethodType(shared, layer))
 
     def _in_force(self, layer: nn.Module, rules: RegionRules) -> list[Undo]:
-        """Set the compiler's knobs during each call of the region: only there it can be compiled.
+        """Set the compiler's options during each call of the region, because it may be compiled then.
 
-        After a few recompilations dynamo runs a code object uncompiled, without a warning. The graphs of
-        this plan, and of those that were on the model before it, are in addition to these recompilations.
+        After a few recompilations dynamo runs a code object uncompiled, without a warning. So that limit is
+        raised by the number of graphs of this plan and of plans that were on the model before.
         """
         entered: list[ExitStack] = []
         graphs = len(set(self._rules.values())) + _GRAPHS_OF_EARLIER_PLANS
@@ -209,7 +209,7 @@ class CompiledRegions:
 
 
 def _traced_forward(rules: RegionRules, own: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return the forward that is traced in place of a layer's (``own``: or of the one put on it)."""
+    """Return the forward that is traced in place of a layer's (``own``: one that was put on it alone)."""
     key = rules.key
     contexts = _contexts(rules) if rules.tagged else None
 
@@ -247,13 +247,13 @@ def tagging_contexts(tags: RegionTags) -> tuple[Any, Any]:
 class RegionTags:
     """The policy of one trace of one region: which ops must be recomputed.
 
-    Called once for each aten op, in order. A view has the tag of what it is a view of.
+    Called once for each aten op, in order. A view has the tag of its base.
 
     Args:
-        rules: of the region.
+        rules: what is recomputed in the region.
 
     Attributes:
-        made: op -> what its calls made so far, wrapped; read only where the context does not have the output.
+        made: op -> outputs of its calls so far, wrapped; read only if the context does not have the output.
     """
 
     made: Mapping[Any, list[Any]]
@@ -297,7 +297,7 @@ class RegionTags:
         return self._rules.tag_of_random() if op_draws(func, args, kwargs) else CheckpointPolicy.PREFER_SAVE
 
     def _note(self, made: Any, tag: CheckpointPolicy) -> None:
-        """Note the tag of what an op has made: a view finds it there."""
+        """Note the tag of an op's outputs, which views of them get too."""
         self._alive.append(made)  # an address identifies a storage only while the storage exists
         for leaf in tree_leaves(made):
             key = storage_key(leaf) if isinstance(leaf, torch.Tensor) else None
@@ -321,7 +321,7 @@ class RegionTags:
 
 
 def _name(node: str, function: Any) -> str:
-    """The name of a function in the model structure; a module's only function is known by its node's name."""
+    """Return a function's name in the model structure, from the traced function or else its node's name."""
     if isinstance(function, str):
         return function.rstrip("_")
     if callable(function) and not isinstance(function, type):
@@ -331,6 +331,6 @@ def _name(node: str, function: Any) -> str:
 
 
 def _op_path(traced: str, modules: Iterable[str]) -> str:
-    """The op path of a module that the tracer calls ``L['self'].mlp.act_fn``; ``""``: the layer itself."""
+    """Return the op path of a module, from a name like ``L['self'].mlp.act_fn``; ``""``: the layer itself."""
     plain = "." + traced.replace("._modules['", ".").replace("']", "").replace("[", ".").replace("]", "")
     return max((path for path in modules if plain.endswith(f".{path}")), key=len, default="")

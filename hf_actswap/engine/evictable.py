@@ -10,11 +10,11 @@ backward will read last to the host, synchronously::
 A storage is idle if only our tickets hold it, that is if its use count is the number of our tickets. So
 nothing that is in use is evicted: parameters, tensors in a variable of the model's code, the inputs of the
 op that runs, and what a running backward node has read (a reader gets an alias, which counts), until the
-node is done. Memory that is in use is never freed: a reference is dropped, and the storage is freed because
-it was the last one.
+node is done. Nothing is freed by force: our references are dropped, and a storage is freed because these
+were the last ones.
 
-All tickets of one storage share its host copy, and what comes back is shared until each has been read once.
-The host copy stays: dropping the block again costs nothing, and so ``retain_graph`` and a second backward.
+All tickets of one storage share its host copy, and share the reloaded block until each has read it once. The
+host copy stays: so the block can be dropped again without a copy, and a second backward can reload it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _use_count = torch._C._storage_Use_Count
 
 
 def _uses(storage: torch.UntypedStorage) -> int:
-    """How often a storage is held, among others by ``storage`` itself. Private to torch, read only here."""
+    """Return the use count of a storage; ``storage`` itself counts. Private to torch, read only here."""
     return int(_use_count(storage._cdata))
 
 
@@ -51,14 +51,14 @@ class IdleTensors:
     All methods may be called from any thread.
 
     Args:
-        device: on which memory is short; tensors elsewhere stay where they are.
-        pool: where evicted storages go; what it rejects stays on the device. ``None``: pageable memory.
-        min_tensor_bytes: storages that are smaller stay.
+        device: device whose memory is short; tensors elsewhere stay where they are.
+        pool: host memory for evicted storages; if it is full they stay. ``None``: pageable memory.
+        min_tensor_bytes: smaller storages stay.
 
     Attributes:
-        evictions, evicted_bytes: copies to the host, in all.
-        reloads: copies back, in all.
-        away_bytes: what backward is still to read and is not on the device now.
+        evictions, evicted_bytes: copies to the host so far, and their bytes.
+        reloads: copies back so far.
+        away_bytes: bytes that backward is still to read and that are not on the device now.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class IdleTensors:
         """Make the ticket of a tensor that stays on the device until memory runs out.
 
         Args:
-            tensor: detached; others hold only its storage.
+            tensor: detached; nothing else holds this tensor, but other tensors may share its storage.
         """
         if unmovable(tensor, self.device) is not None:
             return keep(tensor)
@@ -94,9 +94,9 @@ class IdleTensors:
             return EvictableTicket(group, group.join(tensor))
 
     def evict(self, wanted_bytes: int) -> int:
-        """Free at least ``wanted_bytes`` of device memory, if there is so much that is idle.
+        """Free at least ``wanted_bytes`` of device memory, if so much is idle.
 
-        What has a host copy already goes first, then what backward reads last.
+        Storages that have a host copy already go first, then those that backward reads last.
 
         Returns:
             Bytes of the storages that were freed.
@@ -132,11 +132,11 @@ class IdleTensors:
 
 
 class EvictableStorage:
-    """One storage, and what its tickets show of it.
+    """One storage that can be evicted, with the tensors on it that tickets hold.
 
     Args:
-        idle: who evicts it.
-        storage: on the device.
+        idle: the collection that it belongs to.
+        storage: the storage, on the device.
     """
 
     def __init__(self, idle: IdleTensors, storage: torch.UntypedStorage) -> None:
@@ -167,7 +167,7 @@ class EvictableStorage:
             self._block = None
 
     def read(self, number: int) -> torch.Tensor:
-        """Return what a ticket shows. Raises `StaleTensorError` if it changed since it was saved."""
+        """Return the tensor of a ticket. Raises `StaleTensorError` if it changed since it was saved."""
         tensor = self._tensors.get(number)
         if tensor is None:
             with self._idle._lock:
@@ -233,7 +233,7 @@ class EvictableStorage:
         block = host.new_block(self._device)
         with torch.no_grad():
             for part, target in host.pairs(block):
-                target.data.copy_(part)  # not a version of its own: the data is what it was
+                target.data.copy_(part)  # leaves the version as it is: the data is the same
         self._block, self._unread = block, set(self._views)
         self._goes_away(False)
         self._idle.reloads += 1
@@ -266,12 +266,12 @@ class EvictableStorage:
                 return None
         if host is not None:
             if host.last_use is not None:
-                host.last_use.synchronize()  # of a transfer that had it before
+                host.last_use.synchronize()  # a transfer may still read what the block held before
             host.hold(torch.uint8, torch.Size([self._size_bytes]))
         return host
 
     def _copy_out(self, host: HostBuffer) -> None:
-        """Copy all of the storage. On its own, so that no variable holds the storage afterwards."""
+        """Copy the whole storage. A method of its own, so that no variable holds the storage afterwards."""
         first = next(iter(self._tensors.values()))
         with torch.no_grad():
             whole = torch.empty(0, dtype=torch.uint8, device=self._device)
@@ -292,8 +292,8 @@ class EvictableTicket:
     """The ticket of a kept tensor that may have been evicted when backward needs it.
 
     Args:
-        storage: of the tensor.
-        number: of the tensor in its storage.
+        storage: the storage that the tensor is on.
+        number: number that `EvictableStorage.join` returned for the tensor.
     """
 
     __slots__ = ("_number", "_storage")

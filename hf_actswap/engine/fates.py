@@ -25,11 +25,11 @@ class Action:
         kind: ``recompute_inside`` while a region of a module runs; ``recompute_function`` for an op that is
             a region of its own, also a communication that is done again; ``slice`` for an input of which each
             tensor-parallel rank keeps a part.
-        windows: of a swap; ``None``: to be chosen by measurement (`auto_windows`).
-        op_path: of the plan row that decides it.
-        scope: of the producer.
-        ticket: makes the ticket of a detached tensor, where that needs the tensor alone; it returns ``None``
-            for one that must stay. ``None``: what ``kind`` says is done elsewhere.
+        windows: windows of a swap; ``None``: to be chosen by measurement (`auto_windows`).
+        op_path: op path of the plan row that decides the fate.
+        scope: scope of the op that produced the tensor.
+        ticket: makes the ticket of a detached tensor, or returns ``None`` if the tensor must stay. ``None``:
+            the ticket needs more than the tensor, and is made elsewhere.
     """
 
     kind: Kind = "keep"
@@ -42,16 +42,16 @@ class Action:
 KEEP = Action()
 
 _TRACED = ("keep", "swap")
-"""The fates of which a cached trace says what each saved tensor becomes."""
+"""The fates that a cached trace can carry out."""
 
 
 class FateTable:
     """Looks fates up once and remembers them.
 
     Args:
-        plan: rows.
+        plan: the plan whose rows are looked up.
         structure: says which ops are modules and which are functions.
-        slices: of the tensor-parallel ranks; ``None``: there are none, and no row says ``slice``.
+        slices: makes the tickets of ``slice``; ``None``: no tensor parallelism, and no row says ``slice``.
 
     Attributes:
         recomputed: index of the plan.
@@ -69,11 +69,11 @@ class FateTable:
         followed = {row.scope for row in plan.rows if row.fate not in (*_TRACED, "slice")}
         followed |= {_next(row.scope) for row in plan.rows if row.fate == "slice"}
         self.traceable_scopes = frozenset({*modules, *SCOPES}) - (followed - compiled)
-        """Those whose calls may run from a cached trace (`cached_traces`)."""
+        """Scopes whose calls may run from a cached trace (`cached_traces`)."""
         self.all_traceable = not followed
 
     def __getitem__(self, key: tuple[Scope, str, int | None]) -> Action:
-        """The action for (scope, op path, ordinal)."""
+        """Return the action for (scope, op path, ordinal)."""
         action = self._known.get(key)
         if action is None:
             action = self._known[key] = self._look_up(*key)
@@ -98,5 +98,5 @@ class FateTable:
 
 
 def _next(scope: Scope) -> Scope:
-    """The layer of the decoder that reads the output of ``scope``."""
+    """Return the decoder layer that reads the output of ``scope``."""
     return scope + 1 if isinstance(scope, int) else 0

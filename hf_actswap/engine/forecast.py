@@ -1,4 +1,4 @@
-"""What the forward that is about to start will save: one run on fake tensors, whose result is shared."""
+"""Finds out what the forward that is about to start will save, by one run on fake tensors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def dropped_by(plan: MemoryPlan, forecast: DryRunForecast) -> int | None:
 
 
 class DryRunForecast:
-    """Of one forward. The run takes place when it is first asked for, and once.
+    """Forecasts what one forward will save. The run on fake tensors takes place once, when first needed.
 
     Args:
-        model: inside its wrappers.
-        structure: of this model.
-        args, kwargs: of its call.
+        model: the model inside its wrappers.
+        structure: structure of this model.
+        args, kwargs: arguments of its call.
 
     Attributes:
         compiled: whether the compiler decides what is saved, which is not known before.
@@ -70,17 +70,17 @@ def record_saved(
     kwargs: Mapping[str, Any] | None = None,
     device: torch.device = _CPU,
 ) -> SavedBytes:
-    """Record what autograd saves when ``model`` is called with ``args`` and ``kwargs``, without computing.
+    """Return what autograd saves, and for which op, when ``model`` is called with ``args`` and ``kwargs``.
 
-    And whose it is. No hook on the model runs, none of its tensors is touched, no random number is drawn;
-    autocast is as it is when this is called. Compiled modules run eagerly. Of layers that are recomputed
-    whole already, by a plan that is on the model, only what they are called with is seen.
+    Nothing is computed: no hook on the model runs, none of its tensors is touched, no random number is drawn.
+    The present autocast state holds. Compiled modules run eagerly. If a plan on the model already recomputes
+    layers whole, only the inputs of these layers are seen.
 
     Args:
         model: the model inside its wrappers, as the model structure names it.
-        structure: of this model.
-        args, kwargs: as at the call. Of tensors only shape, type and device are read, and of a mask and of
-            positions whether they say anything, because attention runs otherwise then.
+        structure: structure of this model.
+        args, kwargs: as in the call. Of tensors only shape, dtype and device are read; of a mask and of
+            positions also whether they mask or pack anything, because attention then runs in another way.
         device: where tensors on ``meta`` are taken to be, as attention kernels differ.
 
     Raises:

@@ -1,4 +1,4 @@
-"""One forward of the model: who produced what, and what is done when autograd saves it.
+"""One forward of the model: which op produced each tensor, and what is done when autograd saves it.
 
 A `ForwardPass` exists from the start of the model's forward to its end. It keeps an **owner** for each
 storage that it has seen: the op that produced it, and what the plan does with it. A storage is identified by
@@ -42,19 +42,19 @@ from .views import View
 
 
 class ForwardPass:
-    """Decides for each tensor that autograd saves in one forward what becomes of it, by who produced it.
+    """Decides for each tensor that autograd saves in one forward what becomes of it, by its producer.
 
     Args:
-        setting: what the passes of one applied plan share.
+        setting: what all forwards under one applied plan share.
         outside: modules whose parameters and buffers are never touched: those around the scopes.
-        traces: what scopes do at every call.
+        traces: cached traces of the scopes, which are also learned here.
         call: arguments of the model, which are unowned.
     """
 
     def __init__(
         self, setting: Setting, outside: Iterable[nn.Module], traces: CachedTraces, call: Any = ()
     ) -> None:
-        # 30 attributes at most: Python finds those of an object with more a tenth slower, in `pack` too.
+        # 30 attributes at most: with more, Python takes a tenth longer to find any of them, in `pack` too.
         self._setting, self._traces = setting, traces
         self._fates = setting.fates
         self._keep = setting.pack_handler or keep
@@ -87,7 +87,7 @@ class ForwardPass:
 
     @property
     def fuse(self) -> Callable[[Region], bool] | None:
-        """What runs a region again in one kernel; ``None``: regions run as they are."""
+        """The function that runs a region again in one kernel; ``None``: regions run op by op."""
         return self._setting.fuse
 
     def track(self, tensor: torch.Tensor) -> int | None:
@@ -112,13 +112,13 @@ class ForwardPass:
         compiled_nodes: int | None,
         checkpoint: Checkpoint | None = None,
     ) -> bool:
-        """A layer, or a module around the layers, starts.
+        """Start a layer, or a module around the layers.
 
         Args:
-            place: what starts.
-            args, kwargs: of its call.
+            place: the layer or module.
+            args, kwargs: arguments of its call.
             compiled_nodes: autograd nodes of its eager call, if it is compiled (0: not known).
-            checkpoint: if ``torch.utils.checkpoint`` runs it again.
+            checkpoint: the part of it that ``torch.utils.checkpoint`` runs again; ``None``: none.
 
         Returns:
             Whether its ops must be followed.
@@ -140,7 +140,7 @@ class ForwardPass:
         return True
 
     def end_scope(self, output: Any) -> None:
-        """End the scope; it owns its output (a layer also if one of its ops produced it)."""
+        """End the present scope; it becomes the owner of its output (a layer, also if an op inside was)."""
         scope, self.scope = self.scope, None
         steps, watched = self._steps, self._watched
         self._call = None
@@ -199,13 +199,13 @@ class ForwardPass:
             self.packing = False
 
     def ticket_of_input(self, tensor: torch.Tensor) -> Ticket:
-        """Make the ticket of a tensor that a region reads: its producer's fate holds."""
+        """Make the ticket of a tensor that a region reads, by the fate of the op that produced it."""
         owner = self.owners.owner(tensor)
         tensor = tensor.detach()
         return self._keep(tensor) if owner is None else self._ticket(tensor, owner, self._clock.now())
 
     def end(self) -> None:
-        """The model's forward ends: release what is left, and plan the backward."""
+        """End the model's forward: release what is left, and schedule the copies back."""
         if self._between is not None and next(self._between, None) is not None:
             self._mismatch(None)
         elif self._between_watched is not None:
@@ -222,7 +222,7 @@ class ForwardPass:
         self.owners.clear()
 
     def _follow(self) -> None:
-        """Read whose the parameters and the arguments of the scope's call are."""
+        """Set the owners of the parameters and the arguments of the scope's call."""
         if self._call is None:
             return
         place, args, kwargs = self._call
@@ -232,11 +232,11 @@ class ForwardPass:
             if in_decoder and isinstance(hidden, torch.Tensor) and self.owners.owner(hidden) is None:
                 self.owners.own(hidden, self._fates["embedding", OUTPUT, None])
             self.own_outside((args, kwargs))
-        self._autocast = torch.is_autocast_enabled(self._setting.device.type)  # within a pack it reads off
+        self._autocast = torch.is_autocast_enabled(self._setting.device.type)  # in a pack hook it is off
         self.owners.enter(place.modules)
 
     def _mismatch(self, scope: Scope | None) -> None:
-        """The running call is not what its segment did before."""
+        """Handle a call that differs from the cached trace of its segment; ``None``: between the scopes."""
         self._steps = None
         if scope is None:
             self._between = None
@@ -301,7 +301,7 @@ class ForwardPass:
         return ticket
 
     def _chosen(self, tensor: torch.Tensor, view: View, owner: Owner, op: int) -> Action:
-        """Ask once for each storage, however many nodes save it."""
+        """Return the action for a tensor. ``auto`` is asked once per storage, however many nodes save it."""
         if self._auto is None:
             return owner.action
         if owner.chosen is None:
@@ -315,7 +315,7 @@ class ForwardPass:
 
 
 def _is_inside(owner: Owner) -> bool:
-    """Whether a tensor is rebuilt by the region that runs; a sliced one is its input, gathered only once."""
+    """Whether the running region rebuilds a tensor; also a sliced input, so that it is gathered only once."""
     return owner.action.kind in ("recompute_inside", "slice") or (
         owner.action.kind == "recompute_function" and owner.region is None
     )

@@ -1,4 +1,4 @@
-"""Which bytes of the slabs are free: an address-ordered list of ranges that grow together when they touch."""
+"""Free bytes of the slabs: a list of ranges in order of address, which are joined when they touch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 ALIGNMENT_BYTES = 256
-"""Every range starts at a multiple: what a device's copy engine and any dtype are content with."""
+"""Every range starts at a multiple of it. It is enough for copy engines and for any dtype."""
 
 
 class Range(NamedTuple):
@@ -39,7 +39,7 @@ class FreeRanges:
         return tuple(self._ranges)
 
     def add(self, freed: Range) -> None:
-        """Free a range, which is not free yet, and join it with its neighbours."""
+        """Add a range that was not free, and join it with free neighbours."""
         self.total_bytes += freed.size_bytes
         at = bisect_left(self._ranges, freed)
         slab, start, stop = freed
@@ -53,9 +53,9 @@ class FreeRanges:
     def take(self, size_bytes: int, least_bytes: int) -> list[Range] | None:
         """Take ranges that hold ``size_bytes`` together; ``None`` if there are none.
 
-        One range if one is long enough, the first such; else the longest ones, so that there are few. Each
-        holds at least ``least_bytes``, or all of the rest. The last one ends at a multiple of
-        `ALIGNMENT_BYTES` or with its slab, so it may be a little longer than what it holds.
+        The first range that is long enough, or else the longest ranges, so that there are few. Each holds at
+        least ``least_bytes``, or all of the rest. The last one ends at a multiple of `ALIGNMENT_BYTES` or
+        with its slab, so it may be a little longer than needed.
         """
         if size_bytes == 0:
             return []

@@ -67,16 +67,16 @@ _REDUCTIONS_AND_VIEWS = frozenset(
 
 
 class _NotFused(Exception):
-    """Why a chain is not."""
+    """Raised with the reason why a chain cannot be fused."""
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A chain in one piece.
+    """A compiled chain of regions.
 
     Args:
-        call: takes what comes from outside; returns what is caught and the outputs, region after region.
-        counts: of each region, (caught, outputs).
+        call: takes the chain's inputs; returns the caught tensors and the outputs, region after region.
+        counts: (number of caught tensors, number of outputs) of each region.
     """
 
     call: Callable[..., Sequence[torch.Tensor]]
@@ -97,10 +97,10 @@ class Fuser:
         self.runs = 0
 
     def run_again(self, region: Region) -> bool:
-        """Run ``region`` again, and with it the regions whose outputs it needs and which are not there.
+        """Run ``region`` again, with the regions whose outputs it needs and that are not rebuilt yet.
 
         Returns:
-            Whether it could: else nothing has been done.
+            Whether it was run; if not, nothing has changed.
         """
         name = region.name
         if name in self._not_fused:
@@ -115,7 +115,7 @@ class Fuser:
             self._not_fused.add(name)
             return False
         except StaleTensorError:
-            return False  # which says so in its own words
+            return False  # running it op by op raises the error
         kernel = self._known[key]
         self.runs += 1
         with torch.no_grad():
@@ -156,12 +156,12 @@ class _Inner:
 
 
 class _Chain:
-    """A region and the regions before it that have to run again with it, first things first.
+    """A region and the earlier regions that have to run again with it, in the order in which they run.
 
-    Restores everything that comes from outside, once.
+    It restores each of its inputs from outside once.
 
     Attributes:
-        tensors: what comes from outside: tensors that the regions were called with, and parameters.
+        tensors: inputs from outside: tensors that the regions were called with, and parameters.
     """
 
     def __init__(self, last: Region) -> None:
@@ -175,7 +175,7 @@ class _Chain:
         self._parameters = [self._parameters_of(region) for region in self._regions]
 
     def key(self) -> object:
-        """What a kernel is good for."""
+        """Return a value that is equal for chains that can run the same kernel."""
         calls = tuple(
             (region.name, id(region.function), tuple(region.expected), region.state.autocast)
             for region in self._regions
@@ -183,11 +183,11 @@ class _Chain:
         return calls, repr(self._leaves), self.metas()
 
     def metas(self) -> object:
-        """Shapes, strides and dtypes of what comes from outside."""
+        """Return shapes, strides, dtypes and devices of the inputs from outside."""
         return tuple((item.shape, item.stride(), item.dtype, item.device) for item in self.tensors)
 
     def run(self, counts: list[tuple[int, int]], *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Run all regions on ``tensors``; return what was caught and what they return, flat."""
+        """Run all regions on ``tensors``; return their caught tensors and outputs as one flat list."""
         counts.clear()
         results: list[torch.Tensor] = []
         outputs: list[list[torch.Tensor]] = []
@@ -232,7 +232,7 @@ class _Chain:
             caught = dict(zip(region.expected, map(Kept, islice(rest, num_caught)), strict=True))
             region.rebuilt_as(caught, list(islice(rest, num_outputs)))
         for used in self._inner:
-            used.region.take_output(used.position, used)  # these uses are over
+            used.region.take_output(used.position, used)  # counts as read: the kernel has used it
 
     def _add(self, region: Region) -> None:
         for leaf in region.leaves:
@@ -269,7 +269,7 @@ def _call_with(module: nn.Module, named: dict[str, torch.Tensor], *args: Any, **
 
 
 def _obstacle(traced: GraphModule) -> str | None:
-    """The first op of a trace that is not to be fused."""
+    """Return the first op of a trace that must not be fused; ``None``: all may be."""
     for node in traced.graph.nodes:
         if node.op == "call_function" and node.target is not operator.getitem:
             target = node.target

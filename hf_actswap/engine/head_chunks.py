@@ -1,12 +1,12 @@
-"""Logits as rows that are computed chunk by chunk: from hidden states, a head and what is done behind it.
+"""Logits as rows that are computed chunk by chunk, from hidden states, a head and the calls that follow it.
 
-`RowsForm` says what the rows are made of, and computes what a function gives them: without gradients
-(`RowsForm.values`), or with those of hidden states and parameters (`RowsForm.differentiated`). One chunk of
-logits is there at a time.
+`RowsForm` describes how the rows are made, and computes the values that a function returns for them: without
+gradients (`RowsForm.values`), or with gradients of hidden states and parameters
+(`RowsForm.differentiated`). One chunk of logits exists at a time.
 
-Gradients are summed over the chunks in fp32, from products that are not rounded in between: under a head
-that is a linear layer and nothing else autograd sees only what is behind it, and the two products of its
-backward are made here. Whatever else is there (adapters, quantised weights) autograd differentiates.
+Gradients are summed over the chunks in fp32, from products that are not rounded before. So for a head that
+is just a linear layer, autograd differentiates only the calls that follow it, and the two products of the
+layer's backward are computed here. Other heads (adapters, quantised weights) are differentiated by autograd.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Head(Exchangeable):
     """A head without its hooks.
 
     Args:
-        module: a linear layer, or a module around one; or a linear layer of which each rank has a part, with
-            ``input_parts`` and ``whole_input`` (`ColumnParallelLinear`), and ``output_size`` in all.
+        module: a linear layer, or a module around one; or a linear layer divided among ranks
+            (`ColumnParallelLinear`), with ``input_parts``, ``whole_input``, and ``output_size`` of all ranks.
     """
 
     module: Any
@@ -49,14 +49,14 @@ class Head(Exchangeable):
 
 
 class HeadCall:
-    """One call of a head: what all that comes of its logits has in common.
+    """One call of a head: what all logits that derive from it share.
 
     Args:
-        head: that was called.
-        names: of its parameters that train.
-        tokens: of a chunk.
-        dtype: of its output.
-        device: of the hidden states.
+        head: the head that was called.
+        names: names of its trained parameters.
+        tokens: number of tokens in a chunk.
+        dtype: dtype of its output.
+        device: device of the hidden states.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class HeadCall:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Run under the autocast of the call; all runs draw the random numbers of the first."""
+        """Run under the call's autocast state; each run draws the same random numbers as the first run."""
         with no_saved_tensor_hooks():
             if self._first_run is not None:
                 with self._first_run.restored(), self._state.autocast_restored():
@@ -80,7 +80,7 @@ class HeadCall:
                 yield
 
     def logits(self, hidden: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the logits ``[C, V]`` of a chunk ``[C, H]``, with these as the parameters that train."""
+        """Return the logits ``[C, V]`` of a chunk ``[C, H]``, with these as the trained parameters."""
         named = dict(zip(self.names, parameters, strict=True))
         logits: torch.Tensor = self.head.with_parameters(named, hidden)
         return logits
@@ -105,7 +105,7 @@ class RowCall:
         args, kwargs: its arguments, with `Here` in the place of the logits.
         lead: shape of the logits without their last dimension. A tensor among the arguments is the same for
             all rows, or has this shape and a dimension more.
-        state: the autocast that it was made under.
+        state: the autocast state in which the model made the call.
     """
 
     func: Callable[..., Any]
@@ -115,7 +115,7 @@ class RowCall:
     state: CallState
 
     def __call__(self, logits: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Return what the function gives some rows, ``[C, ..]``, of their logits ``[C, V]``."""
+        """Return the function's values ``[C, ..]`` for the rows ``rows``, whose logits are ``[C, V]``."""
         chunk = torch.Size((*(1 for _ in self.lead[1:]), len(logits)))
 
         def given(item: Any) -> Any:
@@ -132,25 +132,25 @@ class RowCall:
 
 
 def is_same_for_rows(item: torch.Tensor, lead: torch.Size) -> bool:
-    """Whether a tensor is a number, or a value for each entry of a row, whichever row of ``lead`` it is."""
+    """Whether a tensor is the same for all rows of ``lead``: a number, or a value per vocabulary entry."""
     return item.dim() == 0 or (item.dim() <= len(lead) + 1 and item.numel() == item.shape[-1])
 
 
 def layout_of(lead: Sequence[int], vocabulary: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor on ``meta`` for logits: its strides number the rows, and a row's entries lie apart."""
+    """Return a ``meta`` tensor in place of logits; the offset of a row's first entry is the row's number."""
     strides = torch.empty(lead, device="meta").stride()
     return torch.empty_strided((*lead, vocabulary), (*strides, math.prod(lead)), dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True)
 class RowsForm:
-    """What logits are made of, beside the hidden states and the head's parameters.
+    """How logits are made from hidden states and the head's parameters.
 
     Args:
-        call: of the head.
-        layout: see `layout_of`; a view of one where rows were chosen.
-        numbers: ``[N]``, which row of the hidden states each number of the layout means; ``None``: itself.
-        steps: what is done to the head's output, row by row.
+        call: the call of the head.
+        layout: a tensor of `layout_of`, or a view of it that chooses rows.
+        numbers: ``[N]``: the row of the hidden states for each row number of the layout; ``None``: the same.
+        steps: calls that are applied to the head's output, row by row.
     """
 
     call: HeadCall
@@ -160,7 +160,7 @@ class RowsForm:
 
     @property
     def lead(self) -> torch.Size:
-        """The shape without the vocabulary."""
+        """The shape of the logits without the vocabulary."""
         return self.layout.shape[:-1]
 
     def copied(self) -> RowsForm:
@@ -171,16 +171,16 @@ class RowsForm:
         return replace(self, layout=fresh, numbers=self._row_numbers())
 
     def and_then(self, step: RowCall, vocabulary: int | None = None) -> RowsForm:
-        """Return the form with one step more.
+        """Return the form with one more step.
 
         Args:
-            step: leaves the shape as it is, or the dtype.
-            vocabulary: entries that it gives each row; ``None``: as many as before.
+            step: changes either the dtype or the number of entries of a row, at most.
+            vocabulary: number of entries of a row after it; ``None``: as before.
         """
         apart, dtype = self.layout.stride(-1), self.layout.dtype
         if vocabulary is None:
             vocabulary = self.layout.shape[-1]
-            # The dtype is that of a row that is there: autocast leaves those on meta as they are.
+            # The dtype comes from a real row: autocast does not cast tensors on meta.
             dtype = step(torch.zeros(1, vocabulary, dtype=dtype, device=self.call.device), slice(0, 1)).dtype
         fresh, shape = layout_of((apart,), vocabulary, dtype), (*self.lead, vocabulary)
         layout = fresh.as_strided(shape, self.layout.stride(), self.layout.storage_offset())
@@ -189,7 +189,7 @@ class RowsForm:
     def values(
         self, function: RowCall | None, hidden: torch.Tensor, parameters: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Return what a function gives all rows, ``[N, ..]``; without one the logits, ``[N, V]``."""
+        """Return a function's values for all rows, ``[N, ..]``; without a function the logits, ``[N, V]``."""
         values: torch.Tensor | None = None
         with torch.no_grad(), self.call.restored():
             parameters = [item.detach() for item in parameters]
@@ -211,13 +211,13 @@ class RowsForm:
         parameters: Sequence[torch.Tensor],
         wants_hidden: bool,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """Return what `values` does, by chunk, and the gradients of hidden states and parameters in fp32.
+        """Return a function's values for each chunk, and gradients of hidden states and parameters in fp32.
 
         Args:
-            function: see `values`.
-            upstream: gradient of its values, ``[N, ..]``; ``None``: ones.
-            hidden, parameters: of the call.
-            wants_hidden: whether the gradient of the hidden states is asked for.
+            function: called with the rows of each chunk; ``None``: no values, and gradients of the logits.
+            upstream: gradient of the values (or of the logits), ``[N, ..]``; ``None``: ones.
+            hidden, parameters: hidden states, and the head's trained parameters.
+            wants_hidden: whether to compute the gradient of the hidden states.
         """
         of_hidden = zero_sum(hidden) if wants_hidden else None
         flat = None if of_hidden is None else of_hidden.view(-1, hidden.shape[-1])
@@ -229,7 +229,7 @@ class RowsForm:
                 finish = partial(self._finished, rows=rows, function=function)
                 of_rows = None if upstream is None else upstream[rows]
                 part, of_piece = chunk(piece, finish, of_rows, wants_hidden)
-                if function is not None:  # what is asked of logits themselves is their gradient
+                if function is not None:  # without a function only the gradients are wanted
                     values.append(part)
                 if flat is not None and isinstance(at, slice):
                     flat[at] += of_piece
@@ -238,14 +238,14 @@ class RowsForm:
         return values, [of_hidden, *totals]
 
     def _row_numbers(self) -> torch.Tensor:
-        """Which rows of the hidden states these are, ``[N]``."""
+        """Return the row of the hidden states for each row of these logits, ``[N]``."""
         lead, numbers = self.layout.select(-1, 0), self.numbers
         if numbers is None:
             numbers = torch.arange(self.layout.stride(-1), device=self.call.device)
         return numbers.as_strided(lead.shape, lead.stride(), lead.storage_offset()).reshape(-1)
 
     def _chunks(self, hidden: torch.Tensor) -> Iterator[tuple[slice, Any, torch.Tensor]]:
-        """Yield each chunk's place among the rows, its place in the flat hidden states, and these."""
+        """Yield each chunk's place among the rows, its place in the flat hidden states, and that part."""
         flat, lead = hidden.detach().reshape(-1, hidden.shape[-1]), self.layout.select(-1, 0)
         in_order, start = self.numbers is None and lead.is_contiguous(), lead.storage_offset()
         order = None if in_order else self._row_numbers()
@@ -255,7 +255,7 @@ class RowsForm:
             yield rows, at, flat[at]
 
     def _finished(self, logits: torch.Tensor, rows: slice, function: RowCall | None) -> torch.Tensor:
-        """Do the steps to the head's output of a chunk, ``[C, V]``, and at last the function."""
+        """Apply the steps, and then the function, to the head's output for a chunk, ``[C, V]``."""
         for step in (*self.steps, function):
             logits = logits if step is None else step(logits, rows)
         return logits
@@ -296,7 +296,8 @@ class RowsForm:
 
 
 _Chunk = Callable[[torch.Tensor, Any, Any, bool], Any]
-"""Runs a chunk and its backward, given hidden states, what finishes logits, upstream, if they want one."""
+"""Runs a chunk and its backward. Takes hidden states, the calls after the head as one function, the upstream
+gradient, and whether the hidden states need a gradient."""
 
 
 def _gradients(values: torch.Tensor, inputs: list[torch.Tensor], upstream: torch.Tensor | None) -> list[Any]:

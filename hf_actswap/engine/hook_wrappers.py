@@ -1,14 +1,14 @@
-"""Doing something before and after a module's call, without getting into what is compiled.
+"""Runs functions before and after a module's call, outside of compiled code.
 
 Hooks on a module that ``Module.compile`` has compiled in place would be traced into its graph, and break it.
-There the compiled call itself is wrapped. A module that ``torch.compile`` has wrapped runs its own hooks
-outside the compiled code, so ordinary hooks serve.
+For such a module the compiled call itself is wrapped. A module that ``torch.compile`` has wrapped runs its
+own hooks outside the compiled code, so it gets ordinary hooks.
 
 A module that is compiled after its hooks were put on is rejected in its first training forward: traced into a
 graph, a hook would act once, when the graph is made, and not at each call.
 
-Nothing here goes with a copy of a module (``copy.deepcopy``: averaged weights, reference models): what is put
-on a model acts on that model alone.
+A copy of a module (``copy.deepcopy``: averaged weights, reference models) has none of these functions: they
+act on the original model alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Undo = Callable[[], None]
 
 
 def wrap_call(module: nn.Module, before: Before, after: After) -> list[Undo]:
-    """Call ``before`` ahead of each call of ``module`` and ``after`` behind it, also after an exception."""
+    """Run ``before`` before each call of ``module``, and ``after`` after it, also after an exception."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return [_wrap_compiled(module, before, after)]
     handles = [
@@ -42,10 +42,10 @@ def wrap_call(module: nn.Module, before: Before, after: After) -> list[Undo]:
 
 
 class Hook:
-    """A module's hook, in whose place a copy of the module has one that does nothing.
+    """A hook on a module. In a copy of the module a hook that does nothing takes its place.
 
     Args:
-        act: the hook.
+        act: the function that the hook calls.
         always_call: whether it also runs after an exception.
     """
 
@@ -66,7 +66,7 @@ class Hook:
 
 
 def _nothing(*_: Any) -> None:
-    """What the hooks of copies do."""
+    """Do nothing: the hook of a copied module."""
 
 
 def reject_tracing() -> None:
@@ -104,13 +104,13 @@ def _wrap_compiled(module: nn.Module, before: Before, after: After) -> Undo:
 
 
 def replace_call(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Undo:
-    """Put a function around the calls of this module alone, outside of its hooks; return what takes it away.
+    """Wrap the calls of this module alone, outside of its hooks; return a function that removes the wrapper.
 
-    Several may be around one module, and go in any order.
+    A module may have several wrappers, which may be removed in any order.
 
     Args:
         module: compiled in place, or not.
-        wrapper: given what a call runs inside; returns what it is to run.
+        wrapper: takes the function that a call runs now; returns the function that it is to run.
     """
     compiled = getattr(module, "_compiled_call_impl", None)
     name = "_call_impl" if compiled is None else "_compiled_call_impl"
@@ -119,7 +119,7 @@ def replace_call(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Call
     vars(module)[name] = link
 
     def undo() -> None:
-        outer = vars(module).get(name)  # another one, if the module was compiled anew meanwhile
+        outer = vars(module).get(name)  # not of ours if the module was compiled anew meanwhile
         if outer is link and (compiled is not None or isinstance(link.inner, _ReplacedCall)):
             vars(module)[name] = link.inner
         elif outer is link:
@@ -128,13 +128,13 @@ def replace_call(module: nn.Module, wrapper: Callable[[Callable[..., Any]], Call
             if outer.inner is link:
                 outer.inner = link.inner
             outer = outer.inner
-        link.call = link.inner  # what was around holds `link`: no cycle may keep the module alive
+        link.call = link.inner  # others may still hold `link`: no cycle may keep the module alive
 
     return undo
 
 
 class _ReplacedCall:
-    """What a module's calls run; a copy of the module has its own."""
+    """The function that a module's calls run; a copy of the module gets its class's instead."""
 
     __slots__ = ("_module", "_name", "call", "inner")
 
@@ -146,15 +146,15 @@ class _ReplacedCall:
         return self.call(*args, **kwargs)
 
     def call_inner(self, *args: Any, **kwargs: Any) -> Any:
-        """Run what is inside at present."""
+        """Run the function that is wrapped, which may change when another wrapper is removed."""
         return self.inner(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return getattr, (self._module, self._name)  # of a copy that has nothing of its own yet: the class's
+        return getattr, (self._module, self._name)  # read from the copy, so it is the class's function
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
-    """Put another forward on this module alone; return what puts back the one before."""
+    """Replace the forward of this module alone; return a function that restores the one before."""
     own = vars(module).get("forward")
     vars(module)["forward"] = _Forward(module, own, forward)
 
@@ -180,12 +180,12 @@ class _Forward:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         if self._own is None:
-            return getattr, (self._module, "forward")  # of a copy that has nothing yet: the class's
+            return getattr, (self._module, "forward")  # read from the copy, so it is the class's
         return _same, (self._own,)
 
 
 def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """What a copy has whose original had a forward of its own before."""
+    """Return the forward for a copy: the one that the original module had before it was replaced."""
     return forward
 
 

@@ -2,12 +2,12 @@
 
 What `Engine` installs, and nothing else:
 
-* on the model, something before and after its call (`wrap_call`): the saved-tensor hooks are pushed before
-  its forward and popped after it, also after an exception; and around its call, for what skips even
-  ``always_call`` hooks (`KeyboardInterrupt`);
+* on the model, a pair of hooks (`wrap_call`) that pushes the saved-tensor hooks before its forward and pops
+  them after it, also after an exception; and a wrapper of its call, which cleans up after an exception that
+  skips even ``always_call`` hooks (`KeyboardInterrupt`);
 * on each layer, and on the embedding, the final norm and the head, a pair that follows which of them runs;
 * on the modules inside layers whose ops are decided one by one, a pair that follows the module path, and
-  the `NamingMode` while the layer runs, both until its `cached_traces` are known;
+  the `NamingMode` while the layer runs, both until the layer has a cached trace (`cached_traces`);
 * on layers that are recomputed whole, ``torch.utils.checkpoint`` around their forward, non-reentrant with
   early stop.
 
@@ -79,7 +79,7 @@ class Engine:
     ) -> None:
         self.plan, self.structure = plan, structure
         self._root = unwrapped(model)
-        self._layers = {  # as they are between calls: a stage of a pipeline has others in place within one
+        self._layers = {  # looked up between calls: within one, a pipeline stage has other modules there
             layer.index: self._root.get_submodule(layer.module_path) for layer in structure.all_layers
         }
         called = compiled_wrapper(model, structure)
@@ -110,18 +110,18 @@ class Engine:
 
     @property
     def place(self) -> Workplace:
-        """Where it works."""
+        """The device, host memory, transfer and counters that the plan works with."""
         return self._place
 
     def handle_packs_by(self, pack_handler: PackHandler | None) -> None:
-        """Let ``pack_handler`` make the tickets of what stays on the device, from the next forward on."""
+        """Let ``pack_handler`` make the tickets of tensors that stay, from the next forward on."""
         self._place.handle_packs_by(pack_handler)
         self._acts = bool(self.plan.rows) or pack_handler is not None
 
     def attach(self) -> list[Callable[[], None]]:
-        """Install the hooks; return what takes them off, in order of installation.
+        """Install the hooks; return functions that remove them, in order of installation.
 
-        Taken off, they may be installed again: cached traces, counters and the setting are still there.
+        After removal they may be installed again: cached traces, counters and the setting are kept.
         """
         if not self._acts:
             return []
@@ -149,7 +149,7 @@ class Engine:
         return undo
 
     def close(self) -> None:
-        """The hooks are off for good: end the thread and free the host memory. Safe to call again."""
+        """Unbind the thread and free the host memory, once the hooks are off for good. Safe to call again."""
         self._first_step.removed(self.plan, self._measures)
         self._place.unbind()
         self._place.close()
@@ -175,7 +175,7 @@ class Engine:
         ]
 
     def _follow_inside(self) -> None:
-        """Follow the module paths in layers that have no cached trace yet, or none any more."""
+        """Follow the module paths inside the layers that can have a cached trace."""
         if self._inside_hooks is None:
             layers = [layer for layer in self.structure.all_layers if layer.index in self._named]
             with uninterrupted():
@@ -189,7 +189,7 @@ class Engine:
                     step()
 
     def _settle(self, forecast: DryRunForecast) -> None:
-        """What the first forward will save can be known: change the plan to what will be carried out."""
+        """Change the plan to what will be carried out, from what the first forward is going to save."""
         saved = None
         if self._fates.recomputed.selective_layers and not forecast.compiled:
             saved = forecast.saved()
@@ -198,11 +198,11 @@ class Engine:
         self._change(settled(self.plan, self.structure, saved))
 
     def adjust(self, adjustments: Sequence[Adjustment], level: int = logging.INFO) -> None:
-        """Something was measured, or found, since: add it to the plan."""
+        """Add to the plan what was measured or found since it was applied, and log it."""
         self._change(replace(self.plan, adjustments=(*self.plan.adjustments, *adjustments)), level)
 
     def _change(self, plan: MemoryPlan, level: int = logging.INFO) -> None:
-        """Change the plan on the model, here alone, and say in one line each what has changed it."""
+        """Replace the plan on the model, and log each new adjustment. No other method replaces the plan."""
         if plan is self.plan:
             return
         for adjustment in plan.adjustments[len(self.plan.adjustments) :]:
@@ -239,7 +239,7 @@ class Engine:
 
     @property
     def _measures(self) -> bool:
-        """Whether windows that are not written are chosen by measurement."""
+        """Whether windows that the plan leaves open are chosen by measurement."""
         setting = self._place.setting
         return setting is not None and setting.auto is not None and setting.transfer.overlaps
 
@@ -247,12 +247,12 @@ class Engine:
         forward, saving = self._forward, self._saving
         if forward is not None and saving is not None:
             saving.__exit__(None, None, None)
-            self._forward = self._saving = None  # after it: an interrupt between the two finds what is left
+            self._forward = self._saving = None  # last, so that `_clean_up` finds them after an interrupt
             forward.end()
             self._first_step.forward_ends(output)
 
     def _start_compiled(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is one compiled region: what it saves has the fate of its layers, which all agree."""
+        """Start the forward of a model that is one compiled region. All its layers have the same fate."""
         self._start_forward(module, args, kwargs)
         if self._forward is not None:
             nodes = sum(layer.nodes for layer in self.structure.layers)
@@ -266,7 +266,7 @@ class Engine:
         self._end_forward(module, args, output)
 
     def _cleaning_up(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Leave nothing behind after what skips hooks: a `KeyboardInterrupt`, the end of a thread."""
+        """Wrap the model's call, to clean up after an exception that skips hooks (`KeyboardInterrupt`)."""
 
         def cleaning_up(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -304,7 +304,7 @@ class Engine:
             follow = forward.start_scope(place, args, kwargs, compiled_nodes, checkpoint)
             if naming is not None and follow:
                 if scope in self._named:
-                    self._follow_inside()  # an earlier layer did not match its cached trace, perhaps
+                    self._follow_inside()  # needed if an earlier layer did not match its cached trace
                 forward.stack = OpStack(naming.attention_paths)
                 if self._fates.recomputed.is_root(scope, ""):
                     forward.region = self._region(forward, module, scope, "", args, kwargs)
@@ -368,11 +368,11 @@ class Engine:
         mode = self._mode
         if mode is not None and function_mode_is_innermost(mode):
             mode.__exit__(None, None, None)
-        self._mode = None  # after it: an interrupt between the two finds what is left
+        self._mode = None  # last, so that `_clean_up` finds it after an interrupt
 
 
 def checkpointed(layer: nn.Module) -> Undo:
-    """Put ``torch.utils.checkpoint`` around a layer's forward; return what takes it off again."""
+    """Put ``torch.utils.checkpoint`` around a layer's forward; return a function that removes it."""
     forward = layer.forward
     first = next(iter(inspect.signature(forward).parameters), "")
 
@@ -387,14 +387,14 @@ def checkpointed(layer: nn.Module) -> Undo:
 
 
 class CheckpointWatch:
-    """Notices gradient checkpointing that is switched on after a plan has been applied, at the next forward.
+    """Notices at each forward if gradient checkpointing was switched on after a plan had been applied.
 
-    It applies the same rules as when the plan was applied, if their result may have changed.
+    If it was, the rules that were checked when the plan was applied are checked again.
 
     Args:
-        model: inside its wrappers.
-        plan: on it.
-        structure: of the model as it was then.
+        model: the model inside its wrappers.
+        plan: the plan on it.
+        structure: structure of the model when the plan was applied.
     """
 
     def __init__(self, model: nn.Module, plan: MemoryPlan, structure: ModelStructure) -> None:
@@ -403,10 +403,10 @@ class CheckpointWatch:
         self._known = [layer.checkpointed for layer in structure.all_layers]
 
     def check(self) -> None:
-        """A training forward starts.
+        """Check the layers; called when a training forward starts.
 
         Raises:
-            PlanError: gradient checkpointing has been switched on since, and the plan cannot act beside it.
+            PlanError: gradient checkpointing has been switched on, and the plan cannot act beside it.
         """
         now = [layer.training and is_checkpointed(layer) for layer in self._layers.values()]
         if not any(on and not known for on, known in zip(now, self._known, strict=True)):
@@ -420,18 +420,18 @@ _PAYS_NOT = "each op that it names would hold more than it drops (see the adjust
 
 
 class FirstStep:
-    """Says in one warning why a plan did nothing in its first step, if it did nothing.
+    """Warns, once, if a plan swapped or recomputed nothing in its first step, and says why.
 
     It follows the steps under the plan until it has judged one: a forward and the backward through it.
 
     Args:
-        plan: as it was applied.
-        structure: of the model.
+        plan: the plan as it was applied.
+        structure: structure of the model.
         root: the model inside its wrappers.
-        counters: of the plan.
+        counters: what the plan has done so far.
 
     Attributes:
-        entered: scopes that the forward has come to; ``None``: a step has been judged.
+        entered: scopes that forwards have entered so far; ``None``: a step has been judged.
     """
 
     def __init__(
@@ -446,21 +446,21 @@ class FirstStep:
         self._backward_ran = False
 
     def forward_without_gradients(self) -> None:
-        """A forward has started of which autograd saves nothing."""
+        """Count a forward that has started without gradients."""
         self._without_gradients += 1
 
     def forward_starts(self, plan: MemoryPlan, measures: bool) -> None:
-        """A training forward starts: judge the one before, if backward has run through it.
+        """Judge the step before, if its backward has run; called when a training forward starts.
 
         Args:
-            plan: as it is settled: recomputation that saves no memory is kept in it.
-            measures: whether windows that are not written are chosen by measurement, which says what it does.
+            plan: the plan after it was settled: ops whose recomputation saves no memory are kept.
+            measures: whether open windows are chosen by measurement, which logs its own decisions.
         """
         if self.entered is not None and self._backward_ran:
             self._judge(plan, measures)
 
     def forward_ends(self, output: Any) -> None:
-        """It has ended, and returned ``output``."""
+        """Note that a forward has returned ``output``, and listen for its backward."""
         if self.entered is None or self._backward_ran:
             return
         for leaf in tree_leaves(output):
@@ -468,7 +468,7 @@ class FirstStep:
                 leaf.grad_fn.register_prehook(self._backward_runs)
 
     def removed(self, plan: MemoryPlan, measures: bool) -> None:
-        """Called when the plan is removed."""
+        """Judge the last step, or warn that no forward had gradients; called when the plan is removed."""
         if plan.rows and not self._counters.forwards and self._without_gradients:
             count = self._without_gradients
             logger.warning("The plan did nothing: all %d forwards under it ran without gradients.", count)
@@ -503,7 +503,7 @@ class FirstStep:
         return f"autograd saves nothing of what it names ({folded(scopes)}){frozen}"
 
     def _trains(self, scope: Scope) -> bool:
-        """Whether a layer has weights with gradients; what is around the layers is not asked."""
+        """Whether a layer has weights that need gradients; for a scope that is no layer: true."""
         layer = self._layers.get(scope)
         return layer is None or any(weight.requires_grad for weight in layer.parameters())
 

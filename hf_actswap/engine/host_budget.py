@@ -1,4 +1,4 @@
-"""The host memory of one rank: how much it may take, where it comes from, near which processors it lies."""
+"""The host memory of one rank: its limit, its source, and the processors that it lies next to."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from .slabs import PageableSlabs, PinnedSlabs, SlabSource
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
-"""Takes bytes ready, and bytes to be ready in all; equal at the end."""
+"""Called with (bytes allocated so far, bytes to allocate in all); the two are equal in the last call."""
 
 _EXACT = 1
-"""Slab size of ordinary memory: slabs are exactly as large as what is asked for, there is nothing to save."""
+"""Slab size of pageable memory: slabs are exactly as large as requests, as larger ones would save nothing."""
 
 
 class HostMemory:
-    """Makes the pool of applied plans, says before the first step whether it suffices, and binds the rank.
+    """Makes the host memory pool of applied plans, forecasts whether it suffices, and binds the rank.
 
     It serves one plan, or several one after the other on the same model: the pool then stays, since
-    page-locking takes 0.76 s per GiB. The machine's free memory is read when this is made, before any rank
-    has taken its part of it; a rank may take its share less a margin, and no slab is allocated that would eat
-    into the margin, whoever else has grown meanwhile. What does not fit stays on the device and is counted.
+    page-locking takes 0.76 s per GiB. The machine's free memory is read when this object is made, before any
+    rank has taken its part of it. A rank may take its share less a margin. No slab is allocated that would
+    use the margin, even if other processes have grown meanwhile. Tensors that do not fit stay on the device
+    and are counted.
 
-    A plan that does not fit is a warning and not an error, also where nothing of it fits: the rest of the
-    plan (recomputation) stands, and what stays on the device can only meet the device's own limit, which
-    raises an exception.
+    A plan that does not fit gives a warning and not an error, even if nothing of it fits: the rest of the
+    plan (recomputation) still acts, and if the device itself has too little memory, PyTorch raises an error.
 
     Args:
-        plan: says the user's cap, and whether the rank may be bound; that of all plans.
+        plan: gives the user's cap and says whether the rank may be bound; the same for all plans.
     """
 
     def __init__(self, plan: MemoryPlan) -> None:
@@ -68,7 +68,7 @@ class HostMemory:
 
     @property
     def opened(self) -> HostPool | None:
-        """The pool of now, if one was asked for."""
+        """The present pool; ``None``: none was made yet, or it was closed."""
         return self._pool
 
     def close(self) -> None:
@@ -101,20 +101,20 @@ class HostMemory:
             undo()
 
     def make_ready(self, pool: HostPool, pinned: bool, plan: MemoryPlan, dry_run: DryRunForecast) -> None:
-        """Log whether what the plan swaps in the forward that starts fits in host memory, and begin to
+        """Log whether the tensors that the plan will swap in a forward fit in host memory, and begin to
         allocate it.
 
-        Only tensors that certainly move count: not those among which ``auto`` will choose, which chooses
-        within the budget and makes its own part ready. Where the bytes cannot be known (compiled layers,
+        Only tensors that certainly move are counted. Those among which ``auto`` will choose are not: it
+        chooses within the budget and allocates its own part. If the bytes cannot be known (compiled layers,
         models that do not run on fake tensors), an info line says so, and memory is allocated when it is
         first needed.
 
         Args:
-            pool: from `pool`.
-            pinned: whether copies overlap compute: else ``auto`` swaps everything, and nothing has to be
-                locked beforehand.
-            plan: that starts.
-            dry_run: what the forward that starts will save.
+            pool: the pool that `pool` returned.
+            pinned: whether copies overlap compute; if not, ``auto`` swaps everything, and no memory is
+                allocated beforehand.
+            plan: the plan that acts in the forward.
+            dry_run: forecasts what the forward will save.
         """
         sizes_bytes = _swapped(plan, pinned, dry_run)
         if not sizes_bytes:
@@ -128,11 +128,11 @@ class HostMemory:
             logger.warning("%s Stays on the device: %s.", found.message, what)
         if pinned:
             aligned = sum(-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes_bytes)
-            pool.reserve(aligned)  # at most the budget
+            pool.reserve(aligned)  # which allocates at most the budget
 
 
 def _swapped(plan: MemoryPlan, pinned: bool, dry_run: DryRunForecast) -> list[int]:
-    """Bytes of each copy; empty where there are none or they are not known."""
+    """Return the bytes of each copy to the host; empty if there are none or they are not known."""
     moving = {row for row in plan.rows if row.fate == "swap" and (row.windows is not None or not pinned)}
     if not moving or torch.compiler.is_compiling():
         return []

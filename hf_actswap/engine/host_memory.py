@@ -1,9 +1,9 @@
 """How much host memory there is for this rank, and whether a plan fits into it.
 
 Page-locked memory cannot be swapped out, so a rank that takes too much meets the kernel's OOM killer and not
-an exception. Hence a budget before anything is allocated, and another look before each slab.
+an exception. So it gets a budget before anything is allocated, and free memory is read again for each slab.
 
-The readers take the places of ``/proc`` and the cgroup tree; the arithmetic is pure. Sources of the rules:
+Functions that read take the paths of ``/proc`` and the cgroup tree; the rest is arithmetic. Its rules:
 ``MemAvailable`` is the kernel's estimate of what can be had without swapping (proc(5)); a cgroup may take
 ``memory.max - memory.current``, and its inactive file pages are reclaimed before it is killed
 (Documentation/admin-guide/cgroup-v2; version 1: ``memory.limit_in_bytes``, ``memory.usage_in_bytes``). The
@@ -31,13 +31,13 @@ _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_
 
 @dataclass(frozen=True)
 class Forecast:
-    """Whether what a plan needs is there.
+    """Whether there is enough host memory for a plan.
 
     Args:
-        need_bytes: of one rank.
-        allowed_bytes: what one rank may take; ``None``: nothing limits it.
-        fits: whether the first is within the second.
-        message: one or two sentences for people: the sum, and what to do if it does not fit.
+        need_bytes: bytes that one rank needs.
+        allowed_bytes: bytes that one rank may take; ``None``: nothing limits it.
+        fits: whether ``need_bytes`` is at most ``allowed_bytes``.
+        message: one or two sentences for people: the need of all ranks, and what to do if it does not fit.
     """
 
     need_bytes: int
@@ -47,7 +47,7 @@ class Forecast:
 
 
 def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
-    """Return what all ranks of this machine together can still allocate; ``None`` if it is unknown."""
+    """Return the bytes that all ranks of this machine together can still allocate; ``None``: unknown."""
     limits = [*_machine_limit(proc), *_cgroup_limits(proc, cgroup)]
     return max(0, min(limits)) if limits else None
 
@@ -61,23 +61,23 @@ def ranks_on_this_machine(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def margin_bytes(available: int, margin_share: float = 0.1) -> int:
-    """Return what is left to others of ``available`` bytes."""
+    """Return how many of ``available`` bytes are left to other processes."""
     return int(available * margin_share)
 
 
 def budget_bytes(
     cap_bytes: int | None, ranks: int, available: int | None, margin_share: float = 0.1
 ) -> int | None:
-    """Return what one rank may take: its cap, or its share of what is available less a margin.
+    """Return the bytes that one rank may take: its cap, or its share of the available bytes less a margin.
 
     Args:
-        cap_bytes: the user's, per rank; ``None``: none.
-        ranks: on this machine.
-        available: see `available_bytes`, read before any of the ranks has taken its part.
-        margin_share: of ``available``, left to others.
+        cap_bytes: the user's cap for one rank; ``None``: no cap.
+        ranks: number of ranks on this machine.
+        available: result of `available_bytes`, read before any of the ranks has taken its part.
+        margin_share: part of ``available`` that is left to other processes.
 
     Returns:
-        ``None`` where neither limits it.
+        The smaller of the two; ``None`` if neither is known.
     """
     if available is None:
         return cap_bytes
@@ -86,11 +86,11 @@ def budget_bytes(
 
 
 def room_beyond(kept_free_bytes: int, read: Callable[[], int | None] = available_bytes) -> Callable[[], int]:
-    """Return a reader of what may still be allocated if ``kept_free_bytes`` are to stay free.
+    """Return a function that reads the bytes that may be allocated if ``kept_free_bytes`` are to stay free.
 
-    For the time after the budgets were dealt out: they keep the ranks from taking each other's part, so what
-    has to be watched is other processes. Dividing by the ranks again would not do: a rank that is slow to
-    allocate would be left a fraction of its own part.
+    It is used after each rank has its budget. Budgets keep the ranks from taking each other's part, so only
+    other processes have to be watched. It must not divide by the number of ranks again: a rank that is slow
+    to allocate would then get a fraction of its own part.
     """
 
     def room() -> int:
@@ -127,7 +127,7 @@ def forecast(
 
 
 def locked_memory_limit() -> str:
-    """Return RLIMIT_MEMLOCK in words, for error texts: it binds some drivers, though not root's."""
+    """Return RLIMIT_MEMLOCK in words, for error texts: some drivers obey it, though not for root."""
     if sys.platform == "win32":
         return "no RLIMIT_MEMLOCK"
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -143,7 +143,7 @@ def _machine_limit(proc: Path) -> Iterator[int]:
 
 
 def _cgroup_limits(proc: Path, cgroup: Path) -> Iterator[int]:
-    """What each cgroup that we are in may still take."""
+    """Yield the bytes that each cgroup of this process may still take."""
     for line in _text(proc / "self" / "cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -154,7 +154,7 @@ def _cgroup_limits(proc: Path, cgroup: Path) -> Iterator[int]:
 
 
 def _limits_upwards(mount: Path, path: str, names: tuple[str, str, str]) -> Iterator[int]:
-    """From our cgroup up to the mount; in a container the path may not exist below it, the mount does."""
+    """Yield the free bytes of our cgroup and of all above it. In a container only the mount may exist."""
     limit_name, usage_name, reclaimable_name = names
     parts = [part for part in path.split("/") if part not in ("", "..")]
     for depth in range(len(parts), -1, -1):

@@ -42,11 +42,11 @@ _SLAB_STEP_BYTES = 2 * MIB
 """Slabs larger than usual are multiples of it: a huge page."""
 _LEAST_PIECE_BYTES = MIB
 _LAST_RESORT_PIECE_BYTES = MIB // 16
-"""Smaller pieces than usual rather than none: a copy of 64 KiB costs twice its time in latency."""
+"""Smallest piece if there is no other way: a copy of 64 KiB costs twice its time in latency."""
 
 
 class HostPool:
-    """Blocks of exact sizes out of slabs. All methods may be called from any thread.
+    """Gives out blocks of exact sizes, cut from slabs. All methods may be called from any thread.
 
     Args:
         source: where slabs come from.
@@ -54,7 +54,7 @@ class HostPool:
         slab_bytes: size of a slab; a larger request gets a slab of its own, rounded up to 2 MiB (or to
             ``slab_bytes`` if that is less, so that 1 means slabs of exactly the sizes asked for).
         progress: called on the reserving thread with (bytes reserved, bytes to reserve); the two are equal in
-            its last call, also where the reservation ended early.
+            its last call, even if the reservation ended early.
         room: returns the bytes that this process may still allocate, called before each new slab, under the
             pool's lock; ``None``: no limit.
         piece_bytes: longest piece of a block.
@@ -91,7 +91,7 @@ class HostPool:
 
     @property
     def used_bytes(self) -> int:
-        """Exact bytes of the blocks that are out; what alignment adds is not counted."""
+        """Exact bytes of the blocks in use, without what alignment adds."""
         with self._lock:
             self._collect()
             used_bytes = self._used_bytes
@@ -101,7 +101,7 @@ class HostPool:
 
     @property
     def most_bytes(self) -> int | None:
-        """What may be in use at once; ``None``: no limit is known."""
+        """Most bytes that may be in use at once; ``None``: no limit is known."""
         room = None if self._room is None else self.held_bytes + self._room()
         limits = [limit for limit in (self._cap_bytes, room) if limit is not None]
         return min(limits) if limits else None
@@ -114,7 +114,7 @@ class HostPool:
     def take(self, size_bytes: int) -> HostBuffer | None:
         """Return a block of ``size_bytes``.
 
-        ``None`` where the cap would be passed, the machine has no more memory, or the pool is closed.
+        ``None`` if the cap would be passed, the machine has no more memory, or the pool is closed.
         """
         with self._lock:
             buffer = self._take(size_bytes)
@@ -147,8 +147,8 @@ class HostPool:
             self._thread, self._reserving, self._failure = thread, True, None
 
     def wait_reserved(self) -> None:
-        """Wait until the reservation has ended; raise what it raised. It may have reserved less for lack of
-        memory: see `held_bytes`.
+        """Wait until the reservation has ended; raise what it raised. `held_bytes` is below the goal if there
+        was not enough memory.
         """
         if self._thread is not None:
             self._thread.join()
@@ -161,7 +161,7 @@ class HostPool:
 
         Safe to call again. `take` returns ``None`` from now on.
         """
-        self._closed = True  # before collecting: who reads False after appending is collected below
+        self._closed = True  # set first: if `give_back` still reads False, its block is collected below
         with self._lock:
             self._changed.notify_all()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -218,7 +218,7 @@ class HostPool:
             return buffer
 
     def _grow(self, size_bytes: int) -> bool:
-        """Allocate a slab, if then ``size_bytes`` could be served; return whether there is one more."""
+        """Allocate a slab, unless ``size_bytes`` would not fit even then; return whether it did."""
         want = self._slab_bytes
         if size_bytes > want:
             step = min(_SLAB_STEP_BYTES, self._slab_bytes)
@@ -243,7 +243,7 @@ class HostPool:
         return slab
 
     def _allowed(self, want_bytes: int) -> int:
-        """As much of ``want_bytes`` as the cap and the machine allow."""
+        """Return as much of ``want_bytes`` as the cap and the machine allow."""
         if self._cap_bytes is not None:
             want_bytes = min(want_bytes, self._cap_bytes - self.held_bytes)
         if self._room is not None and want_bytes > 0:
@@ -272,12 +272,12 @@ class HostPool:
             self._failure = self._failure or error
 
     def _next_reserved_bytes(self) -> int:
-        """Size of the next slab to reserve; 0, and the reservation is over, if there is none."""
+        """Return the size of the next slab to reserve; 0 after ending the reservation, if none is left."""
         with self._lock:
             left = self._target_bytes - self.held_bytes
             step = min(_SLAB_STEP_BYTES, self._slab_bytes)
             size_bytes = 0
-            # At its exit the interpreter waits for this thread: cut off inside PyTorch it would abort.
+            # At exit the interpreter waits for this thread; one that is killed inside PyTorch would abort.
             if left > 0 and not self._closed and threading.main_thread().is_alive():
                 size_bytes = max(0, self._allowed(min(self._slab_bytes, -(-left // step) * step)))
             if size_bytes == 0:

@@ -32,7 +32,7 @@ from .workplace import Resources, Workplace
 logger = logging.getLogger(__name__)
 
 Attach = Callable[[], list[Callable[[], None]]]
-"""Installs what acts on a model; returns what takes it off, in order of installation."""
+"""Installs hooks on a model; returns functions that remove them, in order of installation."""
 
 _FSDP1 = "FullyShardedDataParallel"
 """By its class name: importing it takes time, and FSDP2 modules are of other classes."""
@@ -42,12 +42,12 @@ class AppliedPlan:
     """A plan on a model. Use as a context manager, or call `remove`.
 
     Args:
-        plan: that is applied.
-        make: returns the engine of a plan for the model, and what installs its hooks, each time anew; that
-            returns what takes them off.
+        plan: the plan that is applied.
+        make: takes a plan; returns a new engine for the model, and the function that installs its hooks (see
+            `Attach`).
 
     Attributes:
-        structure: of the model.
+        structure: structure of the model.
     """
 
     def __init__(self, plan: MemoryPlan, make: Callable[[MemoryPlan], tuple[Engine, Attach]]) -> None:
@@ -61,7 +61,7 @@ class AppliedPlan:
 
     @property
     def plan(self) -> MemoryPlan:
-        """What was applied; once ``auto`` has measured, with an adjustment for each of its decisions."""
+        """The applied plan; once ``auto`` has measured, with an adjustment for each of its decisions."""
         return self._engine.plan
 
     def stats(self) -> SwapStats:
@@ -70,7 +70,7 @@ class AppliedPlan:
 
     @property
     def dropped_bytes(self) -> int | None:
-        """Bytes that backward finds neither on the device nor on the host, in one forward: they are rebuilt.
+        """Bytes of one forward that are held neither on the device nor on the host: backward rebuilds them.
 
         Counted at the first training forward, from its run on fake tensors; ``None``: not known (compiled
         layers, models that do not run on fake tensors, no forward yet).
@@ -78,35 +78,35 @@ class AppliedPlan:
         return self._engine.dropped_bytes
 
     def handle_packs_by(self, pack_handler: PackHandler | None) -> None:
-        """Let ``pack_handler`` make the tickets of what stays on the device, from the next forward on.
+        """Let ``pack_handler`` make the tickets of tensors that stay on the device, from the next forward on.
 
         Args:
-            pack_handler: ``None``: they stay for good, and cached traces are used. Another than ``None``
-                needs a plan that has rows, or was installed with one.
+            pack_handler: ``None``: tensors stay for good, and cached traces are used. Any other needs a plan
+                with rows, or one that was installed with a pack handler.
         """
         self._engine.handle_packs_by(pack_handler)
 
     @property
     def transfer(self) -> Transfer:
-        """What moves bytes."""
+        """The transfer that copies between device and host."""
         return self._engine.place.transfer()
 
     @property
     def place(self) -> Workplace:
-        """Where it works: device, host memory, transfer and counters, for what acts on the step."""
+        """Device, host memory, transfer and counters of the plan, for code that also acts on the step."""
         return self._engine.place
 
     @property
     def evictable(self) -> bool:
-        """Whether a pack handler makes the tickets of what stays (`handle_packs_by`)."""
+        """Whether a pack handler makes the tickets of tensors that stay (`handle_packs_by`)."""
         return self._engine.place.evictable
 
     def listen(self, listener: CopyListener | None) -> None:
-        """Report the copies of the forwards that start from now on to ``listener``; ``None``: to none."""
+        """Report copies to ``listener``, in forwards that start from now on; ``None``: report none."""
         self._engine.place.listener = listener
 
     def on_remove(self, step: Callable[[], None]) -> None:
-        """Let `remove` do one thing more."""
+        """Let `remove` also call ``step``."""
         self._undo.append(step)
 
     @uninterrupted()
@@ -139,7 +139,7 @@ class AppliedPlan:
         """Let another plan for the same model act, before the first training forward; counting begins anew.
 
         Args:
-            plan: with the same tiles; not checked against the model.
+            plan: a plan with the same tiles; not checked against the model.
         """
         self.suspend()
         before = self._engine.place
@@ -181,14 +181,14 @@ def install(
     Args:
         model: bare or wrapped; hooks go to the model inside the wrapper.
         plan: fates of the ops of this model.
-        structure: of this model.
-        resources: that the plan is given to work with.
+        structure: structure of this model.
+        resources: transfer, host memory and more that the plan is to work with.
 
     Raises:
         PlanError: the plan does not belong to this model, or a plan is on it already.
     """
     root = unwrapped(model)
-    tiles = plan.tiles if resources.host is None else ()  # a planner has put them on, for all its plans
+    tiles = plan.tiles if resources.host is None else ()  # else a planner has put them on for all its plans
     _check(root, replace(plan, tiles=tiles), structure, resources.replicas)
     parts = tile_parts(root, tiles, structure, resources.replicas)
 
@@ -217,13 +217,13 @@ def put_tiles(
     structure: ModelStructure,
     adjust: Callable[[list[Adjustment]], None] | None = None,
 ) -> list[Callable[[], None]]:
-    """Let the head, and modules of layers, run in tiles; return what restores them.
+    """Let the head, and modules of layers, run in tiles; return functions that restore them.
 
     Args:
         root: the model.
-        parts: of `tile_parts`, for the tiles of a plan.
-        structure: of the model.
-        adjust: called with why something runs whole after all, once for each reason; ``None``: it is logged.
+        parts: result of `tile_parts` for the tiles of a plan.
+        structure: structure of the model.
+        adjust: called once for each reason why something runs whole after all; ``None``: it is logged.
     """
     said: set[str] = set()
 
@@ -250,7 +250,7 @@ def put_tiles(
 def _tiled(
     root: nn.Module, tiles: Iterable[Tile], structure: ModelStructure
 ) -> Iterator[tuple[Tile, nn.Module]]:
-    """Yield each tile whose module there is, with that module."""
+    """Yield each tile with its module; skip tiles whose module the model does not have."""
     for tile in tiles:
         if (path := structure.scopes.get(tile.scope)) is None:
             continue
@@ -300,7 +300,7 @@ def _check(
 def tile_parts(
     root: nn.Module, tiles: Iterable[Tile], structure: ModelStructure, replicas: ReplicaRanks | None
 ) -> dict[Tile, int]:
-    """Return the tiles, each with the parts in which ranks divide the sequence that they gathered for it.
+    """Return, for each tile, into how many parts ranks divide the sequence of its module's output (else 1).
 
     Raises:
         PlanError: something cannot run over pieces of the tokens in this model.
@@ -334,8 +334,8 @@ def gather_weights_again(model: nn.Module) -> Callable[[], None]:
     ``reshard_after_forward``.
 
     Returns:
-        What restores each module's own setting. It is readable in private attributes only, those of PyTorch
-        2.13; earlier versions have one group of parameters for each module.
+        A function that restores each module's own setting. The setting is read from private attributes, those
+        of PyTorch 2.13; earlier versions have one group of parameters for each module.
     """
     undo = [_resharding(module) for module in model.modules() if hasattr(type(module), FSDP2_METHOD)]
 
@@ -347,7 +347,7 @@ def gather_weights_again(model: nn.Module) -> Callable[[], None]:
 
 
 def _resharding(module: Any) -> Callable[[], None]:
-    """Let one module free its gathered weights after forward; return what restores its setting."""
+    """Let one module free its gathered weights after forward; return a function that restores its setting."""
     state: Any = module._get_fsdp_state()
     groups = parameter_groups(module)
     automatic = getattr(state, "_auto_reshard_after_forward", False)

@@ -1,8 +1,8 @@
 """One call of an op that a region keeps: how its result comes back when the region runs again.
 
-See `kept_results`. What is known of a call: how many tensors the region had saved before it and after it, the
-geometry of its arguments, which of the tensors that the region must rebuild it saved (views of its arguments:
-all else that it saves is its own, and kept), what it returned, and the random state that it left behind.
+`kept_results` uses this. A record of a call has: how many tensors the region had saved before it and after
+it, the geometry of its arguments, which tensors it saved that the region must rebuild (views of its
+arguments: all others that it saves are kept), what it returned, and the random state after it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .views import View
 TicketOf = Callable[[torch.Tensor], Ticket]
 
 RUN = object()
-"""In place of a result: run the op."""
+"""Returned in place of a result: the op must run."""
 
 
 class NotAsBefore(Exception):
@@ -36,21 +36,21 @@ _Geometry = tuple[torch.Size, tuple[int, ...] | None, torch.dtype]
 
 
 class Catches(Protocol):
-    """What catches saved tensors by number while a region runs again.
+    """Receives the saved tensors, in order, while a region runs again.
 
     Attributes:
-        count: how many were saved so far.
+        count: how many were saved so far; the number of the next one.
     """
 
     count: int
 
     def pack(self, tensor: torch.Tensor) -> int:
-        """Take the next one."""
+        """Take the next saved tensor; return its number."""
 
 
 @dataclass(frozen=True)
 class _Shown:
-    """A saved tensor that is a view of argument ``at``; the view's offset is from the argument's."""
+    """A saved tensor that is a view of argument ``at``; the view's offset counts from the argument's."""
 
     at: int
     view: View
@@ -62,11 +62,11 @@ class _Shown:
 
 
 class Result:
-    """One returned tensor.
+    """One tensor that a kept call returned.
 
     First it holds the tensor itself, because it is not known yet whether it is needed; then a ticket, or
-    nothing. Between the functions of one op (the scores of eager attention) it is *inner*: those that read
-    it do not run again either, and get something of its geometry without memory.
+    nothing. If only functions of the same op read it (the scores of eager attention) it is *inner*: these do
+    not run again either, and get a tensor of its geometry on ``meta``.
     """
 
     __slots__ = ("_outside", "_requires_grad", "_tensor", "_ticket", "_version", "_view", "inner", "written")
@@ -79,37 +79,37 @@ class Result:
         self.inner = self.written = self._outside = False
 
     def hold(self, ticket_of: TicketOf) -> None:
-        """It is needed."""
+        """Hold the tensor by a ticket, because the region needs it to run again."""
         if self._tensor is not None:
             self.check_version(self._tensor)
         if self._tensor is not None and not self.written:
             self._ticket, self._tensor = ticket_of(self._tensor), None
 
     def check_version(self, tensor: torch.Tensor) -> None:
-        """A view of it is seen: note if it is not any more what was returned."""
+        """Drop the result if ``tensor``, a view of it, shows that it was written since it was returned."""
         if tensor._version != self._version:
             self.written = True
             self.drop()
 
     def drop(self) -> None:
-        """It is not needed."""
+        """Hold the tensor no longer."""
         self._ticket = self._tensor = None
 
     def read_inside(self) -> None:
-        """Another function of its op has read it, and does not run again either."""
+        """Note that another function of the same op has read it, which does not run again either."""
         if not self._outside:
             self.drop()
             self.inner = True
 
     def read_outside(self, tensor: torch.Tensor) -> None:
-        """What may run again reads it, as ``tensor``, a view of the same storage."""
+        """Note that an op that may run again reads it, as ``tensor``, a view of the same storage."""
         if self.inner:
             offset = self._view.offset_bytes // self._view.dtype.itemsize
             self._tensor = tensor.detach().as_strided(self._view.shape, self._view.stride, offset)
         self.inner, self._outside = False, True
 
     def again(self) -> torch.Tensor | None:
-        """Return it, or ``None`` if nothing needs it."""
+        """Return the tensor for a new run; ``None`` if it is not held."""
         if self.inner:
             shape, stride = self._view.shape, self._view.stride
             found = torch.empty_strided(shape, stride, dtype=self._view.dtype, device="meta")
@@ -121,10 +121,10 @@ class Result:
 
 
 class KeptCall:
-    """A call of a function or module that runs.
+    """The record of one call of a kept function or module; made when the call begins.
 
     Args:
-        arguments: what it is called with.
+        arguments: tree of its arguments.
         first_pack: how many tensors the region has saved before it.
         device: where it computes.
         random: whether it may draw random numbers.
@@ -148,7 +148,7 @@ class KeptCall:
         """How often each function was called inside it."""
 
     def saved(self, index: int, tensor: torch.Tensor) -> None:
-        """It saves tensor ``index`` of those that the region must rebuild: find out where that comes from."""
+        """Record that it saves tensor ``index``, which the region must rebuild, as a view of an argument."""
         key, view = storage_key(tensor), View.of(tensor)
         start, stop = view.range_bytes
         for at, leaf in enumerate(self._leaves):
@@ -161,12 +161,12 @@ class KeptCall:
                     at, view._replace(offset_bytes=view.offset_bytes - whole.offset_bytes)
                 )
                 return
-        self._repeatable = False  # it reads what it was not called with
+        self._repeatable = False  # it saved a tensor that is no view of an argument
 
     def returned(self, value: Any, after: int) -> bool:
-        """It has returned ``value``; return whether that can stand for the call.
+        """Record that it has returned ``value``; return whether that can replace the call.
 
-        Not a view of an argument, which has no storage of its own; nor what is no tensor and no constant.
+        It cannot if it has a view of an argument, or an item that is neither a tensor nor a constant.
         """
         read = {storage_key(leaf) for leaf in self._leaves if isinstance(leaf, torch.Tensor)}
         self._leaves, self.after = [], after
@@ -191,10 +191,10 @@ class KeptCall:
         return [item for item in self._returned if isinstance(item, Result)]
 
     def again(self, arguments: Any, catcher: Catches) -> Any:
-        """Return what it returned and let ``catcher`` have what it saved, or return `RUN`.
+        """Return the recorded result and pass the saved tensors to ``catcher``; or return `RUN`.
 
         Raises:
-            NotAsBefore: it must run, and cannot with what the calls before it have handed out.
+            NotAsBefore: it must run but earlier calls gave it ``meta`` tensors, or its result is not held.
         """
         leaves = tree_leaves(arguments)
         if catcher.count != self._first_pack or [_geometry(leaf) for leaf in leaves] != self._geometry:
@@ -211,7 +211,7 @@ class KeptCall:
         catcher.count = self.after
         wanted = zip(self._returned, returned, strict=True)
         if self._spec is None or any(isinstance(item, Result) and found is None for item, found in wanted):
-            raise NotAsBefore  # nothing should have been wanted that comes after it
+            raise NotAsBefore  # in forward nothing after it was needed
         if self._random is not None:
             set_random_state(self._random)
         return tree_unflatten(returned, self._spec)

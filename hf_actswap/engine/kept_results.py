@@ -1,21 +1,20 @@
-"""What a region does about the ops inside it that are not its own: their results come back.
+"""Kept ops inside a recomputed region: when the region runs again, they do not run; their results are reused.
 
 Inside a recomputed module an op may be kept or swapped: an exclude key, a communication whose result is kept,
-a row of a plan. When the module runs again, such an op does not: at its place its result is handed out, and
-what it saved of its inputs is caught from the inputs that it is given now. The op's own saved tensors never
-were the region's.
+a row of a plan. When the module runs again, such an op does not. Its result is returned in its place. Inputs
+that it saved for backward are taken from its inputs in this run; all other tensors that it saved are kept or
+swapped, and not rebuilt by the region.
 
 A kept *module* in which nothing is recomputed is skipped as a whole: nothing inside it runs, and only the
-module's own output is held. A kept *function* is skipped alone. Both hold their result if the region must
-rebuild something that comes after it, and only until that is rebuilt. What autograd saves
-anyway costs nothing; what it does not save is held for this, as the reference holds it
-(`recomputed_modules`).
+module's own output is held. A kept *function* is skipped alone. The result of either is held if the region
+must rebuild something that comes after it, and only until that is rebuilt. A result that autograd saves
+anyway costs nothing; any other is held in addition, as in MindFormers (`recomputed_modules`).
 
-An op may be several functions, as eager attention is: what only its own functions read is not held.
+An op may be several functions, as eager attention is: results that only its own functions read are not held.
 
-Whatever is not as it was in forward (how many tensors were saved so far, the shapes of the arguments, a
-result that was written since) makes the op run again, and all others if it cannot run alone: the result is
-never wrong, it only costs more. A view runs again too: it has no result of its own.
+If anything is not as it was in forward (how many tensors were saved so far, the shapes of the arguments, a
+result that was written since), the op runs again, and all others too if it cannot run alone. Gradients are
+never wrong; it only costs more. An op that returns a view always runs again: it has no result of its own.
 """
 
 from __future__ import annotations
@@ -45,10 +44,10 @@ _Modules = dict[tuple[nn.Module, int], KeptCall]
 
 
 class KeptResults:
-    """Of one region.
+    """Records the calls of kept ops in one region, and returns their results when it runs again.
 
     Args:
-        ticket_of: makes the ticket of a result; its producer's fate holds.
+        ticket_of: makes the ticket of a result, by the fate of the op that produced it.
         device: where the region computes.
     """
 
@@ -70,13 +69,13 @@ class KeptResults:
         return bool(self._functions or self._modules)
 
     def calls(self, name: str, path: str, arguments: Any, packs: int, kept: bool, random: bool) -> None:
-        """A function is called in the region.
+        """Note that a function is called in the region.
 
         Args:
-            name, path: of the function and of its op.
-            arguments: tree of what it is called with.
+            name, path: name of the function, and op path.
+            arguments: tree of its arguments.
             packs: how many tensors the region has saved so far.
-            kept: whether its result is not the region's.
+            kept: whether its op is not recomputed.
             random: whether it may draw random numbers.
         """
         self._seen[name] += 1
@@ -86,7 +85,7 @@ class KeptResults:
         self._read = self._reads(arguments, path if alone else None)
 
     def returns(self, name: str, path: str, result: Any, packs: int) -> None:
-        """The function that was called last has returned."""
+        """Note that the function that was called last has returned ``result``."""
         call, self._function = self._function, None
         read, self._read = self._read, []
         observed, self._observed = self._observed, []
@@ -105,7 +104,7 @@ class KeptResults:
         self._has(call, result, path)
 
     def enters(self, module: nn.Module, arguments: Any, packs: int) -> None:
-        """A module is called in which everything is kept."""
+        """Note the call of a module in which everything is kept."""
         if self._module is not None or is_compiled(module):
             return
         with torch._C.DisableTorchFunction():
@@ -114,7 +113,7 @@ class KeptResults:
         self._module = module, call, self._seen.copy()
 
     def leaves(self, module: nn.Module, output: Any, packs: int) -> None:
-        """A module has returned."""
+        """Note that a module has returned ``output``."""
         if self._module is None or self._module[0] is not module:
             return
         (_, call, before), self._module = self._module, None
@@ -131,9 +130,9 @@ class KeptResults:
             self._has(call, output, "")
 
     def saved(self, index: int, tensor: torch.Tensor) -> None:
-        """The region must rebuild saved tensor ``index``, so all results before it are needed.
+        """Note that the region must rebuild saved tensor ``index``: all results before it are needed.
 
-        But what the running function reads is decided when it has returned: it may be inside an op.
+        Results that the running function reads are decided when it has returned: they may be inner ones.
         """
         for running in (self._function, self._module[1] if self._module is not None else None):
             if running is not None:
@@ -144,7 +143,7 @@ class KeptResults:
                 result.hold(self._ticket_of)
 
     def close(self) -> None:
-        """The region has ended: what is not held is not needed."""
+        """End the region's forward: results without a ticket are not needed, and are dropped."""
         self._ticket_of = self._function = self._module = None
         for result in self._unheld:
             result.drop()
@@ -152,7 +151,7 @@ class KeptResults:
         self._made.clear()
 
     def needed_until(self, last: int) -> None:
-        """Saved tensor number ``last`` is the last one that may still have to be rebuilt."""
+        """Drop results of calls after saved tensor ``last``, the last one that may have to be rebuilt."""
         for call in (*self._functions.values(), *self._modules.values()):
             if call.after > last:
                 for result in call.results:
@@ -188,7 +187,7 @@ class KeptResults:
 
     @contextmanager
     def replayed(self, catcher: Catches) -> Iterator[None]:
-        """While the region runs again, hand out what is kept in place of running it."""
+        """Within the block, in which the region runs again, calls of kept ops return their results."""
         with ExitStack() as stack:
             if self:
                 replay = stack.enter_context(_Replay(self._functions, self._modules, catcher))
@@ -198,7 +197,7 @@ class KeptResults:
 
 
 class _Replay(TorchFunctionMode):
-    """Hands results out while a region runs again."""
+    """Function mode that returns recorded results while a region runs again."""
 
     def __init__(self, functions: _Functions, modules: _Modules, catcher: Catches) -> None:
         super().__init__()
@@ -207,7 +206,7 @@ class _Replay(TorchFunctionMode):
         self._entered: Counter[nn.Module] = Counter()
 
     def module(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """In place of the forward of a kept module."""
+        """Replace the forward of a kept module: return its recorded result, or run ``forward``."""
         call = self._modules.get((module, self._entered[module]))
         self._entered[module] += 1
         if call is not None:

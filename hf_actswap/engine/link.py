@@ -1,7 +1,7 @@
-"""The link between host and device, as measured: what the windows under `auto` are computed from.
+"""Measures the link between host and device. The windows under ``auto`` are computed from these rates.
 
-A measurement belongs between steps, on all ranks at once: they may share a switch or a socket. Its result is
-a number of this rank; ranks that must decide alike exchange theirs and take the `slowest`.
+Measure between steps, on all ranks at once: they may share a switch or a socket. The result holds for this
+rank; ranks that must decide alike exchange their results and take the `slowest`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 _MIB = 2**20
 _LEAST_MS = 1e-3
-"""CUDA's events resolve half a microsecond."""
+"""Least time of a measurement: CUDA's events resolve half a microsecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class Link:
     Args:
         out_bytes_per_ms: device to host, nothing else on the link.
         in_bytes_per_ms: host to device, nothing else on the link.
-        out_beside_in_bytes_per_ms, in_beside_out_bytes_per_ms: each way while the other is busy.
-        latency_ms: what a copy costs beside its bytes: 4 MiB pieces reach 44 of 55 GB/s on one H200.
+        out_beside_in_bytes_per_ms, in_beside_out_bytes_per_ms: each way while the other way is busy.
+        latency_ms: fixed time of each copy: 4 MiB pieces reach 44 of 55 GB/s on one H200.
 
     Raises:
         ValueError: a rate is not positive, or the latency negative.
@@ -43,20 +43,20 @@ class Link:
             raise ValueError(f"a link needs positive rates and a latency that is not negative: {self}")
 
     def out_ms(self, size_bytes: int) -> float:
-        """Duration of a copy out, nothing else on the link."""
+        """Return the duration of a copy out with nothing else on the link."""
         return size_bytes / self.out_bytes_per_ms + self.latency_ms
 
     def in_ms(self, size_bytes: int) -> float:
-        """Duration of a copy back, nothing else on the link."""
+        """Return the duration of a copy back with nothing else on the link."""
         return size_bytes / self.in_bytes_per_ms + self.latency_ms
 
 
 class Lane:
-    """One direction of the link: copies in order.
+    """One direction of a simulated link, on which copies run in order.
 
     Args:
         alone_bytes_per_ms, beside_bytes_per_ms: its rates, while the other direction is idle and busy.
-        latency_ms: of each copy.
+        latency_ms: fixed time of each copy.
     """
 
     def __init__(self, alone_bytes_per_ms: float, beside_bytes_per_ms: float, latency_ms: float) -> None:
@@ -69,10 +69,10 @@ class Lane:
 
 
 class DuplexLink:
-    """Both directions, which slow each other down while both are busy.
+    """Simulates copies on both directions of a link, which slow each other down while both are busy.
 
     Args:
-        link: rates.
+        link: rates of the link.
     """
 
     def __init__(self, link: Link) -> None:
@@ -82,7 +82,7 @@ class DuplexLink:
         self._now_ms = 0.0
 
     def enqueue(self, lane: Lane, item: int, size_bytes: int, now_ms: float) -> None:
-        """Add a copy at a time that is not before any earlier call's."""
+        """Add a copy, numbered ``item``, at ``now_ms``, which is not before the time of any earlier call."""
         self._advance(now_ms)
         lane.queue.append(item)
         lane.left_bytes[item] = size_bytes + lane.latency_bytes
@@ -123,7 +123,7 @@ class DuplexLink:
 
 
 def slowest(links: Iterable[Link]) -> Link:
-    """Return the link that no rank's is slower than: the lowest of each rate, the highest latency.
+    """Return a link as slow as the slowest in each number: the lowest of each rate, the highest latency.
 
     Raises:
         ValueError: no links.
@@ -152,7 +152,7 @@ def measure_link(
 
     Args:
         device: an accelerator with streams.
-        piece_bytes: of one copy. The device holds two pieces meanwhile, and so does the host.
+        piece_bytes: size of one copy. The device holds two pieces meanwhile, and so does the host.
         repeats: copies per measurement.
         host: two blocks of ``piece_bytes`` bytes (uint8) to copy to and from; ``None``: page-locked ones are
             made. Pass pageable ones to measure what their use would cost.
@@ -183,16 +183,16 @@ def link_of_times(
 ) -> Link:
     """Return the link on which ``moved_bytes`` each way took these times.
 
-    Where both ran, the later one had the link for itself after the other's end: what it moved then at its
-    rate alone is not counted. A time below a microsecond, which a clock may say that was set back, counts as
-    one.
+    When both ways ran, the one that ended later had the link to itself after the other's end: the bytes that
+    it moved then, at its rate alone, are not counted. A time below a microsecond, which a clock that was set
+    back can give, counts as one microsecond.
     """
     out_rate, in_rate = (moved_bytes / max(ms, _LEAST_MS) for ms in (out_ms, in_ms))
     together_ms = max(min(out_beside_ms, in_beside_ms), _LEAST_MS)
 
     def beside(ended_ms: float, alone: float) -> float:
         rate = (moved_bytes - (ended_ms - together_ms) * alone) / together_ms
-        # Noise can put it above the rate alone; a link that serves one way at a time leaves nothing.
+        # Noise can raise it above the rate alone; on a link that serves one way at a time it can be 0.
         return min(max(rate, alone / 100), alone)
 
     return Link(out_rate, in_rate, beside(out_beside_ms, out_rate), beside(in_beside_ms, in_rate))
@@ -201,7 +201,7 @@ def link_of_times(
 def _copies_ms(
     device: torch.device, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], repeats: int
 ) -> list[float]:
-    """Time from a common start until each (target, source) was copied, each pair on a stream of its own."""
+    """Return ms from a common start until each (target, source) was copied, each pair on its own stream."""
     torch.accelerator.synchronize(device)
     streams = [torch.Stream(device) for _ in pairs]
     start, ends = torch.Event(device, enable_timing=True), []

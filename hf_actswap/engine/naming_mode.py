@@ -20,11 +20,11 @@ from .stats import Counters
 
 
 class NamingMode(TorchFunctionMode):
-    """Active during one call of one layer.
+    """Names the functions of one call of one layer, and looks up what the plan does with each of them.
 
     Args:
-        forward: the running pass.
-        fates: the plan.
+        forward: the forward of the model that runs.
+        fates: the plan's action for each op.
         counters: where recomputations are counted.
     """
 
@@ -85,7 +85,7 @@ class NamingMode(TorchFunctionMode):
     ) -> Region | None:
         """Open a region for a recomputed function, unless a recomputed module around it has one.
 
-        A communication has its own there too: its result leaves the module, which would keep it.
+        A communication gets its own even there: its result leaves the module, which would keep it otherwise.
         """
         if (
             action.kind != "recompute_function"
@@ -116,7 +116,7 @@ class NamingMode(TorchFunctionMode):
 
 
 def end_region(forward: ForwardPass, output: Any) -> None:
-    """A recomputed module has returned ``output``, which is kept; but what is communicated again is not."""
+    """End the region of a recomputed module. Its output is kept, unless a repeated communication made it."""
     region, forward.region = forward.region, None
     if region is not None:
         region.close()
@@ -127,7 +127,7 @@ def end_region(forward: ForwardPass, output: Any) -> None:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    """The tensors in a function's arguments or result; most are flat, and flattening trees is slow."""
+    """Return the tensors in a function's arguments or result; most are flat, and flattening trees is slow."""
     if isinstance(value, torch.Tensor):
         return [value]
     if not isinstance(value, tuple | list):

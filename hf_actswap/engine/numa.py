@@ -1,7 +1,7 @@
-"""Which processors lie next to a device, and binding threads to them.
+"""Finds the processors next to a device, and binds threads to them.
 
-Read from Linux's ``/sys`` (Documentation/ABI/testing/sysfs-bus-pci, sysfs-devices-node); elsewhere, and where
-there is one node only, nothing is known and nothing is bound.
+They are read from Linux's ``/sys`` (Documentation/ABI/testing/sysfs-bus-pci, sysfs-devices-node). On other
+systems, and on machines with one NUMA node, nothing is known and no thread is bound.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def node_of(
     node.
 
     Args:
-        device: with an index. Only CUDA and ROCm devices report their PCI address.
+        device: a device with its index. Only CUDA and ROCm devices report their PCI address.
         sys_root: where ``/sys`` is.
         properties: gives ``pci_domain_id``, ``pci_bus_id`` and ``pci_device_id`` of the device.
     """
@@ -71,10 +71,10 @@ def parse_cpulist(text: str) -> frozenset[int]:
 
 
 def bind(cpus: frozenset[int]) -> Callable[[], None]:
-    """Let the calling thread run on ``cpus`` only; return what undoes it, from any thread.
+    """Let the calling thread run on ``cpus`` only; return a function that undoes it, from any thread.
 
-    Does nothing if ``cpus`` is empty or the platform cannot. Threads started meanwhile inherit the binding
-    and keep it.
+    Does nothing if ``cpus`` is empty or the platform cannot bind. Threads that this thread starts meanwhile
+    inherit the binding and keep it.
     """
     if not cpus or not hasattr(os, "sched_setaffinity"):
         return _nothing
@@ -108,10 +108,10 @@ def bind_rank(
     sys_root: Path = SYS,
     properties: Callable[[torch.device], Any] = torch.cuda.get_device_properties,
 ) -> Callable[[], None]:
-    """Bind the calling thread to the processors next to ``device``, and say so; return what undoes it.
+    """Bind the calling thread to the processors next to ``device``, and log it; return what undoes it.
 
-    Does nothing where there is one node, the device's is unknown, the thread can run nowhere else anyway, or
-    the platform cannot bind.
+    Does nothing if the machine has one node, the device's node is unknown, the thread can run nowhere else
+    anyway, or the platform cannot bind.
     """
     node = node_of(device, sys_root, properties)
     cpus = frozenset[int]() if node is None else cpus_of(node, sys_root)

@@ -1,9 +1,9 @@
 """Operators of one forward: autograd's node numbers, with compiled regions counted as their eager layers.
 
 A compiled region is one node, or a few. The layer that was compiled has about 80, and a window that was
-written or measured for it counts those. So where a compiled region ends, the clock jumps ahead by the nodes
-that its layer would have made; what it saves belongs to its last operator, which is also the first that
-backward reaches of it. A layer that is recomputed whole builds its nodes as usual, but backward needs
+written or measured for it counts those. So at a compiled region the clock jumps ahead by the nodes that the
+eager layer would have made. All that the region saves counts as saved at its last operator, the first one
+that backward reaches. A layer that is recomputed whole builds its nodes as usual, but backward needs
 everything of it at once, so its nodes are counted as one (`checkpoint_inputs`).
 """
 
@@ -36,14 +36,14 @@ class OperatorClock:
         self._gathered: list[int] = []
         self._last: list[int] = []
         self.jumps = False
-        """Whether some operator is not its node's number; if not, `operator` need not be called."""
+        """Whether some operator differs from its node's number; if not, `operator` need not be called."""
 
     def next_node(self) -> int:
-        """The number that the next node will get."""
+        """Return the number that the next node will get."""
         return next_node_number()
 
     def gather(self, first_node: int) -> int:
-        """Count all nodes from ``first_node`` to the one built last as that one; return its operator."""
+        """Count all nodes from ``first_node`` to the last one built as the last one; return its operator."""
         last = packing_node_number()
         if last >= first_node:
             self._gathered.append(first_node)
@@ -52,17 +52,17 @@ class OperatorClock:
         return last + self.shift
 
     def now(self) -> int:
-        """The operator that is being built in forward."""
+        """Return the operator that is being built in forward."""
         return packing_node_number() + self.shift
 
     def enter_compiled(self, nodes: int) -> None:
-        """Start a compiled region that counts as ``nodes`` eager nodes (0: unknown, it counts as it is)."""
+        """Start a compiled region that counts as ``nodes`` eager nodes (0: unknown; its own are counted)."""
         self._entered, self._before, self._nodes = packing_node_number() + 1, self.shift, nodes
         if nodes:
             self._jump(self._entered, self.shift + nodes - 1)
 
     def leave_compiled(self) -> None:
-        """It ends: however many nodes it made, it counts as ``nodes``."""
+        """End the compiled region: however many nodes it made, it counts as the ``nodes`` of its start."""
         made = packing_node_number() + 1 - self._entered
         if self._nodes and made:
             self._jump(packing_node_number() + 1, self._before + self._nodes - made)
@@ -71,7 +71,7 @@ class OperatorClock:
         self._nodes = 0
 
     def operator(self, node: int) -> int:
-        """The operator of a node that this forward made."""
+        """Return the operator of a node that this forward made."""
         if self._last:
             at = bisect_left(self._last, node)
             if at < len(self._last) and self._gathered[at] <= node:

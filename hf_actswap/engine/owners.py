@@ -34,14 +34,14 @@ class Place:
 
 @dataclass(slots=True)
 class Owner:
-    """What is known of a storage.
+    """The op that owns a storage, as the plan's action for that op.
 
     Args:
         ref: keeps the storage object's address from being reused.
-        action: what the plan says about its producer.
-        region, position: of a recomputed function whose output this is.
-        outside: unowned, whatever produces it.
-        chosen: of a swap, what was made of it when it was first saved, and its key there.
+        action: what the plan does with tensors of the op.
+        region, position: the recomputed function that returned it, and its place among the outputs.
+        outside: whether it stays unowned whatever op produces it (parameters, buffers).
+        chosen: for a swap under ``auto``: the action chosen when it was first saved, and its key there.
     """
 
     ref: StorageWeakRef
@@ -56,10 +56,10 @@ class Owners:
     """The storages seen so far, with their owners.
 
     Args:
-        modules: whose parameters and buffers are unowned, until `enter` names others.
-        values: tensors among these are unowned too.
+        modules: modules whose parameters and buffers are unowned, until `enter` names others.
+        values: tree of values; tensors in it are unowned too.
 
-    Nothing is read before the first lookup; if every layer matches its cached trace, there is none.
+    Nothing is read before the first lookup. If every layer matches its cached trace, there is no lookup.
     """
 
     def __init__(self, modules: Iterable[nn.Module], values: Any = ()) -> None:
@@ -75,23 +75,23 @@ class Owners:
         return bool(self._rebuildable)
 
     def enter(self, modules: Iterable[nn.Module]) -> None:
-        """Other modules run: their parameters and buffers are unowned."""
+        """Note that ``modules`` run now: their parameters and buffers are unowned."""
         self._let_go()
         self._read()
         self._unread = modules
 
     def own_later(self, tensor: torch.Tensor, action: Action, only_if_unowned: bool) -> None:
-        """As `own`, before the next question; ``only_if_unowned``: unless the storage has an owner then."""
+        """Call `own` before the next lookup; ``only_if_unowned``: unless the storage has an owner by then."""
         self._left_behind.append((weakref.ref(tensor), action, only_if_unowned))
 
     def by_key(self, key: int) -> Owner | None:
-        """The owner of a storage, if it has one."""
+        """Return the owner of the storage with this key, if it has one."""
         if self._unread or self._left_behind:
             self._read()
         return self._owners.get(key)
 
     def owner(self, tensor: torch.Tensor) -> Owner | None:
-        """The owner of a tensor's storage, if it has one."""
+        """Return the owner of a tensor's storage, if it has one."""
         key = storage_key(tensor)
         return None if key is None else self.by_key(key)
 
@@ -128,7 +128,7 @@ class Owners:
         self._unread = self._values = ()
 
     def _let_go(self) -> None:
-        """Drop regions whose outputs no longer exist: a region holds its inputs, which are not needed now."""
+        """Drop regions whose outputs no longer exist, because a region holds its inputs in memory."""
         alive = []
         for owner in self._rebuildable:
             if owner.ref.expired():
@@ -138,7 +138,7 @@ class Owners:
         self._rebuildable = alive
 
     def _read(self) -> None:
-        """Read what was postponed: parameters, arguments of the model, outputs; in this order."""
+        """Register what was postponed: parameters, arguments of the model, outputs; in this order."""
         self._read_parameters()
         values, self._values = self._values, ()
         for leaf in tree_leaves(values):
@@ -157,10 +157,10 @@ class Owners:
                 self._set(tensor, key, known, action)
 
     def _read_parameters(self) -> None:
-        """Read where the parameters lie now.
+        """Register the present storages of the parameters and buffers as unowned.
 
-        At the first tensor of each call: FSDP2 gathers them in hooks of its own,
-        which may run before ours or after, and moving or sharding a model gives them new storages.
+        Done at the first tensor of each call, because FSDP2 gathers parameters in hooks of its own, which may
+        run before ours or after, and moving or sharding a model gives them new storages.
         """
         modules, self._unread = self._unread, ()
         for module in modules:

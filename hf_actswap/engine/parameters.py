@@ -1,4 +1,4 @@
-"""Which tensors are weights, in whatever guise."""
+"""Recognises weights, also as parts of tensor subclasses or as casts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["inner_tensors", "is_cast_of_parameter", "parameter_places"]
 
 
 def inner_tensors(tensor: torch.Tensor | None) -> Iterator[torch.Tensor]:
-    """The plain tensors that a parameter consists of: of DTensor, NF4, Float8, torchao's, the parts."""
+    """Yield a parameter, and the plain tensors inside it (DTensor, NF4, Float8, torchao's subclasses)."""
     if tensor is None:
         return
     yield tensor

@@ -101,12 +101,12 @@ class PassOrder:
             listener()
 
     def end(self) -> None:
-        """The step has ended, also by an exception: nothing is due."""
+        """End the step, also after an exception: no release or copy is due any more."""
         self._order, self._place, self._following = (), {}, None
         self._due.clear()
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call a method, which is referred to weakly, at the start of each step."""
+        """Call ``listener``, a method that is referred to weakly, at the start of each step."""
         self._listener = weakref.WeakMethod(listener)
 
     def forward_follows(self, chunk: int, micro_batch: int) -> None:
@@ -171,11 +171,11 @@ class PassOrder:
         return max(accumulate(-1 if one.is_backward else 1 for one in self._order), default=1)
 
     def crossed(self, chunk: int) -> tuple[bool, bool]:
-        """Say what lies around most passes of a chunk, where copies have the link for themselves.
+        """Say which passes of other micro-batches run next to most passes of a chunk.
 
         Returns:
-            Whether a backward of another micro-batch follows its forwards, and a forward of another comes
-            ahead of its backwards. Where a forward follows, that has copies out of its own.
+            Whether a backward follows its forwards, and whether a forward comes before its backwards. There
+            its copies have their direction of the link to themselves; a forward that follows has copies out.
         """
         found: list[tuple[bool, bool]] = []
         for index, one in enumerate(self._order):
@@ -194,7 +194,7 @@ class PassOrder:
         It is `NEVER` (no limit) if its backward follows directly, or no forward of its chunk has ended yet.
 
         Args:
-            index: of the forward in the order.
+            index: index of the forward in the order.
         """
         length = self._lengths.get(self._order[index].chunk)
         return NEVER if length is None or self._backward_of(index) == index + 1 else int(REACH * length)
@@ -237,7 +237,7 @@ class CrossingReleases(ReleaseQueue[Swapped]):
 
     Args:
         passes: the order of passes of the step.
-        index: of the forward in the order.
+        index: index of the forward in the order.
         first_op: number of the forward's first operator.
     """
 

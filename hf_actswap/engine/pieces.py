@@ -1,4 +1,4 @@
-"""What it takes to run a call piece by piece: other parameters for a call, and sums of gradients in fp32."""
+"""Helpers to run a call piece by piece: calls with other parameters, and sums of gradients in fp32."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch._subclasses import FakeTensor
 from torch.func import functional_call
 
 _PRODUCT_ROWS = 16_384
-"""Rows of the weight whose gradient is multiplied at once, so that there is no second fp32 copy of all."""
+"""Most rows of a weight's gradient computed at once, so that there is no second fp32 copy of all of it."""
 
 
 class Exchangeable(nn.Module):
-    """What calls of a module run, as a module whose parameters can be exchanged for one call.
+    """A module whose parameters can be replaced by other tensors for one call.
 
     Args:
-        module: whose parameters they are.
-        run: what a call of it runs.
+        module: the module that has the parameters.
+        run: function that a call of the module runs.
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
@@ -29,23 +29,23 @@ class Exchangeable(nn.Module):
         self.module, self.run = module, run
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it with the parameters that the module has at present."""
+        """Run the function with the parameters that the module has at present."""
         return self.run(*args, **kwargs)
 
     def with_parameters(self, named: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Run it with these in place of the module's parameters of those names."""
+        """Run the function with tensors in place of the module's parameters, by the names in ``named``."""
         return functional_call(self, {f"module.{name}": item for name, item in named.items()}, args, kwargs)
 
 
 @contextmanager
 def no_saved_tensor_hooks() -> Iterator[None]:
-    """Leave a plan's hooks out: what is saved is held for one chunk, or until backward begins."""
+    """Within the block a plan's hooks see no saved tensors: these live for one piece, or until backward."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         yield
 
 
 def first_order_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a node's backward reject ``create_graph``, whose gradients would be without what pieces contribute.
+    """Let a node's backward reject ``create_graph``: its second derivatives would miss the pieces' part.
 
     PyTorch's ``once_differentiable`` raises only where the incoming gradient requires a gradient, and that of
     a loss does not.
@@ -73,12 +73,12 @@ def zero_sum(like: torch.Tensor) -> torch.Tensor:
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return matrix products in at least fp32, of which half-precision kernels only round the end.
+    """Return matrix products in at least fp32, without the rounding at the end of half-precision kernels.
 
-    On fake tensors they are what an accelerator runs.
+    On fake tensors it calls the ops that an accelerator runs.
 
     Args:
-        left, right: ``[.., m, n]`` and ``[.., n, p]``, with the same sizes ahead.
+        left, right: ``[.., m, n]`` and ``[.., n, p]``, with equal leading sizes.
     """
     if left.dtype not in (torch.bfloat16, torch.float16):
         return left @ right
@@ -91,7 +91,10 @@ def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def add_product(total: torch.Tensor, of_logits: torch.Tensor, hidden: torch.Tensor) -> None:
-    """Add a weight's gradient ``[V, H]``: of those of its outputs ``[C, V]``, and its inputs ``[C, H]``."""
+    """Add a linear layer's weight gradient to ``total``, ``[V, H]``.
+
+    It is computed from the gradient of the layer's outputs ``[C, V]`` and from its inputs ``[C, H]``.
+    """
     for first in range(0, len(total), _PRODUCT_ROWS):
         some = slice(first, first + _PRODUCT_ROWS)
         total[some].add_(product(of_logits[:, some].t(), hidden))  # `+=` would call `copy_` as well

@@ -1,4 +1,4 @@
-"""Recomputation: a region runs again in backward, and the tensors that it saves are collected on the way.
+"""Recomputation: a region runs again in backward, and hooks collect the tensors that it saves.
 
 A **region** is one call of a module or of a function. Its saved tensors get `RegionTicket`s, numbered in
 the order in which autograd packed them. The first ticket that is read runs the region again with the same
@@ -10,8 +10,8 @@ A recomputed *module* keeps its output. A recomputed *function* drops it: the co
 `OutputTicket`s that run the function again. Its inputs are tickets too, so a chain of functions is rebuilt
 step by step. A region is run again exactly as it ran, so gradients are bitwise equal.
 
-Whole layers ride on ``torch.utils.checkpoint`` (`hooks.checkpointed`). Its hooks are inside ours and take
-precedence, so a layer in which some op is excluded from recomputation is a region instead.
+Layers that are recomputed whole use ``torch.utils.checkpoint`` instead (`hooks.checkpointed`). Its hooks are
+inside ours and take precedence, so a layer in which some op is excluded from recomputation is a region.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ class Region:
     """One call of a module or function that can be run again.
 
     Args:
-        name: for messages.
+        name: name in messages.
         run: the module or function.
-        args, kwargs: of the call; tensors among them are held by tickets.
+        args, kwargs: arguments of the call; tensors among them are held by tickets.
         ticket_of: makes the ticket for an input.
+        counters: where runs are counted.
         random: whether the random state must be restored.
+        fuse: runs the region again in a compiled kernel, or returns false if it cannot (`fused`).
         keeps: whether ops inside are kept or swapped, so that they are not run again (`kept_results`).
-        fuse: runs the region again in its own way, or returns false (`fused`).
     """
 
     def __init__(
@@ -84,18 +85,18 @@ class Region:
         return RegionTicket(self, index)
 
     def close(self) -> None:
-        """The call has ended."""
+        """Note that the call has ended."""
         if self.kept is not None:
             self.kept.close()
 
     def returned(self, position: int, tensor: torch.Tensor) -> None:
-        """The call returned ``tensor``, at ``position`` among the tensors that it returned."""
+        """Note that the call returned ``tensor``, at ``position`` among the tensors that it returned."""
         self._versions[position] = tensor._version
 
     def output(self, position: int, tensor: torch.Tensor) -> OutputTicket | None:
         """Make a ticket for a view of an output.
 
-        ``None`` if it was written since it was returned: a new run would have it as it was.
+        ``None`` if the output was written since it was returned, because a new run would return the old one.
         """
         if tensor._version != self._versions.get(position):
             return None
@@ -116,7 +117,7 @@ class Region:
             self.kept.needed_until(max(self.expected, default=-1))
 
     def take_output(self, position: int, ticket: OutputTicket) -> torch.Tensor:
-        """Return output ``position``; it is dropped when all its consumers have had it."""
+        """Return output ``position``, running the region again if it must. The last consumer drops it."""
         output = self._outputs[position]
         if output.kept is None:
             self._run_again(outputs=True)
@@ -145,7 +146,7 @@ class Region:
         return function(*args, **kwargs)
 
     def rebuilt_as(self, caught: Mapping[int, Kept], outputs: Sequence[torch.Tensor]) -> None:
-        """It has been run again: hand these out."""
+        """Take the tensors of a new run, for tickets to read them."""
         self._counters.recomputes += 1
         self._caught.update(caught)
         for position, output in self._outputs.items():
@@ -195,7 +196,7 @@ class Region:
 
 @dataclass(slots=True)
 class _Output:
-    """An output of a region that is still needed; ``kept`` from a run until all ``tickets`` have read it."""
+    """An output of a region that is still needed: rebuilt by a run, held until all tickets have read it."""
 
     tickets: int = 0
     kept: Kept | None = None
@@ -229,7 +230,7 @@ class Input:
 
 
 class RegionTicket:
-    """Saved tensor ``index`` of a region."""
+    """The ticket of saved tensor ``index`` of a region."""
 
     __slots__ = ("_index", "_region")
 
@@ -237,7 +238,7 @@ class RegionTicket:
         self._region, self._index = region, index
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor, rebuilt."""
+        """Return the tensor; run its region again if it is not rebuilt yet."""
         return self._region.take_saved(self._index)
 
     def __del__(self) -> None:
@@ -245,10 +246,10 @@ class RegionTicket:
 
 
 class OutputTicket:
-    """A view of what a recomputed function returned.
+    """The ticket of a view of a tensor that a recomputed function returned.
 
     Attributes:
-        has_read: number of the run whose output it had last.
+        has_read: number of the run whose output it read last.
     """
 
     __slots__ = ("has_read", "position", "region", "view")
@@ -258,7 +259,7 @@ class OutputTicket:
         self.has_read = 0
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor, rebuilt."""
+        """Return the tensor; run its region again if it is not rebuilt yet."""
         return self.view.on(self.region.take_output(self.position, self), 0)
 
     def __del__(self) -> None:
@@ -266,5 +267,5 @@ class OutputTicket:
 
 
 def tensors_in(result: Any) -> list[torch.Tensor]:
-    """The tensors that a call returned, in order."""
+    """Return the tensors in the result of a call, in order."""
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]

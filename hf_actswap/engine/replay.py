@@ -1,4 +1,4 @@
-"""The state around a call that must be as it was when the call is run again: autocast, random numbers."""
+"""Saves and restores the state in which a call is made, to run it again: autocast and random numbers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ RandomState = dict[torch.device, torch.Tensor]
 
 
 class CallState:
-    """What a call was made under.
+    """The autocast and random state in which a call is made.
 
     Args:
-        device: where it computes.
+        device: where the call computes.
         random: whether it may draw random numbers.
-        values: of its arguments; generators among them are part of the state.
+        values: its arguments as a flat list; the states of generators among them are saved too.
     """
 
     def __init__(self, device: torch.device, random: bool, values: Iterable[object]) -> None:
@@ -32,7 +32,7 @@ class CallState:
 
     @property
     def autocast(self) -> tuple[_AutocastState, ...]:
-        """Device type, whether on, dtype, whether casts are cached; one for each kind of device."""
+        """(Device type, whether on, dtype, whether casts are cached) for each kind of device."""
         return tuple(self._autocast)
 
     @contextmanager
@@ -79,7 +79,7 @@ def random_state(device: torch.device) -> RandomState:
 
 
 def set_random_state(states: RandomState) -> None:
-    """Let the generators go on from ``states``."""
+    """Set the default generators to ``states``."""
     for device, state in states.items():
         if device.type == "cpu":
             torch.set_rng_state(state)
@@ -88,7 +88,7 @@ def set_random_state(states: RandomState) -> None:
 
 
 def same_random_state(one: RandomState, other: RandomState) -> bool:
-    """Whether nothing was drawn between the two."""
+    """Whether no random number was drawn between the two states."""
     return all(torch.equal(state, other[device]) for device, state in one.items())
 
 

@@ -1,4 +1,4 @@
-"""When things move, in operators: pure arithmetic over node numbers, without tensors.
+"""When tensors are released and prefetched, in operators: arithmetic over node numbers, without tensors.
 
 One operator is one autograd node (`autograd_state`). The engine gets control only in hooks: in forward each
 time a tensor is packed, in backward each time one is unpacked. So an action happens at the *first* hook at
@@ -32,7 +32,7 @@ class ReleaseQueue(Generic[Item]):
         self._heap: list[tuple[int, int, Item]] = []
         self._count = 0
         self.next_at = NEVER
-        """Node at which something is due next; asked at each saved tensor, so not computed there."""
+        """Node at which the next release is due. It is read at each saved tensor, so kept up to date here."""
 
     def __bool__(self) -> bool:
         return bool(self._heap)
@@ -52,7 +52,7 @@ class ReleaseQueue(Generic[Item]):
         return items
 
     def drain(self) -> list[Item]:
-        """Take out everything: the forward has ended (the reference clips to the last operator)."""
+        """Take out all items, because the forward has ended (the reference clips to the last operator)."""
         items = [item for _, _, item in sorted(self._heap, key=lambda entry: entry[:2])]
         self._heap.clear()
         self.next_at = NEVER
@@ -63,9 +63,9 @@ class Want(NamedTuple, Generic[Item]):
     """A tensor that backward will need.
 
     Args:
-        item: what is to be fetched.
-        consumer: number of the first node that needs it in backward, that is the highest.
-        prefetch_ops: operators of lead.
+        item: the object to fetch.
+        consumer: number of the first node that needs it in backward, which is the highest.
+        prefetch_ops: how many operators before that node the fetch starts.
     """
 
     item: Item
@@ -74,11 +74,11 @@ class Want(NamedTuple, Generic[Item]):
 
 
 class PrefetchOrder(Generic[Item]):
-    """What to fetch at which hook of backward.
+    """Says which items to fetch at which hook of backward.
 
     Args:
         hooks: numbers of the nodes at which backward will call us, in any order.
-        wants: what will be needed. A prefetch point before the first hook of backward is moved to that hook.
+        wants: tensors to fetch. A prefetch point before the first hook of backward is moved to that hook.
     """
 
     def __init__(self, hooks: Iterable[int], wants: Iterable[Want[Item]]) -> None:

@@ -1,9 +1,9 @@
-"""Where the host pool's slabs come from.
+"""Allocates the slabs of host memory that the host pool cuts up.
 
-Page-locked memory is what copies beside compute need. PyTorch's own (``pin_memory=True``) comes from a cache
+Copies that run beside compute need page-locked memory. PyTorch's own (``pin_memory=True``) comes from a cache
 that rounds sizes up to powers of two (pytorch#95823) and never gives anything back, so `PinnedSlabs` maps
-memory itself and has the driver lock it. What takes long about locking is the first touch of cold pages;
-several threads on the processors of the device's NUMA node do that, so the pages also lie beside the device.
+memory itself and has the driver lock it. Most of the time goes into the first touch of cold pages; several
+threads on the processors of the device's NUMA node do that, so the pages also lie on that node.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ class SlabSource(Protocol):
 
 
 class Cudart(Protocol):
-    """What is used of ``torch.cuda.cudart()``, which on ROCm is HIP's runtime under the same names."""
+    """The functions used of ``torch.cuda.cudart()``, which on ROCm is HIP's runtime under the same names."""
 
     def cudaHostRegister(self, pointer: int, size: int, flags: int) -> Any:
         """Page-lock memory."""
 
     def cudaHostUnregister(self, pointer: int) -> Any:
-        """Unlock it."""
+        """Unlock memory."""
 
 
 class PageableSlabs:
-    """Ordinary memory: for the CPU, where nothing is gained by locking it."""
+    """Pageable memory: for the CPU as the device, where page-locking gains nothing."""
 
     pinned = False
 
@@ -77,8 +77,8 @@ class PinnedSlabs:
 
     Args:
         device: the accelerator.
-        cpus: processors next to it, whose threads touch new memory first; empty: wherever we run.
-        cudart: by default torch's own.
+        cpus: processors next to it; threads there touch new memory first. Empty: any processor.
+        cudart: functions that lock memory, by default torch's own.
         synchronize: waits until the device has nothing more to do; called before memory is unlocked, because
             a copy whose graph is gone may still be under way. By default torch's own.
 
@@ -123,8 +123,8 @@ class PinnedSlabs:
     def _lock(self, slab: torch.Tensor, cudart: Cudart) -> None:
         """Touch the pages, then lock them.
 
-        On threads of its own: a failed call leaves its code behind as the *thread's* last error, where the
-        next kernel launch would find it and blame itself.
+        It uses threads of its own: a failed call leaves its error code as the *thread's* last error, and the
+        next kernel launch on the same thread would report that error.
         """
         threads = min(_MOST_THREADS, len(self._cpus) or len(usable_cpus()) or 1)
         with ThreadPoolExecutor(threads, thread_name_prefix="actswap-pinning") as pool:
@@ -141,7 +141,7 @@ class PinnedSlabs:
             ctypes.memset(slab.data_ptr() + start, 0, min(_CHUNK_BYTES, slab.numel() - start))
 
     def _register(self, slab: torch.Tensor, cudart: Cudart) -> str:
-        """Lock ``slab``; return what went wrong, or nothing."""
+        """Lock ``slab``; return what went wrong, or an empty string."""
         try:
             with self._on_device(), bound_to(self._cpus):
                 code = int(cudart.cudaHostRegister(slab.data_ptr(), slab.numel(), 0))
@@ -150,7 +150,7 @@ class PinnedSlabs:
         return f"cudaHostRegister failed with error {code}" if code != 0 else ""
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """A thread that never chose a device would make a context on the first one, in every process."""
+        """Select the device: otherwise a new thread makes a context on the first one, in every process."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _from_torch(self, size_bytes: int) -> torch.Tensor:
@@ -172,12 +172,12 @@ class PinnedSlabs:
 
 
 def mapped(size_bytes: int) -> torch.Tensor:
-    """Return fresh pages of our own, uint8, shape (size_bytes,); unmapped when the tensor's storage goes.
+    """Return newly mapped pages, uint8, shape (size_bytes,); unmapped when the tensor's storage is freed.
 
-    Whole pages, so that no page of other data is locked with ours; huge ones if the kernel has them, which
-    are faster to touch and to lock. They are not inherited by forked processes (data loader workers), which
-    do not need them: after a fork the next write would go to a copy of the page that is not locked for the
-        device.
+    They are whole pages, so that no other data is locked with them; huge ones if the kernel has them, which
+    are faster to touch and to lock. Forked processes (data loader workers) do not inherit them and do not
+    need them: otherwise the next write after a fork would go to a copy of the page, which is not locked for
+    the device.
     """
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_ANONYMOUS") else {}
     pages = mmap.mmap(-1, size_bytes, **flags)

@@ -1,4 +1,4 @@
-"""Slices: of a tensor that all ranks of a tensor-parallel group hold alike, each keeps a part.
+"""Slices: each tensor-parallel rank keeps a part of a saved tensor that all ranks of the group hold alike.
 
 MindSpore's ``recompute_slice_activation``: what a recomputed layer keeps of its input is cut along dim 0 by
 the group size, and an all-gather comes before the recomputation.
@@ -33,7 +33,7 @@ class ReplicaRanks(Protocol):
 
 
 class SliceTicket:
-    """This rank's slice of a saved tensor."""
+    """The ticket of a saved tensor of which this rank keeps a slice."""
 
     __slots__ = ("_part", "_replicas")
 
@@ -41,15 +41,15 @@ class SliceTicket:
         self._replicas, self._part = replicas, part
 
     def restore(self) -> torch.Tensor:
-        """Return the tensor, gathered from all ranks, contiguous."""
+        """Return the whole tensor, gathered from all ranks, contiguous. Every rank must call it."""
         return self._replicas.gathered(self._part)
 
 
 class Slices:
-    """Makes the tickets.
+    """Makes the tickets of the fate ``slice``.
 
     Args:
-        replicas: of the tensor-parallel group.
+        replicas: the ranks of the tensor-parallel group.
     """
 
     def __init__(self, replicas: ReplicaRanks) -> None:
@@ -59,8 +59,8 @@ class Slices:
     def ticket(self, tensor: torch.Tensor) -> SliceTicket | None:
         """Return the ticket of a detached tensor; ``None`` if it must stay whole.
 
-        That is: its dim 0 does not divide by the group size (MindSpore's rule; said once), or it is not
-        contiguous, as what is gathered would be.
+        It must if its dim 0 does not divide by the group size (MindSpore's rule; logged once), or if it is
+        not contiguous, because the gathered tensor would be.
         """
         if tensor.dim() == 0 or tensor.shape[0] % self._replicas.size:
             self._warn(tensor)

@@ -1,4 +1,4 @@
-"""What the engine counted."""
+"""Statistics of an applied plan: bytes copied, waits for copies, recomputations, host memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PendingTime(Protocol):
     """A measured wait whose length is not known yet."""
 
     def elapsed_ms(self) -> float | None:
-        """Return the length in ms (0: nothing to wait for), ``None`` while the device is not there."""
+        """Return the length in ms (0: no wait), ``None`` while the device has not reached its end."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class SwapStats:
         return SwapStats(**sums, **kept, rejected=dict(rejected))
 
     def as_log(self, prefix: str = "actswap_") -> dict[str, float]:
-        """Return the numbers that belong into a training log, under names for it."""
+        """Return the numbers for a training log, by name."""
         numbers = {
             "offloaded_gib": gib(self.offloaded_bytes),
             "prefetched_gib": gib(self.prefetched_bytes),
@@ -126,11 +126,11 @@ _NOT_TOTALS = frozenset(
 )
 
 _PENDING_WAITS = 1024
-"""Waits that are added up at the latest when there are so many."""
+"""Most waits that are pending before they are added up."""
 
 
 class Counters:
-    """The mutable side: the engine adds, `snapshot` reads."""
+    """Counters to which the engine adds; `snapshot` returns the totals."""
 
     def __init__(self) -> None:
         self.forwards = 0
@@ -150,7 +150,7 @@ class Counters:
         """Called with each wait while a step is observed."""
 
     def stalled(self, waited: PendingTime | None) -> None:
-        """Count a wait of compute for a copy; its length is known later; ``None``: compute did not wait."""
+        """Count a wait of compute for a copy, whose length is known later; ``None``: compute did not wait."""
         if waited is not None:
             self._pending.append(waited)
             if len(self._pending) >= self._settle_at:  # a snapshot may never be taken
@@ -163,7 +163,7 @@ class Counters:
         """Return the totals; waits whose end the device has not reached are counted next time.
 
         Args:
-            pool: the host memory of now; ``None``: there is none yet.
+            pool: the present host memory; ``None``: there is none yet.
         """
         self._settle()
         return SwapStats(

@@ -1,8 +1,8 @@
-"""Watches a step of an applied plan: times in one (`TimeWatch`), memory by fate in another (`MemoryWatch`).
+"""Watches a step of an applied plan: its times (`TimeWatch`), or in another step its memory (`MemoryWatch`).
 
-Two steps, because following every saved tensor and asking for memory after each takes host time, which would
-show in the times. What a watch returns is plain data: times in ms since the step began, in compute's own
-order of work; sizes in bytes of one rank.
+These are two steps, because reading the memory in use at every saved tensor takes host time, which would show
+in the times. A watch returns plain data: times in ms since the step began, in compute's own order of work;
+sizes in bytes of one rank.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class ComputePart:
     """Compute in one layer, or outside the layers.
 
     Args:
-        phase: ``outside``: the optimizer's step, and what is around it. ``waiting``: on a stage of a
-            pipeline, for what other stages send.
-        layer: its index; ``None``: what is around the layers.
-        start_ms, end_ms: waits for copies included.
+        phase: ``outside``: the optimizer's step, and everything else between backward and forward.
+            ``waiting``: a pipeline stage waits for other stages.
+        layer: its index; ``None``: outside the layers.
+        start_ms, end_ms: since the step began, with waits for copies.
     """
 
     phase: Phase
@@ -56,11 +56,11 @@ class MeasuredCopy:
 
     Args:
         direction: to the host, or back.
-        scope, op_path: of the plan row that swaps it.
-        size_bytes: that moved.
+        scope, op_path: those of the plan row that swaps the tensor.
+        size_bytes: bytes that were copied.
         asked_ms: where compute was when the copy was asked for.
-        start_ms, end_ms: of the copy: it starts when it was asked for, when the one before it has ended, and
-            (in) when its bytes are out.
+        start_ms, end_ms: start and end of the copy. It starts when it has been asked for, the copy before it
+            has ended, and (for a copy back) its bytes are out.
     """
 
     direction: Direction
@@ -74,7 +74,7 @@ class MeasuredCopy:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Compute waited for a copy."""
+    """A wait of compute for a copy."""
 
     direction: Direction
     scope: Scope | None
@@ -85,13 +85,13 @@ class Stall:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """What ran when.
+    """When compute and copies of one step ran, and where compute waited.
 
     Args:
-        step_ms: all of it.
-        compute: in order, without gaps.
+        step_ms: duration of the step.
+        compute: parts of compute in order, without gaps.
         copies: in the order in which they were asked for.
-        stalls: in order.
+        stalls: in order of time.
         overlaps: whether copies run beside compute.
     """
 
@@ -103,7 +103,7 @@ class StepTimeline:
 
     @property
     def waiting_ms(self) -> float:
-        """How long a stage of a pipeline waited for others."""
+        """How long a pipeline stage waited for other stages."""
         return sum(part.end_ms - part.start_ms for part in self.compute if part.phase == "waiting")
 
 
@@ -112,8 +112,8 @@ class MemorySample:
     """Device memory at one moment.
 
     Args:
-        ms: since the step began.
-        total_bytes: in use.
+        ms: time since the step began.
+        total_bytes: all memory in use.
         kept_bytes: saved for backward, and neither swapped nor recomputed.
         swapped_bytes: swapped, and on the device at this time.
     """
@@ -126,13 +126,13 @@ class MemorySample:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """How memory was used.
+    """Device memory over one step.
 
     Args:
-        step_ms: all of it; with the watching, so longer than an ordinary step.
-        start_bytes: in use before the step: weights, gradients, optimizer states.
+        step_ms: duration of the step; longer than without the watch.
+        start_bytes: memory in use before the step: weights, gradients, optimizer states.
         samples: in order of time.
-        parts: of compute, for orientation.
+        parts: what compute did meanwhile.
     """
 
     step_ms: float
@@ -142,16 +142,16 @@ class StepMemory:
 
 
 class _StepWatch:
-    """Notes where compute is, layer by layer, from now until it is closed.
+    """Records when compute enters and leaves each layer, from now until it is closed.
 
-    In backward a layer begins when the gradient of what it returned is there: a tensor hook on that, which
-    goes with the graph. A model compiled as a whole shows no layers.
+    In backward a layer begins when the gradient of its output is there: a tensor hook on the output, which is
+    freed with the graph, records that. A model compiled as a whole shows no layers.
 
-    On a stage of a pipeline a backward begins with the gradient of what the stage has sent, or of the loss,
-    and ends when autograd does. Between passes the stage waits.
+    On a pipeline stage a backward begins with the gradient of the stage's output, or of the loss, and ends
+    when autograd does. Between passes the stage waits.
 
     Args:
-        model: that the plan is on, bare or wrapped.
+        model: the model that the plan is on, bare or wrapped.
         applied: the plan.
     """
 
@@ -171,17 +171,17 @@ class _StepWatch:
             self._parts.note(("waiting", None))
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
-        """A copy was asked for; ``on_device`` is its source or its target."""
+        """Receive a copy when it is asked for; ``on_device`` is its source or its target."""
 
     def waited(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> None:
-        """Compute waits for a copy, from ``start`` on."""
+        """Receive a wait of compute for a copy, from ``start`` on."""
 
     def optimizer_starts(self) -> None:
-        """Backward is over."""
+        """Note that backward is over and the optimizer's step begins."""
         self._mark("outside", None)
 
     def close(self) -> None:
-        """Watch no more; what is on the model goes. Safe to call again."""
+        """Stop watching, and remove the hooks from the model. Safe to call again."""
         if self._on:
             self._on = False
             for step in reversed(self._undo):
@@ -202,7 +202,7 @@ class _StepWatch:
         )
 
     def _mark(self, phase: Phase, layer: int | None) -> None:
-        """From now on compute is in this phase, in this layer; ``None``: in none of them."""
+        """Note that compute is in this phase and layer from now on; ``None``: outside the layers."""
         self._parts.note((phase, layer))
 
     def _forward_starts(self, *_: Any) -> None:
@@ -248,10 +248,10 @@ class _StepWatch:
 
 
 class TimeWatch(_StepWatch):
-    """Marks layers, copies and waits of the step that comes.
+    """Records the times of layers, copies and waits in the coming step.
 
     Args:
-        model: that the plan is on.
+        model: the model that the plan is on.
         applied: the plan.
     """
 
@@ -261,15 +261,15 @@ class TimeWatch(_StepWatch):
         super().__init__(model, applied)
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
-        """A copy was asked for; ``on_device`` is its source or its target."""
+        """Record a copy that was asked for; ``on_device`` is its source or its target."""
         self._copies.append(copy)
 
     def waited(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> None:
-        """Compute waits for a copy, from ``start`` on."""
+        """Record a wait of compute for a copy, from ``start`` on."""
         self._waits.append((copy, start, length))
 
     def timeline(self) -> StepTimeline:
-        """End the step, and return what was seen; waits for the device."""
+        """End the step and return its timeline; waits for the device."""
         parts = self._end()
         copies = self._measured_copies()
         stalls = [self._stall(copy, start, length) for copy, start, length in self._waits]
@@ -300,21 +300,21 @@ class TimeWatch(_StepWatch):
         return found
 
     def _stall(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> Stall:
-        """Without overlap compute waits while the copy is made, not later at its wait."""
+        """Return a wait. If copies do not overlap compute, it begins when the copy is asked for."""
         begun = start if self._transfer.overlaps else copy.asked
         scope, op_path = copy.name
         return Stall(copy.direction, scope, op_path, self._parts.ms(begun), length.elapsed_ms() or 0.0)
 
 
 class MemoryWatch(_StepWatch):
-    """Follows the storages that the step saves, from their making to their end.
+    """Records device memory in the coming step, and follows each saved storage until it is freed.
 
     Args:
-        model: that the plan is on.
-        applied: the plan; not evictable, for this makes the tickets of what stays.
-        allocated_bytes: device memory in use now.
-        peak_bytes: the most in use since its last call; ``None``: unknown, and memory that is in use only
-            between two saved tensors is not seen.
+        model: the model that the plan is on.
+        applied: the plan, without a pack handler, because this object installs its own.
+        allocated_bytes: returns the device memory in use.
+        peak_bytes: returns the most memory in use since its last call; ``None``: not known, so memory that is
+            in use only between two saved tensors is not seen.
     """
 
     def __init__(
@@ -335,17 +335,17 @@ class MemoryWatch(_StepWatch):
         self._sample()
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
-        """A copy was asked for; ``on_device`` is its source or its target."""
+        """Follow the storage of a copy that was asked for; ``on_device`` is its source or its target."""
         self._follow(on_device, "swapped")
 
     def close(self) -> None:
-        """Watch no more; what is on the model goes. Safe to call again."""
+        """Stop watching, and remove the hooks from the model. Safe to call again."""
         if self._on:
             self._applied.handle_packs_by(None)
         super().close()
 
     def memory(self) -> StepMemory:
-        """End the step, and return what was seen; waits for the device."""
+        """End the step and return its use of memory; waits for the device."""
         parts = self._end()
         samples = [
             MemorySample(self._parts.ms(stamp), total, kept, swapped)
@@ -372,7 +372,7 @@ class MemoryWatch(_StepWatch):
         self._sample()
 
     def _gone(self, key: int, size_bytes: int) -> None:
-        """It is about to be freed, which the next sample shows."""
+        """Stop counting a storage that is about to be freed; the next sample shows that."""
         if self._on:
             self._sample()
         self._bytes[self._alive.pop(key)] -= size_bytes
@@ -392,7 +392,7 @@ class MemoryWatch(_StepWatch):
 
 
 def _storages_of(model: nn.Module) -> set[int]:
-    """What is there in every step: weights and buffers."""
+    """Return the keys of storages that exist in every step: those of weights and buffers."""
     held = [*unwrapped(model).parameters(), *unwrapped(model).buffers()]
     keys = (storage_key(part) for tensor in held for part in inner_tensors(tensor))
     return {key for key in keys if key is not None}

@@ -1,4 +1,4 @@
-"""The storages that one forward swaps: copied out once each, released when due, wanted in backward."""
+"""The storages that one forward swaps: each is copied out once, released when due, listed for backward."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOO_SMALL = "smaller than min_tensor_mib"
 
 @dataclass(frozen=True)
 class Setting:
-    """What the passes of one applied plan share."""
+    """What all forwards under one applied plan share."""
 
     fates: FateTable
     pool: HostPool
@@ -55,11 +55,11 @@ class Setting:
 
 
 class SwappedStorages:
-    """Holds the storages that one forward swaps: copies them out, frees them when due, brings them back.
+    """Copies out the storages that one forward swaps, releases them when due, and lists them for backward.
 
     Args:
-        setting: what the passes of one applied plan share.
-        inputs: of checkpointed layers.
+        setting: what all forwards under one applied plan share.
+        inputs: is told of swapped storages that may be inputs of checkpointed layers.
     """
 
     def __init__(self, setting: Setting, inputs: CheckpointInputs) -> None:
@@ -78,14 +78,14 @@ class SwappedStorages:
         """Make the ticket of a detached tensor, and start the copy out of its storage if there is none yet.
 
         Args:
-            tensor: not rejected.
-            view: of it.
-            windows: of a copy that starts now.
+            tensor: one that `rejects` does not reject.
+            view: its view.
+            windows: windows of the copy, if one starts now.
             op: operator that saves it.
-            asked: what the plan says of it.
+            asked: the plan's action for it.
 
         Returns:
-            ``None`` if there is no host memory; counted.
+            ``None`` if there is no host memory, which is counted.
         """
         storage = tensor.untyped_storage()
         group = self._known(storage)
@@ -101,12 +101,12 @@ class SwappedStorages:
     def ticket_of_whole(
         self, tensor: torch.Tensor, view: View | None, windows: Windows, op: int, asked: Action
     ) -> Swapped | None:
-        """As `ticket_unless_rejected`, of a tensor that was contiguous and all of its storage before.
+        """Do as `ticket_unless_rejected`, but faster if the tensor is contiguous and all of its storage.
 
         Args:
             tensor: detached, of the dtype that ``view`` has.
-            view: of the one before; ``None``: it was not so.
-            windows, op, asked: see `ticket`.
+            view: view of the tensor in its place in the cached trace; ``None``: that one was not whole.
+            windows, op, asked: as of `ticket`.
         """
         storage = tensor.untyped_storage()
         size_bytes = storage.nbytes()
@@ -126,15 +126,15 @@ class SwappedStorages:
     def ticket_unless_rejected(
         self, tensor: torch.Tensor, windows: Windows, op: int, asked: Action
     ) -> Swapped | None:
-        """As `ticket`, of any detached tensor; ``None`` also if it must stay."""
+        """Do as `ticket` for any detached tensor; return ``None`` also if the tensor must stay."""
         return None if self.rejects(tensor) else self.ticket(tensor, View.of(tensor), windows, op, asked)
 
     def release_due(self, op: int) -> None:
-        """Release what is due at a hook at operator ``op``."""
+        """Release the storages that are due at a hook at operator ``op``."""
         _release(self.releases.due(op))
 
     def end(self, backward: Backward) -> list[Want[Reference]]:
-        """End the forward: release the rest, or say when; return what ``backward`` will need."""
+        """End the forward: release the rest, now or when due; return the storages that backward will need."""
         queue, passes = self.releases, self._setting.passes
         if passes is not None and isinstance(queue, CrossingReleases):
             _release(passes.forward_ended(queue, self._all_groups, backward))
@@ -159,7 +159,7 @@ class SwappedStorages:
         return ticket
 
     def _moves(self, tensor: torch.Tensor) -> bool:
-        """Whether its storage moves anyway: a small view that stayed would hold it."""
+        """Whether the tensor's storage is swapped already: a small view that stayed would hold it."""
         group = self._known(tensor.untyped_storage())
         return group is not None and group.covers(View.of(tensor), tensor._version)
 
@@ -204,7 +204,7 @@ class SwappedStorages:
         return group
 
     def rejects(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that the plan swaps must stay on the device; counted by reason."""
+        """Whether a tensor that the plan swaps must stay on the device; if so, count it by reason."""
         reason = self.rejection(tensor)
         if reason is None:
             return False
@@ -212,7 +212,7 @@ class SwappedStorages:
         return True
 
     def rejection(self, tensor: torch.Tensor) -> str | None:
-        """Why it must stay; not counted."""
+        """Return why a tensor must stay on the device, without counting it; ``None``: it may move."""
         setting = self._setting
         reason = unmovable(tensor, setting.device)
         if reason is not None:
@@ -224,7 +224,7 @@ class SwappedStorages:
 
 
 def unmovable(tensor: torch.Tensor, device: torch.device) -> str | None:
-    """Why a tensor cannot be copied off ``device`` byte by byte and come back, whatever its size."""
+    """Return why a tensor cannot be copied byte by byte off ``device`` and back; ``None``: it can."""
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not nn.Parameter:
         return f"tensor subclass {kind.__name__}"

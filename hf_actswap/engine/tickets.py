@@ -34,7 +34,7 @@ from .views import View
 
 
 class StaleTensorError(RuntimeError):
-    """A tensor needed for backward was changed in place after it was saved; autograd's own error, kept up."""
+    """A tensor needed for backward was changed in place after it was saved; worded as autograd's error."""
 
     def __init__(self, shape: torch.Size, saved: int, now: int) -> None:
         super().__init__(
@@ -44,11 +44,11 @@ class StaleTensorError(RuntimeError):
 
 
 Kept = tuple[torch.Tensor, int]
-"""The ticket of a tensor that stays: itself, and the version it had. A bare tuple, for there are many."""
+"""The ticket of a tensor that stays: the tensor and its version. A bare tuple, because there are many."""
 
 
 class Moved(Protocol):
-    """The ticket of a tensor that has to be got from somewhere."""
+    """The ticket of a tensor that must be copied back or rebuilt."""
 
     def restore(self) -> torch.Tensor:
         """Return the tensor that was saved. Raises `StaleTensorError` if it changed."""
@@ -78,17 +78,17 @@ _free_weak_ref = torch.UntypedStorage._free_weak_ref
 class SwapGroup:
     """One swapped storage: its device copy, then its host copy, then a device copy again.
 
-    It is a ticket too: of ``source``.
+    It is also the ticket of ``source``.
 
     Args:
         source: a detached tensor on the storage; dropped at release.
-        view: of it.
-        storage: of it.
+        view: view of ``source``.
+        storage: storage of ``source``.
         whole: whether ``source`` is contiguous and all of its storage: then no views need be made of it, nor
-            of what comes back.
-        range_bytes: the part of the storage that moves.
-        host: where it goes.
-        prefetch_ops: lead in backward.
+            of the tensor that comes back.
+        range_bytes: first byte of the part of the storage that moves, and the byte after its last.
+        host: host block that it is copied to; given back to ``pool`` at the end.
+        prefetch_ops: prefetch window, in operators.
     """
 
     __slots__ = (
@@ -145,7 +145,7 @@ class SwapGroup:
             source = torch.empty(0, dtype=torch.uint8, device=source.device)
             source.set_(storage, start, (stop - start,), (1,))
         host.hold(source.dtype, source.shape)
-        # At once, between two calls, where no interrupt comes: `__del__` takes back what has begun.
+        # In one statement, so that no interrupt comes between the two: `__del__` undoes both.
         self._copy_out, counters.live_swaps = transfer.offload(source, host), counters.live_swaps + 1
         counters.offloads += 1
         counters.offloaded_bytes += host.size_bytes
@@ -183,7 +183,7 @@ class SwapGroup:
 
     @property
     def group(self) -> SwapGroup:
-        """As of a `SwapTicket`."""
+        """This group, as a `SwapTicket` has it."""
         return self
 
     def restore(self) -> torch.Tensor:
@@ -191,7 +191,7 @@ class SwapGroup:
         return self.read(self, self._view)
 
     def read(self, ticket: SwapTicket | SwapGroup, view: View) -> torch.Tensor:
-        """Return ``view`` of the data on the device; the last reader's copy is dropped with it."""
+        """Return ``view`` of the data on the device; after the last reader the device copy is dropped."""
         source = self._source
         if source is not None and source._version != self.version:
             self._stale_version = source._version
@@ -216,7 +216,7 @@ class SwapGroup:
         return tensor
 
     def join(self) -> int:
-        """A ticket begins to share this group; return what it has read of it: all that was fetched so far."""
+        """Add a ticket to this group; return its first `has_read`: all fetches so far count as read."""
         self._tickets += 1
         return self.fetches
 
@@ -242,7 +242,7 @@ class SwapGroup:
             self._counters.live_swaps -= 1
 
     def _settled(self) -> torch.Tensor:
-        """Make compute wait for the copy back: before the data is read, and before the block is dropped."""
+        """Make compute wait for the copy back, before the block is read or dropped; return the block."""
         if self._fetched is None:
             raise RuntimeError("a swapped tensor has neither a device copy nor a copy on its way")
         copy, self._copy_in = self._copy_in, None
@@ -257,8 +257,8 @@ class SwapTicket:
     """One more saved tensor on a swapped storage.
 
     Args:
-        group: the storage.
-        view: what the ticket shows of it.
+        group: the swapped storage.
+        view: the saved tensor's view of the storage.
 
     Attributes:
         has_read: number of the fetch that it read last.

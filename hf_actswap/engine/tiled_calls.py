@@ -4,16 +4,16 @@ Forward runs the module for one piece after the other under hooks that keep noth
 its output side by side. Backward runs each piece again and its backward at once, so that what the module
 saves is there for one piece at a time.
 
-* **Two forwards.** The input is saved by a node of its own (`_Input`) before the first piece runs. Where the
-  layer around is run again (``torch.utils.checkpoint``, `recompute`), that ends as soon as the last saved
-  tensor is there. With the input saved by the node that runs the pieces, the module would run three times:
-  in forward, in the recomputation to get to that node, and in its backward.
-* **The input has a fate** like any saved tensor: the hooks of a plan see it, and it belongs to whoever
-  produced it.
+* **Two forwards.** The input is saved by a node of its own (`_Input`) before the first piece runs. If the
+  layer around the module is run again (``torch.utils.checkpoint``, `recompute`), that run ends as soon as the
+  last saved tensor is there. If the node that runs the pieces saved the input, the module would run three
+  times: in forward, in the recomputation to get to that node, and in its backward.
+* **The input has a fate** like any saved tensor: the hooks of a plan see it, and the fate is that of the op
+  that produced it.
 * **One gradient per weight and backward**, from one node, whatever the number of pieces: data parallel
-  wrappers, tagged gradients of parallel layers and accumulation see what they saw before.
+  wrappers, tagged gradients of parallel layers and accumulation work as without tiles.
 * **Sums over pieces in fp32.** The product that gives the gradient of a linear layer's weight is added to
-  its sum in fp32 (`_WeightSums`) and rounded once at the end, as one product over all tokens would be. Of
+  its sum in fp32 (`_WeightSums`) and rounded once at the end, as one product over all tokens would be. For
   other weights (norms, experts) each piece's gradient is rounded to their dtype before it is added.
 * **Losses and gradients of inputs** are bitwise those of the whole module where its kernels treat rows
   alike for any number of rows. Gradients of weights are sums in another order: equal up to rounding.
@@ -48,8 +48,8 @@ from .pieces import Exchangeable, add_product, first_order_only, no_saved_tensor
 from .replay import CallState
 
 AUTO_LEAST_TOKENS, AUTO_MOST_TILES = 1024, 16
-"""Fewer rows make slow products, more pieces free little: a Llama's MLP saves 14 hidden states, one piece of
-sixteen less than one."""
+"""Fewer rows make slow products, more pieces free little: a Llama's MLP saves 14 times its input's bytes, one
+piece of sixteen less than the input's."""
 
 _CAPTURING = "transformers.utils.output_capturing"
 
@@ -63,13 +63,13 @@ def auto_tokens(tokens: int) -> int:
 
 
 def tile_module(module: nn.Module, tile: Tile, say: Say, parts: int = 1) -> Undo:
-    """Let a module run over pieces of the tokens; return what restores it.
+    """Let a module run over pieces of the tokens; return a function that restores it.
 
     Args:
         module: its first tensor argument is ``[.., T, H]``, a row for each token.
         tile: how many tokens make a piece.
-        say: see `Say`.
-        parts: of the sequence that is given, which the module sums over the ranks and divides among them:
+        say: called with the reason if the module runs whole after all.
+        parts: number of ranks over which the module sums its output and among which it divides the sequence:
             it returns ``[.., T / parts, H]``.
     """
     if getattr(module, "_compiled_call_impl", None) is not None:
@@ -88,9 +88,9 @@ class TiledModule:
     """A module whose calls run over pieces of the tokens.
 
     Args:
-        module: whose parameters get gradients.
-        run: what a call of it runs.
-        tile, say, parts: see `tile_module`.
+        module: the module, whose parameters get gradients.
+        run: function that a call of it runs.
+        tile, say, parts: as of `tile_module`.
     """
 
     def __init__(self, module: nn.Module, run: Callable[..., Any], tile: Tile, say: Say, parts: int) -> None:
@@ -100,7 +100,7 @@ class TiledModule:
         self._compiled = any(map(is_compiled, module.modules()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in the place of the module's own forward."""
+        """Replace the module's own forward."""
         reject_tracing()
         leaves, spec = tree_flatten((args, kwargs))
         hidden = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
@@ -115,9 +115,9 @@ class TiledModule:
         return _Call(self, leaves, spec, cut).result()
 
     def running_with(self, parameters: Mapping[str, torch.Tensor]) -> Callable[..., Any]:
-        """Return what runs the module with these parameters that train, which may not be there any more.
+        """Return a function that runs the module with the trained parameters that it had in forward.
 
-        Who calls a model with exchanged ones (`torch.func.functional_call`) has put its own back by backward.
+        It may have others by now: `torch.func.functional_call` restores the module's own before backward.
         """
         present = dict(self.module.named_parameters())
         if all(present.get(name) is item for name, item in parameters.items()):
@@ -125,7 +125,7 @@ class TiledModule:
         return partial(self._exchangeable.with_parameters, parameters)
 
     def adding_to(self, sums: dict[int, torch.Tensor]) -> AbstractContextManager[Any]:
-        """Let linear layers add to these sums; code that was compiled without is not traced again with it."""
+        """Let linear layers add weight gradients to ``sums``; not in compiled code: it would be retraced."""
         return nullcontext() if self._compiled else _WeightSums(sums)
 
     def _tokens(self, rows: int) -> int:
@@ -151,21 +151,21 @@ def _is_captured(module: nn.Module) -> bool:
 
 
 class _Cut:
-    """How tensors with a row for each token are cut into pieces: along the sequence, for all sequences alike.
+    """Cuts tensors with a row for each token into pieces: along the sequence, for all sequences alike.
 
-    A sequence that is gathered from several ranks is cut alike in the part of each, so that what the module
-    divides among them again is a piece of each rank's part.
+    If a sequence was gathered from several ranks, a piece has the same slice of each rank's part. So when the
+    module divides its output among the ranks again, each rank gets a slice of its own part.
 
     Args:
         lead: shape of the hidden states without their last dimension, ``[.., T]``.
-        parts: of the sequence, see `tile_module`.
-        tokens: of a piece, about.
+        parts: number of ranks that have a part of the sequence (`tile_module`).
+        tokens: about how many tokens a piece has.
     """
 
     def __init__(self, lead: torch.Size, parts: int, tokens: int) -> None:
         self.lead, self._parts, self._length = lead, parts, lead[-1] // parts
         self.returned = torch.Size((*lead[:-1], self._length))
-        # Of one row, [1, 1] could be either of two shapes.
+        # With one row, the shape [1, 1] would be ambiguous.
         self._size = max(2, tokens * lead[-1] // (lead.numel() * parts))
         self.pieces = math.ceil(self._length / self._size)
 
@@ -174,14 +174,14 @@ class _Cut:
             yield slice(start, min(start + self._size, self._length))
 
     def piece(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Return a piece, contiguous, of a tensor that is given, ``[*lead, ..]`` or the same flattened."""
+        """Return a contiguous piece of an argument, ``[*lead, ..]`` or the same flattened."""
         piece = self.place(tensor, rows, self.lead).contiguous()
         if tensor.shape[: len(self.lead)] == self.lead:
             return piece.flatten(len(self.lead) - 1, len(self.lead)) if self._parts > 1 else piece
         return piece.flatten(0, len(self.lead) - (self._parts == 1))
 
     def place(self, tensor: torch.Tensor, rows: slice, lead: torch.Size) -> torch.Tensor:
-        """Return the view of a whole tensor in which a piece is; the parts of a sequence are apart in it."""
+        """Return a piece as a view of the whole tensor; if there are parts, it has a dimension for them."""
         dim = len(lead) - 1
         view = tensor if tensor.shape[: len(lead)] == lead else tensor.unflatten(0, lead)
         if self._parts > 1 and lead == self.lead:
@@ -193,9 +193,9 @@ class _Call:
     """One call of a tiled module.
 
     Args:
-        tiled: that was called.
+        tiled: the module that was called.
         leaves, spec: its arguments, flattened. Each tensor has a row for each token.
-        cut: into pieces.
+        cut: how tensors are cut into pieces.
     """
 
     def __init__(self, tiled: TiledModule, leaves: list[Any], spec: TreeSpec, cut: _Cut) -> None:
@@ -212,11 +212,11 @@ class _Call:
         """Run the call and return what the module returns."""
         given = [self._leaves[at] for at in self._at]
         for at in self._at:
-            self._leaves[at] = None  # what backward needs, autograd holds
+            self._leaves[at] = None  # autograd holds the tensors that backward needs
         if not (torch.is_grad_enabled() and (any(self._wanted) or self.parameters)):
             outputs: Sequence[torch.Tensor] = self.forward(given)
         else:
-            learned = () if any(self._wanted) else self.parameters[:1]  # without either there is no node
+            learned = () if any(self._wanted) else self.parameters[:1]  # so that there is a node
             held = _Input.apply(len(given), *given, *learned)
             node = next(item.grad_fn for item in held if item.grad_fn is not None)
             outputs = _Tiles.apply(self, node, len(given), *held, *self.parameters)
@@ -247,7 +247,7 @@ class _Call:
     def backward(
         self, given: Sequence[torch.Tensor], upstream: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of the tensors given, where they have one, and of the parameters."""
+        """Return the gradients of ``given``, ``None`` where none is needed, and of the parameters."""
         if [item._version for item in self.parameters] != self._versions:
             raise RuntimeError(
                 f"a weight of {type(self.tiled.module).__name__}, which runs in tiles, was written in place "
@@ -284,7 +284,7 @@ class _Call:
         upstream: Sequence[torch.Tensor | None],
         rows: slice,
     ) -> Iterator[torch.Tensor | None]:
-        """Yield the gradients of pieces, of those that have one, and of the parameters."""
+        """Yield the gradients of the pieces that need one, and of the parameters."""
         ends = [
             (output, self._cut.place(one, rows, self._cut.returned).reshape(output.shape))
             for output, one in zip(tree_flatten(self._run(run, pieces))[0], upstream, strict=True)
@@ -298,7 +298,7 @@ class _Call:
         yield from torch.autograd.grad(made, asked, of_made, allow_unused=True)
 
     def _pieces(self, given: Sequence[torch.Tensor], rows: slice) -> list[torch.Tensor]:
-        """Return leaves of a graph with these rows of the tensors given."""
+        """Return these rows of the tensors ``given``, as leaves of a new graph."""
         return [
             self._cut.piece(item.detach(), rows).requires_grad_(wants)
             for item, wants in zip(given, self._wanted, strict=True)
@@ -316,7 +316,7 @@ class _Call:
 
 @contextmanager
 def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Leave out the hooks on parameters: they are for the whole gradient, which autograd gives them later."""
+    """Disable the hooks on parameters: autograd calls them later, with the whole gradient."""
     hooks = [item._backward_hooks for item in parameters]
     try:
         for item in parameters:
@@ -328,7 +328,7 @@ def _without_hooks(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 class _Input(torch.autograd.Function):
-    """Saves what a call was given, by a node of its own."""
+    """A node that does nothing but save the tensors of a call."""
 
     @staticmethod
     def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -342,7 +342,7 @@ class _Input(torch.autograd.Function):
 
 
 class _Tiles(torch.autograd.Function):
-    """Runs the pieces; what they read in backward is saved by the node of `_Input`."""
+    """Runs the pieces; the tensors that they read in backward are saved by the node of `_Input`."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, node: Any, count: int, *tensors: torch.Tensor) -> Any:
@@ -360,7 +360,7 @@ class _WeightSums(TorchFunctionMode):
     """Adds the gradients of linear layers' weights to sums in fp32, and does not give them to autograd.
 
     Args:
-        sums: by identity of a parameter.
+        sums: the sum of each weight's gradient, by ``id`` of the weight.
     """
 
     def __init__(self, sums: dict[int, torch.Tensor]) -> None:
@@ -384,7 +384,7 @@ class _WeightSums(TorchFunctionMode):
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose weight's gradient is added to a sum."""
+    """A linear layer. Backward adds its weight's gradient to a sum."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: Any, cast: Any, bias: Any, total: Any) -> Any:
@@ -404,4 +404,4 @@ class _Linear(torch.autograd.Function):
 
 
 def _dropped(_tensor: torch.Tensor) -> None:
-    """Autograd keeps nothing: the piece runs again in backward."""
+    """Save nothing: the piece runs again in backward."""

@@ -6,11 +6,11 @@ The engine uses one interface, which two classes implement:
 * `BlockingTransfer`: the CPU, where "device" and "host" are the same memory. Each copy is complete when the
   call returns, and its duration is a stall: compute did wait.
 
-Contract, argued once for both. Between ``offload`` and ``wait`` on its copy the caller keeps the
-source alive and unchanged; after ``wait`` it may drop it (a stream orders the reuse of its memory behind
-the wait). Between ``reload`` and ``wait`` the caller neither reads the new block nor drops it. A host block
-may be given back to the pool as soon as it will not be reloaded again: the next ``offload`` into it is
-ordered after what still reads it.
+The contract of both: Between ``offload`` and ``wait`` on its copy the caller keeps the source alive and
+unchanged; after ``wait`` it may drop the source (a stream orders the reuse of its memory behind the wait).
+Between ``reload`` and ``wait`` the caller neither reads the new block nor drops it. A host block may be given
+back to the pool as soon as it will not be reloaded again: the next ``offload`` into it is ordered after
+copies that still read it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Stamp(Protocol):
     """A place in compute's order of work, and so a time."""
 
     def ms_since(self, earlier: Any) -> float:
-        """Time from ``earlier`` to here, in ms; both must have been passed (synchronize first)."""
+        """Return the time from ``earlier`` to here, in ms; compute must have passed both (synchronize)."""
 
 
 class StepLog(Generic[Event]):
@@ -49,7 +49,7 @@ class StepLog(Generic[Event]):
     autograd's node numbers, and its clock may add up op by op where nothing is computed.
 
     Args:
-        transfer: whose compute is timed.
+        transfer: makes the time stamps.
     """
 
     def __init__(self, transfer: Transfer) -> None:
@@ -58,15 +58,15 @@ class StepLog(Generic[Event]):
         self._events: list[tuple[Event, Stamp]] = []
 
     def note(self, event: Event) -> None:
-        """It happens now."""
+        """Record ``event`` at the present place in compute's order of work."""
         self._events.append((event, self._transfer.stamp()))
 
     def ms(self, stamp: Stamp) -> float:
-        """Time from the start of the log to ``stamp``; the device must have got there."""
+        """Return the time in ms from the start of the log to ``stamp``; the device must have reached it."""
         return stamp.ms_since(self._start)
 
     def times(self) -> list[tuple[Event, float]]:
-        """Return the events, each with its time in ms since the start; the device must have got there."""
+        """Return the events, each with its time in ms since the start; the device must have reached all."""
         return [(event, self.ms(stamp)) for event, stamp in self._events]
 
 
@@ -86,7 +86,7 @@ class Transfer(Protocol):
         """Measure the link; ``None`` if copies do not overlap compute. Between steps only."""
 
     def free_bytes(self) -> int | None:
-        """Device memory that this process can still use; ``None``: the same as the host's."""
+        """Return the bytes of device memory that this process can still use; ``None``: it is the host's."""
 
     def empty_cache(self) -> None:
         """Give cached device memory back to the device. Between steps only."""
@@ -97,7 +97,7 @@ class Transfer(Protocol):
     def reload(self, host: HostBuffer, after: Copy) -> tuple[torch.Tensor, Copy]:
         """Copy ``host`` to a new contiguous tensor on the device, once ``after`` is complete.
 
-        Of the dtype and shape that ``host`` holds, or the same bytes as uint8, shape (bytes,).
+        It has the dtype and shape that ``host`` holds, or it is the same bytes as uint8, shape (bytes,).
         """
 
     def host_reader_done(self, host: HostBuffer) -> None:
@@ -112,7 +112,7 @@ class HostStamp:
 
     @classmethod
     def now(cls) -> HostStamp:
-        """The present time."""
+        """Return the present time."""
         return cls(time.perf_counter())
 
     def ms_since(self, earlier: HostStamp) -> float:
@@ -131,7 +131,7 @@ class _Spent:
 
 @dataclass
 class _Done:
-    """A copy that was complete when it was asked for: compute stood still meanwhile."""
+    """A copy that was complete when its call returned: compute stood still meanwhile."""
 
     spent: _Spent | None
 
@@ -168,22 +168,22 @@ class BlockingTransfer:
         return block, _Done(_Spent(HostStamp.now().ms_since(start)))
 
     def host_reader_done(self, host: HostBuffer) -> None:
-        """Nothing is in flight."""
+        """Do nothing: no copy is under way."""
 
     def stamp(self) -> Stamp:
         """Mark the present place in compute's order of work."""
         return HostStamp.now()
 
     def synchronize(self) -> None:
-        """Compute is done when its call returns."""
+        """Do nothing: compute is done when its call returns."""
 
     def link(self) -> Link | None:
-        """Copies do not overlap compute."""
+        """Return ``None``: copies do not overlap compute."""
         return None
 
     def free_bytes(self) -> int | None:
-        """Device and host are the same memory."""
+        """Return ``None``: device and host are the same memory."""
         return None
 
     def empty_cache(self) -> None:
-        """Nothing of ours is cached."""
+        """Do nothing: this transfer caches no memory."""

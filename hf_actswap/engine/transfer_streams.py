@@ -53,15 +53,15 @@ from .stats import PendingTime
 from .transfer import BlockingTransfer, Copy, Stamp, Transfer
 
 TIMED_WAIT_MS = 0.02
-"""What two timing events around a wait for a complete copy are apart at most: no stall."""
+"""Most time between two timing events around a wait for a complete copy: such a wait is no stall."""
 
 
 class _Events:
-    """Events to be used again, of one kind.
+    """A pool of events of one kind, which are used again.
 
     Args:
-        device: with an index.
-        timing: whether they carry a time.
+        device: the accelerator, with its index.
+        timing: whether the events carry a time.
     """
 
     def __init__(self, device: torch.device, timing: bool) -> None:
@@ -90,7 +90,7 @@ class _Event:
         self._free.append(self.event)
 
     def synchronize(self) -> None:
-        """Wait, on the host, for what was recorded."""
+        """Wait on the host until the device has reached the event."""
         self.event.synchronize()
 
 
@@ -101,7 +101,7 @@ class _TimedWait:
         self._before, self._after = before, after
 
     def elapsed_ms(self) -> float | None:
-        """Return the length in ms (0: nothing to wait for), ``None`` while the device is not there."""
+        """Return the length in ms (0: no wait), ``None`` while the device has not reached its end."""
         if not self._after.event.query():
             return None
         elapsed_ms = float(self._before.event.elapsed_time(self._after.event))
@@ -124,9 +124,9 @@ class _StreamCopy:
     """A copy on one of the copy streams, complete when its event is.
 
     Args:
-        owner: of the streams and events.
-        done: the end of the copy.
-        block: of a copy in: what it fills, with the stream that it was allocated on.
+        owner: the transfer that has the streams and events.
+        done: event at the end of the copy.
+        block: for a copy in: the tensor that it fills, and the stream that this was allocated on.
     """
 
     __slots__ = ("_block", "_owner", "done")
@@ -159,11 +159,11 @@ class StreamTransfer:
     """Copies on two streams of one accelerator.
 
     Args:
-        device: with an index.
+        device: the accelerator, with its index.
 
     Attributes:
-        compute_streams: those that have asked for copies.
-        timing: events for waits.
+        compute_streams: streams that have requested copies.
+        timing: timing events for waits.
     """
 
     overlaps = True
@@ -203,7 +203,7 @@ class StreamTransfer:
         return block, _StreamCopy(self, done, (block, compute))
 
     def host_reader_done(self, host: HostBuffer) -> None:
-        """The block's ``last_use`` orders the next writer."""
+        """Do nothing: the block's ``last_use`` orders the next writer."""
 
     def stamp(self) -> Stamp:
         """Mark the present place in compute's order of work."""
@@ -226,7 +226,7 @@ class StreamTransfer:
         return measure_link(self.device)
 
     def free_bytes(self) -> int | None:
-        """Free on the device, or cached by this process and unused."""
+        """Return the bytes that are free on the device, or cached by this process and unused."""
         free_bytes, _ = torch.accelerator.get_memory_info(self.device)
         reserved = torch.accelerator.memory_reserved(self.device)
         return int(free_bytes) + int(reserved) - int(torch.accelerator.memory_allocated(self.device))
@@ -236,7 +236,7 @@ class StreamTransfer:
         torch.accelerator.empty_cache()
 
     def _compute_stream(self) -> torch.Stream:
-        """The stream that requests a copy."""
+        """Return the current stream, and add it to those that have requested copies."""
         compute = torch.accelerator.current_stream(self.device)
         if compute not in self.compute_streams:
             self.compute_streams.append(compute)
@@ -244,5 +244,5 @@ class StreamTransfer:
 
 
 def transfer_of(device: torch.device) -> Transfer:
-    """Return what moves bytes on ``device``: streams of their own, or the CPU's blocking copies."""
+    """Return the transfer for ``device``: on streams of its own, or the CPU's blocking copies."""
     return BlockingTransfer(device) if device.type == "cpu" else StreamTransfer(device)

@@ -1,4 +1,4 @@
-"""How tensors look at their storages."""
+"""Views: what it takes to make a tensor again from the bytes of its storage."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class View(NamedTuple):
-    """How a tensor looks at its storage (the offset in bytes)."""
+    """A tensor's dtype, shape, stride and byte offset on its storage."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -18,7 +18,7 @@ class View(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> View:
         offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
-        # As `NamedTuple` does it, without its detour: there is one for each swapped tensor.
+        # Faster than the constructor of `NamedTuple`: one is made for each swapped tensor.
         return tuple.__new__(cls, (tensor.dtype, tensor.shape, tensor.stride(), offset_bytes))
 
     def on(self, block: torch.Tensor, start_bytes: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ class View(NamedTuple):
 
     @property
     def range_bytes(self) -> tuple[int, int]:
-        """First byte, and byte after the last, that the view can reach."""
+        """The first byte of the storage that the view can reach, and the byte after the last."""
         if 0 in self.shape:
             return self.offset_bytes, self.offset_bytes
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))

@@ -1,7 +1,7 @@
-"""Observed copies: named for a profiler that is on, and reported to the recorder of a step.
+"""Observed copies: named for a profiler that is on, and reported to a listener.
 
-A transfer around another, which replaces it for one forward and the backward through it
-(`Workplace.watched`). Without profiler and record nothing of this runs.
+`WatchedTransfer` wraps another transfer for one forward and its backward (`Workplace.watched`). Without a
+profiler or a listener it is not used.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class WatchedCopy:
 
     Args:
         direction: out to the host, or in to the device.
-        name: of what moves.
-        size_bytes: that move.
-        asked: where compute was then.
-        done: the end, in the order of work of the copying stream.
+        name: the plan row that swaps the tensor.
+        size_bytes: bytes that are copied.
+        asked: where compute was when the copy was asked for.
+        done: end of the copy, in the order of work of the copying stream.
         inner: the copy itself.
-        first: the copy out, of a copy in.
+        first: for a copy in: the copy out of the same host block.
     """
 
     direction: Direction
@@ -63,27 +63,27 @@ class WatchedCopy:
 
 @runtime_checkable
 class StampsCopies(Protocol):
-    """A transfer whose copies have an order of work of their own (`StreamTransfer`)."""
+    """A transfer whose copies run in an order of their own beside compute's (`StreamTransfer`)."""
 
     def copy_stamp(self, direction: Direction) -> Stamp:
         """Mark the present place in the order of the copies out, or in."""
 
 
 class CopyListener(Protocol):
-    """Receives each copy."""
+    """Is told of each copy and of each wait for one."""
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
-        """A copy was asked for; ``on_device`` is its source or its target."""
+        """Receive a copy when it is asked for; ``on_device`` is its source or its target."""
 
     def waited(self, copy: WatchedCopy, start: Stamp, length: PendingTime) -> None:
-        """Compute waits for a copy, from ``start`` on."""
+        """Receive a wait of compute for a copy, from ``start`` on."""
 
 
 class WatchedTransfer:
     """A `Transfer` around another, which names each copy for a profiler and reports it to a listener.
 
     Args:
-        inner: that moves the bytes.
+        inner: the transfer that moves the bytes.
         listener: receives the copies; ``None``: none.
         profiled: whether a profiler is on.
     """
@@ -94,7 +94,7 @@ class WatchedTransfer:
         self._next = _NO_OP
 
     def name(self, name: OpName) -> None:
-        """What the next copy out moves."""
+        """Set the name of the next copy out."""
         self._next = name
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
@@ -164,7 +164,7 @@ class WatchedTransfer:
 
 
 def profiler_is_on() -> bool:
-    """Whether ``torch.profiler`` records at present: one attribute, no call into it."""
+    """Whether ``torch.profiler`` records at present; it only reads an attribute, so it is cheap."""
     return torch.autograd.profiler._is_profiler_enabled
 
 

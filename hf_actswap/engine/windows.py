@@ -1,38 +1,37 @@
 """The choice of windows under ``auto``: what to swap, when to release it, when to fetch it back.
 
-The engine acts in hooks only (`schedule`). Copies of one direction run one after another, those out in the
-order of saving. Everything is released at the end of forward, so within a step the directions never share
-the link, and their rates alone count.
+The engine acts in hooks only (`schedule`). Copies of one direction run one after another; copies out run in
+the order of saving. Everything is released at the end of forward, so within a step the two directions never
+share the link, and each has the rate that was measured with nothing else on the link.
 
-* **What** is swapped: the most bytes that both directions can hide (below).
+* **What** is swapped: the most bytes whose copies are hidden behind compute in both directions (below).
 * **Release**: the first hook at which the copy out is complete.
 * **Prefetch**: as late as possible. From the last read backwards, each copy back ends at its read or where
-  the next one begins, whichever is first, and is issued at the last hook before its start. So no more is on
-  the device ahead of need than the reads and the distance of hooks require.
-* **Numbers of the user** are obeyed. They take their place in both queues, and nothing chosen here delays
-  them: one that is too small stalls as much as it would alone.
+  the next copy begins, whichever is first, and is issued at the last hook before its start. So no more is on
+  the device ahead of need than the reads and the distance between hooks require.
+* **Windows that the user wrote** are obeyed. Their copies take their place in both queues, and no chosen copy
+  delays them: a window that is too small stalls as much as it would alone.
 
-What to swap is the set of most bytes whose copies are hidden. Pure arithmetic, times in ms. Memory peaks at
-the end of forward, where everything is released. There every byte that has left the device lowers the peak by
-one, whichever tensor it is of, so the best set is simply the one with the most bytes among those that fit
-both ways:
+All of it is arithmetic; times are in ms. Memory peaks at the end of forward, where everything is released.
+Every byte that has left the device by then lowers the peak by one, whichever tensor it belongs to. So the
+best set is the one with the most bytes among the sets that fit both ways:
 
-* **Out.** Copies run one after another in the order of saving; with one deadline for all, its end, no other
-  order is better. A set fits if each copy, started at max(previous finished, saved), ends by then. Were
-  bytes divisible, taking whatever comes would be optimal, because it keeps the link busy from the first
-  candidate to the end of forward; the tail that is kept is what the backlog leaves, not a constant. As they
-  are not, taking what comes can lose nearly the copy that did not fit. The search over sets wins that back.
-* **Back.** All may start at the first hook of backward, so a set fits if earliest-deadline-first does. The
-  search tracks it as if backward read in the reverse order of saving: a copy that comes later in forward goes
-  before all others, and what counts is the least slack among those. Where backward does read in that order
-  this is exact, elsewhere it errs on the safe side; `Loads` then adds what the search left, exactly.
+* **Out.** Copies run one after another in the order of saving. All have one deadline, the end of forward, so
+  no other order is better. A set fits if each copy, started at max(previous finished, saved), ends by then.
+  If bytes were divisible, taking every tensor as it comes would be optimal: the link is busy from the first
+  candidate to the end of forward, and only what is still queued then is kept. Tensors are not divisible, so
+  that can lose nearly as many bytes as the copy that did not fit. The search over sets wins them back.
+* **Back.** All copies may start at the first hook of backward, so a set fits if earliest-deadline-first does.
+  The search assumes that backward reads in the reverse order of saving: a copy that comes later in forward
+  goes before all others, and the least slack among these counts. If backward does read in that order this is
+  exact, else it errs on the safe side; `Loads` then adds candidates that still fit, by an exact test.
 
-The search keeps states (bytes, end of the last copy out, least slack of the copies back), drops those that
-another beats in all three, and beyond a limit those of the fewest bytes. Up to 10 candidates the limit is
-never reached, so the set is optimal (for reads in reverse order); with many the state of taking whatever
-comes is always among those kept until the link is full, so the loss stays below one copy that did not fit.
-Among equals the copies out that end first win. These are early tensors, which backward needs last: nothing
-comes back while memory is at its peak.
+A state of the search is (bytes, end of the last copy out, least slack of the copies back). The search drops
+states that another beats in all three, and beyond a limit those with the fewest bytes. Up to 10 candidates
+the limit is never reached, so the set is optimal (for reads in reverse order). With many candidates the state
+of taking every tensor as it comes is kept until the link is full, so the loss is below one copy that did not
+fit. Among equals the state whose copies out end first wins. It has early tensors, which backward needs last:
+nothing comes back while memory is at its peak.
 
 Operators are autograd nodes in order of creation (`schedule`): they rise through forward, and backward runs
 them falling. Times are in ms on one clock.
@@ -59,7 +58,8 @@ NO_HOST_MEMORY = "host memory"
 
 ROUNDING_MS = 1e-7
 _SEARCH_STEPS = 12_000
-"""Four times as many find 0.05 % more bytes for 320 candidates, in four to six times the time (12 ms)."""
+"""Most states of the search, times candidates. Four times as many find 0.05 % more bytes for 320 candidates,
+in four to six times the time (12 ms)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ class Candidate:
     """A storage that autograd saves and that may be swapped.
 
     Args:
-        size_bytes: what would move.
-        ready_op: operator that first saves it: the copy out can be enqueued there. The same operator is the
+        size_bytes: bytes that a swap would move.
+        ready_op: first operator that saves it: the copy out can be enqueued there. The same operator is the
             last to read it in backward.
-        consumer_op: first operator of backward that reads it, that is the highest.
-        windows: numbers of the user, which are obeyed; ``None``: both are chosen.
+        consumer_op: first operator of backward that reads it: the highest one that saves it.
+        windows: windows that the user wrote, which are obeyed; ``None``: both windows are chosen.
     """
 
     size_bytes: int
@@ -85,8 +85,8 @@ class Timeline:
     """When compute reaches each hook of a step in which nothing stalls.
 
     Args:
-        forward: (operator, ms) at each hook; the last entry is the end of forward, where everything that has
-            not been released is. Operators rise; the last may repeat.
+        forward: (operator, ms) at each hook; the last entry is the end of forward, where everything that is
+            left is released. Operators rise; the last may repeat.
         backward: (operator, ms) at each hook; operators fall. The last entry ends the step.
 
     Raises:
@@ -110,12 +110,12 @@ class Timeline:
 
     @property
     def forward_end_ms(self) -> float:
-        """When forward ends."""
+        """When forward ends, in ms."""
         return self.forward[-1][1]
 
 
 class Hooks:
-    """Answers which hook of a timeline comes first or last in time.
+    """Looks up which hook of a timeline carries out an action, and when.
 
     Args:
         timeline: hooks of forward and backward.
@@ -130,35 +130,39 @@ class Hooks:
         self._backward_ms = [ms for _, ms in timeline.backward]
         self._forward_end_ms = timeline.forward_end_ms
         self.after_forward = max(timeline.forward[-1][0], self._ops[-1] + 1 if self._ops else 0)
-        """An operator that no hook of forward reaches: what is released there is released at its end."""
+        """An operator above all hooks of forward: a release due there happens at the end of forward."""
 
     def ready_ms(self, ready_op: int) -> float:
-        """When a copy out that an operator asks for is enqueued: at its hook, or the first after it."""
+        """Return when a copy out is enqueued: at the hook of ``ready_op``, or at the first hook after it."""
         at = bisect_left(self._ops, ready_op)
         return self._times_ms[at] if at < len(self._ops) else self._forward_end_ms
 
     def released_ms(self, ready_op: int, release_ops: int) -> float:
-        """When a release is carried out: at the first hook at or after its point, and after its own hook."""
+        """Return when a release is carried out: at the first hook at or after its point, and after the hook
+        that enqueued the copy out.
+        """
         at = max(bisect_left(self._ops, ready_op + release_ops), bisect_left(self._ops, ready_op) + 1)
         return self._times_ms[at] if at < len(self._ops) else self._forward_end_ms
 
     def release_op(self, done_ms: float) -> int:
-        """The first hook at which a copy out is complete; `after_forward` where only the end comes after."""
+        """Return the first hook at which a copy out is complete; `after_forward` if no hook comes later."""
         at = bisect_left(self._times_ms, done_ms)
         return self._ops[at] if at < len(self._ops) else self.after_forward
 
     def consumed_ms(self, consumer_op: int) -> float | None:
-        """When backward reads what an operator saved; ``None`` if it does not."""
+        """Return when backward reads what an operator saved; ``None`` if it does not read it."""
         at = bisect_left(self._backward_ops, -consumer_op)
         found = at < len(self._backward_ops) and self._backward_ops[at] == -consumer_op
         return self._backward_ms[at] if found else None
 
     def prefetched_ms(self, point: int) -> float:
-        """When a copy back is issued: at the last hook of backward at or before its point, else the first."""
+        """Return when a copy back is issued: at the last hook of backward at or before its point; at the
+        first hook if there is none.
+        """
         return self._backward_ms[max(bisect_right(self._backward_ops, -point) - 1, 0)]
 
     def prefetch_op(self, start_ms: float) -> int:
-        """The last hook of backward at or before a time, else the first."""
+        """Return the last hook of backward at or before a time; the first hook if there is none."""
         return self._backward[max(bisect_right(self._backward_ms, start_ms) - 1, 0)][0]
 
 
@@ -168,8 +172,8 @@ class Decision:
 
     Args:
         swap: whether it is swapped at all.
-        windows: of a swap, else ``None``.
-        reason: why it is kept; empty where it is swapped.
+        windows: windows of the swap; ``None`` if it is kept.
+        reason: why it is kept; empty if it is swapped.
     """
 
     swap: bool
@@ -187,19 +191,19 @@ def choose_windows(
 ) -> tuple[Decision, ...]:
     """Decide for each candidate whether it is swapped, and with which windows.
 
-    The same arguments give the same decisions on every rank: nothing else is looked at.
+    The result depends on the arguments alone, so equal arguments give equal decisions on every rank.
 
     Args:
         candidates: in the order in which they are saved.
         timeline: compute without stalls.
         link: how fast copies are.
-        host_bytes: what is swapped never exceeds it, in all; the user's numbers go first. ``None``: no cap.
-        safety: copies are taken to last this many times as long as ``link`` says.
-        most_release_ops: operators after which the engine releases at the latest.
+        host_bytes: most bytes swapped in all; candidates with windows of the user go first. ``None``: no cap.
+        safety: factor by which copies are taken to last longer than ``link`` says.
+        most_release_ops: longest release window; the engine releases after so many operators at the latest.
 
     Returns:
-        One decision for each candidate. Without numbers of the user, and with copies at most ``safety`` times
-        slower than ``link``, nothing stalls (`simulate`).
+        One decision for each candidate. Nothing stalls if the user wrote no windows and copies are at most
+        ``safety`` times slower than ``link``.
 
     Raises:
         ValueError: ``safety`` is below 1.
@@ -235,7 +239,7 @@ def choose_windows(
 def _rejected(
     candidates: Sequence[Candidate], hooks: Hooks, host_bytes: float
 ) -> tuple[dict[int, str], float]:
-    """Return who is out before any arithmetic, and the host memory that fixed ones leave."""
+    """Return candidates ruled out at once, with reasons, and the host bytes that fixed ones leave."""
     rejected: dict[int, str] = {}
     for index, candidate in sorted(enumerate(candidates), key=lambda item: item[1].ready_op):
         if candidate.windows is not None:
@@ -259,7 +263,7 @@ def _queue(
     safety: float,
     most_release_ops: int,
 ) -> list[SwapCopy]:
-    """Return the copies in the order of the out queue."""
+    """Return the candidates that are not rejected, in the order of their copies out."""
     start_ms, end_ms = timeline.backward[0][1], timeline.backward[-1][1]
     queue: list[SwapCopy] = []
     for _, index in sorted(
@@ -291,9 +295,9 @@ def _queue(
 
 
 def _clear_way_out(queue: Sequence[SwapCopy]) -> None:
-    """Bring forward the ends of what is copied before a fixed one, which must end as if it were alone.
+    """Set earlier deadlines for copies that run before a fixed copy, so that they do not delay it.
 
-    A fixed copy that would be complete before its release may be delayed up to there.
+    A fixed copy that would be complete before its release may be delayed until that release.
     """
     fixed = [copy for copy in queue if copy.fixed]
     for copy, end_ms in zip(fixed, out_ends_ms(fixed), strict=True):
@@ -308,7 +312,7 @@ def _clear_way_out(queue: Sequence[SwapCopy]) -> None:
 def _fixed_back(
     queue: Sequence[SwapCopy], candidates: Sequence[Candidate], hooks: Hooks
 ) -> list[tuple[float, float]]:
-    """When (from, to) the link brings fixed ones back if nothing else uses it."""
+    """Return when, (from, to) in ms, the link copies fixed ones back if nothing else uses it."""
     issued = []
     for copy in queue:
         windows = candidates[copy.index].windows
@@ -325,7 +329,7 @@ def _fixed_back(
 def _prefetches(
     chosen: Sequence[SwapCopy], busy: Sequence[tuple[float, float]], timeline: Timeline, hooks: Hooks
 ) -> dict[int, int]:
-    """Return the lead in operators of each chosen copy, as short as possible.
+    """Return the prefetch window of each chosen copy by index, in operators, as short as possible.
 
     A copy that fits between fixed ones only in pieces is left out.
     """
@@ -343,7 +347,7 @@ def _prefetches(
 
 
 def _releases(queue: Sequence[SwapCopy], chosen: Collection[int], hooks: Hooks) -> dict[int, int]:
-    """Return after how many operators the copy out of each is complete."""
+    """Return by index after how many operators each copy out is complete."""
     out = [copy for copy in queue if copy.fixed or copy.index in chosen]
     return {
         copy.index: hooks.release_op(end_ms - ROUNDING_MS) - copy.ready_op
@@ -353,18 +357,18 @@ def _releases(queue: Sequence[SwapCopy], chosen: Collection[int], hooks: Hooks) 
 
 @dataclass(slots=True)
 class SwapCopy:
-    """A candidate as the link sees it.
+    """A candidate with the durations and deadlines of its two copies.
 
     Args:
-        index: of the candidate.
-        place: in the out queue.
-        size_bytes, ready_op, consumer_op: of the candidate.
-        fixed: the user gave its windows, so it is swapped in any case.
+        index: index of the candidate.
+        place: its place in the queue of copies out.
+        size_bytes, ready_op, consumer_op: as of the `Candidate`.
+        fixed: whether the user wrote its windows, so that it is swapped in any case.
         ready_ms: when the copy out may start.
-        out_ms, in_ms: how long the copies take.
+        out_ms, in_ms: how long the copy out and the copy back take.
         out_by_ms: when the copy out must have ended.
         read_ms: when backward reads it.
-        room_ms: time on the link from the start of backward until then, fixed copies deducted.
+        room_ms: time on the link from the start of backward until ``read_ms``, without fixed copies.
     """
 
     index: int
@@ -382,15 +386,15 @@ class SwapCopy:
 
 
 def best_set(queue: Sequence[SwapCopy], host_bytes: float) -> frozenset[int]:
-    """Return the set of the most bytes whose copies out and back are hidden, beside the fixed ones.
+    """Return indexes of the set with the most bytes whose copies are hidden both ways, beside the fixed ones.
 
     Args:
-        queue: in order of ``place``.
-        host_bytes: the most that the set may have.
+        queue: candidates in order of ``place``.
+        host_bytes: the most bytes that the set may have.
     """
     limit = min(max(_SEARCH_STEPS // max(len(queue), 1), 32), 2048)
     host_binds = host_bytes < _most_bytes([copy for copy in queue if not copy.fixed])
-    parents: list[tuple[int, int]] = [(-1, -1)]  # the state before, and the candidate that it took
+    parents: list[tuple[int, int]] = [(-1, -1)]  # (entry of the previous state, candidate that was added)
     states = [(0, -math.inf, -math.inf, 0)]  # -bytes, end of the last copy out, -slack, entry in parents
     for copy in queue:
         if copy.fixed:
@@ -418,7 +422,7 @@ def best_set(queue: Sequence[SwapCopy], host_bytes: float) -> frozenset[int]:
 
 
 def _most_bytes(queue: Sequence[SwapCopy]) -> float:
-    """A bound on what can be hidden: all bytes, or the link busy from the first copy to the last end."""
+    """Return an upper bound of the bytes that can be hidden: all, or those of a link that is never idle."""
     if not queue:
         return 0.0
     event_ms = max(copy.out_by_ms for copy in queue) - min(copy.ready_ms for copy in queue)
@@ -429,9 +433,9 @@ def _most_bytes(queue: Sequence[SwapCopy]) -> float:
 def _undominated(
     states: Iterable[tuple[int, float, float, int]], limit: int, host_binds: bool
 ) -> list[tuple[int, float, float, int]]:
-    """Drop states that end no earlier than one with as many bytes, and have no more slack.
+    """Drop states that end no earlier than one with at least as many bytes, and have no more slack.
 
-    Where host memory binds, bytes are also a cost: only states of equal bytes can be compared.
+    If host memory is short, bytes are a cost too: then only states of equal bytes are compared.
     """
     kept: list[tuple[int, float, float, int]] = []
     best: tuple[int, float, float, int] | None = None
@@ -447,12 +451,12 @@ def _undominated(
 
 
 class Loads:
-    """Both directions of the link under a set that fits, and what one more copy would do to them.
+    """Both directions of the link under a set that fits, to test whether one more copy fits too.
 
     Args:
-        queue: in order of ``place``.
-        chosen: indexes swapped beside the fixed ones.
-        host_bytes: the most that they may have.
+        queue: candidates in order of ``place``.
+        chosen: indexes of the candidates that are swapped beside the fixed ones.
+        host_bytes: the most bytes that the chosen ones may have.
     """
 
     def __init__(self, queue: Sequence[SwapCopy], chosen: frozenset[int], host_bytes: float) -> None:
@@ -461,7 +465,7 @@ class Loads:
         out = [copy for copy in queue if copy.fixed or copy.index in chosen]
         self._places = [copy.place for copy in out]
         self._ends_ms = out_ends_ms(out)
-        self._latest_ms = [math.inf]  # the latest start of a copy out, from the last one
+        self._latest_ms = [math.inf]  # latest start of each copy out, from the last copy to the first
         for copy in reversed(out):
             self._latest_ms.append(min(copy.out_by_ms, self._latest_ms[-1]) - copy.out_ms)
         self._latest_ms.reverse()
@@ -492,7 +496,7 @@ class QueuedCopy(Protocol):
 
 
 def out_ends_ms(queue: Iterable[QueuedCopy]) -> list[float]:
-    """When each copy out ends, one after another."""
+    """Return when each copy out ends, in ms; copies run one after another."""
     ends: list[float] = []
     for copy in queue:
         ends.append(max(copy.ready_ms, ends[-1] if ends else -math.inf) + copy.out_ms)

@@ -1,4 +1,4 @@
-"""Where one applied plan works: the model's device, the host memory beside it, and what moves bytes."""
+"""What one applied plan works with: the model's device, host memory, and the transfer between the two."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from .watched_copies import CopyListener, WatchedTransfer, profiler_is_on
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a plan is given to work with, from outside; what is not given is found or made when it is needed.
+    """Objects that a plan is given to work with; those that are not given are made when they are needed.
 
     Args:
         transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
         progress: called with (bytes, bytes in all) while host memory is made ready.
         replicas: the tensor-parallel ranks, which the fate ``slice`` needs.
-        pack_handler: makes the tickets of what stays on the device (`evictable.IdleTensors.keep`), under a
-            plan without rows too; ``None``: `tickets.keep`. Every op is then followed at every step. It is
-            not asked about what whole-layer recomputation saves again in backward, nor about what
-            recomputed ops rebuild.
+        pack_handler: makes the tickets of tensors that stay on the device (`evictable.IdleTensors.keep`),
+            under a plan without rows too. Every op is then followed at every step. It is not called for
+            tensors that whole-layer recomputation saves again in backward, nor for tensors that recomputed
+            ops rebuild. ``None``: `tickets.keep`, with cached traces.
         host: host memory shared with other plans, which outlives each of them; ``None``: the plan's own.
-        passes: of a pipeline's stage, through which windows go on; ``None``: each forward and its backward
-            are treated alone.
+        passes: order of the passes of a pipeline stage, so that windows can reach into other passes;
+            ``None``: each forward and its backward are treated alone.
     """
 
     transfer: Transfer | None = None
@@ -56,16 +56,16 @@ class Workplace:
 
     Args:
         root: the model inside its wrappers.
-        plan: that is applied.
-        fates: of the plan.
-        counters: of the plan.
-        resources: that it is given.
-        adjusted: called with what was decided by measurement.
+        plan: the plan that is applied.
+        fates: the plan's action for each op.
+        counters: where the engine counts what it does under the plan.
+        resources: objects that the plan is given.
+        adjusted: called with the adjustments that measurement has led to.
 
     Attributes:
-        counters: of the plan.
+        counters: as given.
         host: the host memory.
-        setting: what the passes share; ``None`` before the first forward.
+        setting: what all forwards share; ``None`` before the first forward.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Workplace:
         self.setting: Setting | None = None
         self._first_parameter: tuple[nn.Module, str] | None = None
         self.listener: CopyListener | None = None
-        """Receives the copies of the forwards that start, and the copies back in their backward."""
+        """Receives the copies of forwards that start from now on, and of their backward; may be ``None``."""
 
     @property
     def evictable(self) -> bool:
@@ -93,7 +93,7 @@ class Workplace:
 
     @property
     def passes(self) -> PassOrder | None:
-        """Of a pipeline's stage; ``None``: there is no pipeline."""
+        """Order of the passes of a pipeline stage; ``None``: there is no pipeline."""
         return self._resources.passes
 
     def handle_packs_by(self, pack_handler: PackHandler | None) -> None:
@@ -107,13 +107,13 @@ class Workplace:
         self.host.bind(self.device(), self._plan)
 
     def device(self) -> torch.device:
-        """The first parameter's, which is looked for once: parameters change, their places do not."""
+        """Return the first parameter's device. Its place is found once: parameters change, places do not."""
         module, name = self._first_parameter or next(parameter_places(self._root), (self._root, ""))
         self._first_parameter = module, name
         return getattr(module._parameters.get(name), "device", torch.device("cpu"))
 
     def made_ready(self) -> tuple[Setting, bool]:
-        """Return what the passes share, and whether it is new: the model may have moved."""
+        """Return the setting of the coming forward, and whether it is new, as after the model has moved."""
         device = self.device()
         if self.setting is not None and self.setting.device == device:
             return self.setting, False
@@ -148,17 +148,17 @@ class Workplace:
         return replace(setting, transfer=WatchedTransfer(setting.transfer, self.listener, profiled))
 
     def transfer(self) -> Transfer:
-        """What moves bytes, or would on the device of now."""
+        """Return the transfer in use, or the one that would be used on the present device."""
         if self.setting is not None:
             return self.setting.transfer
         return self._resources.transfer or transfer_of(self.device())
 
     def pool(self, transfer: Transfer) -> HostPool:
-        """Return the host memory that copies by ``transfer`` go to, on the device of now."""
+        """Return the host memory for copies by ``transfer`` from the present device."""
         return self.host.pool(self.device(), transfer.overlaps, self._resources.progress)
 
     def stats(self) -> SwapStats:
-        """What was counted, and the host memory of now."""
+        """Return the totals that were counted, and the present use of host memory."""
         return self.counters.snapshot(self.host.opened if self.setting is None else self.setting.pool)
 
     def close(self) -> None:
@@ -171,7 +171,7 @@ class Workplace:
         self.host.unbind()
 
     def _pending_bytes(self) -> int:
-        """Gradients that the first backward will allocate."""
+        """Return the bytes of gradients that the first backward will allocate."""
         return sum(
             parameter.numel() * parameter.element_size()
             for parameter in self._root.parameters()

@@ -1,7 +1,7 @@
 """Streamed sequences: a model's training call, chunk by chunk, with earlier keys and values on the host.
 
 In: a model with an `AppliedPlan`, and `SequenceChunks` (`stream_sequences`).
-Out: the same model, whose long training calls hold one chunk on the device; what takes that off again.
+Out: the same model, whose long training calls hold one chunk on the device; and a function that undoes this.
 
 `two_passes` runs the chunks. `streamed_attention` replaces the model's attention, and `piecewise_attention`
 computes it. `host_sequence` holds keys, values, outputs and gradients in host memory. `rejections` lists what

@@ -1,7 +1,7 @@
-"""Streamed steps on paper, and how many layers of a chunk are kept within a budget of device memory.
+"""Predicts streamed steps, and chooses how many layers of a chunk are kept within a device memory budget.
 
 One chunk of the second pass runs on fake tensors; the rest is arithmetic on its shapes (`on_paper`). ``plan
---longest`` predicts with it, and so does ``memory.mode: adaptive``, at the first training call of a model.
+--longest`` uses the prediction, and so does ``memory.mode: adaptive``, at the first training call of a model.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ logger = logging.getLogger(__name__)
 
 
 class ChunkedStep:
-    """Streamed steps of one model, of any length: a chunk on fake tensors, and arithmetic.
+    """Predicts streamed steps of one model for any sequence length, from one chunk run on fake tensors.
 
     Args:
-        root: the model inside its wrappers, which can be streamed.
-        structure: of it.
-        plan: with `MemoryPlan.streamed`.
-        device: one of `planner.devices`.
-        profile_of: runs a chunk of so many tokens on fake tensors, in the tiles of the plan.
-        rows: sequences of a micro-batch.
+        root: the model inside its wrappers; it can be streamed.
+        structure: structure of the model.
+        plan: a plan with `MemoryPlan.streamed`.
+        device: name of a device in `planner.record.devices`.
+        profile_of: returns the profile of a chunk of so many tokens, run on fake tensors in the plan's tiles.
+        rows: number of sequences in a micro-batch.
 
     Attributes:
-        profile: of a chunk in the second pass, the last it comes to.
+        profile: profile of a chunk in the second pass, when all gradient sums are allocated.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ChunkedStep:
         self._set(plan)
 
     def under(self, plan: MemoryPlan) -> ChunkedStep:
-        """Return the same steps under another plan of the same chunks."""
+        """Return predictions for another plan with the same chunks."""
         other = copy.copy(self)
         other._set(plan)
         return other
@@ -95,7 +95,7 @@ class ChunkedStep:
         self._layers = {index: replace(layer, again=index in again) for index, layer in self._layers.items()}
 
     def _second_pass(self, profile: Profile, root: nn.Module) -> Profile:
-        """Return a chunk's profile with all sums of gradients, and what attention in pieces holds."""
+        """Return a chunk's profile with all gradient sums, and the memory that attention in pieces takes."""
         trained = [weight for weight in root.parameters() if weight.requires_grad]
         sums = sum(w.numel() * torch.promote_types(w.dtype, torch.float32).itemsize for w in trained)
         moving, pieces = (
@@ -117,7 +117,7 @@ class ChunkedStep:
             )
 
         made = profile.gradient_bytes
-        at_end = profile.weight_bytes + profile.optimizer_state_bytes + sums  # and one in its own type
+        at_end = profile.weight_bytes + profile.optimizer_state_bytes + sums  # plus one in its weight's dtype
         return replace(
             profile,
             op_events=tuple(map(with_sums, profile.op_events, made)),
@@ -126,18 +126,18 @@ class ChunkedStep:
         )
 
     def longest(self, device_bytes: int, host_bytes: int) -> int:
-        """Return the most tokens with which a step keeps within device and host memory; 0: none."""
+        """Return the longest streamed sequence, in tokens, that fits in device and host memory; 0: none."""
         on_device = max(device_bytes - self._chunk.peak_bytes, 0) // self._token_bytes
         tokens = longest_on_host([*self._layers.values()], self._tokens, host_bytes, on_device)
         return tokens if tokens > self._tokens else 0
 
     def keeping_most(self, plan: MemoryPlan, tokens: int, device_bytes: int) -> int:
-        """Return how many layers can be kept; the last ones are. -1: not even with none does a step fit.
+        """Return how many layers, the last ones, can be kept; -1: a step does not fit even if none is kept.
 
         Args:
-            plan: of the same chunks, in which every layer is recomputed.
-            tokens: of the sequence.
-            device_bytes: the most that a step may use.
+            plan: a plan with the same chunks, in which every layer is recomputed.
+            tokens: length of the sequence.
+            device_bytes: the most device memory that a step may use.
         """
 
         def too_large(kept: int) -> bool:
@@ -146,7 +146,7 @@ class ChunkedStep:
         return bisect_left(range(plan.num_layers + 1), True, key=too_large) - 1
 
     def predicted(self, tokens: int) -> Prediction:
-        """Return a step of so many tokens."""
+        """Return the prediction for a step of so many tokens."""
         bounds, layers = chunk_bounds(tokens, self._tokens), self._layers.values()
         first, second = passes(layers, bounds)
         ahead, again, back = (
@@ -176,7 +176,7 @@ class ChunkedStep:
         )
 
     def _pass_ms(self, others_ms: float, work: PassWork) -> tuple[float, float]:
-        """Return how long a pass takes, and how much of it compute waits for copies."""
+        """Return how long a pass takes, and for how much of it compute waits for copies."""
         rates = self._rates
         compute_ms = (
             others_ms + work.flop / self._attention_flop_per_ms + work.merged_bytes / rates.bytes_per_ms
@@ -208,12 +208,12 @@ def keeping(plan: MemoryPlan, kept: int) -> MemoryPlan:
 
 @dataclass(frozen=True)
 class ChunkBudget:
-    """What the step of a streamed sequence must keep within, and what is known of the training.
+    """The memory limit for the step of a streamed sequence, and what is known of the training.
 
     Args:
-        memory: the ``memory`` section; its mode is ``adaptive``.
-        optimizer: of the model, in its wrappers or not; ``None``: not known.
-        meter: of device memory; ``None``: the device's.
+        memory: the ``memory`` section of the configuration; its mode is ``adaptive``.
+        optimizer: the model's optimizer, wrapped or not; ``None``: not known.
+        meter: measures device memory; ``None``: the default one for the device.
         accumulates: whether gradients of an earlier micro-batch are on the device in a step.
     """
 
@@ -226,12 +226,12 @@ class ChunkBudget:
 class KeptLayers:
     """Chooses how many layers of a chunk are kept: as many as fit into the budget, the same on each rank.
 
-    It uses the shapes of a model's first training call; all ranks make it together.
+    It uses the shapes of a model's first training call, which all ranks make together.
 
     Args:
         root: the model inside its wrappers.
         applied: the plan on it, with every layer recomputed.
-        budget: for the step.
+        budget: the limit for the step.
     """
 
     def __init__(self, root: nn.Module, applied: AppliedPlan, budget: ChunkBudget) -> None:
@@ -241,8 +241,8 @@ class KeptLayers:
         """Change the plan on the model. All ranks must call this, outside of the model's own call.
 
         Args:
-            rows: sequences of the call.
-            tokens: of each of them.
+            rows: number of sequences in the call.
+            tokens: length of each sequence.
 
         Raises:
             BudgetError: on some rank a step does not fit although every layer is recomputed.
@@ -273,7 +273,7 @@ class KeptLayers:
         for other, *_ in ranks:
             if other is not None:
                 raise other
-        assert not isinstance(found, PlanError)  # or it was raised
+        assert not isinstance(found, PlanError)  # else it was raised above
         step, baseline_bytes = found
         limit_bytes, longest = min(item[1] for item in ranks), max(item[2] for item in ranks)
         most_bytes = budget_bytes(self._budget.memory, limit_bytes, 0)
@@ -313,7 +313,7 @@ class KeptLayers:
     def _step(
         self, plan: MemoryPlan, rows: int, device: torch.device, allocated_bytes: int
     ) -> tuple[ChunkedStep, int]:
-        """Return the step, and the device bytes that it does not know of."""
+        """Return the step's predictions, and the device bytes in use that they do not count."""
         optimizer, weights = self._budget.optimizer, [*self._root.parameters()]
         there_bytes = states_bytes = 0
         if optimizer is not None:

@@ -56,7 +56,7 @@ class HostSequence:
     Args:
         pool: where host blocks are taken from.
         transfer: copies between device and host.
-        counters: of the plan; copies, their bytes and waits are added.
+        counters: counters of the plan, to which copies, their bytes and waits are added.
     """
 
     def __init__(self, pool: HostPool, transfer: Transfer, counters: Counters) -> None:
@@ -113,7 +113,7 @@ class HostSequence:
             self._has_left(self._leaving.popleft())
 
     def expect(self, key: Key) -> None:
-        """Start the copies to the device; nothing for unknown keys and copies that were started already."""
+        """Start the copies of a key to the device, unless the key is unknown or they were started already."""
         entry = self._entries.get(key)
         if entry is None or entry.coming:
             return

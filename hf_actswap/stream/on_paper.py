@@ -136,7 +136,7 @@ def host_bytes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> int:
 
     Args:
         layers: the attention of each layer of the model.
-        bounds: see `chunk_bounds`.
+        bounds: first position of each chunk, and the length of the sequence.
     """
     at_end = [0] * (len(bounds) - 1)
     for layer, count in Counter(layers).items():
@@ -174,12 +174,12 @@ def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWor
 
     Args:
         layers: the attention of each layer of the model.
-        bounds: see `chunk_bounds`.
+        bounds: first position of each chunk, and the length of the sequence.
     """
     first, second = [0] * 4, [0] * 4
     for layer, count in Counter(layers).items():
         left = _left_until(bounds, layer.visible)
-        pieces = merged = 0  # tokens of keys that chunks bring, and of queries, once for each piece
+        pieces = merged = 0  # tokens of keys that chunks copy in; tokens of queries, counted once per piece
         for chunk, start in enumerate(bounds[:-1]):
             seen = first_seen(bounds, chunk, layer.visible)
             pieces += left[chunk] - left[seen]
@@ -205,6 +205,6 @@ def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWor
 
 
 def _left_until(bounds: Sequence[int], visible: Visibility) -> list[int]:
-    """For each bound, the number of tokens whose keys the chunks before it store on the host."""
+    """Return, for each bound, the number of tokens whose keys the chunks before it store on the host."""
     chunks = range(len(bounds) - 1)
     return [0, *accumulate(len(left_by(bounds, chunk, visible)) for chunk in chunks)]

@@ -160,8 +160,8 @@ def merge(
     "Online normalizer calculation for softmax"). Each query must see a key of at least one of the two pieces.
 
     Args:
-        out, total: of the pieces so far, ``[B, H, Q, E]`` and ``[B, H, Q]``; ``out`` may be overwritten.
-        other, other_total: of the next piece, in the same shapes.
+        out, total: from the pieces so far, ``[B, H, Q, E]`` and ``[B, H, Q]``; ``out`` may be overwritten.
+        other, other_total: from the next piece, in the same shapes.
 
     Returns:
         Both in the dtype of ``total``.
@@ -234,7 +234,7 @@ class _Block:
     Args:
         rows: places of the queries in their chunk.
         keys: places of the keys in their piece; at least one.
-        mask: see `Visibility.mask`.
+        mask: which query sees which key (`Visibility.mask`); ``None``: each sees all.
     """
 
     rows: slice

@@ -48,7 +48,7 @@ def problems_of_model(root: nn.Module, structure: ModelStructure) -> list[Proble
 
 
 _Condition = tuple[str, str, bool]
-"""What is expected, what is found where it is violated, and whether it is."""
+"""(What is expected, what is found if that is violated, whether it is violated)."""
 
 
 def _of_the_class(model: Any, structure: ModelStructure, text: Any) -> Iterator[_Condition]:
@@ -119,7 +119,7 @@ def _is_causal(root: nn.Module, structure: ModelStructure, config: Any) -> bool:
 
 
 def _rotations(config: Any) -> Iterator[Any]:
-    """The kinds of rotary embeddings of a model; there may be one for each kind of layer."""
+    """Yield the kinds of rotary embeddings of a model; there may be one for each kind of layer."""
     asked: Any = getattr(config, "rope_parameters", None) or {}
     for item in (asked, *asked.values()):
         if isinstance(item, Mapping):

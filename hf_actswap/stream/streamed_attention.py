@@ -133,8 +133,8 @@ class ChunkAttention:
             key, value: ``[B, K, C, D]`` and ``[B, K, C, E]``, of the same tokens.
             attention_mask: the `Visibility` that `mask_rule` returned.
             dropout: must be 0.
-            scaling: of the scores; ``None``: ``D ** -0.5``.
-            softcap: see `Scores`.
+            scaling: factor of the scores; ``None``: ``D ** -0.5``.
+            softcap: limit of the scores (`Scores`); ``None``: they are not capped.
             kwargs: further arguments of the model's call; those that change attention are rejected.
 
         Returns:
@@ -262,7 +262,7 @@ class ChunkAttention:
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
     def _expect_piece(self, layer: int, chunks: list[int]) -> None:
-        """Start copying the piece that backward reads next, and its gradients; or else the own gradients."""
+        """Start copying in the next piece with its gradients; without one, the chunk's own gradients."""
         for chunk in chunks:
             self.host.expect(("keys", layer, chunk))
         for chunk in chunks or [self.chunk]:

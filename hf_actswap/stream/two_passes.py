@@ -3,17 +3,17 @@
 Only attention reads other tokens, and causal attention only earlier ones. So the chunks of a sequence can run
 one after the other, each with the keys and values of those before it:
 
-* **First pass**, in the model's call: the chunks in order, without gradients. It returns the loss, and
+* **First pass**, in the model's call: the chunks run in order, without gradients. It returns the loss, and
   each layer stores keys, values and attention's output on the host (`streamed_attention`).
-* **Second pass**, in the backward of the loss: the chunks in reverse, each forward with gradients and
-  backward at once. The gradients of a chunk's keys and values are complete when its backward runs, because
-  all chunks that see them have run backward before.
+* **Second pass**, in the backward of the loss: the chunks run in reverse, each forward with gradients and
+  then at once backward. The gradients of a chunk's keys and values are complete when its backward runs,
+  because all chunks that see them have run backward before.
 
 The model runs unchanged: its own call, hooks and plan included, with a chunk's tokens, positions and shifted
 labels. The losses of chunks add up to that of the sequence, because each is divided by the number of tokens
-of all (``num_items_in_batch``). For autograd the two passes are one node: weights are its inputs and get one
-gradient each. Inside, chunks run with other tensors that share the weights' memory, whose gradients are
-summed in fp32. So hooks on the weights' gradients (DDP) run once.
+of all chunks (``num_items_in_batch``). For autograd the two passes are one node: weights are its inputs and
+get one gradient each. Inside, chunks run with other tensors that share the weights' memory, whose gradients
+are summed in fp32. So hooks on the weights' gradients (DDP) run once.
 
 The second pass draws the same random numbers as the first: the state before each chunk is saved. Autocast is
 that of the call.
@@ -56,11 +56,11 @@ _LEAST_AUTO_TOKENS = 2048
 def auto_tokens(heads: int, key_heads: int) -> int:
     """Return how many tokens make a chunk under ``auto``.
 
-    Backward through a chunk of C queries and as many keys computes 10 C^2 products for each head and number
-    of a head (five products of matrices), and copies 12 C bytes in for each key head and number (keys and
-    values in bf16, their gradients in fp32) and 8 C out. On an H200 with PCIe 5 (50 GB/s) the copies in take
-    as long as the products at C = 10,800 tokens times key heads per head with 450 TFLOP/s in attention, and
-    at 13,100 with the 545 of `planner.record.devices`; what is above that is reserve.
+    Backward of a chunk of C queries to as many keys takes 10 C^2 FLOP for each head and element of the head
+    size (five matrix products). It copies 12 C bytes in for each key head and element (keys and values in
+    bf16, their gradients in fp32) and 8 C out. On an H200 with PCIe 5 (50 GB/s) the copies in take as long
+    as the products at C = 10,800 tokens times key heads per head with 450 TFLOP/s in attention, and at 13,100
+    with the 545 of `planner.record.devices`; the difference to `_AUTO_TOKENS` is reserve.
     """
     return max(_LEAST_AUTO_TOKENS, -(-_AUTO_TOKENS * key_heads // heads))
 
@@ -88,7 +88,7 @@ def stream_sequences(
         chunks: length of a chunk, and dtype of the gradient sums.
         applied: the plan on the model: it acts inside each chunk, and its host memory is used.
         transfer: copies between device and host; ``None``: that of the plan.
-        choose: changes the plan ahead of the first training call; is told its rows and their tokens.
+        choose: called before the first training call with its rows and tokens per row; may change the plan.
     """
     return replace_call(
         root, lambda inner: _StreamedModel(Exchangeable(root, inner), chunks, applied, transfer, choose).call
@@ -97,8 +97,8 @@ def stream_sequences(
 
 @contextmanager
 def attending(root: nn.Module, attention: ChunkAttention) -> Iterator[None]:
-    """Within the block the layers of a model call ``attention``, and its mask rule in place of masks."""
-    # Where a model of transformers is, this is imported already; importing it costs seconds elsewhere.
+    """Within the block the layers of a model call ``attention``, with its mask rule in place of masks."""
+    # With a transformers model this is imported already; without one the import would cost seconds.
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as ATTENTION
 
@@ -128,7 +128,7 @@ def traced(
     Args:
         root: a model that `rejections.problems_of_model` does not reject.
         tokens: length of the chunk.
-        grad_accum_dtype: see `SequenceChunks`.
+        grad_accum_dtype: dtype of the gradient sums on the host (`SequenceChunks`).
     """
     cpu = torch.device("cpu")
     nowhere = HostSequence(HostPool(PageableSlabs()), BlockingTransfer(cpu), Counters())
@@ -143,12 +143,12 @@ class _StreamedModel:
 
     Args:
         model: the model with its own call.
-        chunks, applied, transfer, choose: see `stream_sequences`.
+        chunks, applied, transfer, choose: as of `stream_sequences`.
 
     Attributes:
-        model: as given.
-        root: the module itself.
-        grad_accum_dtype: see `SequenceChunks`.
+        model: the model with its own call.
+        root: the model's module.
+        grad_accum_dtype: dtype of the gradient sums on the host (`SequenceChunks`).
     """
 
     def __init__(

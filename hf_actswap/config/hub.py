@@ -175,7 +175,7 @@ def _what(repo_id: str, file_name: str, revision: str | None) -> str:
 
 
 def _reason(error: Exception, repo_id: str, file_name: str, revision: str | None) -> str:
-    """Return why a download failed, in one line; the client's messages have several, for other cases too."""
+    """Return why a download failed, in one line; the client's messages are longer, for other cases too."""
     if isinstance(error, _Rejected):
         return str(error)
     if isinstance(error, GatedRepoError):

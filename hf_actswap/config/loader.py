@@ -50,7 +50,7 @@ _FILE_ENDINGS = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class ActSwapConfig:
-    """A whole document.
+    """A configuration: what a whole document says, with an attribute for each of its sections.
 
     Attributes:
         stacks: rules for stacks of layers beside the decoder's (an encoder, a vision tower). A key names a
@@ -261,7 +261,7 @@ def _read_document(
     problems = findings.problems()
     if problems:
         error = ConfigError(problems, source)
-        # What a table of layers means depends on these.
+        # The meaning of a table of layers depends on these sections.
         if not (swap_is_unreadable(findings) or findings.any_below("parallel_config", "model", "parallel")):
             error.readable = config
         raise error

@@ -73,7 +73,7 @@ def check_fates(
     if memory.mode != "adaptive":
         return
     written = ["swap_config.swap"] if swap.swap else []
-    # To keep is a fate as well.
+    # Exclude keys ask for a fate too: keep.
     for key in ("recompute", *SELECTION_KEYS, *EXCLUDE_KEYS):
         value = getattr(recompute, key)
         # With swap on a list holds indices, and index 0 selects a layer as well as any other.

@@ -229,7 +229,7 @@ def _single_quote_hint(text: str, line: int, column: int) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Block style for mappings, one line for lists of numbers and their tables, no aliases."""
+    """Writes mappings in block style, lists of numbers and their tables on one line, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -246,9 +246,9 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_mapping("tag:yaml.org,2002:map", data, flow_style=not data)
 
     def represent_words(self, data: str) -> yaml.Node:
-        # Single quotes for all that might be taken for a number by a reader of YAML 1.1 or 1.2, and
-        # for backslashes, so that nobody who edits the file reaches for double quotes. Those only for what
-        # cannot be seen: in single quotes a line break of Unicode would be read back as a space.
+        # Single quotes for all that might be taken for a number by a reader of YAML 1.1 or 1.2, and for
+        # backslashes, so that nobody who edits the file uses double quotes. Double quotes only for characters
+        # that cannot be seen: in single quotes a line break of Unicode would be read back as a space.
         plain = data.replace("_", "").replace("/", "").isalnum() and data[0].isalpha()
         node = self.represent_scalar("tag:yaml.org,2002:str", data)
         if not plain:

@@ -39,12 +39,12 @@ class GatherHook:
 
     Args:
         region: where the model's hidden states are parts of the sequence.
-        readers: column-parallel projections that read the input; with none, ordinary autograd saves it.
+        readers: column-parallel projections that read the input; with none, autograd saves what it needs.
         in_autocast_dtype: whether, under autocast, the input is cast before it is gathered.
         layer: the decoder layer of the block.
 
     Attributes:
-        keep_gathered: whether the gathered input is saved in place of the shard. It is also if Hugging Face's
+        keep_gathered: whether the gathered input is saved in place of the shard; always so if Hugging Face's
             gradient checkpointing is on for the layer.
         tokens: shape of the tokens that were gathered last.
     """

@@ -25,7 +25,7 @@ For a frozen weight no dY is held; if all weights are frozen, no input is saved.
 
 **Lifetimes on CUDA.** Everything runs on the stream of the forward, which autograd uses in backward too. An
 asynchronous collective starts (on the device) after the work that this stream has, so it reads finished data.
-`Pending` holds the tensors that it reads and writes, and `wait` makes the stream wait before the result is
+`Pending` holds the collective's input and output, and `wait` makes the stream wait before the result is
 read or a buffer is freed, so that memory is reused only by later work. The host waits for nothing. dY exists
 from its product until its dW; the gathered input from the wait to the last dW. A backward that ends before
 the input node (an exception, ``torch.autograd.grad`` with respect to the gathered tensor) leaves a
@@ -220,7 +220,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, node: Any, number: int, transposed: bool
     ) -> torch.Tensor:
-        ctx.node, ctx.number = node, number  # the edge that autograd has too: no cycle
+        ctx.node, ctx.number = node, number  # autograd's graph has this edge too, so no cycle
         ctx.save_for_backward(weight)
         ctx.x_dtype, ctx.transposed = x.dtype, transposed
         return F.linear(x, weight_of_linear(weight, transposed))

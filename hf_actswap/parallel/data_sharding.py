@@ -1,4 +1,4 @@
-"""Combines FSDP2 over the data axis with tensor parallelism inside: finds shards, gathers and makes them.
+"""Combines FSDP2 over the data axis with tensor parallelism inside: finds, gathers and makes shards.
 
 A rank's part of a parameter (of tensor parallelism) is a plain tensor; ``fully_shard`` over the data axis
 alone divides it further, by rows, into DTensors. The two do not interfere: tensor parallelism works inside a
@@ -75,7 +75,7 @@ def sharded_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
 
 
 def trained_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that an optimizer of ``model`` sees (under FSDP2 shards), also in a forward."""
+    """Yield each parameter that an optimizer of ``model`` sees (FSDP2: shards) once, also in a forward."""
     shards = {
         id(found.gathered): found.shard for found in sharded_parameters(model) if found.gathered is not None
     }

@@ -145,10 +145,10 @@ class _RoutedProduct(torch.autograd.Function):
         ends: torch.Tensor,
         about: tuple[tuple[Any, int] | None, ProductSettings],
     ) -> torch.Tensor:
-        ctx.behind, ctx.settings = about  # the edge that autograd has too: no cycle
+        ctx.behind, ctx.settings = about  # autograd's graph has this edge too, so no cycle
         ctx.x, ctx.version, ctx.shape, ctx.x_dtype = None, x._version, x.shape, x.dtype
         if ctx.behind is None and ctx.needs_input_grad[1]:
-            ctx.x = x.detach()  # in a region that runs again behind the gather: it exists only during that
+            ctx.x = x.detach()  # recomputed after the gather: ``x`` exists only during that
         ctx.save_for_backward(weight, order, ends)
         return _multiplied(_rows(x, order), ctx.settings.matrices(weight), ends, ctx.settings)
 

@@ -161,7 +161,7 @@ WIDE_NORMS: Mapping[str, str] = {
 """Norm inside a block -> projection whose divided features it normalises, if it is over all of them."""
 
 LOW_RANK = ("q_a_proj", "kv_a_proj_with_mqa")
-"""Projections before the divided ones of latent attention, which all ranks have whole."""
+"""Low-rank projections of latent attention, before the divided ones; every rank has them whole."""
 
 HEAD_PARAMETERS = ("sinks",)
 """Parameters of an attention module that have a number for each query head."""
@@ -184,7 +184,7 @@ SOURCE_ARGUMENTS = ("key_value_states", "encoder_hidden_states", "cross_attentio
 """Arguments of attention modules that hold another sequence, whose keys and values are attended to."""
 
 LINEAR_CLASSES = ("Linear", "FalconLinear", "Conv1D")
-"""Names of classes that multiply by their weight and add their bias; ``Conv1D`` has it as ``[in, out]``."""
+"""Names of classes that multiply by a weight and add a bias; ``Conv1D`` has its weight as ``[in, out]``."""
 
 EXPERTS = "experts"
 """Name of the module of routed experts."""

@@ -31,7 +31,7 @@ from .gradients import gradient_of, local, reject_unsummed
 from .group import group_or_enclosing
 
 _CLIP_EPSILON = 1e-6
-"""As in `torch.nn.utils.clip_grad_norm_` and NxD."""
+"""Added to the norm that divides, as in `torch.nn.utils.clip_grad_norm_` and NxD."""
 
 DataGroups = tuple[dist.ProcessGroup, ...]
 

@@ -70,12 +70,12 @@ class ParallelMesh:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Which part of the model this rank holds."""
+        """Index of the part of the model that this rank holds."""
         return self.device_mesh.get_local_rank(1)
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which part of the data this rank trains on."""
+        """Index of the part of the data that this rank trains on."""
         return self.device_mesh.get_local_rank(0)
 
 
@@ -154,7 +154,7 @@ def launch_command(num_processes: int, on_cpu: bool | None = None) -> str:
     Args:
         num_processes: number of processes.
         on_cpu: whether they run on the CPU; ``None``: if there is no accelerator. (``--cpu`` would start one
-            process, and a configuration with ``use_cpu`` alone separate trainings.)
+            process; a configuration with ``use_cpu`` alone would start separate trainings.)
     """
     without_accelerator = not torch.accelerator.is_available() if on_cpu is None else on_cpu
     command = (

@@ -91,7 +91,7 @@ class Patched:
 
     @property
     def region(self) -> SequenceRegion:
-        """Where the model's hidden states are parts of the sequence, and for which forward."""
+        """The region: it says where the model's hidden states are parts of the sequence."""
         return self._region
 
     @property
@@ -290,7 +290,7 @@ class PatchedModelError(RuntimeError):
 
 
 class StepGuard:
-    """Pre-hook of a patched model: raises if the training loop has corrupted its weights (module docstring).
+    """Pre-hook of a patched model: raises if the training loop has corrupted its weights (see the module).
 
     Args:
         group: tensor-parallel group.
@@ -307,7 +307,7 @@ class StepGuard:
         return {**vars(self), "_watches": None}  # a copy has parameters of its own
 
     def __call__(self, model: nn.Module, _args: tuple[Any, ...]) -> None:
-        if not torch.is_grad_enabled() or on_fake_tensors():  # whose parameters are not the model's
+        if not torch.is_grad_enabled() or on_fake_tensors():  # they stand for its parameters
             return
         group = self._held_group.group
         if group is not None:

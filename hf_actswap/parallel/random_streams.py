@@ -80,7 +80,7 @@ def _generators(device: torch.device | None) -> list[torch.Generator]:
     accelerator = torch.accelerator.current_accelerator(check_available=True) if device is None else device
     if accelerator is None:
         return found
-    # Empty until the device is used: before that, nothing on it can be drawn differently either.
+    # Empty until the device is first used; before that nothing can be drawn on it.
     of_devices = getattr(torch.get_device_module(accelerator), "default_generators", ())
     if not of_devices:
         return found

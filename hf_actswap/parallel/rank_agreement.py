@@ -55,7 +55,7 @@ def answering_ranks(
     try:
         store.wait(list(keys.values()), timedelta(seconds=timeout_s))
         return list(keys)
-    except RuntimeError:  # the time is up, a FileStore has no class of its own for it; or the store is gone
+    except RuntimeError:  # the time is up (a FileStore has no class for that), or the store is gone
         return [rank for rank, key in keys.items() if store.check([key])]
 
 
@@ -102,14 +102,14 @@ def shared_store(timeout_s: float = WAIT_S) -> Iterator[tuple[dist.distributed_c
         return
     found = None
     if started_processes(os.environ) > 1 and os.environ.get("MASTER_PORT", "0") != "0":
-        with suppress(RuntimeError, ValueError):  # what it begins with may be something else than this store
+        with suppress(RuntimeError, ValueError):  # another server may be at the address
             found = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     yield found
 
 
 @contextmanager
 def failing_together(name: str, timeout_s: float = WAIT_S) -> Iterator[dict[str, str]]:
-    """A ``with`` block that succeeds on all ranks or fails on all. Every rank must enter it, and none nests.
+    """A ``with`` block that succeeds on all ranks or fails on all. Every rank must enter it; do not nest it.
 
     A rank that fails in the block raises its own error, after at most `READERS_S`; the others raise an error
     that names this rank and its error when they reach the end of the block. With one process it does nothing.

@@ -126,7 +126,7 @@ class ParallelExperts(ShardedModule):
 
     Attributes:
         layout: how the parameters are stored, under the same names as in ``full``.
-        keep_gathered: whether the gathered input is saved in place of the shard. It is also if Hugging Face's
+        keep_gathered: whether the gathered input is saved in place of the shard; always so if Hugging Face's
             gradient checkpointing is on for the layer.
     """
 
@@ -223,7 +223,7 @@ def _own_gate(full: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
     gate = getattr(full, "_apply_gate", None)
     if gate is None or gate.__name__ == _DEFAULT_GATE or not ExpertsLayout.of(full).gated:
         return None
-    for name in ExpertsLayout.of(full).parameters:  # the method needs its module, used nowhere else now
+    for name in ExpertsLayout.of(full).parameters:  # the method holds its module, but needs no weights
         del full._parameters[name]
     own: Callable[[torch.Tensor], torch.Tensor] = gate
     return own

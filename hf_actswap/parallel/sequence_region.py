@@ -144,7 +144,7 @@ class SequenceRegion:
         divides = self.enabled and torch.is_grad_enabled()
         padding = -(length or 0) % self.group.size() if divides else 0
         if padding and takes_cache and arguments.get("use_cache") is None:
-            arguments = {**arguments, "use_cache": False}  # what fills up must not stay in a cache
+            arguments = {**arguments, "use_cache": False}  # padding must not stay in a cache
         found = SequenceForward(
             owner,
             length or 0,

@@ -188,7 +188,7 @@ class _HeadHook:
         if current is not None and self._region.head_returns_parts:
             return output
         if current is not None:
-            current.lost = True  # the model's own loss reads what is whole
+            current.lost = True  # the model's own loss gets whole logits
         return full_logits(output, self._vocabulary_size, self._region.group)
 
 
@@ -206,7 +206,7 @@ class _ModelExitHook:
             if output is None or current is None or current.owner is not model:
                 return None
             if root.get_output_embeddings() is not region.head:
-                return None  # an earlier stage of a pipeline, whose head is another's
+                return None  # an earlier stage of a pipeline: the head is on another
             if current.labelled and not current.lost:
                 raise RuntimeError(
                     "the forward of a patched model computed its loss without model.loss_function (a fused "

@@ -258,7 +258,7 @@ class RuleApplier:
                 self.outside_rows = (PlanRow("embedding", OUTPUT, "swap", windows=chosen),)
 
     def ops_read_to_swap(self, wanted: Layers) -> frozenset[int]:
-        """Return the layers in which ``select_recompute_input`` lets the inputs of recomputed ops swap."""
+        """Return the layers in which inputs of recomputed ops may be swapped (``select_recompute_input``)."""
         where, asked = "swap_config.select_recompute_input", "swapped as written"
         named = self._layers(wanted, where)
         found = {layer for layer in named if layer in self.fates and self.fates[layer].selects}

@@ -35,11 +35,7 @@ _UNSEEN = "nothing in it is a function that the tracer names"
 
 
 def by_layer(config: ActSwapConfig, structure: ModelStructure) -> tuple[ActSwapConfig, list[Adjustment]]:
-    """Replace the default swap strategy by a layer swap if layers are compiled: they have no named ops.
-
-    Returns:
-        The configuration, and an adjustment if it was changed.
-    """
+    """Return ``config``, with layer swap as the default strategy if layers are compiled; and adjustments."""
     swap = config.swap_config
     compiled = structure.compiled or any(layer.compiled for layer in structure.layers)
     if not (compiled and swap.swap and swap.layer_swap is None and swap.op_swap is None):

@@ -149,7 +149,7 @@ class ForwardRecorder(TorchFunctionMode):
 
     @contextmanager
     def installed(self, root: nn.Module, wrap: HookWrapper | None = None) -> Iterator[None]:
-        """Have hooks on the model that follow the scopes, and the module path inside each layer.
+        """Follow the scopes, and the module path inside each layer, by hooks that are removed at the end.
 
         Args:
             root: the module in which the scopes' paths start.

@@ -77,7 +77,7 @@ def is_repeatable(op_path: str) -> bool:
 
 
 def can_run_again(func: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function gives the same result again: it writes into no input and is not unrepeatable."""
+    """Whether a second run of a function gives the same result: not if it writes into an input."""
     own = getattr(func, "__name__", "").partition(".")[0]
     in_place = own in _IN_PLACE_OPERATORS or (own.endswith("_") and not own.endswith("__"))
     writes = in_place or bool(kwargs.get("inplace")) or kwargs.get("out") is not None

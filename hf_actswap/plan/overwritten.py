@@ -34,7 +34,7 @@ def overwritten(plan: MemoryPlan, structure: ModelStructure) -> list[Unit]:
     """
     found: list[Unit] = []
     if plan.num_layers != len(structure.layers):
-        return found  # another model's, which is rejected elsewhere
+        return found  # the plan is another model's, which is rejected elsewhere
     while more := _first_impossible(_kept(plan, found), structure):
         found += more  # these are kept now; an op that reads them may have relied on their recomputation
     return found

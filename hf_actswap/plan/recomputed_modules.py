@@ -114,7 +114,7 @@ class RecomputedModules:
         return self._kept_modules[key]
 
     def is_held(self, call: OpCall) -> bool:
-        """Whether the root around a call holds its result, if it must rebuild anything that comes after it.
+        """Whether the root around a call holds the call's result, if the root must rebuild what comes after.
 
         Args:
             call: call of a function, or of a module (ordinal ``None``).

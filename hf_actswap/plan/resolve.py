@@ -33,7 +33,7 @@ from .reference_log import conflict_warnings, formative_lines
 from .rules import EXCLUDE_BEATS_ALL
 
 _DEFAULT_MIN_TENSOR_BYTES = 1024
-"""As in torchtune and TRL (``min_offload_size``)."""
+"""Tensors of fewer bytes are not swapped by default, as in torchtune and TRL (``min_offload_size``)."""
 
 _SELECTIONS: dict[str, tuple[str, ...]] = {
     "select_recompute": DEFAULT_SELECT_PATTERNS,

@@ -44,7 +44,7 @@ NO_COUNTERPART = "the reference has this op and these layers have no counterpart
 
 @dataclass(frozen=True)
 class Assigned:
-    """The fate of a node of the tree: its windows, and for a recompute the path that is run again as one."""
+    """The fate of a node of the tree, its windows, and for a recompute the path that is run again as one."""
 
     fate: Fate = "keep"
     windows: Windows | None = None

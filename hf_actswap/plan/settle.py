@@ -173,7 +173,7 @@ class _Graph:
         kept: frozenset[OpCall] = frozenset()
         costly: list[_Costly] = []
         held, needed = self.held(kept)
-        untried = held != {storage for storage, unit in self.saved if unit is None}  # else nothing costs
+        untried = held != {storage for storage, unit in self.saved if unit is None}  # else none costs bytes
         while untried:
             untried = False
             for group in self._candidates(needed):

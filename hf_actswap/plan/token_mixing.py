@@ -155,7 +155,7 @@ def _looks_at(
 
 
 def _watch(module: nn.Module, path: str, look: _Look, sizes: _Sizes) -> list[Callable[[], None]]:
-    """Have ``look`` filled at each run of a module's forward; return the functions that undo it.
+    """Record in ``look`` what each run of a module's forward shows; return the functions that undo this.
 
     Only the forward is watched, without the module's hooks, because only that runs in tiles. Routed experts
     inside count as one op: they sort tokens by expert, and give each token its own result.

@@ -1,7 +1,7 @@
-"""The Hugging Face Hub: one file of a repository to a path in the cache, and files to a repository.
+"""Downloads files of repositories on the Hugging Face Hub into the cache, and uploads files.
 
-What comes from there was written by anybody. A file's size is asked for before the file, only names that this
-package chose are asked for, and what the client returns must lie in its cache.
+A file on the Hub may have been written by anybody. Its size is checked before it is downloaded, only file
+names that this package chose are requested, and the path that the client returns must lie in its cache.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _FILE_NAME = re.compile(r"[\w.+-]+", re.ASCII)
 
 @dataclass(frozen=True)
 class HubOptions:
-    """How the Hub is asked; the names are those of `huggingface_hub.hf_hub_download`.
+    """Options of a download; the names are those of `huggingface_hub.hf_hub_download`.
 
     Args:
         token: a token, ``True`` for that of ``hf auth login``, ``False`` for none; ``None``: the token of
             the environment or of ``hf auth login``, if there is one. It is sent to the endpoint alone.
         cache_dir: folder of the cache; ``None``: the client's own (``HF_HUB_CACHE``).
-        local_files_only: whether only the cache is asked.
+        local_files_only: whether only the cache is searched.
     """
 
     token: str | bool | None = None
@@ -56,10 +56,10 @@ class HubFile:
     """A file of a repository, in the cache.
 
     Args:
-        path: of the file.
+        path: path of the file in the cache.
         repo_id: ``org/name``.
         revision: branch, tag or commit that was asked for; ``None``: the default branch.
-        commit: 40 hexadecimal digits: the commit that it was.
+        commit: the commit that the file is of, 40 hexadecimal digits.
     """
 
     path: str
@@ -69,7 +69,7 @@ class HubFile:
 
     @property
     def pinned(self) -> str:
-        """The Hub id that means this very content: ``org/name@commit``."""
+        """The Hub id of exactly this content: ``org/name@commit``."""
         return f"{self.repo_id}@{self.commit}"
 
 
@@ -81,21 +81,21 @@ def split_hub_id(text: str) -> tuple[str, str | None] | None:
 
 
 def is_commit(revision: str | None) -> bool:
-    """Whether a revision is a whole commit, which never means anything else later."""
+    """Whether a revision is a full commit hash, whose content never changes."""
     return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
 def fetch(repo_id: str, file_name: str, revision: str | None, options: HubOptions, max_bytes: int) -> HubFile:
     """Download a file of a model repository, or take it from the cache.
 
-    A commit that is in the cache is not asked for again. Where the Hub cannot be reached or rejects, the
-    cached copy of the revision is used, and a warning says so.
+    A commit that is in the cache is not requested again. If the Hub cannot be reached or refuses, the cached
+    copy of the revision is used, and a warning says so.
 
     Args:
         repo_id: ``org/name``.
-        file_name: of a file at the top of the repository.
+        file_name: name of a file in the top folder of the repository.
         revision: branch, tag or commit; ``None``: the default branch.
-        options: how to ask.
+        options: options of the download.
         max_bytes: the largest size that is downloaded.
 
     Raises:
@@ -126,13 +126,13 @@ def fetch(repo_id: str, file_name: str, revision: str | None, options: HubOption
 
 
 class _Rejected(OSError):
-    """The Hub offers what is not taken."""
+    """The Hub offers a file that is not accepted: it is too long, or of no valid commit."""
 
 
 def _ask_first(
     repo_id: str, file_name: str, revision: str | None, options: HubOptions, max_bytes: int
 ) -> None:
-    """Ask for size, commit and tag of the file, from which the client makes file names."""
+    """Check size, commit and tag of a file before its download; the client makes file names of them."""
     url = huggingface_hub.hf_hub_url(repo_id, file_name, revision=revision)
     found = huggingface_hub.get_hf_file_metadata(url, token=options.token)
     if found.size is None or found.size > max_bytes:
@@ -153,10 +153,10 @@ def _cached(repo_id: str, file_name: str, revision: str | None, options: HubOpti
 
 
 def _in_cache(path: str, repo_id: str, revision: str | None, options: HubOptions) -> HubFile:
-    """Check that a file of the cache (``<repository>/snapshots/<commit>/<file>``) is nowhere else.
+    """Return a file of the cache (``<repository>/snapshots/<commit>/<file>``), if it really lies there.
 
     Raises:
-        OSError: it is a link that leads out of the cache.
+        OSError: it is a link that leads out of the cache, or its folder is no commit.
     """
     commit = Path(path).parent.name
     cache = Path(options.cache_dir or constants.HF_HUB_CACHE).expanduser().resolve()
@@ -175,7 +175,7 @@ def _what(repo_id: str, file_name: str, revision: str | None) -> str:
 
 
 def _reason(error: Exception, repo_id: str, file_name: str, revision: str | None) -> str:
-    """Why, in one line; the client's own messages are several, with advice for other cases."""
+    """Return why a download failed, in one line; the client's messages are longer, for other cases too."""
     if isinstance(error, _Rejected):
         return str(error)
     if isinstance(error, GatedRepoError):
@@ -197,15 +197,15 @@ def _reason(error: Exception, repo_id: str, file_name: str, revision: str | None
 
 @dataclass(frozen=True)
 class PushOptions:
-    """How files are published; the names are those of transformers' ``push_to_hub``.
+    """Options of an upload; the names are those of transformers' ``push_to_hub``.
 
     Args:
-        private: whether a repository that is made is private; ``None``: as its organisation has it.
+        private: whether a new repository is private; ``None``: the default of its organisation.
         token: as in `HubOptions`.
-        revision: branch to commit to, made if there is none; ``None``: the default branch.
+        revision: branch to commit to, created if it does not exist; ``None``: the default branch.
         create_pr: whether a pull request is opened instead.
-        commit_message: ``None``: says what is published.
-        commit_description: below the message.
+        commit_message: first line of the commit; ``None``: one that names the files.
+        commit_description: text below that line.
     """
 
     private: bool | None = None
@@ -217,13 +217,13 @@ class PushOptions:
 
 
 def upload(repo_id: str, files: Mapping[str, str], options: PushOptions, card_mark: str) -> str:
-    """Publish files in one commit; the repository is made if there is none.
+    """Publish files in one commit; the repository is created if it does not exist.
 
     Args:
-        repo_id: ``org/name``, or ``name`` for one's own.
-        files: names and texts. A ``README.md`` is left out if the repository has one without ``card_mark``.
-        options: how to publish.
-        card_mark: what a card of this library contains.
+        repo_id: ``org/name``, or ``name`` for a repository of the user.
+        files: name -> text. A ``README.md`` is left out if the repository has one without ``card_mark``.
+        options: options of the upload.
+        card_mark: text by which a card of this library is recognised.
 
     Returns:
         The address of the commit (a `huggingface_hub.CommitInfo`).

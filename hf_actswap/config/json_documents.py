@@ -1,8 +1,8 @@
-"""JSON documents that this library writes, read back by the types that its dataclasses declare.
+"""Reads the JSON documents that this library writes, by the types that its dataclasses declare.
 
 Rules beyond the type are written with the type, ``Annotated[int, Rule(...)]``. All errors of a document are
-named at once: the place, what was expected, what was found. No text can make the reader hang, or raise any
-other error.
+raised at once: the place, what was expected, what was found. No text can make the reader hang, or raise an
+exception of another class.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ MAX_PROBLEMS = 50
 """The most problems that are named, if every row of a document is wrong."""
 
 _READ_DIGITS = 30
-"""Of a whole number: a longer one is beyond 64 bits, whatever follows."""
+"""Number of digits of a whole number that are read: with as many it is beyond 64 bits, whatever follows."""
 
 _NOTHING = object()
-"""In the place of a value that is missing."""
+"""Stands for a value that is missing."""
 
 Read = Callable[[Path, Any], Any]
-"""Gets the place of a value and the value; returns it as its type, or notes a fault."""
+"""Takes the path of a value and the value; returns the value as its type, or notes a fault."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What a value must be.
+    """A condition on a value.
 
     Args:
-        expected: in words.
-        holds: whether a value is that; of an annotated type it is asked only about values of the type.
+        expected: what the value must be, in words.
+        holds: tells whether a value is that; with an annotated type, called only for values of the type.
     """
 
     expected: str
@@ -54,10 +54,10 @@ def read_text(path: str, max_bytes: int, error: type[ActSwapError], source: str 
     """Read a file in UTF-8.
 
     Args:
-        path: of the file.
-        max_bytes: that it may have.
-        error: what is raised where it has more, or is no text.
-        source: where it is from, for that message; by default its path.
+        path: path of the file.
+        max_bytes: the largest size that is accepted.
+        error: class of the exception for a file that is longer, or no text.
+        source: name of the file in that exception; by default its path.
 
     Raises:
         OSError: it cannot be read.
@@ -93,18 +93,18 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
 class JsonReader:
     """Reads one document, and collects what is wrong with it until `finish`.
 
-    A dataclass is a mapping of its fields in a document, of which those with a default may be missing, or
-    where it `stands_as_row` a list of their values in order. A ``TypedDict`` may hold more than it
-    names, and is returned as it is.
+    In a document a dataclass is a mapping of its fields, and fields with a default may be missing; if it was
+    passed to `stands_as_row`, it is a list of its fields' values in order. A ``TypedDict`` may hold keys that
+    it does not declare, and is returned as it is.
 
     Args:
-        text: JSON.
-        name: of the document; places begin with it.
-        error: what is raised.
-        source: where the text is from.
+        text: the document as JSON.
+        name: name of the document; the places in messages begin with it.
+        error: class of the exception that is raised.
+        source: where the text is from, for messages.
 
     Raises:
-        ActSwapError: of the class ``error``: it is no JSON, no mapping, or too deeply nested.
+        ActSwapError: of the class ``error``: the text is no JSON, no mapping, or too deeply nested.
     """
 
     def __init__(self, text: str, name: str, error: type[ActSwapError], source: str = "") -> None:
@@ -125,17 +125,17 @@ class JsonReader:
         self.document: dict[str, Any] = document
 
     def check_format(self, name: str, version: int) -> None:
-        """Check what the document says that it is; raises at once."""
+        """Check the document's ``format`` and ``format_version``; raise at once if they are others."""
         for key, kind in (("format", Literal[name]), ("format_version", Literal[version])):
             self.value(kind, key)
             self.finish()
 
     def stands_as_row(self, *kinds: Any) -> None:
-        """Let dataclasses stand in the document as rows."""
+        """Read these dataclasses as lists of their fields' values."""
         self._rows += kinds
 
     def stands_as(self, kind: Any, read: Read | Rule) -> None:
-        """Read a type, wherever it is declared, in another way: by a function, or by a rule alone."""
+        """Read values that are declared as ``kind`` by a function of the caller, or by a rule alone."""
         self._reads[kind] = self._checked(read) if isinstance(read, Rule) else read
 
     def value(self, kind: Any, key: str) -> Any:
@@ -158,10 +158,10 @@ class JsonReader:
             self._problems.append(Problem(where(path), expected, found, hint))
 
     def finish(self) -> None:
-        """Raise what was found, if anything was.
+        """Raise if any problem was noted.
 
         Raises:
-            ActSwapError: of the class that the reader was given, with all problems, of very many the first.
+            ActSwapError: of the class that the reader was given, with all problems (at most `MAX_PROBLEMS`).
         """
         if self._faults:
             raise self._error(self._problems, self._source)
@@ -247,7 +247,7 @@ def _without_default(kind: Any) -> set[str]:
 
 
 def _rule_of(kind: Any) -> Rule | None:
-    """Return what a value of a type must be; ``None``: it has parts, each with a place of its own."""
+    """Return the rule for values of a type; ``None``: they have parts, which are read one by one."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
         expected = " or ".join(filter(None, [", ".join(map(str, arguments[:-1])), str(arguments[-1])]))
@@ -288,7 +288,7 @@ Share = Annotated[float, Rule("a number from 0 to 1", is_share)]
 
 
 def _is_text(value: Any) -> bool:
-    """Half of a surrogate pair is no character: it could be written nowhere."""
+    """Whether a value is a text that can be written: without halves of surrogate pairs."""
     return isinstance(value, str) and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))
 
 

@@ -1,6 +1,6 @@
-"""Which keys a document may hold: ours, and those of MindFormers that mean nothing here (data only).
+"""Lists the keys that a document may hold: ours, and those of MindFormers that have no meaning here.
 
-And the settings of MindSpeed's SmartSwap, with what becomes of each here. Source: MindSpeed's
+It also lists the settings of MindSpeed's SmartSwap, with what each of them does here. Source: MindSpeed's
 ``core/memory/smart_swap/swap_policy_config.py``, where users edit attributes of a class. Its two command line
 flags are ``--smart-swap`` and ``--adaptive-memory-optimization``. A size there is a number of bytes, and
 steps are counted from 0.
@@ -31,7 +31,7 @@ PARALLEL_SPELLINGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "schedule": ("schedule",),
     }
 )
-"""Field of `ParallelConfig` to the keys that set it: NxD's name, Megatron's, MindFormers'."""
+"""Field of `ParallelConfig` -> the keys that set it: NxD's name, Megatron's, MindFormers'."""
 
 PARALLEL_KEYS = tuple(key for spellings in PARALLEL_SPELLINGS.values() for key in spellings)
 
@@ -164,12 +164,12 @@ FOREIGN_PARALLEL_KEYS = frozenset(
 
 
 def meaningless(key: str) -> str:
-    """The one line for a key that is accepted and does nothing."""
+    """Return the note about a key that is accepted and does nothing."""
     return f"`{key}` has no meaning here and is ignored."
 
 
 def unknown_key_hint(key: object, ours: Sequence[str], also: Sequence[str] = ()) -> str:
-    """Hint for an unknown key: the section it belongs to, else the nearest valid name, else our names."""
+    """Return a hint for an unknown key: its section, else the nearest valid name, else all of our names."""
     name = str(key)
     for section, keys in (
         ("swap_config", SWAP_KEYS),
@@ -188,12 +188,12 @@ def unknown_key_hint(key: object, ours: Sequence[str], also: Sequence[str] = ())
 MODE_FLAGS: Mapping[str, str] = MappingProxyType(
     {"smart_swap": "smart_swap", "adaptive_memory_optimization": "adaptive"}
 )
-"""Command line flag to ``memory.mode``; as keys they stand at the top level or in ``memory``."""
+"""Command line flag -> ``memory.mode``. As keys the flags may stand at the top level or in ``memory``."""
 
 TARGET_MEMORY_BYTES = 40 * 2**30
 REDUCTION_MEMORY_BYTES = 3 * 2**30
 OUTPUT_ROOT_PATH = "./swap_output"
-"""MindSpeed's defaults, for a setting that counts and is not written."""
+"""MindSpeed's defaults, for settings that apply although they are not written."""
 
 TRANSLATED: Mapping[str, str] = MappingProxyType(
     {
@@ -209,7 +209,7 @@ TRANSLATED: Mapping[str, str] = MappingProxyType(
         "output_root_path": "plan_file",
     }
 )
-"""Setting to the key of `MemoryConfig` that it sets."""
+"""Setting -> the key of `MemoryConfig` that it sets."""
 
 _WEIGHT = "a weight of MindSpeed's heuristic: here the simulated time of the step is minimised."
 _MEASURED = "measured instead, in both directions, alone and together, on all ranks at once."
@@ -238,6 +238,6 @@ UNUSED: Mapping[str, str] = MappingProxyType(
         "plan_file.",
     }
 )
-"""Setting that is accepted and sets nothing, to what happens instead."""
+"""Setting that is accepted and has no effect -> what happens instead."""
 
 SETTINGS = (*TRANSLATED, *UNUSED)

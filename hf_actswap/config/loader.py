@@ -40,7 +40,8 @@ from .tile_section import read_stream, read_tiles
 from .yaml_text import DOCUMENT_PATH, MAX_TEXT_BYTES, parse_yaml, to_dict, to_yaml
 
 AUTO = "auto"
-"""The configuration without keys: the planner chooses everything. A file of that name is ``./auto``."""
+"""Source of a configuration without keys: the planner chooses everything. (A file of this name: ``./auto``.)
+"""
 
 EXPECTED_SOURCE = f"a file, a folder that holds {CONFIG_FILE_NAME}, YAML or JSON text, or a Hub id (org/name)"
 _EXPECTED_NAME = f"a file, a folder that holds {CONFIG_FILE_NAME}, or a Hub id (org/name)"
@@ -49,15 +50,15 @@ _FILE_ENDINGS = (".yaml", ".yml", ".json")
 
 @dataclass(frozen=True)
 class ActSwapConfig:
-    """A whole document.
+    """A configuration: what a whole document says, with an attribute for each of its sections.
 
     Attributes:
-        stacks: rules for stacks of layers beside the decoder's (an encoder, a vision tower), by what names
-            one: words of its module path, in order. Each has ``swap_config`` and ``recompute_config``.
-        num_layers: ``model.model_config.num_layers`` where the document states it; checked against the model.
-        log: what a training says on its console: ``summary``, or ``reference``, MindFormers' lines too.
+        stacks: rules for stacks of layers beside the decoder's (an encoder, a vision tower). A key names a
+            stack by words of its module path, in order; a value has ``swap_config`` and ``recompute_config``.
+        num_layers: ``model.model_config.num_layers`` if the document states it; checked against the model.
+        log: what a training run prints on the console: ``summary``, or ``reference``: MindFormers' lines too.
         notes: one line for each section or key that was accepted and has no meaning here, saying what
-            becomes of it. Not part of equality, and not written by `to_yaml`.
+            happens to it. Not part of equality, and not written by `to_yaml`.
         source: the file, the Hub id with its commit (``org/name@commit``), or a short description, for
             messages. Not part of equality.
     """
@@ -77,11 +78,11 @@ class ActSwapConfig:
     source: str = field(default="", compare=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that loads to this configuration: plain values, only those that are not default."""
+        """Return the document that loads to this configuration: plain values that differ from the default."""
         return to_dict(self)
 
     def to_yaml(self) -> str:
-        """The same document as YAML text: ``load_config(config.to_yaml()) == config``."""
+        """Return the same document as YAML text: ``load_config(config.to_yaml()) == config``."""
         return to_yaml(self)
 
     @classmethod
@@ -98,12 +99,12 @@ class ActSwapConfig:
         """Read a file, a folder that holds ``actswap_config.yaml``, or a repository of the Hub that does.
 
         Args:
-            name_or_path: a path, which wins where it exists, or ``org/name`` or ``org/name@revision``.
+            name_or_path: a path, or a Hub id ``org/name`` or ``org/name@revision``. A path that exists wins.
             revision: branch, tag or commit.
             token, cache_dir, local_files_only: as in `huggingface_hub.hf_hub_download`.
 
         Raises:
-            ConfigError: with every problem of the document, or why there is none.
+            ConfigError: with every problem of the document, or the reason why there is no document.
         """
         options = HubOptions(token, cache_dir, local_files_only)
         return _read_text(from_name(os.fsdecode(name_or_path), revision, options))
@@ -120,18 +121,18 @@ class ActSwapConfig:
         """Write ``actswap_config.yaml``, and a plan as ``plan.json``, into a folder.
 
         Args:
-            folder: made if there is none.
-            plan: a `MemoryPlan`, or the file that the planner wrote.
-            push_to_hub: publish them too.
-            repo_id: where to; ``None``: the folder's name, below one's own.
-            push: see `push_to_hub`.
+            folder: path of the folder, which is created if it does not exist.
+            plan: a `MemoryPlan`, or the path of the file that the planner wrote.
+            push_to_hub: whether the files are published too.
+            repo_id: repository to publish to; ``None``: one of the user with the folder's name.
+            push: further arguments of the method `push_to_hub`.
 
         Returns:
-            The address of the commit, if they are published.
+            The address of the commit, if the files are published.
 
         Raises:
             ConfigError: ``plan`` is no plan.
-            OSError: the folder cannot be written, or see `push_to_hub`.
+            OSError: the folder cannot be written, or there is no access to the Hub.
         """
         published.save(folder, self.to_yaml(), plan)
         if not push_to_hub:
@@ -157,8 +158,8 @@ class ActSwapConfig:
         plan was measured on; a card that this library did not write stays as it is.
 
         Args:
-            repo_id: ``org/name``; made if there is none.
-            plan: a `MemoryPlan`, or the file that the planner wrote, which says what it was measured on.
+            repo_id: ``org/name``; created if it does not exist.
+            plan: a `MemoryPlan`, or the path of the planner's file, which says what the plan was measured on.
             base_model: Hub id of the model, for the card.
             commit_message, commit_description, private, token, revision, create_pr: as in transformers'
                 ``push_to_hub``.
@@ -179,13 +180,12 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | ActSwapConf
     """Read a configuration.
 
     Args:
-        source: the word ``auto``: a planner that chooses every fate and finds its budget out,
-            ``memory: {mode: adaptive}``; a path of a YAML or JSON file; a folder that holds
-            ``actswap_config.yaml``; the text itself (it has a line break or is a mapping); a mapping, which
-            is not changed; an `ActSwapConfig`, returned as is; ``None`` or an empty text, for all defaults;
-            else a Hub id, ``org/name`` or ``org/name@revision``, whose repository holds
-            ``actswap_config.yaml``. Only a string that is none of the others and looks like a Hub id reaches
-            the network.
+        source: the word ``auto``, for ``memory: {mode: adaptive}``: the planner chooses every fate and the
+            budget; a path of a YAML or JSON file; a folder that holds ``actswap_config.yaml``; the text
+            itself (it has a line break or is a mapping); a mapping, which is not changed; an
+            `ActSwapConfig`, returned as is; ``None`` or an empty text, for all defaults; else a Hub id,
+            ``org/name`` or ``org/name@revision``, of a repository that holds ``actswap_config.yaml``. Only a
+            string that is none of the others and looks like a Hub id reaches the network.
 
     Returns:
         The configuration; its ``notes`` have one line for each accepted section or key without meaning.
@@ -261,7 +261,7 @@ def _read_document(
     problems = findings.problems()
     if problems:
         error = ConfigError(problems, source)
-        # What a table of layers means depends on these.
+        # The meaning of a table of layers depends on these sections.
         if not (swap_is_unreadable(findings) or findings.any_below("parallel_config", "model", "parallel")):
             error.readable = config
         raise error
@@ -278,7 +278,7 @@ _OF_THE_WHOLE_MODEL = ("fused", "parallel_optimizer_comm_recompute")
 
 
 def _read_stacks(findings: Findings, memory: MemoryConfig) -> dict[str, ActSwapConfig]:
-    """Read ``stacks``: for each name the two sections of fates, as the document itself has them."""
+    """Read ``stacks``: for each name ``swap_config`` and ``recompute_config``, as in the document itself."""
     found = {}
     for name, rules in read_mapping(findings, ("stacks",), findings.document.get("stacks")).items():
         path: Path = ("stacks", name) if isinstance(name, str | int) else ("stacks",)
@@ -308,7 +308,7 @@ def _read_num_layers(findings: Findings) -> int | None:
 
 
 def _note_foreign_sections(findings: Findings) -> None:
-    """One note for each section of MindFormers; a problem for each unknown section."""
+    """Add a note for each section of MindFormers, and a problem for each unknown section."""
     for key in findings.document:
         if key == "model":
             findings.note((key,), _model_note(findings))
@@ -342,12 +342,12 @@ def _interleave_note(findings: Findings) -> str:
 
 @dataclass(frozen=True)
 class Document:
-    """Text that was found.
+    """The text of a configuration, and where it was found.
 
     Args:
         text: YAML or JSON.
         source: the file, the Hub id with its commit, or a short description.
-        hub_file: where on the Hub it was, if it was there: then anybody may have written it.
+        hub_file: the file on the Hub, if the text is from there; then anybody may have written it.
     """
 
     text: str
@@ -361,7 +361,7 @@ def from_string(text: str) -> Document:
     Raises:
         ConfigError: there is nothing of that name, or it cannot be read.
     """
-    # A line break first: no question to the file system with a whole document as the name.
+    # This comes first, so that the file system is never asked for a whole document as a name.
     if "\n" in text or not text.strip():
         return Document(text, "text")
     if _exists(text):
@@ -380,9 +380,9 @@ def from_name(name: str, revision: str | None, options: HubOptions) -> Document:
     """Read a file, a folder or a Hub id, and nothing else.
 
     Args:
-        name: ``org/name`` may be followed by ``@revision``.
+        name: a path, or a Hub id ``org/name`` or ``org/name@revision``.
         revision: branch, tag or commit on the Hub.
-        options: how the Hub is asked.
+        options: options of a download from the Hub.
 
     Raises:
         ConfigError: there is nothing of that name, it cannot be read, or two revisions are named.
@@ -404,7 +404,7 @@ def from_path(path: str) -> Document:
     """Read a file, or ``actswap_config.yaml`` in a folder.
 
     Raises:
-        ConfigError: there is none, it cannot be read, or it is longer than `MAX_TEXT_BYTES`.
+        ConfigError: there is no such file, it cannot be read, or it is longer than `MAX_TEXT_BYTES`.
     """
     if not _exists(path):
         raise _no_such(path, "no such file or folder")

@@ -1,6 +1,6 @@
-"""Reading ``memory``: the planner's section, in our names or in MindSpeed's.
+"""Reads ``memory``: the planner's section, in our names or in MindSpeed's.
 
-Each of MindSpeed's settings that has a counterpart sets it, the rest gets a note.
+A setting of MindSpeed sets the key that is its counterpart here; a setting without one only gets a note.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _ENUM = "SwapPolicyPref."
 
 
 def read_memory(findings: Findings) -> MemoryConfig:
-    """Read ``memory`` and MindSpeed's two flags. ``null`` is accepted where it is the default."""
+    """Read ``memory`` and MindSpeed's two flags. ``null`` is accepted for keys whose default it is."""
     section = read_section(findings, "memory", MEMORY_KEYS, (*SETTINGS, *MODE_FLAGS))
     settings = [
         MindSpeedSetting(key, ("memory", key), _read_value(findings, ("memory", key), key, value))
@@ -73,7 +73,7 @@ def check_fates(
     if memory.mode != "adaptive":
         return
     written = ["swap_config.swap"] if swap.swap else []
-    # To keep is a fate as well.
+    # Exclude keys ask for a fate too: keep.
     for key in ("recompute", *SELECTION_KEYS, *EXCLUDE_KEYS):
         value = getattr(recompute, key)
         # With swap on a list holds indices, and index 0 selects a layer as well as any other.
@@ -96,7 +96,7 @@ def _warmup(settings: Sequence[MindSpeedSetting]) -> MindSpeedSetting:
 
 
 def _each_once(findings: Findings, settings: Sequence[MindSpeedSetting]) -> dict[str, MindSpeedSetting]:
-    """Reject what is written under two names, in the order of the document; the first counts."""
+    """Return the first setting of each key, in the order of the document; note a problem for any other."""
     written: dict[str, MindSpeedSetting] = {}
     for one in sorted(settings, key=lambda one: findings.position(one.path)):
         first = written.setdefault(one.key, one)
@@ -121,7 +121,7 @@ def _reject_both(findings: Findings, one: MindSpeedSetting, other: MindSpeedSett
 
 
 def _mode_path(findings: Findings) -> Path:
-    """Where the mode is written."""
+    """Return the path at which the mode is written."""
     section = findings.document.get("memory")
     if isinstance(section, Mapping):
         for key in ("mode", *MODE_FLAGS):
@@ -154,7 +154,7 @@ def _read_value(findings: Findings, path: Path, key: str, value: object) -> Any:
 
 @dataclass(frozen=True)
 class MindSpeedSetting:
-    """A value for a key of `MemoryConfig`, and where it is written; ``None``: written and unreadable."""
+    """A value for a key of `MemoryConfig` (``None``: it could not be read), and the path where it stands."""
 
     key: str
     path: Path
@@ -176,7 +176,7 @@ def read_settings(findings: Findings, section: Mapping[Any, Any]) -> list[MindSp
 def read_flags(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
     """Read ``smart_swap`` and ``adaptive_memory_optimization``, at the top level and in ``memory``.
 
-    ``false`` says only that the mode is not this one.
+    A flag that is ``false`` says only that the mode is not this one.
     """
     settings = []
     for parent, mapping in (((), findings.document), (("memory",), section)):
@@ -195,7 +195,13 @@ def read_flags(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeed
 def read_stable_step(
     findings: Findings, section: Mapping[Any, Any], warmup: MindSpeedSetting
 ) -> list[MindSpeedSetting]:
-    """Read ``stable_step``, the step with which the stable stage begins: what warm-up leaves is search."""
+    """Read ``stable_step``, the step with which the stable stage begins: search takes the steps up to it.
+
+    Args:
+        findings: the document, and where problems go.
+        section: the section ``memory``.
+        warmup: the number of warm-up steps, which come first.
+    """
     if "stable_step" not in section:
         return []
     path = ("memory", "stable_step")
@@ -212,7 +218,7 @@ def read_stable_step(
 
 
 def _read_direct(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
-    """The settings that are one of our keys in another unit or with other words."""
+    """Read the settings that are one of our keys in another unit or with other words."""
     readers: dict[str, tuple[str, Callable[[Findings, Path, object], Any]]] = {
         "policy_pref": ("preference", _read_preference),
         "tensor_size_filter": ("min_tensor_mib", _read_filter),
@@ -227,7 +233,7 @@ def _read_direct(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpe
 
 
 def _read_target(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
-    """``target_mode`` says which of the two sizes counts, as in MindSpeed, where it is false by default."""
+    """Read the two sizes; ``target_mode`` says which of them counts (MindSpeed; false by default there)."""
     sizes = {
         name: _read_bytes(findings, ("memory", name), section[name])
         for name in ("target_memory", "reduction_memory")
@@ -261,7 +267,7 @@ def _read_target(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpe
 
 
 def _read_plan_file(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
-    """``save_policy`` sets ``plan_file`` to a file in ``output_root_path``."""
+    """Read ``save_policy``, which sets ``plan_file`` to a file in ``output_root_path``."""
     path, root_path = ("memory", "save_policy"), ("memory", "output_root_path")
     root: str | None = OUTPUT_ROOT_PATH
     if "output_root_path" in section:
@@ -310,7 +316,7 @@ def _read_bytes(findings: Findings, path: Path, value: object, minimum: int = 1)
 
 
 def _product_hint(value: object) -> str:
-    """What a product comes to: MindSpeed's file is Python, where sizes are written as such."""
+    """Return a hint with the value of a product: in MindSpeed's file, which is Python, sizes are products."""
     if not isinstance(value, str) or not _PRODUCT.fullmatch(value):
         return ""
     size = math.prod(int(factor) for factor in value.split("*"))
@@ -318,7 +324,7 @@ def _product_hint(value: object) -> str:
 
 
 def _size_hint(key: str, value: object) -> str:
-    """What a size with its unit comes to in the unit that the key names: ``20GB`` is for command lines."""
+    """Return a hint with a size in the key's unit, if a unit is written with it (as on command lines)."""
     unit, unit_bytes = ("MiB", MIB) if key.endswith("_mib") else ("GiB", GIB)
     text = value.strip() if isinstance(value, str) else ""
     try:

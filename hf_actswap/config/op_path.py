@@ -1,8 +1,8 @@
 """Op paths: one regular expression per level below a decoder layer.
 
 MindFormers separates levels by the two characters backslash and dot, because a plain dot belongs to
-the expression of a level. Users write plain dots all the same (``attention.flash_attention``), and in
-the reference such a path silently matches nothing; here it means what they meant.
+the expression of a level. Users write plain dots all the same (``attention.flash_attention``). In
+MindFormers such a path silently matches nothing; here a plain dot separates levels too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def split_op_path(text: str) -> tuple[str, ...]:
 
 
 def op_path_fault(text: str) -> str:
-    """Say what is wrong with an op path; the empty string if nothing is.
+    """Return what is wrong with an op path; the empty string if nothing is.
 
     Every segment must be a regular expression that compiles, none may be empty, and none may ask for more
     work than a name is worth: a repeated group, flags, or more than a few repeats, groups and alternatives.
@@ -81,7 +81,7 @@ def op_path_fault(text: str) -> str:
 
 
 def _costly(segment: str) -> str:
-    """Say what in a level could take long to compile or to match; the empty string if nothing can."""
+    """Return what in a level could take long to compile or to match; the empty string if nothing can."""
     bare = _ONE_CHARACTER.sub("c", segment)
     if re.search(r"\)[*+{]", bare):
         return "a repeated group"
@@ -94,7 +94,7 @@ def _costly(segment: str) -> str:
 
 
 def _end_of_class(text: str, start: int) -> int:
-    """Index after the ``]`` that closes the class opened at ``start``; the end of ``text`` if none does."""
+    """Return the index after the ``]`` that closes the class opened at ``start``; else that of the end."""
     index = start + 1
     if text[index : index + 1] == "^":
         index += 1

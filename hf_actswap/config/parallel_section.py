@@ -1,4 +1,4 @@
-"""Reading ``parallel_config``, and what MindFormers' own sections say about the pipeline."""
+"""Reads ``parallel_config``, and what MindFormers' own sections say about the pipeline."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def read_parallel(findings: Findings) -> tuple[ParallelConfig, TableShape | None
 
 
 def lookup(findings: Findings, path: Path) -> Any:
-    """The value at ``path``, or ``None`` if some step of it is missing or no mapping."""
+    """Return the value at ``path``, or ``None`` if some step of it is missing or no mapping."""
     value: Any = findings.document
     for step in path:
         if not isinstance(value, Mapping):
@@ -68,7 +68,7 @@ def lookup(findings: Findings, path: Path) -> Any:
 
 
 def honoured_in_model(findings: Findings) -> tuple[str, ...]:
-    """The keys of ``model.model_config`` that count as ``parallel_config``, where they stand there."""
+    """Return the keys written in ``model.model_config`` that count as keys of ``parallel_config``."""
     model_config = lookup(findings, MODEL_CONFIG)
     if not isinstance(model_config, Mapping):
         return ()
@@ -76,7 +76,7 @@ def honoured_in_model(findings: Findings) -> tuple[str, ...]:
 
 
 def _written(findings: Findings, field: str) -> list[Path]:
-    """Every path in the document that sets ``field``, in the order of the document."""
+    """Return every path in the document that sets ``field``, in the order of the document."""
     section = findings.document.get("parallel_config")
     paths: list[Path] = []
     if isinstance(section, Mapping):
@@ -114,7 +114,7 @@ def _read_interleave(findings: Findings) -> bool | None:
 
 
 def _shape(findings: Findings, stages: int | None, interleave: int | None) -> TableShape | None:
-    """The shape of tables; ``None`` if a size of it was written but could not be read."""
+    """Return the shape of tables; ``None`` if a size of it was written but could not be read."""
     for size, field in ((stages, "pipeline_stage"), (interleave, "pp_interleave_num")):
         if size is None and _written(findings, field):
             return None

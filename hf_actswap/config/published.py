@@ -1,4 +1,4 @@
-"""What is published of a configuration: its file, a plan beside it, and a card that says what they are.
+"""Saves and publishes a configuration: its file, a plan beside it, and a model card.
 
 The model card says what the configuration is, how to use it and what its plan was measured on.
 """
@@ -23,7 +23,7 @@ PLAN_FORMAT, PLAN_FORMAT_VERSION = "hf_actswap.plan", 1
 
 CARD_FILE_NAME = "README.md"
 CARD_MARK = "<!-- card of hf_actswap -->"
-"""What a card of this library contains; another card is never overwritten."""
+"""Text by which a card of this library is recognised; a card without it is never overwritten."""
 
 _LABELS = {
     "model": "model",
@@ -45,11 +45,11 @@ class Plan(Protocol):
 
 
 PlanSource = str | os.PathLike[str] | Plan
-"""A plan, or the file of one: what the planner wrote also says what it was measured on."""
+"""A plan, or the path of a plan's file; a file of the planner also says what the plan was measured on."""
 
 
 class _CardFacts(TypedDict, total=False):
-    """Of a plan's document, what a card shows."""
+    """The keys of a plan's document that a card shows."""
 
     num_layers: int
     rows: tuple[Any, ...]
@@ -58,7 +58,7 @@ class _CardFacts(TypedDict, total=False):
 
 
 def save(folder: str | os.PathLike[str], config_text: str, plan: PlanSource | None) -> None:
-    """Write ``actswap_config.yaml``, and ``plan.json`` where a plan is given; the folder is made.
+    """Write ``actswap_config.yaml``, and ``plan.json`` if a plan is given, into a folder; create the folder.
 
     Raises:
         ConfigError: ``plan`` is no plan.
@@ -84,7 +84,7 @@ def push(
 
 
 def _files(config_text: str, plan: PlanSource | None) -> tuple[dict[str, str], dict[str, Any] | None]:
-    """Return names and texts, and the plan's document."""
+    """Return the files (name -> text), and the document of the plan."""
     files = {CONFIG_FILE_NAME: config_text}
     if plan is None:
         return files, None
@@ -106,13 +106,13 @@ def _files(config_text: str, plan: PlanSource | None) -> tuple[dict[str, str], d
 
 
 def card(repo_id: str, config_text: str, plan: Mapping[str, Any] | None, base_model: str | None) -> str:
-    """Write the card.
+    """Return the text of the model card.
 
     Args:
-        repo_id: where it will stand.
+        repo_id: repository of the card.
         config_text: the configuration in YAML.
         plan: the document of a plan; its sections ``made_for`` and ``measured`` are shown.
-        base_model: Hub id of the model that it is for.
+        base_model: Hub id of the model that the configuration is for.
 
     Returns:
         Markdown with a header of metadata.

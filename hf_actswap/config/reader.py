@@ -1,4 +1,4 @@
-"""Reading single values of a document, and collecting every problem found on the way.
+"""Reads single values of a document, and collects every problem found on the way.
 
 A reader takes a `Findings`, the path of a value and the value; it returns the value in the form of the
 schema, or ``None`` after it has noted a problem. ``None`` is never a valid result of a reader.
@@ -52,7 +52,7 @@ class Findings:
         return inner
 
     def key_hint(self, key: object, ours: Sequence[str], also: Sequence[str] = ()) -> str:
-        """`unknown_key_hint` for the first keys; a search for near names among thousands takes seconds."""
+        """Return `unknown_key_hint` for the first keys, then ``""``: thousands of searches take seconds."""
         self._key_hints += 1
         return unknown_key_hint(key, ours, also) if self._key_hints <= _MAX_KEY_HINTS else ""
 
@@ -61,13 +61,13 @@ class Findings:
         self._notes.append(((*self._above, *path), line))
 
     def problems(self) -> tuple[Problem, ...]:
-        """All problems, in the order of the document."""
+        """Return all problems, in the order of the document."""
         return tuple(
             problem for _, problem in sorted(self._problems, key=lambda item: self.position(item[0]))
         )
 
     def notes(self) -> tuple[str, ...]:
-        """All notes, in the order of the document."""
+        """Return all notes, in the order of the document."""
         return tuple(line for _, line in sorted(self._notes, key=lambda item: self.position(item[0])))
 
     def any_below(self, *sections: str) -> bool:
@@ -75,7 +75,7 @@ class Findings:
         return any(path[:1] == (section,) for path, _ in self._problems for section in sections)
 
     def position(self, path: Path) -> tuple[float, ...]:
-        """Where ``path`` is in the document, as a sort key; a missing key comes after all others."""
+        """Return where ``path`` is in the document, as a sort key; a missing key comes after all others."""
         position: list[float] = []
         value: Any = self.document
         for step in path:
@@ -142,21 +142,21 @@ def _show_whole(value: object, depth: int) -> str:
 
 
 def is_int(value: object) -> bool:
-    """A number without a fraction that fits in 64 bits; a bool is not one."""
+    """Whether a value is a number without a fraction that fits in 64 bits; a bool is not one."""
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _LARGEST_INT
 
 
 def read_section(
     findings: Findings, name: str, valid: Sequence[str], ignored: Collection[str] = ()
 ) -> Mapping[Any, Any]:
-    """One of our sections; empty if it is absent, null or no mapping. Unknown keys are problems."""
+    """Return one of our sections; empty if it is absent, null or no mapping. Unknown keys are problems."""
     value = read_mapping(findings, (name,), findings.document.get(name))
     check_keys(findings, (name,), value, valid, ignored)
     return value
 
 
 def read_mapping(findings: Findings, path: Path, value: object) -> Mapping[Any, Any]:
-    """A mapping; empty if it is null or none."""
+    """Read a mapping; empty if the value is null, or, with a problem, anything else."""
     if isinstance(value, Mapping):
         return value
     if value is not None:
@@ -171,7 +171,7 @@ def check_keys(
     valid: Sequence[str],
     ignored: Collection[str] = (),
 ) -> None:
-    """Note every key of ``mapping`` that is neither valid nor a known one without meaning."""
+    """Note a problem for every key of ``mapping`` that is in neither ``valid`` nor ``ignored``."""
     for key in mapping:
         if key not in valid and key not in ignored:
             hint = findings.key_hint(key, valid, sorted(ignored))
@@ -182,7 +182,7 @@ def check_keys(
 
 
 def read_bool(findings: Findings, path: Path, value: object) -> bool | None:
-    """Read a bool and nothing that merely looks like one."""
+    """Read a bool; a text or a number that looks like one is a problem."""
     if isinstance(value, bool):
         return value
     findings.problem(path, EXPECTED_BOOL, show(value), _unquote_hint(value))

@@ -1,4 +1,4 @@
-"""Reading ``recompute_config`` (MindFormers, Memory Optimization), whose lists mean two different things.
+"""Reads ``recompute_config`` (MindFormers, Memory Optimization), whose lists mean two different things.
 
 Without swap a number says how many layers of a pipeline stage are recomputed; with ``swap_config.swap``
 true a list holds global layer indices.
@@ -29,8 +29,9 @@ class _Reader:
     """Reads layer counts or layer indices, whichever ``swap`` says.
 
     Args:
+        findings: the document, and where problems go.
         swap: whether lists hold layer indices.
-        shape: what the document states of the pipeline; ``None`` if nothing readable.
+        shape: shape of the pipeline that the document states; ``None``: it states none, or it is unreadable.
     """
 
     def __init__(self, findings: Findings, swap: bool, shape: TableShape | None) -> None:
@@ -118,8 +119,8 @@ def read_recompute(findings: Findings, *, swap: bool | None, shape: TableShape |
 
     Args:
         findings: the document, and where problems go.
-        swap: ``swap_config.swap``; ``None`` if it is unreadable: then only what is wrong either way is named.
-        shape: the pipeline layout that the document states, if it does.
+        swap: ``swap_config.swap``; ``None``: it is unreadable, and only what is wrong either way is named.
+        shape: shape of the pipeline that the document states; ``None``: it states none.
     """
     section = read_section(findings, "recompute_config", RECOMPUTE_KEYS)
     reader = _Reader(findings, swap is True, None if swap is None else shape)
@@ -161,7 +162,7 @@ def _read_count(findings: Findings, path: Path, value: object) -> int | bool | N
 
 
 def _read_budget(findings: Findings, path: Path, value: object) -> CompileBudget:
-    """Read one share for all compiled layers, or one for each."""
+    """Read one share of activation memory for all compiled layers, or a list with one for each."""
     if not isinstance(value, list | tuple):
         return _read_share(findings, path, value, EXPECTED_BUDGET)
     if not value:

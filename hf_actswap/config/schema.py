@@ -1,4 +1,4 @@
-"""What the user wrote, as frozen values: the YAML keys of the references, verbatim.
+"""Frozen dataclasses of what the user wrote; the fields are the YAML keys of the references, verbatim.
 
 Nothing is normalised here: a list per pipeline stage stays a list per pipeline stage (as a tuple),
 because only the plan knows the model. Two units matter:
@@ -33,7 +33,7 @@ CompileBudget = float | tuple[float, ...] | None
 Offset = int | tuple[int, ...] | tuple[tuple[int, ...], ...]
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
-"""As `torch.distributed.pipelining` names them."""
+"""Schedules of a pipeline, with the names of `torch.distributed.pipelining`."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class ParallelConfig:
             written. The pipeline runs if ``schedule`` is written.
         pp_interleave_num: number of interleaves of that pipeline, which are the rows of a table.
         offset: how many layers a stage has more, or fewer (negative), than its equal share.
-        schedule: in which order `ActSwapTrainer` runs the forwards and backwards of the pipeline, with
+        schedule: the order in which `ActSwapTrainer` runs the forwards and backwards of the pipeline, with
             ``tensor_parallel_size`` processes per stage (ours). Default ``None``: no pipeline runs.
     """
 
@@ -171,13 +171,13 @@ class ParallelConfig:
 
     @property
     def sequence_ranks(self) -> int:
-        """Ranks that divide hidden states between layers among them."""
+        """Number of ranks that divide the hidden states between layers along the sequence."""
         return self.tensor_parallel_size if self.sequence_parallel_enabled else 1
 
 
 @dataclass(frozen=True)
 class TileTokens:
-    """Pieces of a sequence by their length.
+    """Tiles of a given length.
 
     Args:
         tokens: number of tokens of one piece, at least 1.
@@ -225,12 +225,12 @@ class StreamConfig:
     """``stream_config``: the sequence in chunks, the keys and values of earlier ones on the host (ours).
 
     Args:
-        tokens: of a chunk. Batches that are longer run chunk by chunk, forward and then backward, so that
-            device memory does not grow with the sequence. ``auto``: as many as hide the copies of keys and
-            values behind the attention of an H200; ``off`` (default): the sequence is whole.
-        grad_accum_dtype: in which the gradients of keys and values are summed on the host over the chunks:
-            ``fp32`` (default), or ``bf16``, which takes half the memory and rounds once for each chunk. (The
-            name is DeepSpeed's.)
+        tokens: number of tokens of a chunk. Longer sequences run chunk by chunk, forward and then backward,
+            so that device memory does not grow with the sequence. ``auto``: enough tokens to hide the copies
+            of keys and values behind the attention of an H200; ``off`` (default): the sequence is whole.
+        grad_accum_dtype: dtype in which the gradients of keys and values are summed on the host over the
+            chunks: ``fp32`` (default), or ``bf16``, which takes half the memory and rounds once for each
+            chunk. (The name is DeepSpeed's.)
     """
 
     tokens: Literal["off", "auto"] | int = "off"
@@ -239,7 +239,7 @@ class StreamConfig:
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """``memory``: the planner's section. MindSpeed's names for the same are in parentheses.
+    """``memory``: the planner's section. MindSpeed's names for the same keys are in parentheses.
 
     Args:
         mode: ``smart_swap`` (``--smart-swap``): the planner chooses keep, swap or recompute for all ops

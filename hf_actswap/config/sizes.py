@@ -1,6 +1,6 @@
-"""Sizes and kinds of devices as people write them: ``8k`` tokens, ``40GB``, ``24GiB``, ``RTX 4090``.
+"""Reads sizes and kinds of devices as people write them: ``8k`` tokens, ``40GB``, ``24GiB``, ``RTX 4090``.
 
-Read ahead of torch, so that a command line is rejected at once.
+It imports no torch, so that a wrong command line is rejected at once.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ DEVICE_KINDS = {
     "MI300X": r"\bmi300x\b",
     "cpu": r"^ ?cpu ?$",
 }
-"""Devices whose rates are known, by what their usual names have in them: NVIDIA A100-SXM4-80GB, MI300X OAM.
+"""Devices whose rates are known -> pattern of their usual names (NVIDIA A100-SXM4-80GB, MI300X OAM).
 
-An A100 that does not say its memory has 80 GB.
+An A100 whose name does not say its memory counts as one with 80 GB.
 """
 
 OWN_DEVICE_KEYS = ("memory", "tflops", "bandwidth", "link")
 OWN_DEVICE = "memory=48GB,tflops=150,bandwidth=0.9,link=25"
-"""A device of one's own: memory, half-precision TFLOP/s, TB/s of device memory, GB/s to the host each way."""
+"""How to describe any other device: its memory, half-precision TFLOP/s, TB/s of device memory, and GB/s to
+the host in each direction."""
 
 
 def bytes_of(text: str) -> int:
     """Return a size in bytes: ``40GB`` is 40 * 10^9, ``24GiB`` 24 * 2^30, a number alone is GiB.
 
     Raises:
-        ValueError: it is none, or less than one byte.
+        ValueError: the text is no size, or less than one byte.
     """
     return _amount(text, _BYTES, "a size such as 40GB, 24GiB, 512MiB, or a number of GiB")
 
@@ -50,7 +51,7 @@ def tokens_of(text: str) -> int:
     """Return a number of tokens: ``8k`` is 8,192, as context lengths are written.
 
     Raises:
-        ValueError: it is no whole number above 0.
+        ValueError: the text is no whole number above 0.
     """
     return _amount(text, _TOKENS, "a whole number of tokens such as 8192 or 8k")
 
@@ -62,10 +63,10 @@ def device_kind(name: str) -> str | None:
 
 
 def own_device(text: str) -> dict[str, float]:
-    """Return the numbers of a device of one's own (`OWN_DEVICE`): bytes, TFLOP/s, TB/s, GB/s.
+    """Return the numbers of a device that is described as in `OWN_DEVICE`: bytes, TFLOP/s, TB/s, GB/s.
 
     Raises:
-        ValueError: one is missing, unknown or no number above 0; says which.
+        ValueError: a number is missing, unknown or not above 0; says which.
     """
     parts = [part.partition("=") for part in text.split(",")]
     given = {key.strip(): value.strip() for key, _, value in parts}

@@ -1,4 +1,4 @@
-"""Reading ``swap_config`` (MindFormers, Fine-Grained Activations SWAP)."""
+"""Reads ``swap_config`` (MindFormers, Fine-Grained Activations SWAP)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _WrittenRule(Generic[RuleT]):
 def read_swap(findings: Findings) -> SwapConfig:
     """Read ``swap_config``, each key by the type that `SwapConfig` declares for it.
 
-    With ``swap`` false everything is read and checked all the same. ``null`` is as if the key were not
+    With ``swap`` false everything is read and checked all the same. A key that is ``null`` counts as not
     written, except where true or false is expected.
     """
     section = read_section(findings, "swap_config", SWAP_KEYS)
@@ -135,7 +135,7 @@ def _read_entries(
     value: object,
     read_entry: Callable[[Findings, Path, Mapping[Any, Any]], list[_WrittenRule[Any]]],
 ) -> list[_WrittenRule[Any]]:
-    """All rules of a list of entries; a single entry may stand without the list."""
+    """Return all rules of a list of entries; a single entry may stand without the list."""
     if isinstance(value, Mapping):
         return read_entry(findings, path, value)
     if not isinstance(value, list | tuple):
@@ -212,10 +212,11 @@ def _op_group(rule: OpSwapRule) -> str:
 def _collapse(
     findings: Findings, entries: list[_WrittenRule[Any]], group_of: Callable[[Any], str]
 ) -> tuple[Any, ...]:
-    """Replace every group with an entry for all layers by that one rule, at the place of the group's first.
+    """Return the rules, where a rule for all layers replaces its group, at the place of the group's first.
 
-    As in the reference (``TransformerSwapConfig``), all entries of such a group must agree on the prefetch;
-    the problem is named at the entry at which both facts are known.
+    As in the reference (``TransformerSwapConfig``), all entries of such a group must agree on the prefetch.
+    If they do not, the problem is noted at the later of two entries: that for all layers, and the first with
+    another prefetch.
     """
     groups: dict[str, list[_WrittenRule[Any]]] = {}
     for entry in entries:
@@ -257,4 +258,4 @@ _READERS: Mapping[Any, Callable[[Findings, Path, object], Any]] = {
     tuple[LayerSwapRule, ...] | None: _read_layer_rules,
     tuple[OpSwapRule, ...] | None: _read_op_rules,
 }
-"""Declared type of a key -> what reads it."""
+"""Declared type of a key -> function that reads it."""

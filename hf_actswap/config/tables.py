@@ -1,4 +1,4 @@
-"""Tables over the pipeline: a list per stage, or a list of rows per (interleave, stage)."""
+"""Reads tables over the pipeline: a list with an item per stage, or rows per interleave of such lists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TableShape:
 
 
 def is_list(value: object) -> bool:
-    """A list or a tuple: both are lists of a document."""
+    """Whether a value is a list or a tuple: both count as lists of a document."""
     return isinstance(value, list | tuple)
 
 
@@ -38,10 +38,10 @@ def read_table(
         findings: where problems go.
         path: path of the list.
         value: the list or tuple.
-        read_item: reads one number of it.
-        shape: what the document states, or ``None``: then only the rows' equal length is checked.
-        bool_rows: a whole row of a table may be true or false.
-        may_be_short: a list per stage may leave out the last stages.
+        read_item: function that reads one item.
+        shape: shape that the document states; ``None``: only the rows' equal length is checked.
+        bool_rows: whether a row of a table may be true or false.
+        may_be_short: whether a list per stage may leave out the last stages.
 
     Returns:
         The tuple, of tuples for a table; ``None`` after a problem.

@@ -1,4 +1,4 @@
-"""Reading ``tile_config`` and ``stream_config`` (ours): what runs over pieces of the tokens."""
+"""Reads ``tile_config`` and ``stream_config`` (ours): what runs over pieces of the tokens."""
 
 from __future__ import annotations
 

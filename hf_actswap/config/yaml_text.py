@@ -1,7 +1,7 @@
-"""YAML (and JSON) text to plain values, and configurations back to plain values and YAML text.
+"""Parses YAML (and JSON) text to plain values, and writes configurations as plain values and YAML text.
 
-In: safe tags only, duplicate keys named, no text can make it hang. Out: field by field, for any dataclass of
-the schema.
+Parsing accepts safe tags only and names duplicate keys; no text can make it hang. Writing goes field by
+field, for any dataclass of the schema.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ..errors import ConfigError, Problem
 from .reader import Path, show, where
 
 MAX_TEXT_BYTES = 256 * 1024
-"""Ten times the longest that is published for MindFormers; what a person waits less than a second for."""
+"""Largest document: ten times the longest published one of MindFormers, and read in less than a second."""
 
 MAX_NODES = 10_000
-"""Scalars, lists and mappings of a document, each counted as often as aliases repeat it."""
+"""The most scalars, lists and mappings of a document, each counted as often as aliases repeat it."""
 
 MAX_LEVELS = 100
-"""Lists and mappings in one another; PyYAML's time grows with their square."""
+"""The most lists and mappings inside each other; PyYAML's time grows with the square of this number."""
 
 DOCUMENT_PATH = "document_path"
-"""Metadata key of a field that is elsewhere in the document than under its own name: a tuple of keys."""
+"""Metadata key of a field that is not under its own name in the document; its value: a tuple of keys."""
 
 _INT_TAG = "tag:yaml.org,2002:int"
 _STR_TAG = "tag:yaml.org,2002:str"
@@ -41,11 +41,11 @@ _BAD_ESCAPE = "found unknown escape character"
 
 
 class _TooManyNodes(yaml.MarkedYAMLError):
-    """The document repeats itself beyond all reason."""
+    """The document has more than `MAX_NODES` nodes."""
 
 
 class _TooManyLevels(yaml.MarkedYAMLError):
-    """Lists and mappings stand in one another beyond all reason."""
+    """The document has more than `MAX_LEVELS` levels."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -108,14 +108,14 @@ def parse_yaml(text: str, source: str) -> tuple[object, list[tuple[Path, Problem
 
     Args:
         text: the document.
-        source: where it comes from, for the message.
+        source: where the document comes from, for the message.
 
     Returns:
         The value (``None`` for an empty document), and a problem with its path for each key that stands
         more than once in a mapping.
 
     Raises:
-        ConfigError: if it is not one YAML document, holds a tag that is not safe, is longer than
+        ConfigError: the text is not one YAML document, holds a tag that is not safe, is longer than
             `MAX_TEXT_BYTES`, has more than `MAX_NODES` nodes with its aliases written out, or more than
             `MAX_LEVELS` levels.
     """
@@ -142,7 +142,7 @@ def parse_yaml(text: str, source: str) -> tuple[object, list[tuple[Path, Problem
 
 
 def too_long(size: str) -> Problem:
-    """The problem of a document above `MAX_TEXT_BYTES`."""
+    """Return the problem of a document above `MAX_TEXT_BYTES`."""
     return Problem("document", f"at most {MAX_TEXT_BYTES} bytes", size)
 
 
@@ -155,7 +155,7 @@ class _Survey:
         self._open: set[int] = set()
 
     def visit(self, node: yaml.Node, path: Path) -> int:
-        """Nodes below and including ``node``, aliases written out.
+        """Return the number of nodes below and including ``node``, aliases written out.
 
         Raises:
             yaml.MarkedYAMLError: above `MAX_NODES`, or an alias is inside what it names.
@@ -195,7 +195,7 @@ class _Survey:
 
 
 def _without_json_tabs(text: str) -> str:
-    """JSON may be indented with tabs and YAML may not; in valid JSON no string contains a tab."""
+    """Return JSON text with spaces for tabs, which YAML forbids as indentation. JSON strings hold none."""
     if "\t" not in text or not text.lstrip().startswith("{"):
         return text
     try:
@@ -220,7 +220,7 @@ def _syntax_problem(error: yaml.YAMLError, text: str) -> Problem:
 
 
 def _single_quote_hint(text: str, line: int, column: int) -> str:
-    r"""Show the double-quoted text around a bad escape in single quotes, where ``\.`` means what it says."""
+    r"""Return a hint: the text around a bad escape in single quotes, where ``\.`` needs no escape."""
     written = text.splitlines()[line] if line < len(text.splitlines()) else ""
     for quoted in re.finditer(r'"([^"]*)"', written):
         if quoted.start() < column < quoted.end():
@@ -229,7 +229,7 @@ def _single_quote_hint(text: str, line: int, column: int) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Block style for mappings, one line for lists of numbers and their tables, no aliases."""
+    """Writes mappings in block style, lists of numbers and their tables on one line, and no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -246,9 +246,9 @@ class _Dumper(yaml.SafeDumper):
         return self.represent_mapping("tag:yaml.org,2002:map", data, flow_style=not data)
 
     def represent_words(self, data: str) -> yaml.Node:
-        # Single quotes for all that might be taken for a number by a reader of YAML 1.1 or 1.2, and
-        # for backslashes, so that nobody who edits the file reaches for double quotes. Those only for what
-        # cannot be seen: in single quotes a line break of Unicode would be read back as a space.
+        # Single quotes for all that might be taken for a number by a reader of YAML 1.1 or 1.2, and for
+        # backslashes, so that nobody who edits the file uses double quotes. Double quotes only for characters
+        # that cannot be seen: in single quotes a line break of Unicode would be read back as a space.
         plain = data.replace("_", "").replace("/", "").isalnum() and data[0].isalpha()
         node = self.represent_scalar("tag:yaml.org,2002:str", data)
         if not plain:
@@ -262,7 +262,7 @@ _Dumper.add_representer(str, _Dumper.represent_words)
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The document that loads to ``config``: only what differs from the defaults, tuples as lists.
+    """Return the document that loads to ``config``: only what differs from the defaults, tuples as lists.
 
     Args:
         config: an instance of a dataclass of the schema.
@@ -284,7 +284,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """`to_dict` as YAML text in block style; ``{}`` if all is default."""
+    """Return `to_dict` as YAML text in block style; ``{}`` if all is default."""
     text: str = yaml.dump(
         to_dict(config),
         Dumper=_Dumper,

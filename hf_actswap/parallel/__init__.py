@@ -5,11 +5,11 @@ In: a Hugging Face model and a process group (`patch_model`), or NxD's layers us
 Out: the same model with column- and row-parallel layers; its state dict stays that of one process
     (`full_state`).
 
-`tensor_plan` and `families` say what is divided how, `sequence_region` where the sequence is, `communication`
-names what ranks exchange in forward, `gradients` sums what each rank has a part of, `rank_agreement` lets
-ranks fail together.
+`tensor_plan` and `families` say which parameters are divided and how, `sequence_region` where hidden states
+are parts of the sequence, `communication` names what ranks exchange in forward, `gradients` sums gradients of
+which each rank has a part, `rank_agreement` lets ranks fail together.
 
-It depends on process groups and modules, and not on YAML, plans or the engine.
+The package depends on process groups and modules, and not on YAML, plans or the engine.
 """
 
 from . import embedding, gqa, layer_norm, layers, mappings, rms_norm

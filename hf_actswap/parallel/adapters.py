@@ -1,9 +1,9 @@
-"""LoRA adapters (PEFT's) on projections that are divided; recognised by what they hold, not imported.
+"""Divides LoRA adapters (of PEFT) along with their projections; adapters are recognised by their attributes.
 
-An adapter adds ``B (A x)`` to a projection's output. On a column-parallel projection B is divided as the
-weight is, and A is whole; on a row-parallel one A is divided as the weight is, and B is whole, and the sum
-over the ranks is taken once, of both. Each rank's part of the outputs sends a part of the gradient back to a
-whole A, and a whole B reads a part of ``A x``: both are tagged, with or without sequence parallelism.
+An adapter adds ``B (A x)`` to a projection's output. On a column-parallel projection B is divided like the
+weight, and A is whole. On a row-parallel one A is divided like the weight, B is whole, and one sum over the
+ranks is taken of projection and adapter together. A whole A gets a part of its gradient from each rank's part
+of B, and a whole B reads a part of ``A x``: both are tagged, with or without sequence parallelism.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _EXPECTED = "a plain LoRA adapter"
 
 
 class SharedInputLinear(nn.Linear):
-    """A whole linear layer among divided ones, which may read their input.
+    """A whole linear layer in a divided block, which may read the same input as the divided layers.
 
     Args:
         full: the linear layer whose weight it takes.
-        region: says where the model\'s hidden states are parts of the sequence.
+        region: says where the model's hidden states are parts of the sequence.
     """
 
     def __init__(self, full: nn.Linear, region: SequenceRegion) -> None:
@@ -39,13 +39,13 @@ class SharedInputLinear(nn.Linear):
         self._region = region
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return this rank's copy of ``[B, S, r]``; the gradients that it gets are this rank's part."""
+        """Return ``[B, S, r]``, alike on all ranks; the gradients that come back are this rank's part."""
         output = linear(input, self.weight, self._region.group)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 class RowShare(RowParallelLinear):
-    """A row-parallel layer that returns its share of the sum, without bias; its caller adds both."""
+    """A row-parallel layer that returns this rank's share; its caller sums shares and adds the bias."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Return ``[.., output_size]`` of this rank's features ``[.., input_size / tp]``."""
@@ -58,7 +58,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """Return the projection itself."""
+    """Return the projection without its adapters."""
     return module.get_submodule("base_layer") if is_adapted(module) else module
 
 
@@ -90,7 +90,7 @@ def divide_column_adapters(
     region: SequenceRegion,
     tags: ParameterTags,
 ) -> list[nn.Module]:
-    """Put ``base`` into an adapted projection and divide each B as it; return the readers of its input."""
+    """Put ``base`` into an adapted projection, and divide each B like it; return each A, for its input."""
     module.base_layer = base
     readers: list[nn.Module] = []
     for name, lora_a in module.lora_A.items():
@@ -104,7 +104,7 @@ def divide_column_adapters(
 def divide_row_adapters(
     module: Any, settings: dict[str, Any], region: SequenceRegion, tags: ParameterTags
 ) -> RowShare:
-    """Divide an adapted projection and each A by input features; the sum is taken at its end."""
+    """Divide an adapted projection and each A by input features; a hook sums the output over the ranks."""
     base = module.base_layer = RowShare.from_linear(module.base_layer, **settings)
     for name, lora_a in module.lora_A.items():
         module.lora_A[name] = RowShare.from_linear(lora_a, **settings)

@@ -26,7 +26,7 @@ from .routed_experts import ParallelExperts
 from .sequence_region import SEQUENCE_DIM, SequenceRegion, argument_names
 
 Change = Callable[[torch.Tensor], torch.Tensor]
-"""Returns what replaces an argument or a result."""
+"""Takes an argument or a result, and returns its replacement."""
 
 
 class GatherHook:
@@ -39,14 +39,14 @@ class GatherHook:
 
     Args:
         region: where the model's hidden states are parts of the sequence.
-        readers: column-parallel projections; with none, ordinary autograd saves what it needs.
-        in_autocast_dtype: see `column_input`.
-        layer: the decoder layer that it is in.
+        readers: column-parallel projections that read the input; with none, autograd saves what it needs.
+        in_autocast_dtype: whether, under autocast, the input is cast before it is gathered.
+        layer: the decoder layer of the block.
 
     Attributes:
-        keep_gathered: see `InputSettings`; the gathered tensor is also kept if Hugging Face's gradient
-            checkpointing is on for the layer.
-        tokens: shape of the tokens that it gathered last.
+        keep_gathered: whether the gathered input is saved in place of the shard; always so if Hugging Face's
+            gradient checkpointing is on for the layer.
+        tokens: shape of the tokens that were gathered last.
     """
 
     part_of_the_model = True
@@ -76,15 +76,15 @@ class GatherHook:
         return gathered
 
     def copied(self, source: torch.Tensor) -> torch.Tensor:
-        """Return another sequence (an encoder's), whole on all ranks; its gradients are summed over them."""
+        """Return another sequence (an encoder's), whole on all ranks; its gradients are summed over ranks."""
         return copied(source, self._region.group, self._region.reduce_dtype)
 
 
 class BlockInputHook:
-    """Pre-hook of a block, where it is not known which norm it reads: gathers at the block itself.
+    """Pre-hook of a block for which it is not known which norm it reads: gathers the block's input.
 
     Args:
-        gather: what to do with the block's first argument.
+        gather: gathers the block's first argument.
     """
 
     part_of_the_model = True
@@ -114,8 +114,8 @@ class WholeBlockHooks:
     ranks, as in a divided block.
 
     Args:
-        gather: gathers its input; made without readers.
-        region: says where the model\'s hidden states are parts of the sequence.
+        gather: gathers the module's input; made without readers.
+        region: says where the model's hidden states are parts of the sequence.
     """
 
     part_of_the_model = True
@@ -157,8 +157,8 @@ class WideNormHooks:
     """Hooks around a norm over the features of all heads: they gather the features that this rank lacks.
 
     Args:
-        region: says where the model\'s hidden states are parts of the sequence.
-        replicas: ranks that hold the same heads.
+        region: says where the model's hidden states are parts of the sequence.
+        replicas: number of ranks that hold the same heads.
     """
 
     part_of_the_model = True
@@ -190,7 +190,7 @@ class HeadArgumentsHook:
     Args:
         module: the attention.
         heads: query heads of the whole model.
-        region: says where the model\'s hidden states are parts of the sequence.
+        region: says where the model's hidden states are parts of the sequence.
     """
 
     part_of_the_model = True
@@ -228,7 +228,7 @@ def with_changed(
     Args:
         names: names of the function's parameters.
         args, kwargs: arguments of the call.
-        changes: by name, what replaces a tensor among them.
+        changes: argument name -> function that returns the replacement of a tensor.
     """
 
     def changed(name: str, value: Any) -> Any:
@@ -291,7 +291,7 @@ class SharesCheck:
 
 
 def _leaves_before(node: Any) -> Iterator[torch.Tensor]:
-    """Return the leaves of the graph that are reached before any sum over ranks or input of a block."""
+    """Yield the leaves of the graph that are reached before any sum over ranks or input of a block."""
     seen, waiting = set(), [node]
     while waiting:
         node = waiting.pop()
@@ -307,7 +307,7 @@ class RankStreamHooks:
     """Hooks around a module in training: dropout differs between ranks, and is repeated in a recomputation.
 
     Args:
-        region: says where the model\'s hidden states are parts of the sequence.
+        region: says where the model's hidden states are parts of the sequence.
         on_parts: true for a layer, which works on parts of the sequence while the region is active; false for
             attention, whose heads are always divided and which its layer covers in an active region.
     """
@@ -332,14 +332,14 @@ class RankStreamHooks:
         module.register_forward_hook(_Leave(self), always_call=True)
 
     def enter(self, module: nn.Module) -> None:
-        """Before the module runs."""
+        """Begin the rank's own random stream, before the module runs."""
         stack = ExitStack()
         if module.training and self._region.is_active == self._on_parts and not _is_traced():
             stack.enter_context(rank_stream(self._region.group))
         self._open.append(stack)
 
     def leave(self) -> None:
-        """After the module ran, also if it failed."""
+        """End the rank's own random stream, after the module ran, also if it failed."""
         if self._open:
             self._open.pop().close()
 

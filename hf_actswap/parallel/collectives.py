@@ -1,8 +1,8 @@
 """Collectives on plain tensors along any dim: out of place, contiguous results, no autograd.
 
-The ``begin_..`` forms return at once with a `Pending` result; what the collective reads and writes is held
-until it is waited for. On CUDA a collective runs on NCCL's own stream after what the current stream has been
-given so far, and `Pending.wait` makes the current stream wait for it; the host waits for nothing.
+The ``begin_..`` forms return at once with a `Pending` result, which holds the tensors that the collective
+reads and writes. On CUDA a collective runs on NCCL's own stream after the work that the current stream has
+so far, and `Pending.wait` makes the current stream wait for the collective; the host waits for nothing.
 
 Fake tensors (a forward that only records what a model does) get fake results, without waiting for other
 ranks.
@@ -29,9 +29,9 @@ class Pending:
     """A collective that was started and may still run.
 
     Args:
-        work: its handle; ``None`` if it is done.
+        work: handle of the collective; ``None`` if it is done.
         arrange: returns the result, once the collective is done.
-        held: tensors that it reads, kept alive until then.
+        held: the tensor that the collective reads, kept alive until it is done.
         group: the process group.
     """
 
@@ -65,12 +65,12 @@ def sum_dtype(dtype: torch.dtype, reduce_dtype: torch.dtype | None) -> torch.dty
 
 
 def gathered(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the parts of all ranks in order along ``dim``: ``[.., n, ..]`` to ``[.., tp n, ..]``."""
+    """Return the parts of all ranks, joined in order along ``dim``: ``[.., n, ..]`` to ``[.., tp n, ..]``."""
     return _gather(part, dim, group, False).wait()
 
 
 def begin_gather(part: torch.Tensor, dim: int, group: dist.ProcessGroup) -> Pending:
-    """Start what `gathered` does."""
+    """Start the gather of `gathered`, without waiting for its result."""
     return _gather(part, dim, group, True)
 
 
@@ -88,7 +88,7 @@ def reduce_scattered(
 def begin_reduce_scatter(
     whole: torch.Tensor, dim: int, group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> Pending:
-    """Start what `reduce_scattered` does; ``whole`` must not be written until it is waited for.
+    """Start the reduction of `reduce_scattered`; ``whole`` must not be written before the result is there.
 
     Raises:
         ValueError: the size along ``dim`` does not divide by the group size.
@@ -106,7 +106,7 @@ def all_reduced(
 def begin_all_reduce(
     tensor: torch.Tensor, group: dist.ProcessGroup, dtype: torch.dtype | None = None
 ) -> Pending:
-    """Start what `all_reduced` does."""
+    """Start the sum of `all_reduced`, without waiting for its result."""
     return _all_reduce(tensor, group, dtype, True)
 
 
@@ -178,7 +178,7 @@ def _all_reduce(
 def reduce_in_place(
     tensor: torch.Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> None:
-    """Replace ``tensor`` by its sum (or what ``operation`` says) over all ranks.
+    """Replace ``tensor`` by its sum (or another ``operation``) over all ranks.
 
     Raises:
         LostRankError: a rank has ended.
@@ -217,24 +217,24 @@ def _collective(name: str, name_before: str) -> Callable[..., Any]:
 
 
 ANSWER_LIMIT_S = 5.0
-"""How long a rank that lost another waits for the rest to notice too."""
+"""How long a rank that has lost another waits for the other ranks to notice too, in seconds."""
 
 _SIGNS = ("closed by peer", "reset by peer", "timed out", "timeout", "broken pipe", "connection refused")
 """Parts of the backends' messages when a peer has ended, in lower case."""
 
 
 class LostRankError(RuntimeError):
-    """A rank has ended, or does not answer: the others cannot go on."""
+    """A rank has ended, or does not answer, so that the other ranks cannot go on."""
 
 
 def lost_rank_error(error: RuntimeError, group: dist.ProcessGroup | None) -> LostRankError | None:
-    """Return what to raise instead of a collective's error; ``None``: it is about something else.
+    """Return the exception to raise in place of a collective's error; ``None``: it has another cause.
 
     Waits up to `ANSWER_LIMIT_S` for the other ranks of the group.
 
     Args:
-        error: as the backend raised it.
-        group: the group of the collective; ``None``: all ranks, or not known.
+        error: the error that the backend raised.
+        group: the group of the collective; ``None``: all ranks, or unknown.
     """
     text = str(error)
     if isinstance(error, LostRankError) or not any(sign in text.lower() for sign in _SIGNS):

@@ -12,31 +12,31 @@ So the gradients of the weights are computed by the node of the input, and not b
       saves shard  |  |  |        |------[_Product]--> v          saves W_v alone
                   W_q W_k W_v     `------ anything else: ordinary autograd
 
-In backward autograd runs the products first, in any order, and the input when all consumers have given their
-gradients:
+In backward autograd runs the products first, in any order, and the input's node when all consumers have given
+their gradients:
 
 1. The first product *starts to gather the shard again*, asynchronously. Each product passes its output
    gradient dY to the input node and computes its part of dX while the gather runs.
 2. The input node gets the sum of all dX. It *starts the reduction* (reduce-scatter; without sequence
    parallelism all-reduce) in ``reduce_dtype``, waits for the gather, computes each dW from dY and the
-   gathered input while the reduction runs, waits for it and casts back.
+   gathered input while the reduction runs, waits for the reduction, and casts its result back.
 
 For a frozen weight no dY is held; if all weights are frozen, no input is saved.
 
-**Lifetimes on CUDA.** All runs on the stream of the forward, to which autograd returns in backward. An async
-collective waits (on the device) for what that stream has been given, so it reads finished data; `Pending`
-holds what it reads and writes, and `wait` makes the stream wait before the result is read or a buffer is
-dropped, whose memory is reused only for work after that wait. The host waits for nothing. dY exists from its
-product until its dW; the gathered input from the wait to the last dW. A backward that ends
-before the input node (an exception, ``torch.autograd.grad`` with respect to the gathered tensor) leaves a
+**Lifetimes on CUDA.** Everything runs on the stream of the forward, which autograd uses in backward too. An
+asynchronous collective starts (on the device) after the work that this stream has, so it reads finished data.
+`Pending` holds the collective's input and output, and `wait` makes the stream wait before the result is
+read or a buffer is freed, so that memory is reused only by later work. The host waits for nothing. dY exists
+from its product until its dW; the gathered input from the wait to the last dW. A backward that ends before
+the input node (an exception, ``torch.autograd.grad`` with respect to the gathered tensor) leaves a
 `_Received` behind, which the next backward recognises by its number and drops.
 
 **How a product finds its input node.** By the input's ``grad_fn``, which no view or cast of the tensor has.
 For any other tensor or weight ordinary autograd is used. Without gradients there is no node. A saved
 tensor is read once per backward, as checkpointing demands.
 
-**Run again.** In a recomputed region the new forward makes a new node of its own, and its graph is thrown
-away after its saved tensors were taken. If the region begins behind the gather, its input is a leaf there;
+**Recomputation.** In a recomputed region the new forward makes a new node of its own, and its graph is thrown
+away after its saved tensors were taken. If the region begins after the gather, its input is a leaf there;
 `_LeafProduct` then saves as many tensors as `_Product` did, so that the counts agree.
 
 **Autocast.** The product runs in the autocast dtype, exactly as ``F.linear`` would, and backward in the same.
@@ -75,11 +75,12 @@ class InputSettings(NamedTuple):
 
     Args:
         group: tensor-parallel group.
-        sequence_parallel: the input is this rank's part of the sequence; else all ranks hold it alike.
+        sequence_parallel: whether the input is this rank's part of the sequence; if not, it is whole.
         dim: dim of the sequence; not read without sequence parallelism.
         reduce_dtype: dtype in which input gradients are summed over the ranks; ``None``: their own.
-        keep_gathered: save the gathered input in place of the shard, and do not gather again.
-        in_autocast_dtype: under autocast, cast before the gather: for inputs that only products read.
+        keep_gathered: whether the gathered input is saved in place of the shard, and not gathered again.
+        in_autocast_dtype: whether, under autocast, the input is cast before the gather: for inputs that only
+            products read.
     """
 
     group: dist.ProcessGroup
@@ -123,7 +124,7 @@ def column_input(x: torch.Tensor, weights: Sequence[torch.Tensor], settings: Inp
 
 
 def weight_of_linear(weight: torch.Tensor, transposed: bool) -> torch.Tensor:
-    """Return a weight as ``[out, in]``; ``transposed``: it is stored as ``[in, out]``."""
+    """Return a weight as ``[out, in]``; with ``transposed`` it is stored as ``[in, out]``."""
     return weight.t() if transposed else weight
 
 
@@ -219,7 +220,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, node: Any, number: int, transposed: bool
     ) -> torch.Tensor:
-        ctx.node, ctx.number = node, number  # the edge that autograd has too: no cycle
+        ctx.node, ctx.number = node, number  # autograd's graph has this edge too, so no cycle
         ctx.save_for_backward(weight)
         ctx.x_dtype, ctx.transposed = x.dtype, transposed
         return F.linear(x, weight_of_linear(weight, transposed))
@@ -264,11 +265,11 @@ class _LeafProduct(torch.autograd.Function):
 
 
 def hand_over(node: Any, number: int, gradient: torch.Tensor, product: WeightProduct) -> None:
-    """Pass a product's output gradient to the input node; the first of a backward starts the gather.
+    """Pass a product's output gradient to the input node; the first call of a backward starts the gather.
 
     Args:
         node, number: from `node_behind`. For a frozen weight nothing is held.
-        gradient: contiguous, in a shape that ``product`` accepts.
+        gradient: the output gradient, contiguous, in a shape that ``product`` accepts.
         product: computes the weight's gradient from it and the input's rows ``[T, H]``, in its dtype.
     """
     if not node.needs_input_grad[_INPUTS_BEFORE_WEIGHTS + number]:

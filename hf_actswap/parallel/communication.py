@@ -6,8 +6,8 @@ each beside the op that it belongs to (``input_layernorm.all_gather``), a plan c
 (keep it, or communicate again, ``re-gather``), and the engine can carry that out without knowing any parallel
 layer.
 
-Group and dim are resolved by the caller: a communication that runs again in backward, on a thread of
-autograd, must not look for its group in a context. None of them saves a tensor.
+The caller passes group and dim: a communication that runs again in backward, on a thread of autograd, cannot
+look for its group in a context variable. None of these functions saves a tensor for backward.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def all_gather(
 ) -> torch.Tensor:
     """Gather the parts of all ranks along ``dim``: ``[.., n, ..]`` to ``[.., tp n, ..]``.
 
-    Backward is a reduce-scatter, in ``reduce_dtype`` if given; without ``sum_gradients`` (every rank does the
-    same with the result) it is the own part of the gradient, without communication.
+    Backward is a reduce-scatter, in ``reduce_dtype`` if given. Without ``sum_gradients`` (every rank does the
+    same with the result) it takes this rank's part of the gradient, without communication.
     """
     if has_torch_function_unary(part):
         return _dispatched(all_gather, part, dim, group, sum_gradients, reduce_dtype)
@@ -46,11 +46,11 @@ def reduce_scatter(
     gradient_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Sum over all ranks and keep the own part along ``dim``. Backward is an all-gather.
+    """Sum over all ranks and keep this rank's part along ``dim``. Backward is an all-gather.
 
     Args:
-        whole: partial sums.
-        dim: divides by the group size.
+        whole: this rank's summand.
+        dim: dim whose size divides by the group size.
         group: tensor-parallel group.
         gradient_dtype: dtype to which gradients are cast before they are gathered.
         reduce_dtype: dtype of the sum; the result has the dtype of ``whole`` again.
@@ -93,9 +93,9 @@ def sum_of_shares(
     Args:
         share: this rank's summand, for the whole sequence.
         group: tensor-parallel group.
-        sequence_dim: under sequence parallelism: keep the own part along it; ``None``: keep all of it.
-        reduce_dtype: see `reduce_scatter`.
-        tokens: shape of the block's tokens; needed to keep the own part of each sequence of ``[B S, H]``.
+        sequence_dim: dim of the sequence, of which this rank keeps its part; ``None``: it keeps all of it.
+        reduce_dtype: dtype of the sum; the result has the dtype of ``share`` again.
+        tokens: shape of the block's tokens; needed to keep this rank's part of each sequence in ``[B S, H]``.
 
     Raises:
         ValueError: the sequence does not divide by the group size.

@@ -1,13 +1,13 @@
 """Cross entropy of logits whose vocabulary is split over the ranks: no rank ever holds a whole row of them.
 
-Two all-reduces in forward, of one number per token and then of two (three with label smoothing): the maximum
+Forward has two all-reduces, of one number per token and then of two (three with label smoothing): the maximum
 first, because every exponential is taken relative to it, then the target's logit, the sum of exponentials
-and the sum of logits in one buffer. NxD and Megatron do three. Backward communicates nothing.
+and the sum of logits in one buffer. NxD and Megatron need three. Backward has no communication.
 
-What is kept for backward is the logits as they came, in their own dtype, and two numbers per token (maximum
-and sum of exponentials). The softmax is computed again from them: one pass over the shard, bitwise what
-forward computed. So fp32 logits cost nothing beyond themselves, and bf16 logits cost half of what a saved
-fp32 softmax would; forward and backward each make one fp32 buffer of the size of the shard.
+Saved for backward are the given logits, in their own dtype, and two numbers per token (maximum and sum of
+exponentials). The softmax is computed again from them: one pass over the shard, bitwise what forward
+computed. So fp32 logits cost nothing beyond themselves, and bf16 logits cost half of what a saved fp32
+softmax would; forward and backward each make one fp32 buffer of the size of the shard.
 
 Unlike ``neuronx_distributed.parallel_layers.loss_functions`` the caller's logits are not written into, the
 arithmetic is never below fp32, ignored tokens count neither in loss nor in gradient, and label smoothing is
@@ -48,9 +48,9 @@ def parallel_cross_entropy(
         label_smoothing: as in `torch.nn.functional.cross_entropy`, over the whole vocabulary.
         ignore_index: tokens with this target have zero loss and zero gradient.
         reduction: ``none`` (NxD's), ``mean`` over the tokens that are not ignored, or ``sum``.
-        process_group: tensor-parallel group; else the enclosing one.
-        vocabulary_size: ids from here on are padding of the vocabulary: as if their logits were minus
-            infinity, without gradient, and no part of the smoothing.
+        process_group: tensor-parallel group; ``None``: that of the enclosing `tensor_parallel_group`.
+        vocabulary_size: number of ids. Columns of larger ids are padding: they count as minus infinity, get
+            no gradient, and take no part in the smoothing. ``None``: there is no padding.
 
     Returns:
         ``[..]`` in fp32 (fp64 for fp64 logits), or a scalar.
@@ -99,8 +99,8 @@ def from_parallel_logits_to_logprobs(
     Args:
         vocab_parallel_logits: ``[B, S, V / tp]``.
         target: ``[B, S]``, not shifted: the logits of position s are for ``target[:, s + 1]``.
-        inference: keep nothing for backward.
-        process_group: tensor-parallel group; else the enclosing one.
+        inference: whether nothing is kept for backward.
+        process_group: tensor-parallel group; ``None``: that of the enclosing `tensor_parallel_group`.
         vocabulary_size: as in `parallel_cross_entropy`.
         ignore_index: tokens with this target have log-probability zero.
 
@@ -132,17 +132,17 @@ def parallel_causal_lm_loss(
 ) -> torch.Tensor:
     """Return what ``transformers.loss.loss_utils.ForCausalLMLoss`` (5.17 to 5.23) returns for whole logits.
 
-    Fit for ``model.loss_function``; other keyword arguments are ignored, as they are there. The logits are
-    not copied to fp32 for it.
+    It can be assigned to ``model.loss_function``; other keyword arguments are ignored, as in transformers.
+    The logits are not copied to fp32.
 
     Args:
         logits: ``[B, S, V / tp]``, V at least ``vocab_size``.
         labels: ``[B, S]``, not shifted; read only without ``shift_labels``.
         vocab_size: the model's vocabulary without padding.
-        num_items_in_batch: by how much the sum is divided; ``None``: mean over the tokens not ignored.
-        ignore_index: label without loss.
-        shift_labels: as many as there are tokens, already shifted.
-        process_group: tensor-parallel group; else the enclosing one.
+        num_items_in_batch: number by which the sum is divided; ``None``: mean over the tokens not ignored.
+        ignore_index: label of tokens without loss.
+        shift_labels: labels that are shifted already, as many as there are tokens.
+        process_group: tensor-parallel group; ``None``: that of the enclosing `tensor_parallel_group`.
 
     Returns:
         Scalar, the same on every rank.
@@ -172,9 +172,10 @@ class _Shard:
     """Which ids of the vocabulary this rank holds.
 
     Args:
+        group: tensor-parallel group.
         first: id of the first column.
-        columns: columns that are no padding.
-        vocabulary_size: ids of all ranks that are no padding.
+        columns: number of columns that are no padding.
+        vocabulary_size: number of ids of all ranks, without padding.
     """
 
     group: dist.ProcessGroup
@@ -183,7 +184,7 @@ class _Shard:
     vocabulary_size: int
 
     def owned(self, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return whether each target is one of this rank's, and its column (some column where it is not)."""
+        """Return whether each target is one of this rank's ids, and its column (any column if it is not)."""
         column = target - self.first
         mine = (column >= 0) & (column < self.columns)
         return mine, column.clamp(0, max(self.columns - 1, 0))
@@ -276,12 +277,12 @@ def _maximum(logits: torch.Tensor, shard: _Shard) -> torch.Tensor:
 
 
 def _shifted(logits: torch.Tensor, maximum: torch.Tensor, shard: _Shard) -> torch.Tensor:
-    """The logits that are no padding, less the maximum: a new tensor, promoted within the one kernel."""
+    """Return the logits that are no padding, less the maximum: a new tensor, promoted in the same kernel."""
     return logits[..., : shard.columns] - maximum.unsqueeze(-1)
 
 
 def _own_targets(shifted: torch.Tensor, target: torch.Tensor, shard: _Shard) -> torch.Tensor:
-    """The target's entry of ``shifted`` where this rank holds it, else zero: ``[..]``."""
+    """Return the target's entry of ``shifted`` if this rank holds it, else zero: ``[..]``."""
     if not shard.columns:
         return shifted.new_zeros(target.shape)
     mine, column = shard.owned(target)

@@ -1,14 +1,14 @@
-"""FSDP2 over the data axis, with tensor parallelism inside: who holds what, and under which attributes.
+"""Combines FSDP2 over the data axis with tensor parallelism inside: finds, gathers and makes shards.
 
 A rank's part of a parameter (of tensor parallelism) is a plain tensor; ``fully_shard`` over the data axis
-alone divides it further, by rows, into DTensors. The two do not meet: tensor parallelism works inside a layer
-on the gathered part, FSDP2 gathers before the layer and averages gradients over the data axis after it, and
-tagged gradients are summed over the tensor axis shard by shard.
+alone divides it further, by rows, into DTensors. The two do not interfere: tensor parallelism works inside a
+layer on the gathered part, FSDP2 gathers before the layer and averages gradients over the data axis after it,
+and tagged gradients are summed over the tensor axis shard by shard.
 
-What FSDP2 changes is the parameters themselves. Of each there are two now: the shard, which optimizers see,
-and the gathered one, which the layer sees while it runs. Neither has the attributes of the parameter before.
-A gathered one exists from its first gather on, and takes the shard's place in its module; so, inside of a
-forward, the shards of the outermost module are to be found in FSDP2's private state only (`plan.fsdp2`).
+FSDP2 makes two new parameters of each: the shard, which optimizers see, and the gathered parameter, which the
+layer sees while it runs. Neither has the attributes of the old parameter. The gathered one exists from the
+first gather on, and takes the shard's place in its module. So inside a forward the shards of the outermost
+module can be found in FSDP2's private state only (`plan.fsdp2`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ShardedParameter(NamedTuple):
 
     Args:
         module, name: the module that holds it, and its name there.
-        shard: what optimizers see.
-        gathered: what the module sees while it runs; ``None`` before the first time.
+        shard: the parameter that optimizers see.
+        gathered: the parameter that the module sees while it runs; ``None`` before the first gather.
     """
 
     module: nn.Module
@@ -44,16 +44,16 @@ class ShardedParameter(NamedTuple):
 
 
 def shard_over_data(model: nn.Module, layers: Iterable[nn.Module], mesh: DeviceMesh, **settings: Any) -> None:
-    """Put ``fully_shard`` on each layer and on the model: parameters in rows over the data axis.
+    """Apply ``fully_shard`` to each layer and the model: it divides parameters by rows over the data axis.
 
     Args:
-        model: patched, or whole.
-        layers: its decoder layers.
+        model: a model, patched or not.
+        layers: the model's decoder layers.
         mesh: the data axis, a mesh of one dim: ``build_mesh(..).device_mesh["dp_shard"]``.
         settings: further arguments of ``torch.distributed.fsdp.fully_shard``.
 
     Raises:
-        MeshError: the mesh has not one dim: over the tensor axis ranks hold different parts.
+        MeshError: the mesh has more dims; along the tensor axis ranks hold different parts.
     """
     if mesh.ndim != 1:
         hint = 'Pass one axis: device_mesh["dp_shard"]. Ranks of the tensor axis hold different parts.'
@@ -75,7 +75,7 @@ def sharded_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
 
 
 def trained_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield what an optimizer of ``model`` sees, also inside of a forward, each once."""
+    """Yield each parameter that an optimizer of ``model`` sees (FSDP2: shards) once, also in a forward."""
     shards = {
         id(found.gathered): found.shard for found in sharded_parameters(model) if found.gathered is not None
     }
@@ -105,10 +105,10 @@ def sharded_as(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def reject_tensor_axis(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Raise if FSDP2 shards a patched model over ranks that hold different parts of it.
+    """Check that FSDP2 does not shard a patched model over ranks that hold different parts of it.
 
     Raises:
-        MeshError: with the ranks.
+        MeshError: it does; names the ranks.
     """
     ours = set(dist.get_process_group_ranks(group))
     for found in sharded_parameters(model):

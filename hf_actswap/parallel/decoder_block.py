@@ -1,12 +1,13 @@
 """Divides one block of a decoder layer: its projections, the gather of its input, its numbers of heads.
 
-Replaced modules keep the names of their parameters, so that the names in state dicts stay.
+Replaced modules keep the names of their parameters, so the names in state dicts do not change.
 
-**What a rank computes in a block is a share**: of all features it has its own, the row-parallel projection
-multiplies these, and the shares are summed. The gradient that comes back to whatever else the block holds is
-therefore a share too: of norms of heads, low-rank projections before the divided ones, routers, activations
-with parameters. Backward is linear, so shares pass through them like whole gradients, and are summed where
-they leave: the input's by its communication, those of whole parameters once per step, by their tag.
+**A rank computes a share of a block's output**: it has a part of the features, the row-parallel projection
+multiplies this part, and the ranks' shares are summed. So in backward the gradients of all other parameters
+in the block are shares too: of norms of heads, low-rank projections before the divided ones, routers,
+activations with parameters. Backward is linear, so shares pass through these modules like whole gradients.
+They are summed in the end: the input's gradient by its communication, the gradients of whole parameters once
+per step, because they are tagged.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from .weights import Partition
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention heads of a whole block and the ranks that divide them."""
+    """Numbers of attention heads of a whole block, and of the ranks that divide them."""
 
     query: int
     key_value: int
@@ -55,7 +56,7 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any, module: Any, ranks: int) -> Heads:
-        """Read them off an attention module, and what is missing there off its configuration."""
+        """Read the numbers from an attention module; those that it does not have, from its configuration."""
         groups, head_dim = getattr(module, "num_key_value_groups", None), getattr(module, "head_dim", None)
         key = base_of(getattr(module, "k_proj", module))
         keys = key.out_features // head_dim if head_dim and isinstance(key, nn.Linear) else None
@@ -67,17 +68,17 @@ class Heads:
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same key and value heads."""
+        """Number of ranks that hold the same key and value heads."""
         return max(self.ranks // self.key_value, 1)
 
     @property
     def own_query(self) -> int:
-        """Query heads of one rank."""
+        """Number of query heads of one rank."""
         return self.query // self.ranks
 
     @property
     def own_key_value(self) -> int:
-        """Key and value heads of one rank."""
+        """Number of key and value heads of one rank."""
         return max(self.key_value // self.ranks, 1)
 
     def problems(self) -> Iterator[Problem]:
@@ -95,8 +96,8 @@ class OwnHeadsConfig:
     """A configuration as one rank's attention reads it: with its own numbers of heads.
 
     Args:
-        config: everything else is read from it.
-        heads: whole numbers, and ranks.
+        config: the model's configuration, from which everything else is read.
+        heads: numbers of heads of the whole model, and of ranks.
     """
 
     def __init__(self, config: Any, heads: Heads) -> None:
@@ -111,11 +112,11 @@ class OwnHeadsConfig:
 
 @dataclass(frozen=True)
 class Division:
-    """What the projections of one block are divided among.
+    """The ranks among which the projections of one block are divided, and the heads of attention.
 
     Args:
         ranks: size of the tensor-parallel group.
-        heads: of an attention block; ``None``: another block.
+        heads: heads of an attention block; ``None``: it is another block.
     """
 
     ranks: int
@@ -123,16 +124,16 @@ class Division:
 
     @classmethod
     def of(cls, config: Any, layer: nn.Module, block: Block, ranks: int) -> Division:
-        """Make one for a block of a layer."""
+        """Return the division of a block of a layer."""
         if not block.is_attention:
             return cls(ranks)
         return cls(ranks, Heads.of(config, layer.get_submodule(block.path), ranks))
 
     def settings(self, size: int, kind: Columns) -> dict[str, Any]:
-        """Arguments of a column-parallel layer of ``size`` output features.
+        """Return the arguments for a column-parallel layer of ``size`` output features.
 
         Raises:
-            ValueError: heads that have their q, k and v side by side do not divide.
+            ValueError: each head has its q, k and v side by side, and the ranks do not divide the heads.
         """
         heads = self.heads or Heads(self.ranks, self.ranks, self.ranks)
         if kind is Columns.KEY_VALUE:
@@ -151,10 +152,10 @@ class Division:
         return {}
 
     def partition(self, dim: int, size: int, kind: Columns | None) -> Partition:
-        """Return how ``size`` features are divided: output features, or input features (``None``).
+        """Return how ``size`` features are divided: output features by ``kind``; ``None``: input features.
 
         Raises:
-            ValueError: they do not divide.
+            ValueError: the ranks do not divide them.
         """
         return Partition.of(dim, size, self.ranks, **({} if kind is None else self.settings(size, kind)))
 
@@ -165,8 +166,8 @@ def problems_of_block(where: str, layer: nn.Module, block: Block, division: Divi
     Args:
         where: name of the layer.
         layer: the layer that has the block.
-        block: its projections.
-        division: heads and ranks among which they are divided.
+        block: the block.
+        division: heads and ranks among which its projections are divided.
     """
     if division.heads is not None:
         yield from division.heads.problems()
@@ -259,7 +260,7 @@ def _divide_rows(
 
 
 def gather_input(layer: nn.Module, block: Block, gather: GatherHook) -> None:
-    """Put the hook that gathers on the norm before the block, or on the block itself."""
+    """Register a hook that gathers the block's input: on the norm before the block, or on the block."""
     if block.norm is None:
         module = layer.get_submodule(block.path)
         module.register_forward_pre_hook(BlockInputHook(gather), with_kwargs=True)
@@ -273,7 +274,8 @@ def _share_rest(
     """Tag the parameters of the block outside its projections.
 
     Returns:
-        The linear layers among them, which may read the block's input; and modules with parameter names.
+        The linear layers outside the projections, which may read the block's input; and (module, parameter
+        name) for each tagged parameter.
     """
     readers: list[nn.Module] = []
     whole: list[tuple[nn.Module, str]] = []
@@ -340,13 +342,13 @@ def _settings(region: SequenceRegion) -> dict[str, Any]:
 
 
 def _count_own_heads(module: Any, heads: Heads, features: int, region: SequenceRegion) -> None:
-    """Let an attention module count its rank's heads. The model's configuration stays as it is.
+    """Set an attention module's numbers of heads to those of its rank, but not the model's configuration.
 
     Args:
-        module: the attention.
-        heads: of the whole module, and the ranks that divide them.
+        module: the attention module.
+        heads: numbers of heads of the whole module, and of ranks.
         features: number of features of all query heads.
-        region: says where the model\'s hidden states are parts of the sequence.
+        region: says where the model's hidden states are parts of the sequence.
     """
     counts = {
         "query": (heads.query, heads.own_query),
@@ -369,6 +371,6 @@ def _count_own_heads(module: Any, heads: Heads, features: int, region: SequenceR
 
 
 def _counted(module: Any, what: str) -> int | None:
-    """Return a number of heads that an attention module has as an attribute."""
+    """Return the number of heads (``what`` in `COUNTS`) that an attention module has as an attribute."""
     found = (getattr(module, name, None) for name, of in COUNTS.items() if of == what)
     return next((number for number in found if isinstance(number, int)), None)

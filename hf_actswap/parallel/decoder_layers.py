@@ -2,8 +2,8 @@
 
 Outside its blocks a layer has three kinds of modules. Norms, further linear layers and the residual stream
 work token by token: under sequence parallelism on this rank's tokens, so that their parameters are tagged.
-Modules that may mix tokens and are not divided (a state-space mixer) get the whole sequence. Routed experts
-route their own tokens, and compute with those of all ranks.
+Modules that may mix tokens and are not divided (a state-space mixer) get the whole sequence. For routed
+experts each rank routes its own tokens, and computes its part of the experts for the tokens of all ranks.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Decoder:
     Args:
         base: the decoder without head, which is called with ids.
         stacks: its lists of layers, by path in ``base``.
-        family: what is known of it.
-        plan: its own tensor-parallel plan.
+        family: what is known of the model's family.
+        plan: the tensor-parallel plan of the model's configuration (`plan_of`).
     """
 
     base: Any
@@ -63,11 +63,11 @@ class Decoder:
         return list(dict.fromkeys(layer for stack in self.stacks.values() for layer in stack))
 
     def blocks(self, layer: nn.Module) -> list[Block]:
-        """The dense blocks of a layer."""
+        """Return the dense blocks of a layer."""
         return blocks_of(layer, self.plan, self.family)
 
     def further_modules(self, root: Any) -> list[str]:
-        """Return the names of modules with parameters between the decoder and the head."""
+        """Return the names of the parameters that are neither the decoder's nor the head's."""
         known = {id(p) for p in self.base.parameters()}
         head = root.get_output_embeddings()
         known |= {id(p) for p in head.parameters()} if isinstance(head, nn.Module) else set()
@@ -84,7 +84,7 @@ class Decoder:
 
     @property
     def reshapes(self) -> bool:
-        """Whether the decoder's forward gives its hidden states a shape that it knew before its layers."""
+        """Whether the decoder's forward reshapes tensors, maybe hidden states to a whole sequence's shape."""
         forward = inspect.unwrap(type(self.base).forward)
         return not {"view", "reshape"}.isdisjoint(forward.__code__.co_names)
 
@@ -124,7 +124,7 @@ def problems_of_decoder(model: nn.Module, decoder: Decoder, region: SequenceRegi
 
 
 def _why_no_sequence(decoder: Decoder) -> str:
-    """Why the sequence cannot be divided; empty if it can."""
+    """Return why the sequence cannot be divided; empty if it can."""
     if decoder.family.no_sequence:
         return decoder.family.no_sequence
     if len(decoder.stacks) > 1:
@@ -169,9 +169,9 @@ def _divide_layer(
     Args:
         layer: the layer to divide.
         decoder: the decoder that has it.
-        region: says where the model\'s hidden states are parts of the sequence.
+        region: says where the model's hidden states are parts of the sequence.
         tags: keeps attributes on its parameters.
-        drops: whether anything is dropped at random.
+        drops: whether the model uses dropout.
         seen: modules of earlier layers, which this layer may share.
     """
     blocks, experts = decoder.blocks(layer), experts_of(layer)
@@ -196,10 +196,10 @@ class _Rest:
 
     Args:
         layer: the decoder layer.
-        handled: paths in it of the divided modules.
+        handled: paths of the divided modules in the layer.
         seen: modules of earlier layers, which have been handled.
         family: what is known of the model's family.
-        region: says where the model\'s hidden states are parts of the sequence.
+        region: says where the model's hidden states are parts of the sequence.
         tags: keeps attributes on its parameters.
     """
 
@@ -236,7 +236,7 @@ class _Rest:
 
 
 def _drops(base: nn.Module) -> bool:
-    """Whether a module uses dropout in training."""
+    """Whether any module of the decoder uses dropout in training."""
     return any(
         isinstance(value, float) and value > 0
         for module in base.modules()

@@ -26,18 +26,18 @@ class ParallelEmbedding(ShardedModule):
     of a full table without them, and `full_parameter` returns the table without them.
 
     Args:
-        num_embeddings, embedding_dim: of the full table.
+        num_embeddings, embedding_dim: sizes of the full table.
         padding_idx: as ``nn.Embedding``; 0 and negative ones included.
         max_norm, norm_type: rejected: they write into the table in forward.
         scale_grad_by_freq: rejected by rows: a rank does not see how often the others' ids occur.
         sparse: as ``nn.Embedding``.
         init_method: fills the full table.
-        device, dtype: of the table.
-        shard_across_embedding: divide ``embedding_dim``; not together with sequence parallelism.
-        pad: rejected; padding needs no asking here.
+        device, dtype: device and dtype of the table.
+        shard_across_embedding: whether ``embedding_dim`` is divided; not together with sequence parallelism.
+        pad: rejected; rows are filled up without it.
         sequence_parallel_enabled, sequence_dimension: see above.
-        tensor_model_parallel_group: default: the enclosing one.
-        collect_output: else a rank returns what it looked up, neither summed nor gathered.
+        tensor_model_parallel_group: the group; ``None``: that of the enclosing `tensor_parallel_group`.
+        collect_output: whether results are summed, or gathered, over the ranks.
 
     Raises:
         ValueError: sizes that do not divide, or arguments that are rejected.
@@ -108,7 +108,7 @@ class ParallelEmbedding(ShardedModule):
         sequence_dimension: int | None = None,
         tensor_model_parallel_group: dist.ProcessGroup | None = None,
     ) -> ParallelEmbedding:
-        """Make one out of a full embedding, whose dtype, device, flags and attributes it keeps."""
+        """Return this rank's part of a full embedding, whose dtype, device, flags and attributes it keeps."""
         made = cls(
             full.num_embeddings,
             full.embedding_dim,

@@ -1,6 +1,6 @@
-"""Products of routed rows with the weights of their experts, which save no row of full width.
+"""Multiplies the rows of tokens with the weights of their experts, and saves no rows of full width.
 
-A token is read by ``k`` experts, so there are ``R = T k`` rows; sorted by expert, each expert's lie together.
+A token is read by ``k`` experts, so there are ``R = T k`` rows, sorted by expert: each expert's lie together.
 Ordinary autograd would save three tensors of full width: the input ``[T, H]``, its rows ``[R, H]`` for the
 first weight's gradient, and the second product's rows ``[R, H]`` for the routing weights' gradient. Here::
 
@@ -8,12 +8,12 @@ first weight's gradient, and the second product's rows ``[R, H]`` for the routin
                                                                                  |
                              [T, H] <--[combined_product: sum_k W_down (w h)]----+-- routing weights w [T, k]
 
-- The rows of the input are a matter of indices: they are read off the input anew, which its node gathers
-  anew, once for all that read it (see `column_input`, to which the first weight's gradient is left).
-- The routing weight is multiplied before the second product, which is the same number:
-  ``w (W_down h) = W_down (w h)``. Its gradient is ``<W_down^T dy, h>`` then, and ``W_down h`` is not needed.
+- The rows of the input are not saved, only their indices. In backward the input's node gathers the input
+  again, once for all its readers, and computes the first weight's gradient from its rows (`column_input`).
+- The routing weight is multiplied before the second product, with the same result:
+  ``w (W_down h) = W_down (w h)``. Its gradient is then ``<W_down^T dy, h>``, without ``W_down h``.
 
-What is saved is ``[R, I/tp]`` wide, and indices. Rows of full width exist while a product runs.
+Saved are a tensor ``[R, I/tp]`` and indices. Rows of full width exist only while a product runs.
 
 The products of all experts are one kernel (``torch.nn.functional.grouped_mm``), or one product for each, for
 which the host must know how many rows each has.
@@ -33,7 +33,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from .column_input import hand_over, node_behind
 
 _KERNEL_ALIGNMENT_BYTES = 16
-"""Of the rows of what ``grouped_mm`` multiplies; it raises otherwise."""
+"""``grouped_mm`` raises unless the size of each row of its matrices is a multiple of this."""
 _KERNEL_CAPABILITY = (8, 0)
 """CUDA devices below it have no ``grouped_mm``; transformers has the same condition."""
 
@@ -51,13 +51,13 @@ class Routing(NamedTuple):
 
     @classmethod
     def of(cls, experts: torch.Tensor, count: int) -> Routing:
-        """Sort the experts ``[T, k]`` of tokens, of ``count`` experts."""
+        """Return the routing for the experts ``[T, k]`` of each token, numbers below ``count``."""
         found, order = experts.reshape(-1).sort(stable=True)
         places = torch.arange(count, device=experts.device, dtype=found.dtype)
         return cls(order, torch.searchsorted(found, places, right=True, out_int32=True))
 
     def experts(self, rows: int) -> torch.Tensor:
-        """Return the expert of each of the ``rows``."""
+        """Return the expert of each sorted row, ``[rows]``."""
         places = torch.arange(rows, device=self.ends.device, dtype=self.ends.dtype)
         return torch.searchsorted(self.ends, places, right=True)
 
@@ -66,9 +66,9 @@ class ProductSettings(NamedTuple):
     """How products are computed.
 
     Args:
-        dtype: of the products.
-        one_kernel: all experts in one kernel, where it takes the shapes; else one after the other.
-        transposed: weights are ``[E, in, out]``; else ``[E, out, in]``.
+        dtype: dtype of the products.
+        one_kernel: whether one kernel computes all experts, if it takes the shapes; else one after the other.
+        transposed: whether weights are ``[E, in, out]``; else they are ``[E, out, in]``.
     """
 
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class ProductSettings(NamedTuple):
     transposed: bool = False
 
     def matrices(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return ``[E, in, out]`` of a weight."""
+        """Return a weight as ``[E, in, out]``."""
         return weight if self.transposed else weight.transpose(1, 2)
 
 
@@ -86,10 +86,10 @@ def routed_product(
     """Multiply each token with the weights of its experts; a function that a ``TorchFunctionMode`` sees.
 
     Args:
-        x: ``[T, H]``; from `column_input` with ``weight``, or it is held as it is.
-        weight: ``[E, N, H]``, or as the settings say.
-        routing: of the tokens.
-        settings: how.
+        x: ``[T, H]``. If it was made by `column_input` with ``weight``, it is not saved; else it is held.
+        weight: ``[E, N, H]``, or transposed.
+        routing: routing of the tokens.
+        settings: dtype, kernel and layout of the weight.
 
     Returns:
         ``[R, N]``, sorted by expert.
@@ -112,16 +112,16 @@ def combined_product(
     routing: Routing,
     settings: ProductSettings,
 ) -> torch.Tensor:
-    """Multiply rows with their experts' weights, and add up those of each token by its routing weights.
+    """Multiply rows with their experts' weights, and add up each token's products by its routing weights.
 
-    A function that a ``TorchFunctionMode`` sees.
+    A ``TorchFunctionMode`` sees this function.
 
     Args:
         rows: ``[R, I]``, sorted by expert.
         weights: routing weights ``[T, k]``.
-        weight: ``[E, H, I]``, or as the settings say.
-        routing: of the tokens.
-        settings: how.
+        weight: ``[E, H, I]``, or transposed.
+        routing: routing of the tokens.
+        settings: dtype, kernel and layout of the weight.
 
     Returns:
         ``[T, H]``, in the dtype of the settings.
@@ -145,10 +145,10 @@ class _RoutedProduct(torch.autograd.Function):
         ends: torch.Tensor,
         about: tuple[tuple[Any, int] | None, ProductSettings],
     ) -> torch.Tensor:
-        ctx.behind, ctx.settings = about  # the edge that autograd has too: no cycle
+        ctx.behind, ctx.settings = about  # autograd's graph has this edge too, so no cycle
         ctx.x, ctx.version, ctx.shape, ctx.x_dtype = None, x._version, x.shape, x.dtype
         if ctx.behind is None and ctx.needs_input_grad[1]:
-            ctx.x = x.detach()  # in a region that runs again behind the gather: it exists only during that
+            ctx.x = x.detach()  # recomputed after the gather: ``x`` exists only during that
         ctx.save_for_backward(weight, order, ends)
         return _multiplied(_rows(x, order), ctx.settings.matrices(weight), ends, ctx.settings)
 
@@ -262,7 +262,7 @@ def _combined(rows: torch.Tensor, order: torch.Tensor, tokens: int) -> torch.Ten
 def _multiplied(
     rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor, settings: ProductSettings
 ) -> torch.Tensor:
-    """Return ``[R, B]`` of ``[R, A]`` and each expert's ``[E, A, B]``."""
+    """Return the product ``[R, B]`` of rows ``[R, A]`` and their experts' matrices ``[E, A, B]``."""
     with torch.autocast(rows.device.type, enabled=False):
         rows, matrices = rows.to(settings.dtype), matrices.to(settings.dtype)
         if settings.one_kernel and _kernel_takes(rows, matrices.shape[1:]):

@@ -33,14 +33,14 @@ class Block:
 
     Args:
         path: path of the module that gets the block's input; under sequence parallelism it is gathered there.
-        columns: projection -> how it is divided; a parameter of its own too (one number per head).
+        columns: column-parallel projection, or parameter with a number per head -> how it is divided.
         rows: projections that end the block.
         norm: path of the norm whose output only this block reads; ``None``: not known, the input is taken at
             ``path``.
         is_attention: whether heads are divided.
-        parameters: those of modules that keep their class -> dim, and number of equal parts along it, each of
-            which is divided (gate and up: 2).
-        sums_output: shares are summed not by the projections of ``rows`` but in what the block returns.
+        parameters: divided parameter of a module that keeps its class -> dim, and number of equal parts along
+            it, each of which is divided (gate and up: 2).
+        sums_output: whether shares are summed in the block's output, and not by the projections of ``rows``.
     """
 
     path: str
@@ -54,19 +54,19 @@ class Block:
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's modules and its plan do not say.
+    """What must be known of a family to divide it, beyond the names of its modules and its own plan.
 
     Args:
         norms: path of a block in a layer -> the norm whose output only this block reads.
         styles: path of a projection in a layer -> how it is divided, in place of what its plan or name says.
         undivided: modules of a layer that stay whole.
-        gathered: block -> attribute of its module; where it is not zero, the block needs all features between
-            its projections, which are gathered for it.
+        gathered: block -> attribute of its module; if the attribute is not zero, the block needs all features
+            between its projections, and they are gathered.
         shares: module of a layer that is one `Block` as a whole -> its ``parameters``.
         token_wise: modules of a layer, besides norms and linear layers, that work token by token.
         token_arguments: arguments of a layer that have a row (ids: a number) for each token.
-        sequence_dim: dim of the sequence in the hidden states that layers are given.
-        no_sequence: why layers cannot be given parts of the sequence, if they cannot.
+        sequence_dim: dim of the sequence in the hidden states that a layer gets.
+        no_sequence: why layers cannot work on parts of the sequence; empty if they can.
     """
 
     norms: Mapping[str, str] = field(default_factory=dict)
@@ -112,7 +112,7 @@ FAMILIES: Mapping[str, Family] = {
     "trocr": Family(undivided=("self_attn", "encoder_attn")),
     "zaya": Family(token_wise=("post_attention_residual_scale", "post_mlp_residual_scale")),
 }
-"""``config.model_type`` -> what its modules do not say. A family that is not here needs nothing said."""
+"""``config.model_type`` -> its `Family`. A family without a peculiarity needs no entry."""
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 PATTERNS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -150,7 +150,7 @@ KINDS: Mapping[str, Columns] = {
     "query_key_value": Columns.FUSED_HEADS,
     **dict.fromkeys(("gate_up_proj", "input_linear", "Wi"), Columns.FUSED_PAIR),
 }
-"""Last name of a projection -> how it is divided; others in equal parts."""
+"""Last name in a projection's path -> how it is divided; all others are divided in equal parts."""
 
 WIDE_NORMS: Mapping[str, str] = {
     "q_norm": "q_proj",
@@ -158,10 +158,10 @@ WIDE_NORMS: Mapping[str, str] = {
     "attn_sub_norm": "o_proj",
     "ffn_sub_norm": "down_proj",
 }
-"""Norm inside a block -> projection with whose divided features it works, if it is over all of them."""
+"""Norm inside a block -> projection whose divided features it normalises, if it is over all of them."""
 
 LOW_RANK = ("q_a_proj", "kv_a_proj_with_mqa")
-"""Projections before the divided ones of latent attention, which all ranks have whole."""
+"""Low-rank projections of latent attention, before the divided ones; every rank has them whole."""
 
 HEAD_PARAMETERS = ("sinks",)
 """Parameters of an attention module that have a number for each query head."""
@@ -175,7 +175,7 @@ COUNTS: Mapping[str, str] = {
     "kv_dim": "key_value features",
     "num_key_value_groups": "groups",
 }
-"""Attribute of an attention module -> what of its heads it counts."""
+"""Attribute of an attention module -> the number that it holds."""
 
 HEAD_ARGUMENTS = ("alibi", "position_bias")
 """Arguments of attention modules whose first dim goes over the heads (of one sequence after the other)."""
@@ -184,10 +184,10 @@ SOURCE_ARGUMENTS = ("key_value_states", "encoder_hidden_states", "cross_attentio
 """Arguments of attention modules that hold another sequence, whose keys and values are attended to."""
 
 LINEAR_CLASSES = ("Linear", "FalconLinear", "Conv1D")
-"""Names of classes that multiply by their weight and add their bias; ``Conv1D`` has it as ``[in, out]``."""
+"""Names of classes that multiply by a weight and add a bias; ``Conv1D`` has its weight as ``[in, out]``."""
 
 EXPERTS = "experts"
 """Name of the module of routed experts."""
 
 EXPERTS_IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
-"""Those of transformers' implementations that take any size of ``I`` from the parameters themselves."""
+"""Implementations of experts in transformers that read the size ``I`` from the parameters, so take any."""

@@ -37,9 +37,9 @@ def gather_full_state(
     """Return whole tensors on the CPU; every rank of the group, and of FSDP2's mesh, must call it.
 
     Args:
-        model: patched.
-        region: says where the model\'s hidden states are parts of the sequence.
-        wanted: by name; the same on every rank.
+        model: a patched model.
+        region: says where the model's hidden states are parts of the sequence.
+        wanted: tells by name whether a tensor is returned; the same on every rank.
         keeps: whether this rank gets the result; other ranks only take part, and get an empty dict.
         progress: called with how many bytes of this rank's tensors are gathered, and how many there are.
     """
@@ -69,8 +69,8 @@ def with_progress(items: Iterable[Item], sizes: Sequence[int], progress: Progres
     """Yield items, and report after each how many bytes are done.
 
     Args:
-        items: to yield.
-        sizes: bytes of each.
+        items: the items to yield.
+        sizes: bytes of each item.
         progress: called with (bytes done, bytes in all); ``None``: no report.
     """
     total, done = sum(sizes), 0
@@ -87,7 +87,7 @@ def own_state(
     """Return this rank's parts of whole tensors, by the same names; under FSDP2 its shards of them.
 
     Raises:
-        ValueError: a tensor has not the shape of the whole.
+        ValueError: a tensor does not have the shape of the whole parameter.
     """
     rank, partitions = region.group.rank(), dict(partitions_of(model))
     present = model.state_dict(keep_vars=True)

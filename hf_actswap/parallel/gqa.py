@@ -26,23 +26,23 @@ class GQAQKVColumnParallelLinear(ShardedModule):
 
     With fewer kv heads than ranks, ``kv_size_multiplier`` consecutive ranks hold the same rows of key and
     value. Query rows are divided in their own order (as in Hugging Face's models), so a rank's query heads
-    stand beside their kv heads, and nothing is permuted. The gradients of replicas are summed: complete and
-    bitwise alike; the parameters' attribute ``replicated_over`` says how often a norm meets them.
+    stand beside their kv heads, and nothing is permuted. The gradients of replicas are summed: they are
+    complete and bitwise alike. The attribute ``replicated_over`` says how many ranks hold a parameter.
 
     Parameters: ``weight_q``, ``weight_k``, ``weight_v`` (``bias_..``); fused ``weight_qkv`` (``bias_qkv``),
     where a rank's rows are its q, then k, then v. Loading takes full tensors too.
 
     Args:
         input_size: ``H``.
-        output_sizes: of q, and of k (v is as large), in the full layer.
-        bias: whether there are biases; divided as the weights.
-        gather_output: return all features, of replicas one; not together with sequence parallelism.
+        output_sizes: output features of q, and of k (v has as many), in the full layer.
+        bias: whether there are biases; they are divided like the weights.
+        gather_output: whether all features are returned; not together with sequence parallelism.
         dtype, device, init_method, sequence_parallel_enabled, sequence_dimension, keep_master_weight,
             tensor_model_parallel_group, reduce_dtype: see `layers.ColumnParallelLinear`; ``init_method``
             fills each of the three.
-        kv_size_multiplier: ranks that hold the same kv heads; divides the number of ranks.
-        fuse_qkv: one weight and one product. Not taken with a multiplier above 1, whose kv rows are counted
-            otherwise than the q rows.
+        kv_size_multiplier: number of ranks that hold the same kv heads; divides the number of ranks.
+        fuse_qkv: whether q, k and v are one weight and one product. Ignored with a multiplier above 1, with
+            which more ranks hold a kv row than a q row.
 
     Raises:
         ValueError: sizes that do not divide, or arguments that exclude each other.
@@ -128,7 +128,7 @@ class GQAQKVColumnParallelLinear(ShardedModule):
         return q, k, v
 
     def _gathered(self, output: torch.Tensor, replicas: int) -> torch.Tensor:
-        """All features, of replicas the first: the others get no gradient, so the sums are right."""
+        """Return all features, of replicas only the first: others get no gradient, so its sum is right."""
         group = self.tensor_model_parallel_group
         whole = gather_from_tensor_model_parallel_region(output, group)
         if replicas == 1:

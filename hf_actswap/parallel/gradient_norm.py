@@ -1,11 +1,11 @@
-"""The norm of all gradients of a model that is split over ranks, and clipping by it.
+"""Computes the norm of all gradients of a model that is divided among ranks, and clips by it.
 
 Each element of the model counts once, wherever and however often it is held:
 
 - a parameter with ``tensor_model_parallel = True`` is this rank's shard: its part is summed over the group;
 - with ``replicated_over = r`` as well, r ranks of the group hold this same shard (key and value heads where
-  there are fewer of them than ranks): each contributes an r-th; a tuple of (rows, r) says so of the rows of
-  a fused weight, from the first to the last;
+  there are fewer of them than ranks): each contributes an r-th. For a fused weight the attribute is a tuple
+  of pairs (number of rows, r), from the first row to the last;
 - every other parameter is held alike by all ranks: rank 0's counts, so that the ranks get the very same
   norm, and with it the same clip factor, even if a kernel's sums came out differently;
 - an FSDP2 parameter is a shard over the data axis too: its part is summed over that axis first.
@@ -31,7 +31,7 @@ from .gradients import gradient_of, local, reject_unsummed
 from .group import group_or_enclosing
 
 _CLIP_EPSILON = 1e-6
-"""As in `torch.nn.utils.clip_grad_norm_` and NxD."""
+"""Added to the norm that divides, as in `torch.nn.utils.clip_grad_norm_` and NxD."""
 
 DataGroups = tuple[dist.ProcessGroup, ...]
 
@@ -51,13 +51,13 @@ def get_grad_norm(
     ``error_if_nonfinite``.
 
     Args:
-        parameters: those without gradient count as zero; each counts once.
+        parameters: the parameters; one without a gradient counts as zero, and none counts twice.
         norm_type: greater than zero, or ``inf``.
         error_if_nonfinite: as in `torch.nn.utils.clip_grad_norm_`.
-        process_group: tensor-parallel group; else the enclosing one.
+        process_group: tensor-parallel group; ``None``: that of the enclosing `tensor_parallel_group`.
 
     Returns:
-        Scalar on the parameters' device: fp64 if one of them is, else fp32.
+        Scalar on the parameters' device: fp64 if one of the parameters is, else fp32.
 
     Raises:
         ValueError: the norm's type is not greater than zero, or a DTensor gradient is a partial sum.
@@ -99,7 +99,7 @@ def clip_grad_norm(
 
     Args:
         parameters: as in `get_grad_norm`.
-        max_norm: largest norm; ``inf`` leaves the gradients as they are.
+        max_norm: largest norm; with ``inf`` the gradients do not change.
         norm_type: as in `get_grad_norm`.
         error_if_nonfinite: as in `get_grad_norm`.
         process_group: as in `get_grad_norm`.
@@ -128,7 +128,7 @@ def _distinct(parameters: torch.Tensor | Iterable[torch.Tensor]) -> Iterable[tor
 
 
 def _wide_dtype(parameters: list[torch.Tensor]) -> torch.dtype:
-    """In which all ranks compute; they know it from the parameters, whether or not these have gradients."""
+    """Return the dtype in which all ranks compute: it depends on the parameters, not on their gradients."""
     doubles = any(parameter.dtype == torch.float64 for parameter in parameters)
     return torch.float64 if doubles else torch.float32
 
@@ -136,14 +136,14 @@ def _wide_dtype(parameters: list[torch.Tensor]) -> torch.dtype:
 def _own_part(
     parameters: list[torch.Tensor], norm_type: float, group: dist.ProcessGroup, zero: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's part of the sum of powers (of the maximum, for the infinity norm): scalar like ``zero``."""
+    """Return this rank's part of the sum of powers, or of the maximum (infinity norm), like ``zero``."""
     by_data: dict[DataGroups, list[Held]] = {}
     for parameter in parameters:
         gradient = gradient_of(parameter)
         if gradient is None:
             continue
         sharded = getattr(parameter, "tensor_model_parallel", False)
-        # What all ranks hold alike still meets its data groups on every rank: they are of this rank.
+        # A gradient that all ranks hold alike is listed on every rank: each must join its data groups' sums.
         holders = getattr(parameter, "replicated_over", 1) if sharded else 0
         held = _by_holders(gradient.detach(), holders)
         by_data.setdefault(_data_groups(gradient), []).extend(held)
@@ -178,10 +178,13 @@ def _part(
     group: dist.ProcessGroup,
     zero: torch.Tensor,
 ) -> torch.Tensor:
-    """The part of gradients with the same data groups.
+    """Return this rank's part for gradients with the same data groups.
 
     Args:
         gradients: each with the number of ranks of the group that hold it; 0: all.
+        norm_type: type of the norm.
+        group: tensor-parallel group.
+        zero: scalar with the dtype and device of the result.
     """
     counted = [(found, holders) for found, holders in gradients if holders or group.rank() == 0]
     counted = [(found, holders) for found, holders in counted if found.numel()]
@@ -198,7 +201,7 @@ def _part(
 
 
 def _norms(gradients: list[torch.Tensor], norm_type: float, like: torch.Tensor) -> torch.Tensor:
-    """The norm of each gradient, ``[n]`` like ``like``; one kernel per device and dtype, if any."""
+    """Return the norm of each gradient, ``[n]``, like ``like``; by one kernel per device and dtype."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for position, gradient in enumerate(gradients):
         by_kind.setdefault((gradient.device, gradient.dtype), []).append(position)
@@ -212,7 +215,7 @@ def _norms(gradients: list[torch.Tensor], norm_type: float, like: torch.Tensor) 
 
 
 def _data_groups(gradient: torch.Tensor) -> DataGroups:
-    """The groups over which FSDP2 shards a gradient; none for a plain tensor or a replica (HSDP)."""
+    """Return the groups over which FSDP2 shards a gradient; none for a plain tensor or a replica (HSDP)."""
     if not isinstance(gradient, DTensor):
         return ()
     if any(placement.is_partial() for placement in gradient.placements):
@@ -222,7 +225,7 @@ def _data_groups(gradient: torch.Tensor) -> DataGroups:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """A device on which the group can communicate, for a rank without any parameter."""
+    """Return a device on which the group can communicate, for a rank without any parameter."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or "gloo" in dist.get_backend(group):
         return torch.device("cpu")

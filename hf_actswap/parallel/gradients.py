@@ -1,12 +1,12 @@
 """Gradients that are complete only as a sum over the tensor-parallel ranks, summed exactly once per step.
 
 **The tag is the contract.** A parameter whose attribute ``sequence_parallel_enabled`` is true gets, on each
-rank, a part of its gradient: of this rank's tokens (norms, biases of row-parallel layers, the router of a
-mixture of experts, position embeddings behind the scatter), or of this rank's heads (``q_norm`` and
-``k_norm`` of Qwen3 and Gemma3, with or without sequence parallelism), or of what this rank's shard of a
-consumer sent back (``lora_A`` before a column-parallel ``lora_B``, where nothing else sums). The name is
+rank, a part of its gradient: from this rank's tokens (norms, biases of row-parallel layers, the router of a
+mixture of experts, position embeddings behind the scatter), or from this rank's heads (``q_norm`` and
+``k_norm`` of Qwen3 and Gemma3, with or without sequence parallelism), or from this rank's shard of the layer
+that reads its output (``lora_A`` before a column-parallel ``lora_B``, where nothing else sums). The name is
 NxD's; the tag means that the gradient must be summed, whatever the reason. The code that makes such a
-parameter sets the tag, also with `setattr` on a module of your own.
+parameter sets the tag; on a module of your own, use `setattr`.
 
 The parts are summed, not averaged, after the last micro-batch and before a norm is computed. A sum per
 micro-batch over the *accumulated* gradient counts the first ones again (as transformers 5.23 does for
@@ -18,13 +18,13 @@ or already the sum over the ranks, whether our integration sums it, the user, or
 itself does not show that: its version changes when it is clipped and when more is accumulated, its address
 is reused, and a user may replace it. But autograd always calls a parameter's hooks when it accumulates. So a
 pair of hooks on the parameter keeps the state: summing sets it, accumulation clears it. Undecidable cases
-    are errors:
+are errors:
 
-- More was accumulated onto a gradient that was summed and not zeroed: no later sum can correct that. Zeroed
-  in place (``zero_grad(set_to_none=False)``) it is right, and the two differ only in values. In this case
-  alone the values are checked on the device before the accumulation, and the result is read at the next sum:
-  the host does not wait in backward, and all ranks raise at the same place. FSDP2 calls only the hooks after
-  accumulation; there, zeroing in place counts as not zeroing.
+- More was accumulated onto a gradient that was summed and not zeroed: no later sum can correct that. After
+  zeroing in place (``zero_grad(set_to_none=False)``) it is right, and the two cases differ only in values. In
+  this case alone the values are checked on the device before the accumulation, and the result is read at the
+  next sum: the host does not wait in backward, and all ranks raise at the same place. FSDP2 calls only the
+  hooks after accumulation; there, zeroing in place counts as not zeroing.
 - Another tensor was assigned since the sum, and nothing accumulated. It may be the sum, scaled, or the next
   step's part from `torch.autograd.grad`. Code that assigns gradients must call `GradientWatch.forget`.
 
@@ -61,7 +61,7 @@ class GradientWatch:
     """Follows the gradient of one parameter, until it is removed.
 
     Args:
-        parameter: requires a gradient.
+        parameter: a parameter that requires a gradient.
     """
 
     def __init__(self, parameter: torch.Tensor) -> None:
@@ -77,7 +77,7 @@ class GradientWatch:
         )
 
     def state(self) -> GradientState:
-        """Return what the gradient is now.
+        """Return the state of the gradient now.
 
         The host waits for the device only where a summed gradient was zeroed in place.
         """
@@ -116,7 +116,7 @@ class GradientWatch:
             handle.remove()
 
     def _before_accumulation(self, _: torch.Tensor) -> None:
-        """Also called where a gradient is computed and not accumulated: it decides nothing."""
+        """Note whether a summed gradient is zero. The hook also runs if nothing is accumulated afterwards."""
         parameter = self._parameter()
         gradient = None if parameter is None else parameter.grad
         self._was_announced, self._was_not_zero = True, None
@@ -174,7 +174,7 @@ def allreduce_sequence_parallel_gradients(
     process_group: dist.ProcessGroup | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> None:
-    """Sum the gradients of all tagged parameters over the ranks, those that are not summed yet.
+    """Sum the gradients of all tagged parameters over the ranks, except those that are summed already.
 
     One all-reduce per dtype and device, into ``.grad`` (else ``.main_grad``) in place. Which parameters take
     part depends on tags, ``requires_grad`` and order alone, equal on all ranks: where a rank has no gradient
@@ -185,8 +185,8 @@ def allreduce_sequence_parallel_gradients(
 
     Args:
         optimizer: an optimizer (Accelerate's too), a module, or parameters.
-        process_group: tensor-parallel group; else the enclosing one.
-        reduce_dtype: in which to sum where it is wider than the gradients' own, e.g. fp32 for bf16 ones.
+        process_group: tensor-parallel group; ``None``: that of the enclosing `tensor_parallel_group`.
+        reduce_dtype: dtype of the sum, if it is wider than the gradients' own, e.g. fp32 for bf16 ones.
 
     Raises:
         MixedGradientError: a gradient was summed, and more was accumulated onto it since, or another tensor
@@ -222,7 +222,7 @@ def reject_unsummed(parameters: Iterable[torch.Tensor]) -> None:
     """Raise unless the gradient of every watched tagged parameter is summed.
 
     Args:
-        parameters: those without a watch (nothing of ours was called for them yet) are not judged.
+        parameters: the parameters; one without a watch (no sum or watch was started for it) is not judged.
 
     Raises:
         UnsummedGradientError: some are not; ranks would see different norms, and replicas drift apart.
@@ -262,7 +262,7 @@ class TaggedGradients:
     Args:
         model: module, optimizer or parameters; parameters that are tagged later are watched from their first
             sum on.
-        process_group: tensor-parallel group; else the enclosing one.
+        process_group: tensor-parallel group; ``None``: that of the enclosing `tensor_parallel_group`.
         reduce_dtype: as in `allreduce_sequence_parallel_gradients`.
 
     Raises:
@@ -358,7 +358,7 @@ class _Part:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or this rank's shard of it if FSDP2 shards it over the data axis."""
+    """Return the tensor, or this rank's shard of it if FSDP2 shards it over the data axis."""
     if not isinstance(tensor, DTensor):
         return tensor
     shard: torch.Tensor = tensor.to_local()

@@ -1,7 +1,7 @@
 """The tensor-parallel group: passed, or taken from the enclosing context.
 
-The context variable is the only state of this package that is not an argument. It is not seen on the threads
-on which autograd runs a device's backward: whatever communicates in backward holds its group from forward.
+The context variable is the only state of this package that is not an argument. The threads on which autograd
+runs a device's backward do not see it: what communicates in backward must keep its group from forward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ENCLOSING: ContextVar[dist.ProcessGroup | None] = ContextVar("tensor_parallel_g
 
 @contextmanager
 def tensor_parallel_group(group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
-    """Within the block, mappings and parallel layers that are given no group use this one."""
+    """Within the ``with`` block, mappings and parallel layers without a group of their own use ``group``."""
     token = _ENCLOSING.set(group)
     try:
         yield group
@@ -37,7 +37,7 @@ def group_or_enclosing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """Return ``group``, or the enclosing one.
 
     Raises:
-        RuntimeError: neither is there. A silent group of one would train replicas that drift apart.
+        RuntimeError: there is neither. A silent group of one would train replicas that drift apart.
     """
     found = group if group is not None else enclosing_group()
     if found is None:
@@ -49,7 +49,7 @@ def group_or_enclosing(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 class Replicas:
-    """The ranks of a group, which hold a tensor alike: what the engine needs to keep a slice of it.
+    """The ranks of a group that hold a tensor alike; the engine uses it to keep a slice on each rank.
 
     Args:
         group: tensor-parallel group.

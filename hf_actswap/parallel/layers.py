@@ -1,15 +1,15 @@
 """Linear layers whose weight is divided among the ranks of a tensor-parallel group, as NxD names them.
 
-`ColumnParallelLinear` divides the output features, `RowParallelLinear` the input features; one after the
-other they need one communication before and one after. `column_input` describes how the first gathers its
-input, and its backward; a row layer multiplies the rank's features (``F.linear``, ordinary autograd) and sums
-over the ranks by a function of `communication`.
+`ColumnParallelLinear` divides the output features, `RowParallelLinear` the input features; a pair of them
+needs one communication before and one after. `column_input` describes how a column layer gathers its input,
+and its backward; a row layer multiplies the rank's features (``F.linear``, ordinary autograd) and sums over
+the ranks by a function of `communication`.
 
 Unlike NxD's, both are right for any sequence dimension and dtype, and a row layer's bias is initialised alike
 for any number of ranks.
 
-`ParallelLinear` is what both have in common: sizes, settings, making of parameters. `SharedInput` gathers one
-input for several column-parallel layers.
+`ParallelLinear` is their base class: sizes, settings, making of parameters. `SharedInput` gathers one input
+for several column-parallel layers.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ParallelLinear(ShardedModule):
             self.bias = nn.Parameter(drawn)
 
     def take(self, full: nn.Module) -> Self:
-        """Take the rank's parts of a full layer's parameters, and its state."""
+        """Take the rank's parts of a full layer's parameters, and its training mode; return this layer."""
         rank = self.tensor_model_parallel_group.rank()
         for name, parameter in full.named_parameters(recurse=False):
             partition = self.partitions.get(name)
@@ -147,26 +147,26 @@ class ColumnParallelLinear(ParallelLinear):
     ``[.., output_size]`` with ``gather_output``.
 
     Args:
-        input_size, output_size: of the full layer.
-        bias: whether there is one; divided as the weight, with ``gather_output`` full and alike on all ranks.
-        gather_output: gather the output features; not together with sequence parallelism.
-        dtype, device: of the parameters; ``None``: PyTorch's defaults.
+        input_size, output_size: features of the full layer.
+        bias: whether there is one; divided like the weight, with ``gather_output`` full on all ranks.
+        gather_output: whether the output features are gathered; not together with sequence parallelism.
+        dtype, device: dtype and device of the parameters; ``None``: PyTorch's defaults.
         stride: the weight consists of this many equal parts, each divided among the ranks (of a fused
             ``[Q; K; V]``: 3).
         init_method: fills the full weight; default as ``nn.Linear``.
         sequence_parallel_enabled: see above.
         sequence_dimension: default 0.
-        keep_master_weight: keep the full weight in ``master_weight``.
-        skip_bias_add: return ``(output, bias)``, the bias not added.
+        keep_master_weight: whether the full weight is kept in ``master_weight``.
+        skip_bias_add: whether ``(output, bias)`` is returned, the bias not added.
         pad: rejected.
-        tensor_model_parallel_group: default: the enclosing one.
+        tensor_model_parallel_group: the group; ``None``: that of the enclosing `tensor_parallel_group`.
         reduce_dtype: dtype in which input gradients are summed over the ranks; ``None``: their own.
         sections: sizes of the parts of the weight that are divided one by one, in place of ``stride``.
         replicas: number of consecutive ranks that hold the same rows, for each section or all (kv heads
             fewer than ranks); their gradients are summed, so that they stay alike.
-        pad_output: fill the output up with zero rows where the ranks do not divide it (a vocabulary).
-        input_is_shared: the input comes from `column_input` already (see `SharedInput`).
-        transposed: the weight is ``[input_size, output_size]``, as in transformers' ``Conv1D``.
+        pad_output: whether zero rows fill the output up if the ranks do not divide it (a vocabulary).
+        input_is_shared: whether the input comes from `column_input` already (see `SharedInput`).
+        transposed: whether the weight is ``[input_size, output_size]``, as in transformers' ``Conv1D``.
 
     Raises:
         ValueError: sizes that do not divide, or arguments that exclude each other.
@@ -222,17 +222,17 @@ class ColumnParallelLinear(ParallelLinear):
 
     @classmethod
     def from_linear(cls, full: nn.Module, *, gather_output: bool = False, **settings: Any) -> Self:
-        """Make one out of a full layer, whose dtype, device, training flags and attributes it keeps.
+        """Return this rank's part of a full layer; it keeps dtype, device, training mode and attributes.
 
         Args:
             full: linear layer (transformers' ``Conv1D`` too), the same on every rank.
-            gather_output: as in the constructor, but off.
+            gather_output: as in the constructor, but off by default.
             settings: further arguments of the constructor.
         """
         return cls(**{**settings_of(full), "gather_output": gather_output, **settings}).take(full)
 
     def input_settings(self, keep_gathered: bool = False, in_autocast_dtype: bool = False) -> InputSettings:
-        """How this layer gathers its input and sums the input's gradients."""
+        """Return how this layer gathers its input and sums the input's gradients."""
         return InputSettings(
             self.tensor_model_parallel_group,
             self.sequence_parallel_enabled,
@@ -278,17 +278,17 @@ class RowParallelLinear(ParallelLinear):
     sequence parallelism its gradient covers the rank's tokens only.
 
     Args:
-        input_size, output_size: of the full layer.
+        input_size, output_size: features of the full layer.
         bias: whether there is one.
-        input_is_parallel: see above; sequence parallelism needs it.
+        input_is_parallel: whether the input is this rank's features; sequence parallelism needs it.
         dtype, device, stride, init_method, sequence_parallel_enabled, sequence_dimension, keep_master_weight,
             skip_bias_add, pad, tensor_model_parallel_group, sections, transposed: see `ColumnParallelLinear`.
-        reduce_output: else the rank's share of the sum is returned.
-        reduce_dtype: to which the shares are cast before they are summed; the sum is cast back. ``None``:
+        reduce_output: whether shares are summed over the ranks; if not, this rank's share is returned.
+        reduce_dtype: dtype to which shares are cast before they are summed; the sum is cast back. ``None``:
             their own.
 
     Attributes:
-        tokens: shape of the tokens whose outputs it sums; ``None``: as in the input.
+        tokens: shape of the tokens whose outputs are summed; ``None``: as in the input.
 
     Raises:
         ValueError: sizes that do not divide, or arguments that exclude each other.
@@ -343,7 +343,7 @@ class RowParallelLinear(ParallelLinear):
 
     @classmethod
     def from_linear(cls, full: nn.Module, *, input_is_parallel: bool = True, **settings: Any) -> Self:
-        """Make one out of a full layer; see `ColumnParallelLinear.from_linear`."""
+        """Return this rank's part of a full layer; see `ColumnParallelLinear.from_linear`."""
         return cls(**{**settings_of(full), "input_is_parallel": input_is_parallel, **settings}).take(full)
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
@@ -372,7 +372,7 @@ class GatheredColumns(ColumnParallelLinear):
 
 
 class SplitRow(RowParallelLinear):
-    """A row-parallel layer that takes this rank's part of whole features; their gradient is partial."""
+    """A row-parallel layer that gets all features and takes this rank's part; their gradient is partial."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor | None]:
         """Multiply ``[.., input_size]``; see `RowParallelLinear`."""
@@ -383,13 +383,13 @@ class SplitRow(RowParallelLinear):
 class SharedInput:
     """One input for several column-parallel layers, such as q, k and v: one gather, one saved shard.
 
-    Call it with what the layers would be called with, and call the layers with what it returns. Settings are
-    the first layer's, read at each call.
+    Call it with the input of the layers, and call the layers with its result. Settings are the first layer's,
+    read at each call.
 
     Args:
-        layers: of one group, with equal settings; from now on they take their input from here.
-        keep_gathered: save the gathered input, and do not gather again in backward.
-        in_autocast_dtype: see `column_input`; where only these layers read the input.
+        layers: layers of one group, with equal settings; from now on they only work with its result.
+        keep_gathered: whether the gathered input is saved, and not gathered again in backward.
+        in_autocast_dtype: as in `InputSettings`; for an input that only these layers read.
 
     Raises:
         ValueError: settings differ.
@@ -409,6 +409,6 @@ class SharedInput:
             layer.input_is_shared = True
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what each layer multiplies: ``[.., S / tp, .., H]`` to ``[.., S, .., H]``."""
+        """Return the input for each layer: ``[.., S / tp, .., H]`` gathered to ``[.., S, .., H]``."""
         settings = self.layers[0].input_settings(self.keep_gathered, self.in_autocast_dtype)
         return column_input(x, [layer.weight for layer in self.layers], settings)

@@ -1,10 +1,10 @@
 """Mappings between the regions of tensor and sequence parallelism, with NxD's names and arguments.
 
 Each pairs what happens to activations in forward with what happens to gradients in backward
-(``neuronx_distributed.parallel_layers.mappings``). All take an optional ``process_group`` (else the enclosing
-one, see `group`) and do nothing in a group of one. Unlike NxD's they use the given group in backward too, are
-right for any sequence dimension, and never write into an argument, with one exception that NxD's callers rely
-on: see `reduce_from_tensor_model_parallel_region`.
+(``neuronx_distributed.parallel_layers.mappings``). All take an optional ``process_group`` (``None``: that of
+the enclosing `tensor_parallel_group`) and do nothing in a group of one. Unlike NxD's they use the given group
+in backward too, are right for any sequence dimension, and never write into an argument, with one exception
+that NxD's callers rely on: `reduce_from_tensor_model_parallel_region`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def copy_to_tensor_model_parallel_region(
 def reduce_from_tensor_model_parallel_region(
     input_: torch.Tensor, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Sum what the ranks computed: all-reduce, identity in backward.
+    """Sum the ranks' tensors: all-reduce, identity in backward.
 
     A tensor that requires no gradient (``parameter.grad.data``, a buffer) is outside of autograd and summed
     *in place*, as NxD does it: callers such as its ``allreduce_sequence_parallel_gradients`` throw the
@@ -48,7 +48,7 @@ def reduce_from_tensor_model_parallel_region(
 def scatter_to_tensor_model_parallel_region(
     input_: torch.Tensor, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Keep the own part of a replicated tensor along its last dim; all-gather in backward.
+    """Keep this rank's part of a replicated tensor along its last dim; all-gather in backward.
 
     Raises:
         ValueError: the last dim does not divide by the group size.
@@ -59,21 +59,24 @@ def scatter_to_tensor_model_parallel_region(
 def gather_from_tensor_model_parallel_region(
     input_: torch.Tensor, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """All-gather along the last dim; the own part of the gradient in backward: all ranks do the same next."""
+    """All-gather along the last dim; in backward this rank's part of the gradient is taken.
+
+    It is for results with which all ranks do the same, so that each has the whole gradient.
+    """
     return gather_from_tensor_model_parallel_region_with_dim(input_, -1, process_group)
 
 
 def gather_from_tensor_model_parallel_region_with_dim(
     input_: torch.Tensor, gather_dim: int, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """All-gather along ``gather_dim``; the own part of the gradient in backward."""
+    """All-gather along ``gather_dim``; in backward this rank's part of the gradient is taken."""
     return gather_from_sequence_parallel_region(input_, gather_dim, False, process_group)
 
 
 def reduce_scatter_to_tensor_model_parallel_region_with_dim(
     input_: torch.Tensor, partition_dim: int, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Sum over the ranks and keep the own part along ``partition_dim``; all-gather in backward.
+    """Sum over the ranks and keep this rank's part along ``partition_dim``; all-gather in backward.
 
     Raises:
         ValueError: the size along ``partition_dim`` does not divide by the group size.
@@ -84,7 +87,7 @@ def reduce_scatter_to_tensor_model_parallel_region_with_dim(
 def scatter_to_sequence_parallel_region(
     input_: torch.Tensor, sequence_dimension: int = 0, process_group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
-    """Keep the own part of a replicated tensor along the sequence; all-gather in backward.
+    """Keep this rank's part of a replicated tensor along the sequence; all-gather in backward.
 
     Raises:
         ValueError: the sequence does not divide by the group size.
@@ -107,9 +110,9 @@ def gather_from_sequence_parallel_region(
     Args:
         input_: this rank's part of the sequence.
         sequence_dimension: dim that is gathered, ``S / tp`` to ``S``.
-        to_model_parallel: who consumes the result. True: each rank does different work on it, so gradients
-            are partial, and backward is a reduce-scatter. False: each rank does the same, and backward is the
-            own part of the gradient. The wrong choice is silent: a factor of tp.
+        to_model_parallel: whether each rank does different work on the result. True: gradients are partial,
+            and backward is a reduce-scatter. False: each rank does the same, and backward takes this rank's
+            part of the gradient. The wrong choice raises no error: gradients are wrong by a factor of tp.
         process_group: tensor-parallel group.
     """
     group = group_or_enclosing(process_group)
@@ -122,12 +125,12 @@ def reduce_scatter_to_sequence_parallel_region(
     dtype: torch.dtype | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Sum over the ranks and keep the own part along the sequence; all-gather in backward.
+    """Sum over the ranks and keep this rank's part along the sequence; all-gather in backward.
 
     Args:
         input_: partial sums over the whole sequence.
         sequence_dimension: dim that is scattered, ``S`` to ``S / tp``.
-        dtype: gradients are cast to it before they are gathered.
+        dtype: dtype to which gradients are cast before they are gathered.
         process_group: tensor-parallel group.
 
     Raises:
@@ -140,7 +143,7 @@ def reduce_scatter_to_sequence_parallel_region(
 def copied(
     tensor: torch.Tensor, group: dist.ProcessGroup, reduce_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Identity; the sum of the gradients over the ranks in backward, taken in ``reduce_dtype`` if given."""
+    """Return ``tensor``; in backward gradients are summed over the ranks, in ``reduce_dtype`` if given."""
     result: torch.Tensor = _CopyToRegion.apply(tensor, group, reduce_dtype)
     return result
 

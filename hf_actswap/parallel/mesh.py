@@ -1,4 +1,4 @@
-"""Which ranks hold one model together, and which hold the same part of it.
+"""Builds the mesh of processes: which ranks hold one model together, which hold the same part of it.
 
 The ranks of a tensor-parallel group follow one another (they lie on one machine and its fast links), so rank
 r has tensor-parallel rank ``r % tp`` and data-parallel rank ``r // tp``. In a pipeline the stages are the
@@ -65,17 +65,17 @@ class ParallelMesh:
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of models: of ranks in a column."""
+        """Number of models, which is the number of ranks in a column."""
         return self.device_mesh.size(0)
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Which part of the model this rank holds."""
+        """Index of the part of the model that this rank holds."""
         return self.device_mesh.get_local_rank(1)
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which part of the data this rank trains on."""
+        """Index of the part of the data that this rank trains on."""
         return self.device_mesh.get_local_rank(0)
 
 
@@ -90,10 +90,10 @@ def build_mesh(
 
     Args:
         tensor_parallel_size: ranks per model; the data axis takes the rest.
-        data_axis: ``dp_replicate`` (DDP) or ``dp_shard`` (FSDP2).
-        device_type: ``None``: the accelerator's, else ``cpu``.
-        tensor_parallel_group: of this rank, if the caller has one already: only checked.
-        environment: what the launcher set; ``None``: `os.environ`.
+        data_axis: name of the data axis: ``dp_replicate`` (DDP) or ``dp_shard`` (FSDP2).
+        device_type: type of the devices; ``None``: the accelerator's, or ``cpu`` if there is none.
+        tensor_parallel_group: this rank's group, if the caller has one already; it is only checked.
+        environment: variables that the launcher set; ``None``: `os.environ`.
 
     Raises:
         MeshError: the processes do not fit, or were not started together (see `check_processes`); or the
@@ -109,13 +109,13 @@ def build_mesh(
 
 
 def check_processes(tensor_parallel_size: int, environment: Mapping[str, str] | None = None) -> None:
-    """Check that the processes that were started, and know of each other, can be divided into models.
+    """Check that the started processes have formed one group, and can be divided into models.
 
     Uses only this process's environment, without waiting for other ranks; all ranks get the same result.
 
     Args:
         tensor_parallel_size: ranks per model.
-        environment: what the launcher set; ``None``: `os.environ`.
+        environment: variables that the launcher set; ``None``: `os.environ`.
 
     Raises:
         MeshError: with what was expected and found, and the command to start with.
@@ -129,7 +129,7 @@ def check_innermost(group: dist.ProcessGroup, tensor_parallel_size: int) -> None
     """Check that a group is a row of the mesh: tp ranks that follow one another, from a multiple of tp on.
 
     Raises:
-        MeshError: it is not; the layers take any group, only the mesh does not.
+        MeshError: the group is another one; the parallel layers take any group, only the mesh does not.
     """
     ranks = dist.get_process_group_ranks(group)
     first = min(ranks) // tensor_parallel_size * tensor_parallel_size
@@ -152,9 +152,9 @@ def launch_command(num_processes: int, on_cpu: bool | None = None) -> str:
     """Return the shell command that starts a script in so many processes on this machine.
 
     Args:
-        num_processes: processes.
-        on_cpu: ``None``: if there is no accelerator. ``--cpu`` would start one process, and a configuration
-            with ``use_cpu`` alone would start trainings that do not know of each other.
+        num_processes: number of processes.
+        on_cpu: whether they run on the CPU; ``None``: if there is no accelerator. (``--cpu`` would start one
+            process; a configuration with ``use_cpu`` alone would start separate trainings.)
     """
     without_accelerator = not torch.accelerator.is_available() if on_cpu is None else on_cpu
     command = (
@@ -206,7 +206,7 @@ def _problem(size: int, environment: Mapping[str, str]) -> Problem | None:
 
 
 def started_processes(environment: Mapping[str, str]) -> int:
-    """Return how many processes the launcher says that it started; 1 if it says nothing readable."""
+    """Return how many processes the launcher has started (``WORLD_SIZE``); 1 if it does not say."""
     text = environment.get("WORLD_SIZE", "")
     return int(text) if text.isdecimal() else 1
 

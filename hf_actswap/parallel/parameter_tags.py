@@ -19,7 +19,7 @@ from .gradients import TAG
 
 
 class ParameterTags:
-    """Attributes by parameter.
+    """The attributes of a model's parameters, by module and name of the parameter.
 
     Args:
         model: the model that holds the parameters.
@@ -37,7 +37,7 @@ class ParameterTags:
             vars(parameter).update(tags)
 
     def add_summed(self, module: nn.Module) -> None:
-        """Tag all parameters of ``module`` and in it: each rank computes a part of their gradients."""
+        """Tag all parameters of ``module``, submodules included: each rank has a part of their gradients."""
         for inner in module.modules():
             for name in inner._parameters:
                 self.add(inner, name, **{TAG: True})

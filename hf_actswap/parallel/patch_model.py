@@ -1,13 +1,13 @@
 """Makes a Hugging Face model tensor- and sequence-parallel, in place.
 
-The model keeps its class and the names of its state dict; its projections, embedding and head become this
-rank's parts, and hooks at the norms, the first layer and the model's ends do what the parts need::
+The model keeps its class and the names of its state dict. Its projections, embedding and head become this
+rank's parts; hooks at the norms, the first layer, and the model's beginning and end gather and cut tensors::
 
     ids -> embedding -> (positions, masks) -> | layers, final norm, head: parts of the sequence | -> logits
                                               ^ padded and cut                        whole again ^
 
-Before, weights are whole and the same on every rank; then they are cut. So a model is the same at any number
-of ranks.
+Before patching, weights are whole and the same on every rank; then they are cut. So a model has the same
+weights at any number of ranks.
 
 A training loop that is not made for a patched model can make two mistakes that cause no error by themselves.
 `DistributedDataParallel` over all ranks copies rank 0's part of every parameter over the others', and
@@ -66,10 +66,10 @@ class Patched:
     """A model that the ranks of a group hold together; to undo it, build it anew from `full_state_dict`.
 
     Args:
-        model: after patching, adapters included.
-        region: says where the model\'s hidden states are parts of the sequence.
+        model: the patched model, adapters included.
+        region: says where the model's hidden states are parts of the sequence.
         tags: keeps attributes on its parameters.
-        layers: layers of its decoder; ``None``: they are looked for.
+        layers: layers of the model's decoder; ``None``: they are looked for when they are needed.
 
     Attributes:
         model: the model.
@@ -91,7 +91,7 @@ class Patched:
 
     @property
     def region(self) -> SequenceRegion:
-        """Where the model's hidden states are parts of the sequence, and for which forward."""
+        """The region: it says where the model's hidden states are parts of the sequence."""
         return self._region
 
     @property
@@ -121,9 +121,9 @@ class Patched:
         """Return whole tensors in Hugging Face's names and shapes, on the CPU; every rank must call it.
 
         Args:
-            only_rank: rank of the group that gets them, the others an empty dict; ``None``: all.
-            only_trainable: parameters that require gradients only (adapters).
-            progress: see `gather_full_state`.
+            only_rank: rank of the group that gets the tensors, while others get an empty dict; ``None``: all.
+            only_trainable: whether only parameters that require gradients (adapters) are returned.
+            progress: called with how many bytes of this rank's tensors are gathered, and how many there are.
         """
         trainable = {name for name, p in self.model.named_parameters() if p.requires_grad}
         keeps = only_rank is None or only_rank == self.group.rank()
@@ -135,7 +135,7 @@ class Patched:
         """Load whole tensors, of which each rank takes its parts.
 
         Raises:
-            ValueError: a tensor has not the shape of the whole.
+            ValueError: a tensor does not have the shape of the whole parameter.
             RuntimeError: as ``load_state_dict``.
         """
         self.model.load_state_dict(own_state(self.model, self._region, state), strict=strict)
@@ -143,9 +143,9 @@ class Patched:
     def shard_over_data(self, mesh: DeviceMesh, **settings: Any) -> None:
         """Shard this rank's parts over the data axis too: FSDP2 on each layer and on the model.
 
-        Build the optimizer afterwards. ``fully_shard`` of one's own over the same mesh does as well. What
-        `full_state_dict` and `load_full_state_dict` then take and give stays whole, and every rank of all
-        models must call them.
+        Build the optimizer afterwards. You can also call ``fully_shard`` over the same mesh yourself.
+        `full_state_dict` and `load_full_state_dict` still return and take whole tensors, but every rank of
+        all models must call them.
 
         Args:
             mesh: the data axis, ``build_mesh(.., "dp_shard").device_mesh["dp_shard"]``.
@@ -190,18 +190,18 @@ def patch_model(
     DDP, FSDP2, an optimizer and `hf_actswap.apply`, and after adapters were added (PEFT's LoRA; afterwards
     ``get_peft_model`` raises "ColumnParallelLinear .. is not supported") and the vocabulary was resized.
 
-    While the model trains on labels its output's logits are gathered when they are read, which all ranks of
-    the group must do, or none; without labels, and without gradients, they are there.
+    While the model trains on labels, its output's logits are gathered when they are read, which all ranks of
+    the group must do, or none. Without labels or without gradients they are gathered at once.
 
     Args:
         model: a Hugging Face model, bare or with LoRA.
         parallel_config: ``tensor_parallel_size`` and ``sequence_parallel_enabled``.
-        group: tensor-parallel group; else the enclosing one.
-        reduce_dtype: in which activations and their gradients are summed over the ranks; ``None``: their own.
-        timeout_s: how long ranks wait for each other to agree on what they divide.
+        group: tensor-parallel group; ``None``: that of the enclosing `tensor_parallel_group`.
+        reduce_dtype: dtype in which ranks sum activations and their gradients; ``None``: their own.
+        timeout_s: how long ranks wait for each other to agree on what they divide, in seconds.
 
     Raises:
-        PatchError: with all that is not understood or does not divide; the model is untouched.
+        PatchError: with everything that is unsupported or does not divide; the model is untouched.
         RankAgreementError: ranks differ in configuration, parameters or weights, or do not answer.
         RuntimeError: no group was given, and none encloses.
     """
@@ -229,7 +229,7 @@ def patch_model(
 
 
 def _bare(model: Any) -> Any:
-    """The model inside PEFT's wrappers."""
+    """Return the model inside PEFT's wrappers."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -290,7 +290,7 @@ class PatchedModelError(RuntimeError):
 
 
 class StepGuard:
-    """Pre-hook of a patched model.
+    """Pre-hook of a patched model: raises if the training loop has corrupted its weights (see the module).
 
     Args:
         group: tensor-parallel group.
@@ -307,7 +307,7 @@ class StepGuard:
         return {**vars(self), "_watches": None}  # a copy has parameters of its own
 
     def __call__(self, model: nn.Module, _args: tuple[Any, ...]) -> None:
-        if not torch.is_grad_enabled() or on_fake_tensors():  # whose parameters are not the model's
+        if not torch.is_grad_enabled() or on_fake_tensors():  # they stand for its parameters
             return
         group = self._held_group.group
         if group is not None:
@@ -331,7 +331,8 @@ def check_step(model: nn.Module) -> None:
     """Run the check of `StepGuard` before a forward that computes with other tensors than the parameters.
 
     Raises:
-        PatchedModelError, UnsummedGradientError: see `StepGuard`.
+        PatchedModelError: DDP covers ranks that hold different parts of the model.
+        UnsummedGradientError: an optimizer has stepped on tagged gradients that were not summed.
     """
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():

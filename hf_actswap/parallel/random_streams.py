@@ -24,18 +24,18 @@ import torch.distributed as dist
 from .group import group_or_enclosing
 
 MODEL_PARALLEL_OFFSET = 2718
-"""What NxD and Megatron add to the seed for the ranks' own streams (``parallel_layers/random.py``)."""
+"""Number that NxD and Megatron add to the seed for ranks' own streams (``parallel_layers/random.py``)."""
 
 _SEEDS = 2**63
 _OFFSET_STEP = 4
-"""Random numbers of one call of a counter-based generator (Philox); its offset is a multiple of it."""
+"""Random numbers of one call of a counter-based generator (Philox), whose offset is a multiple of this."""
 
 
 def model_parallel_seed(seed: int, rank: int) -> int:
     """Return the seed of NxD's and Megatron's stream of a rank.
 
-    Only for what has to draw the very numbers that they draw, e.g. weights initialised on the device; the
-    library's own regions use `rank_stream`.
+    Use it only to draw the same numbers as they do, e.g. for weights initialised on the device; the library's
+    own regions use `rank_stream`.
     """
     return seed + MODEL_PARALLEL_OFFSET + rank
 
@@ -44,13 +44,13 @@ def model_parallel_seed(seed: int, rank: int) -> int:
 def rank_stream(
     group: dist.ProcessGroup | None = None, device: torch.device | str | None = None
 ) -> Iterator[None]:
-    """Within the block, default generators draw other numbers on each rank of the group.
+    """Within the ``with`` block, default generators draw other numbers on each rank of the group.
 
-    The ranks enter with equal states and leave with equal states. In a group of one nothing changes, so that
-    such a model draws what it draws without this library. Blocks nest. The host never waits for a device.
+    The ranks enter with equal states and leave with equal states. In a group of one nothing changes: such a
+    model draws the same numbers as without this library. Blocks may nest. The host never waits for a device.
 
     Args:
-        group: tensor-parallel group; else the enclosing one.
+        group: tensor-parallel group; ``None``: that of the enclosing `tensor_parallel_group`.
         device: the generator that the block draws from; ``None``: the CPU's, and the current accelerator's
             where one is in use.
 
@@ -80,7 +80,7 @@ def _generators(device: torch.device | None) -> list[torch.Generator]:
     accelerator = torch.accelerator.current_accelerator(check_available=True) if device is None else device
     if accelerator is None:
         return found
-    # Empty until the device is used: before that, nothing on it can be drawn differently either.
+    # Empty until the device is first used; before that nothing can be drawn on it.
     of_devices = getattr(torch.get_device_module(accelerator), "default_generators", ())
     if not of_devices:
         return found
@@ -89,7 +89,7 @@ def _generators(device: torch.device | None) -> list[torch.Generator]:
 
 
 def _derived_seed(state: torch.Tensor, rank: int) -> int:
-    """A seed from a generator's state (bytes on the host, of a device's generator too) and the rank."""
+    """Return a seed made of a generator's state (bytes on the host, for devices too) and the rank."""
     digest = hashlib.blake2b(state.numpy().tobytes(), key=str(rank).encode(), digest_size=8)
     return int.from_bytes(digest.digest(), "little") % _SEEDS
 

@@ -29,10 +29,10 @@ from ..errors import ActSwapError, Problem
 from .mesh import started_processes
 
 WAIT_S = 1800.0
-"""How long ranks wait for a slower one: as long as collectives do, unless another time is given."""
+"""How long ranks wait for a slower one by default, in seconds: as long as collectives do."""
 
 READERS_S = 5.0
-"""How long a failing rank waits until the others have read that: it may be the one that serves the store."""
+"""How long a failing rank waits for the others to read its report, in seconds: it may serve the store."""
 
 _AGREED = "agreed"
 _FAILURE = "failure"
@@ -55,7 +55,7 @@ def answering_ranks(
     try:
         store.wait(list(keys.values()), timedelta(seconds=timeout_s))
         return list(keys)
-    except RuntimeError:  # the time is up, a FileStore has no class of its own for it; or the store is gone
+    except RuntimeError:  # the time is up (a FileStore has no class for that), or the store is gone
         return [rank for rank, key in keys.items() if store.check([key])]
 
 
@@ -73,13 +73,13 @@ class _Agreement:
         self.store.set(self._key(round_name, self.rank), text)
 
     def read(self, round_name: str) -> dict[int, str]:
-        """Return what ranks published, by rank, without those that did not answer in time."""
+        """Return the text that each rank published, without ranks that did not answer in time."""
         keys = {rank: self._key(round_name, rank) for rank in self.ranks}
         present = answering_ranks(self.store, keys, self.timeout_s)
         return {rank: self.store.get(keys[rank]).decode() for rank in present}
 
     def wait_for_readers(self, ranks: Sequence[int]) -> None:
-        """Wait until these ranks have read all that they will read, at most `READERS_S`."""
+        """Wait until these ranks have read everything that they need, at most `READERS_S`."""
         self.publish("read", "")
         answering_ranks(self.store, {rank: self._key("read", rank) for rank in ranks}, READERS_S)
 
@@ -89,7 +89,7 @@ class _Agreement:
 
 @contextmanager
 def shared_store(timeout_s: float = WAIT_S) -> Iterator[tuple[dist.distributed_c10d.Store, int, int] | None]:
-    """Yield a store that all ranks share, this rank, and how many there are; ``None`` if it is alone.
+    """Yield a store that all ranks share, this rank, and the number of ranks; ``None`` if it is alone.
 
     Before the process group exists, the launcher serves the store or, within this block, rank 0. So start the
     group within the block: otherwise other ranks may connect to a store that is about to close.
@@ -102,14 +102,14 @@ def shared_store(timeout_s: float = WAIT_S) -> Iterator[tuple[dist.distributed_c
         return
     found = None
     if started_processes(os.environ) > 1 and os.environ.get("MASTER_PORT", "0") != "0":
-        with suppress(RuntimeError, ValueError):  # what it begins with may be something else than this store
+        with suppress(RuntimeError, ValueError):  # another server may be at the address
             found = next(rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     yield found
 
 
 @contextmanager
 def failing_together(name: str, timeout_s: float = WAIT_S) -> Iterator[dict[str, str]]:
-    """A block that succeeds on all ranks or fails on all: every rank must come to it, and none may nest.
+    """A ``with`` block that succeeds on all ranks or fails on all. Every rank must enter it; do not nest it.
 
     A rank that fails in the block raises its own error, after at most `READERS_S`; the others raise an error
     that names this rank and its error when they reach the end of the block. With one process it does nothing.
@@ -148,7 +148,7 @@ def _next_agreement(
 
 
 def _tell(agreement: _Agreement, error: BaseException) -> None:
-    """Report to the others that this rank has failed, without waiting for them."""
+    """Report to the others that this rank has failed; wait at most `READERS_S` until they have read it."""
     said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
     with suppress(RuntimeError):  # the store is gone, and the error is what counts
         agreement.publish("facts", json.dumps({_FAILURE: said}))
@@ -181,14 +181,14 @@ def check_agreement(
     name: str = "set-up",
     ranks: Sequence[int] | None = None,
 ) -> None:
-    """Return when all ranks have called it with the same facts. The n-th call meets the others' n-th.
+    """Return when all ranks have called this with the same facts. A rank's n-th call meets the others' n-th.
 
     Args:
         facts: e.g. ``{"tensor_parallel_size": "2", "configuration": digest(...)}``; short texts.
         timeout_s: how long to wait for the others, in each of two rounds. A rank that has more to do before
             its call (loading a model) needs that time.
-        name: what is agreed on; each name counts its own calls.
-        ranks: who takes part, this rank included; ``None``: all.
+        name: name of what is agreed on; calls are counted by name.
+        ranks: the ranks that take part, this rank included; ``None``: all.
 
     Raises:
         RankAgreementError: on every rank that takes part: a fact differs (with the ranks per value), or ranks

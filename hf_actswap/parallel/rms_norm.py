@@ -11,13 +11,14 @@ from .sharded_module import TaggedModule
 class RMSNorm(TaggedModule):
     """Root mean square norm over the last dim, in float32; cast back *before* the weight is multiplied.
 
-    So does transformers' ``LlamaRMSNorm``; NxD's casts after, which in bfloat16 differs by one rounding.
+    transformers' ``LlamaRMSNorm`` does the same. NxD's norm casts after the product, which differs by one
+    rounding in bfloat16.
 
     Args:
         normalized_shape: size of the last dim.
         eps: added to the mean square.
         sequence_parallel_enabled: value of the weight's attribute (see `layer_norm.LayerNorm`).
-        device, dtype: of the weight.
+        device, dtype: device and dtype of the weight.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Routed experts, each divided inside: every rank has its part of every expert.
+"""Divides routed experts: every rank has a part of every expert.
 
 A token is routed where its hidden state is: under sequence parallelism each rank routes its own ``T / tp``
 tokens. Then the ranks gather hidden states, experts and routing weights of all ``T`` tokens, compute their
@@ -7,11 +7,11 @@ parts ``I / tp`` of all experts, and each rank gets the sum for its own tokens::
     hidden [T/tp, H] -------------------all-gather--> [T, H] --> experts --reduce-scatter--> [T/tp, H]
     router: experts, weights [T/tp, k] -all-gather--> [T, k] ----^
 
-Experts do not depend on which rank a token belongs to, so everything is gathered along dim 0.
+Experts treat tokens one by one, whatever rank a token is from, so everything is gathered along dim 0.
 
 In backward the gradients of routing weights are summed too, since each rank has the contribution of its
-parts. So a router's gradient is complete for the tokens that it has seen: its parameters carry the tag
-``sequence_parallel_enabled`` where it saw a rank's tokens, and none where it saw all.
+parts of the experts. So a router's gradient is complete for the tokens that the router has seen: its
+parameters carry the tag ``sequence_parallel_enabled`` if it saw a rank's tokens, and no tag if it saw all.
 
 This module also says which routed experts are supported, and how they are divided; `expert_products` says
 what they save.
@@ -51,10 +51,10 @@ class ExpertsLayout(NamedTuple):
     """How transformers' experts store and use their weights.
 
     Args:
-        gated: the first weights make gate and up, ``2 I`` features; else ``I``.
-        transposed: weights are ``[E, in, out]``; else ``[E, out, in]``.
-        interleaved: gate and up alternate; else all of gate comes before up.
-        biased: both products have biases, ``[E, out]``.
+        gated: whether the first weights make gate and up, ``2 I`` features; else they make ``I``.
+        transposed: whether weights are ``[E, in, out]``; else they are ``[E, out, in]``.
+        interleaved: whether gate and up alternate; else all of gate comes before up.
+        biased: whether both products have biases, ``[E, out]``.
     """
 
     gated: bool
@@ -64,7 +64,7 @@ class ExpertsLayout(NamedTuple):
 
     @classmethod
     def of(cls, experts: Any) -> ExpertsLayout:
-        """Read it off what ``use_experts_implementation`` of transformers has written on a module."""
+        """Read the layout from attributes that transformers' ``use_experts_implementation`` sets."""
         return cls(
             getattr(experts, "has_gate", True),
             getattr(experts, "is_transposed", False),
@@ -89,7 +89,7 @@ class ExpertsLayout(NamedTuple):
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of all."""
+        """Names of all parameters."""
         weights = (self.columns, self.rows)
         return (*weights, *(f"{name}_bias" for name in weights)) if self.biased else weights
 
@@ -112,22 +112,22 @@ class ExpertsLayout(NamedTuple):
 class ParallelExperts(ShardedModule):
     """This rank's parts of routed experts; replaces a Hugging Face experts module.
 
-    The forward is an attribute of the instance. A model structure would replace that of a class, because
-    routed experts of other classes cannot run on fake tensors; these can, and their communications are to be
-    seen.
+    The forward is an attribute of the instance, so that a run on fake tensors does not replace it by a
+    stand-in (`plan.dry_run`): unlike other routed experts these can run there, and their communications are
+    recorded.
 
     Args:
         full: the whole experts, with ``gate_up_proj`` (or ``up_proj``) ``[E, 2I, H]`` and ``down_proj``
             ``[E, H, I]``, or as `ExpertsLayout` says, ``act_fn`` or ``_apply_gate``, and a ``config`` whose
             ``_experts_implementation`` is read at each call: ``eager`` computes one expert after the other,
             all others one kernel for all where the device has one for these sizes.
-        region: says where the model\'s hidden states are parts of the sequence.
-        layer: the decoder layer that it is in.
+        region: says where the model's hidden states are parts of the sequence.
+        layer: the decoder layer of the experts.
 
     Attributes:
-        layout: how its parameters are stored; they have the names of those of ``full``.
-        keep_gathered: see `column_input`; besides, what is gathered is kept where Hugging Face's gradient
-            checkpointing is on for the layer.
+        layout: how the parameters are stored, under the same names as in ``full``.
+        keep_gathered: whether the gathered input is saved in place of the shard; always so if Hugging Face's
+            gradient checkpointing is on for the layer.
     """
 
     def __init__(self, full: Any, region: SequenceRegion, layer: nn.Module) -> None:
@@ -161,7 +161,7 @@ class ParallelExperts(ShardedModule):
             top_k_weights: routing weights, ``[.., k]``.
 
         Returns:
-            As ``hidden_states``.
+            A tensor in the shape of ``hidden_states``.
         """
         region, group = self._region, self._region.group
         keep_gathered = self.keep_gathered or (self.training and is_checkpointed(self._layer.module))
@@ -178,7 +178,7 @@ class ParallelExperts(ShardedModule):
         return total if bias is None else total + bias.to(total.dtype)
 
     def _share(self, hidden: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share ``[T, H]`` of the experts' sums, of all tokens."""
+        """Return this rank's share ``[T, H]`` of the experts' sums, for all tokens."""
         layout, routing = self.layout, Routing.of(experts, self.num_experts)
         settings = self._settings(hidden)
         inner = routed_product(hidden, self.get_parameter(layout.columns), routing, settings)
@@ -189,7 +189,7 @@ class ParallelExperts(ShardedModule):
         return combined_product(inner, weights, rows, routing, settings).to(hidden.dtype)
 
     def _activated(self, inner: torch.Tensor) -> torch.Tensor:
-        """Return ``[R, I / tp]`` of what the first weights make, ``[R, 2I / tp]`` if experts are gated."""
+        """Return the activation ``[R, I / tp]`` of the first product (``[R, 2I / tp]`` if it is gated)."""
         if self._gate is not None:
             return self._gate(inner)
         if not self.layout.gated:
@@ -199,7 +199,7 @@ class ParallelExperts(ShardedModule):
         return self.act_fn(gate) * up
 
     def _bias_of_tokens(self, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
-        """Return what the second biases add to this rank's tokens, ``[T, H]``: it is no share of a sum."""
+        """Return the second biases' sum for this rank's tokens, ``[T, H]``, to be added to the total."""
         if not self.layout.biased:
             return None
         of_experts = weights.new_zeros((*experts.shape[:-1], self.num_experts))
@@ -219,18 +219,18 @@ class ParallelExperts(ShardedModule):
 
 
 def _own_gate(full: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Return what gated experts do between their products, if it is not ``act_fn(gate) * up``."""
+    """Return the function of gated experts between their products, if it is not ``act_fn(gate) * up``."""
     gate = getattr(full, "_apply_gate", None)
     if gate is None or gate.__name__ == _DEFAULT_GATE or not ExpertsLayout.of(full).gated:
         return None
-    for name in ExpertsLayout.of(full).parameters:  # the method needs its module, used nowhere else now
+    for name in ExpertsLayout.of(full).parameters:  # the method holds its module, but needs no weights
         del full._parameters[name]
     own: Callable[[torch.Tensor], torch.Tensor] = gate
     return own
 
 
 class _Held:
-    """A module that is referred to without being a child."""
+    """Refers to a module that must not be registered as a submodule."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -267,8 +267,8 @@ def problems_of_experts(where: str, layer: nn.Module, path: str, ranks: int) -> 
 
     Args:
         where: name of the layer.
-        layer: the layer that has them.
-        path: of the experts in the layer.
+        layer: the layer that has the experts.
+        path: path of the experts in the layer.
         ranks: size of the tensor-parallel group.
     """
     experts: Any = layer.get_submodule(path)

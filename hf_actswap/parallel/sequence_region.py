@@ -1,22 +1,21 @@
-"""Where a model's hidden states are parts of the sequence, and for which forward.
+"""Tracks where in a forward a model's hidden states are parts of the sequence.
 
-Between the first layer and the head each rank holds ``[B, S / tp, H]``. What is made of the whole length
-(positions, masks, rotary tables) is made before, in the model's own forward, which sees nothing of this: the
-sequence is filled up at its entry where the ranks do not divide it, cut at the first layer, and whole again
-behind the head.
+Between the first layer and the head each rank holds ``[B, S / tp, H]``. Tensors for the whole length
+(positions, masks, rotary tables) are made before, in the model's own forward, which notices nothing of this:
+the sequence is padded at the model's entry if the ranks do not divide it, cut at the first layer, and whole
+again behind the head.
 
-**A forward is divided if gradients are enabled**: for the others (evaluation, generation with its cache)
-there is nothing to save, and each rank computes the whole residual stream. So every forward that trains
-gives tagged parameters the gradients of the rank's own tokens, and none ever a complete one, which the later
-sum would count once per rank. All ranks decide alike, for they decide by nothing but grad mode.
+**A forward is divided if gradients are enabled.** In all others (evaluation, generation with its cache)
+nothing is saved for backward, and each rank computes the whole residual stream. So tagged parameters only
+ever get the gradients of the rank's own tokens, and never a complete gradient, which the later sum would
+count once per rank. All ranks decide alike, because nothing but grad mode decides.
 
-A layer that is recomputed in backward must do what it did in forward. A divided forward therefore leaves
-the region switched on, and one without gradients, such as an evaluation between forward and backward,
-restores what it found.
+A layer that is recomputed in backward must do what it did in forward. So a divided forward leaves the region
+active, and a forward without gradients, such as an evaluation between forward and backward, restores the
+state that it found.
 
-A sequence that the ranks do not divide is filled up at the model's boundary, and cut in what comes out.
-Filling goes to the right: with causal attention no token sees it, so that no mask has to be invented where
-none was given. Its labels are ignored.
+Padding is added on the right, and cut off the model's outputs: with causal attention no token sees it, so
+that no mask has to be made if none was given. The loss ignores the labels of padding.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ SEQUENCE_DIM = -2
 
 @dataclass
 class SequenceForward:
-    """A forward that is running.
+    """The state of a running forward.
 
     Args:
-        owner: the module whose call began it.
-        length: tokens per sequence, without padding; 0: not known, nothing was filled up.
-        padding: tokens that were added.
-        was_active: state of the region before.
-        is_for_head: the head gets all rows, those of the padding too, as the labels have them.
-        masked: an attention mask was given.
-        labelled: labels were given: the loss is asked for.
-        lost: the loss was computed by ours, or the model's own was given whole logits.
-        is_cut: hidden states are parts at present: the first layer has begun, and nothing made them whole.
+        owner: the module whose call began the forward.
+        length: tokens per sequence, without padding; 0: not known, and nothing was padded.
+        padding: number of tokens that were added to each sequence.
+        was_active: whether the region was active before.
+        is_for_head: whether the head gets all rows, also those of padding, because the labels have them too.
+        masked: whether an attention mask was given.
+        labelled: whether labels were given, so that a loss is to be computed.
+        lost: whether a loss was computed, by ours, or by the model's own from whole logits.
+        is_cut: whether hidden states are parts now: the first layer has begun, and nothing made them whole.
     """
 
     owner: nn.Module
@@ -79,9 +78,9 @@ class SequenceRegion:
 
     Attributes:
         head: the head of the model, if it is divided.
-        head_reads_parts: whether it reads parts of the sequence, because no module is between the layers and
-            it.
-        head_returns_parts: whether it returns parts of the vocabulary, because the loss is replaced.
+        head_reads_parts: whether the head reads parts of the sequence, because no module is between the
+            layers and the head.
+        head_returns_parts: whether the head returns parts of the vocabulary, because the loss is replaced.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class SequenceRegion:
         return self._held_group.group
 
     def settings(self, in_autocast_dtype: bool = False, keep_gathered: bool = False) -> InputSettings:
-        """How a block's input is gathered now: with sequence parallelism only while the region is active."""
+        """Return how a block's input is gathered now: with sequence parallelism only in an active region."""
         return InputSettings(
             self.group,
             self.is_active,
@@ -134,9 +133,9 @@ class SequenceRegion:
 
         Args:
             owner: the module whose forward begins.
-            arguments: of the forward, by name.
-            takes_cache: whether it has an argument ``use_cache``.
-            calls_head: whether it ends with the head; if not, it returns hidden states.
+            arguments: arguments of the forward, by name.
+            takes_cache: whether the forward has an argument ``use_cache``.
+            calls_head: whether the forward ends with the head; if not, it returns hidden states.
 
         Raises:
             ValueError: the sequence needs padding and cannot be padded.
@@ -145,7 +144,7 @@ class SequenceRegion:
         divides = self.enabled and torch.is_grad_enabled()
         padding = -(length or 0) % self.group.size() if divides else 0
         if padding and takes_cache and arguments.get("use_cache") is None:
-            arguments = {**arguments, "use_cache": False}  # what fills up must not stay in a cache
+            arguments = {**arguments, "use_cache": False}  # padding must not stay in a cache
         found = SequenceForward(
             owner,
             length or 0,
@@ -182,7 +181,8 @@ class SequenceRegion:
     def whole_rows(self, parts: Sequence[torch.Tensor], batch: int) -> tuple[torch.Tensor, ...]:
         """Gather ``[B S / tp, E]`` of each layer to ``[B S, E]``, all by one collective, as `whole` does.
 
-        Of a layer that had all of them the own ones are taken first, whose gradients are its share.
+        If a layer's tensor has the rows of all tokens already, this rank's rows are taken from it first, so
+        that each rank's gradients are those of its rows.
         """
         if not self.is_active or self.current is None:
             return tuple(parts)
@@ -216,10 +216,10 @@ class EntryHook:
     """Pre-hook of a model: begins a forward, unless one is under way.
 
     Args:
-        region: says where the model\'s hidden states are parts of the sequence.
-        forward: the model's own, by whose signature positional arguments get names.
-        before: called at the beginning of each forward.
-        calls_head: the model ends with a head that is divided.
+        region: says where the model's hidden states are parts of the sequence.
+        forward: the model's own forward, whose signature gives names to positional arguments.
+        before: function that is called at the beginning of each forward.
+        calls_head: whether the model ends with a head that is divided.
     """
 
     part_of_the_model = True
@@ -258,7 +258,7 @@ def divides_sequence(model: nn.Module) -> bool:
 
 
 class BaseExitHook:
-    """Hook of the decoder without head: hands hidden states on whole, except to a head that takes part."""
+    """Hook of the decoder without head: gathers its hidden states, unless the head reads parts of them."""
 
     part_of_the_model = True
 
@@ -301,7 +301,7 @@ class BaseExitHook:
     def _attentions(
         self, attentions: Sequence[torch.Tensor | None], current: SequenceForward
     ) -> tuple[Any, ...]:
-        """Probabilities ``[B, heads / tp, S, S]`` of all heads, without padding."""
+        """Return probabilities of all heads, without padding, from this rank's ``[B, heads / tp, S, S]``."""
         return tuple(a if a is None else self._all_heads(a, current) for a in attentions)
 
     def _all_heads(self, own: torch.Tensor, current: SequenceForward) -> torch.Tensor:
@@ -310,7 +310,7 @@ class BaseExitHook:
 
 
 def _cut_rows(router_logits: Sequence[torch.Tensor], current: SequenceForward) -> tuple[torch.Tensor, ...]:
-    """Router logits ``[B S, E]`` of each layer, without those of padding."""
+    """Return the router logits ``[B S, E]`` of each layer without those of padding."""
     length, padding = current.length, current.padding
     return tuple(rows_without_padding(logits, length, padding) for logits in router_logits)
 
@@ -322,7 +322,7 @@ def cut_masked_rows(output: Any, current: SequenceForward) -> None:
 
 
 def argument_names(module: nn.Module) -> list[str]:
-    """Return the names of what a module is given, also while a plan or a library wraps its forward."""
+    """Return the names of a module's arguments, also while a plan or a library wraps its forward."""
     return list(inspect.signature(type(module).forward).parameters)[1:]
 
 
@@ -330,8 +330,8 @@ class ScatterHook:
     """Pre-hook of a layer: keeps this rank's part of the sequence.
 
     Args:
-        layer: the layer that is called. In a pipeline the hook is put on its stand-in, too.
-        region: says where the model\'s hidden states are parts of the sequence.
+        layer: the layer that is called. In a pipeline its stand-in gets the same hook.
+        region: says where the model's hidden states are parts of the sequence.
         names: arguments that have a row for each token, ``[.., S, n]``.
         first_dim: dim of the sequence in the first argument, which is cut too; ``None``: it is cut already.
     """
@@ -403,7 +403,7 @@ class PartsHook:
     Args:
         module: a module with parameters of its own.
         behind: whether it is registered after the layers.
-        region: says where the model\'s hidden states are parts of the sequence.
+        region: says where the model's hidden states are parts of the sequence.
         tags: keeps attributes on its parameters.
     """
 
@@ -426,10 +426,10 @@ class PartsHook:
 
 
 class LengthCheck:
-    """Pre-hook of attention: its input has the length of its rotary tables.
+    """Pre-hook of attention: raises if its input and its rotary tables have different lengths.
 
-    It has not if a layer is recomputed after the region was switched (by a caller that turned gradients off
-    and on again inside of one forward).
+    They have if a layer is recomputed after the region was switched (by a caller that turned gradients off
+    and on again inside one forward).
     """
 
     part_of_the_model = True
@@ -460,7 +460,7 @@ _FILLED_WITH = {
     "shift_labels": IGNORED,
 }
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k")
-"""Arguments of flash attention for several sequences in one row: lengths of the whole row."""
+"""Arguments of flash attention for several sequences in one row: cumulative lengths over the whole row."""
 
 
 def sequence_length(arguments: dict[str, Any]) -> int | None:
@@ -497,7 +497,7 @@ def padded(arguments: dict[str, Any], length: int, padding: int) -> dict[str, An
 
 
 def without_padding(tensor: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Return the first ``length`` tokens along ``dim``, of one that has more."""
+    """Return the first ``length`` tokens along ``dim``; a tensor with no more tokens is returned as it is."""
     return tensor if tensor.shape[dim] <= length else tensor.narrow(dim, 0, length)
 
 

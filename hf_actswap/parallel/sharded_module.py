@@ -1,7 +1,7 @@
 """Modules that keep attributes on their parameters, and modules that hold parts of full parameters.
 
-Which gradients are summed, and how a norm counts a parameter, is said by attributes of the parameters (NxD's
-contract). PyTorch loses them wherever it makes a new parameter object; here the module keeps them.
+Attributes of parameters say which gradients are summed, and how a norm counts a parameter (NxD's contract).
+PyTorch loses them wherever it makes a new parameter object; here the module keeps them.
 
 A module of another library, which keeps its class, can have parameters divided too: see `divide_parameter`.
 """
@@ -20,7 +20,7 @@ from .weights import Partition, like_parameter, whole_of_ranks
 
 
 class HeldGroup:
-    """A process group as state of a module: copies of the module share it, a pickled module has none.
+    """Holds a module's process group: copies of the module share the group, a pickled module has none.
 
     Args:
         group: the group, if there is one.
@@ -41,8 +41,8 @@ class HeldGroup:
 class TaggedModule(nn.Module):
     """A module that puts attributes on its parameters again whenever these are made anew.
 
-    That is in ``to``, ``copy.deepcopy``, ``load_state_dict(assign=True)``, ``fully_shard`` (of the shard and
-    of what FSDP2 gathers) and by assignment.
+    They are made anew by ``to``, ``copy.deepcopy``, ``load_state_dict(assign=True)``, ``fully_shard`` (the
+    shard and the gathered parameter) and by assignment.
 
     Attributes:
         tags: parameter name -> attributes.
@@ -102,7 +102,7 @@ class ShardedModule(TaggedModule):
 
     @property
     def tensor_model_parallel_group(self) -> dist.ProcessGroup:
-        """The group; after unpickling the one that encloses the first use. Raises RuntimeError: none does."""
+        """The group; after unpickling that of a `tensor_parallel_group` (RuntimeError if there is none)."""
         group = self._held_group.group
         if group is None:
             group = group_or_enclosing(None)
@@ -134,9 +134,9 @@ def partitions_in(module: nn.Module) -> dict[str, Partition]:
 
 
 def divide_parameter(module: nn.Module, name: str, partition: Partition, rank: int) -> None:
-    """Replace a parameter of any module by this rank's part; loading a full tensor takes the part then, too.
+    """Replace a parameter of any module by this rank's part; loading a full tensor then takes this part too.
 
-    Its attributes (``partition.tags``) are up to the caller.
+    The caller must put the attributes (``partition.tags``) on the new parameter.
     """
     full = module.get_parameter(name)
     with torch.no_grad():

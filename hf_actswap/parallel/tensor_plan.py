@@ -1,8 +1,8 @@
-"""Finds the projections of a model's layers, and how they are divided.
+"""Finds the projections of a model's layers, and decides how they are divided.
 
 Hugging Face's plans (``base_model_tp_plan``) name a style for each projection of a layer. For modules without
 an entry the names of their projections decide (`families.PATTERNS`). A projection is divided only if a
-row-parallel one ends its block, so that the ranks' results add up to that of the block.
+row-parallel one ends its block, so that the ranks' results add up to the block's result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ATTENTION = (Columns.QUERY, Columns.KEY_VALUE, Columns.FUSED_HEADS, Columns.FUS
 
 
 def plan_of(config: Any) -> dict[str, str]:
-    """Return the plan of a decoder's configuration, by path inside a layer (``*`` for a number)."""
+    """Return the tensor-parallel plan in a configuration: path in a layer (``*``: a number) -> style."""
     plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     return {path.partition(".*.")[2]: style for path, style in plan.items() if ".*." in path}
 
@@ -73,14 +73,14 @@ def closed_paths(layer: nn.Module, family: Family) -> list[str]:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether something is a linear layer that can be divided, or an adapter around one."""
+    """Whether ``module`` is a linear layer that can be divided, or an adapter around one."""
     return isinstance(module, nn.Module) and type(base_of(module)).__name__ in LINEAR_CLASSES
 
 
 def _blocks(
     group: str, columns: dict[str, Columns], rows: tuple[str, ...], family: Family
 ) -> Iterator[Block]:
-    """One block; where the projections are the layer's own, one for each, which is its own input."""
+    """Yield one block; if its projections are direct children of the layer, one block for each of them."""
     parents = {path.rpartition(".")[0] for path in columns}
     path = min(parents, key=len)
     if not all(_is_at_or_below(parent, path) for parent in parents):
@@ -104,7 +104,7 @@ def _as_one(path: str, parameters: Mapping[str, tuple[int, int]], found: list[Bl
 
 
 def _groups(layer: nn.Module, plan: Mapping[str, str], family: Family) -> dict[str, Styles]:
-    """Styles of the layer's projections and parameters, by the module that is one block."""
+    """Return the styles of the layer's projections and parameters, by the path of the module of a block."""
     groups: dict[str, Styles] = {}
     for path, style in _planned(layer, plan).items():
         groups.setdefault(path.rpartition(".")[0], {})[path] = style
@@ -124,7 +124,7 @@ def _groups(layer: nn.Module, plan: Mapping[str, str], family: Family) -> dict[s
 
 
 def _planned(layer: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles of a plan for what the layer has, except routed experts."""
+    """Return the plan's styles for the modules and parameters that the layer has, except routed experts."""
     modules = [name for name, module in layer.named_modules() if not isinstance(module, ParallelLinear)]
     paths = [*modules, *(name for name, of in layer.named_parameters() if of.dim() == 1)]
     wanted = {re.compile(re.escape(path).replace(r"\*", r"\d+")): style for path, style in plan.items()}
@@ -137,7 +137,7 @@ def _planned(layer: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def _matching(group: str, module: nn.Module, known: set[str]) -> Iterator[Styles]:
-    """Return the styles of the patterns that a module matches, unless it holds other, unknown parameters."""
+    """Yield the styles of each pattern that a module matches, unless it holds other, unknown parameters."""
     prefix = f"{group}." if group else ""
     for columns, row in PATTERNS:
         names = (*columns, row)
@@ -153,7 +153,7 @@ def _matching(group: str, module: nn.Module, known: set[str]) -> Iterator[Styles
 
 
 def _further(module: nn.Module, names: tuple[str, ...]) -> list[str]:
-    """Parameters of a module besides the named ones, and besides those of norms and of activations."""
+    """Return a module's parameters besides the named ones, and besides those of norms and activations."""
     return [
         name
         for name, parameter in module.named_parameters()
@@ -176,7 +176,7 @@ def _exists(module: nn.Module, path: str) -> bool:
 
 
 def _get(module: nn.Module, path: str) -> Any:
-    """A module or parameter by its path; ``None``: there is none."""
+    """Return a module or parameter by its path; ``None``: there is none."""
     parent, _, name = path.rpartition(".")
     try:
         return getattr(module.get_submodule(parent), name, None)
@@ -205,7 +205,11 @@ def _kind(path: str, style: str | Columns) -> Columns | None:
 def _with_features(
     layer: nn.Module, group: str, columns: dict[str, Columns], family: Family
 ) -> dict[str, Columns]:
-    """Gather features that a family's block needs all; divide q, k, v that a plan gathers for norms only."""
+    """Return ``columns`` with two exceptions applied.
+
+    All are gathered if the family's block needs all features; q, k, v that a plan gathers only for their
+    norms are divided.
+    """
     if getattr(layer.get_submodule(group), family.gathered.get(group, ""), 0):
         return dict.fromkeys(columns, Columns.GATHERED)
     gathered = {path for path, kind in columns.items() if kind is Columns.GATHERED}
@@ -216,7 +220,7 @@ def _with_features(
 
 
 def wide_norms(layer: nn.Module, group: str) -> list[str]:
-    """Return the names of norms in a block that are over all features which the ranks divide."""
+    """Return the names of norms in a block that are over all features of a divided projection."""
     block = layer.get_submodule(group)
     found = []
     for name, projection in WIDE_NORMS.items():

@@ -1,11 +1,11 @@
 """Embedding, head and loss of a causal language model whose vocabulary is divided among the ranks.
 
 The head's output is this rank's part of the logits, ``[B, S, V / tp]``. The model's own forward hands them
-to its loss function, which is replaced by one that takes parts. What leaves the model has the whole
-vocabulary: gathered at once, or, while it trains on labels, when it is read (`LazyLogits`).
+to its loss function, which is replaced by one that takes parts. The logits that leave the model have the
+whole vocabulary: gathered at once, or, while the model trains on labels, when they are read (`LazyLogits`).
 
-Call the head, ``model.lm_head(hidden)``, which returns whole logits; its ``weight`` is this rank's rows, and
-so is the embedding's. `Patched.full_state_dict` has the whole ones.
+If your code needs the head, call it: ``model.lm_head(hidden)`` returns whole logits. Its ``weight`` has only
+this rank's rows, and so has the embedding's; `Patched.full_state_dict` has the whole weights.
 
 While a model trains on labels its loss is computed from each rank's part of the logits, and the whole
 vocabulary on every rank would be the largest tensor of the step. The output must have logits all the same,
@@ -42,7 +42,7 @@ _CAUSAL_LM_LOSS = "ForCausalLMLoss"
 
 
 _LOSS = "loss_function"
-"""Name by which transformers' models call it."""
+"""Attribute by which transformers' models call their loss."""
 
 
 class ScaledParallelEmbedding(ParallelEmbedding):
@@ -51,7 +51,7 @@ class ScaledParallelEmbedding(ParallelEmbedding):
     embed_scale: torch.Tensor | float
 
     def take_scale(self, full: Any) -> None:
-        """Take the number from the full embedding."""
+        """Take the scale from the full embedding."""
         self.scalar_embed_scale = getattr(full, "scalar_embed_scale", None)
         if isinstance(full.embed_scale, torch.Tensor):
             self.register_buffer("embed_scale", full.embed_scale.clone(), persistent=False)
@@ -122,7 +122,7 @@ def _divide_head(model: Any, head: nn.Linear, tied_to: nn.Parameter | None, regi
 
 
 def _names_in_forward(model: nn.Module) -> tuple[str, ...]:
-    """Names that a model's forward uses: one that has a loss of its own needs whole logits."""
+    """Return the names that a model's forward uses (a forward without `_LOSS` needs whole logits)."""
     forward = inspect.unwrap(type(model).forward)
     return forward.__code__.co_names
 
@@ -140,7 +140,7 @@ def reject_resizing(*_: Any, **__: Any) -> None:
 
 
 def replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Put a module in the place of another, wherever that is registered."""
+    """Replace the module ``old`` by ``new`` wherever it is registered in ``model``."""
     for module in model.modules():
         for name, child in module._modules.items():
             if child is old:
@@ -151,8 +151,8 @@ class VocabularyLoss:
     """Replaces ``model.loss_function``: computes the loss from this rank's part of the logits.
 
     Args:
-        region: says where the model\'s hidden states are parts of the sequence.
-        vocabulary_size: without padding.
+        region: says where the model's hidden states are parts of the sequence.
+        vocabulary_size: number of ids, without padding.
         own: the model's own loss. If it is not transformers' for causal language models it gets whole logits.
 
     Attributes:
@@ -188,7 +188,7 @@ class _HeadHook:
         if current is not None and self._region.head_returns_parts:
             return output
         if current is not None:
-            current.lost = True  # the model's own loss reads what is whole
+            current.lost = True  # the model's own loss gets whole logits
         return full_logits(output, self._vocabulary_size, self._region.group)
 
 
@@ -206,7 +206,7 @@ class _ModelExitHook:
             if output is None or current is None or current.owner is not model:
                 return None
             if root.get_output_embeddings() is not region.head:
-                return None  # an earlier stage of a pipeline, whose head is another's
+                return None  # an earlier stage of a pipeline: the head is on another
             if current.labelled and not current.lost:
                 raise RuntimeError(
                     "the forward of a patched model computed its loss without model.loss_function (a fused "
@@ -247,7 +247,7 @@ def full_logits(
 ) -> torch.Tensor:
     """Gather logits ``[.., V / tp]`` to ``[.., vocabulary_size]``; every rank must do the same with them.
 
-    With ``when_read`` they are gathered when they are read.
+    With ``when_read`` the result gathers at the first operation that reads it (`LazyLogits`).
     """
     made: torch.Tensor
     if has_torch_function_unary(shard):

@@ -1,7 +1,7 @@
-"""How a parameter is divided among the ranks.
+"""Divides parameters among the ranks.
 
-A rank's parameter is a part of a full one; which part, a `Partition` says. It cuts a full tensor when a layer
-is made or loaded, and puts the ranks' parts together again when a model is saved.
+A `Partition` says which part of a full parameter a rank has. It cuts the full tensor when a layer is made or
+loaded, and puts the ranks' parts together again when a model is saved.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Partition:
 
     Args:
         dim: the divided dim.
-        sections: their sizes in the full tensor.
+        sections: sizes of the sections in the full tensor.
         ranks: size of the tensor-parallel group.
         replicas: of each section, how many consecutive ranks hold the same part: with 2, ranks 0 and 1 hold
             the first part, ranks 2 and 3 the second. So key and value heads stay beside their query heads.
-        padded: sizes that do not divide are filled up with zeros at the end, on every rank to the same size.
+        padded: whether sizes that do not divide are filled up with zeros, to the same size on every rank.
 
     Raises:
         ValueError: a section does not divide.
@@ -74,7 +74,7 @@ class Partition:
         replicas: int | Sequence[int] = 1,
         padded: bool = False,
     ) -> Partition:
-        """Make one from NxD's ``stride``, or from ``sections``, whose sizes add up to ``size``."""
+        """Return a partition with NxD's ``stride``, or with ``sections`` whose sizes add up to ``size``."""
         if sections is None:
             if size % stride:
                 raise ValueError(f"stride={stride} does not divide {size} in dim {dim}")
@@ -106,8 +106,8 @@ class Partition:
     def tags(self) -> dict[str, Any]:
         """NxD's attributes of a parameter with this division, and how many ranks hold the same part.
 
-        ``replicated_over`` is there only where more than one rank does: an ``int``, or where sections differ
-        a tuple of (size of the part along the dim, number of ranks).
+        ``replicated_over`` is there only if more than one rank does: an ``int``, or, if sections differ, a
+        tuple with a pair (size of the part along the dim, number of ranks) for each section.
         """
         tags = {
             "tensor_model_parallel": True,
@@ -182,28 +182,28 @@ def kaiming_weight(weight: torch.Tensor) -> torch.Tensor:
 
 
 def uniform_bias(input_size: int) -> InitMethod:
-    """Return what fills a bias as an ``nn.Linear`` of so many input features does."""
+    """Return a function that fills a bias like an ``nn.Linear`` with ``input_size`` input features."""
     bound = 1 / math.sqrt(input_size) if input_size else 0.0
     return lambda bias: bias.uniform_(-bound, bound)
 
 
 def like_parameter(part: torch.Tensor, parameter: nn.Parameter) -> nn.Parameter:
-    """Return ``part`` as a parameter that requires a gradient, and has the attributes, as ``parameter``."""
+    """Return ``part`` as a parameter with the attributes and ``requires_grad`` of ``parameter``."""
     made = nn.Parameter(part, requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     return made
 
 
 def whole_of_ranks(part: torch.Tensor, partition: Partition, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the full tensor of which each rank has its ``part``. Every rank of the group must call it."""
+    """Return the full tensor of which each rank passes its ``part``. Every rank of the group must call it."""
     return partition.whole(list(gathered(part.unsqueeze(0), 0, group)))
 
 
 def with_summed_gradient(weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return ``weight``; where ranks hold replicas of it, their gradients are summed in backward.
+    """Return ``weight``; if ranks hold replicas of it, the replicas' gradients are summed in backward.
 
-    Each rank of a replica's block computes a share of the gradient (of the query heads that it holds). After
-    the sum the gradient is complete, and bitwise the same on all of them, so that they stay alike.
+    Each rank with a replica computes a share of the gradient (from the query heads that it holds). After the
+    sum the gradient is complete, and bitwise the same for all replicas, so that they stay alike.
     """
     replicated: int | tuple[tuple[int, int], ...] = getattr(weight, "replicated_over", 1)
     if replicated == 1 or not (torch.is_grad_enabled() and weight.requires_grad):

@@ -1,4 +1,4 @@
-"""Says what happens to each op of a given model: keep, swap or recompute.
+"""Decides what happens to the saved tensors of each op of a model: keep, swap or recompute.
 
 In: an `ActSwapConfig` and a model.
 Out: a `MemoryPlan`: rows of layer, op path and fate, with an adjustment for each change to what was
@@ -8,7 +8,7 @@ Out: a `MemoryPlan`: rows of layer, op path and fate, with an adjustment for eac
 `forward_recorder`). `resolve` applies what was requested (`apply_rules`) and the coupling rules (`rules`).
 `settle` changes a plan once the real shapes are known, and `saved_bytes` counts what it keeps and moves.
 
-It knows names, layers, ops and bytes; no streams, no hooks of a training.
+The package knows names, layers, ops and bytes. It knows no CUDA streams, and no hooks of a training run.
 """
 
 from __future__ import annotations

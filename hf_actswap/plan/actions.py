@@ -27,22 +27,25 @@ FATES: Mapping[Fate, str] = {
 }
 """Each fate, and what it means in a sentence for people."""
 Scope = int | str
-"""A decoder layer by its index, a layer of another stack by its module path, or one of `SCOPES`."""
+"""Where a row applies: a decoder layer (its index), a layer of another stack (its module path), or one of
+`SCOPES`."""
 SCOPES = ("embedding", "final_norm", "head")
-"""The scope of what is around the decoder layers."""
+"""The scopes of the modules before and after the decoder layers."""
 Layer = Annotated[int, Rule("a layer", lambda layer: layer >= 0)]
 AnyLayer = Annotated[Scope, Rule("a layer", lambda layer: isinstance(layer, str) or layer >= 0)]
 OpCall = tuple[Scope | None, str, Count | None]
-"""Scope (``None``: outside all of them), op path inside it, and ordinal of the call (``None``: a module)."""
+"""One call: its scope (``None``: outside all scopes), its op path inside the scope, and which call of this op
+it is, counted from 0 (``None``: the op is a module)."""
 Positive = Annotated[int, Rule("a whole number above 0", lambda value: value > 0)]
 LayerCount = Annotated[int, Rule("a number of layers, at most 10000", lambda count: 0 <= count <= 10_000)]
 
 OUTPUT = "output"
-"""Op path of the hidden state that a layer returns. A module of that name (BERT's) has only its parts."""
+"""Op path of the hidden state that a layer returns. If a layer has a module of this name (BERT), only paths
+below it (``output.dense``) name parts of that module."""
 
 COMPILE_BUDGET = "compile_budget"
-"""Parameter of a layer's row (op path ``""``): the share of its activation memory that its compiled region
-may save, 0 to 1. The fate of that row is the fate of what the region saves."""
+"""Key in the `PlanRow.parameters` of a whole layer (op path ``""``): the share of its activation memory that
+its compiled region may save, 0 to 1. The row's fate is the fate of what the region saves."""
 
 _Parameters = Annotated[
     Mapping[str, Any],
@@ -53,7 +56,7 @@ _Parameters = Annotated[
 ]
 
 RELEASE_PER_PREFETCH = 3
-"""Forward hold per operator of backward lead (MindSpore, ``offload_activation.cc``: a constant)."""
+"""``release_ops`` for each of ``prefetch_ops`` (MindSpore, ``offload_activation.cc``: a constant)."""
 
 
 @dataclass(frozen=True)
@@ -71,25 +74,25 @@ class Windows:
 
     @classmethod
     def of_prefetch(cls, prefetch_ops: int) -> Windows:
-        """Both windows from the YAML number, as the reference couples them."""
+        """Return both windows for a ``backward_prefetch`` number, coupled as in MindSpore."""
         return cls(prefetch_ops, RELEASE_PER_PREFETCH * prefetch_ops)
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """The fate of what one op produces.
+    """The fate of the tensors that one op produces.
 
     Args:
-        scope: index of the decoder layer in the model given; module path of a layer of another stack
+        scope: index of the decoder layer in the model; module path of a layer of another stack
             (``model.vision_tower.encoder.layers.3``); or ``embedding``, ``final_norm``, ``head``.
         op_path: op inside the scope (``self_attn.flash_attention``); ``""`` is the whole scope, ``output``
             the hidden state that the layer returns. A row covers everything below its path; the longest
             path wins.
-        ordinal: which call of the op within the layer, from 0; ``None``: all. A row with one beats
-            a row without.
-        fate: see the glossary.
-        windows: of a swap; ``None``: chosen by the engine from measured times (``auto``). Else ``None``.
-        parameters: what else the fate needs; JSON values (`COMPILE_BUDGET`).
+        ordinal: which call of the op within the layer, from 0; ``None``: all calls. A row with an ordinal
+            beats a row without.
+        fate: one of `FATES`.
+        windows: when a swapped tensor moves; ``None``: the engine chooses by measurement (``auto``).
+        parameters: what else the fate needs, as JSON values (`COMPILE_BUDGET`).
     """
 
     scope: Scope
@@ -107,8 +110,8 @@ class Tile:
     Args:
         scope: as in `PlanRow`; ``head`` is the head with the loss behind it.
         op_path: op inside the scope; ``""``: all of it.
-        tokens: of one piece.
-        tiles: how many pieces; without either the engine chooses by the number of tokens (``auto``).
+        tokens: number of tokens in one piece.
+        tiles: number of pieces. If both are ``None``, the engine chooses by the number of tokens (``auto``).
     """
 
     scope: Scope
@@ -127,8 +130,8 @@ class SequenceChunks:
     """A sequence that runs chunk by chunk, with the keys and values of earlier chunks on the host.
 
     Args:
-        tokens: of a chunk; ``None``: chosen by the model's heads (``auto``).
-        grad_accum_dtype: in which the gradients of keys and values are summed on the host.
+        tokens: number of tokens in a chunk; ``None``: chosen by the model's attention heads (``auto``).
+        grad_accum_dtype: dtype in which the gradients of keys and values are summed on the host.
     """
 
     tokens: Positive | None = None
@@ -141,13 +144,13 @@ class SequenceChunks:
 
 @dataclass(frozen=True)
 class Adjustment:
-    """A rule that changed what the user wrote.
+    """A change to what the user wrote, and the rule that made it.
 
     Args:
         where: YAML path of the requested policy.
-        layers: concerned, decoder layers by their global index; empty if the requested policy concerns no
-            layer in particular.
-        op_path: op concerned, as the user named it; as the layer names it where a rule reached another op.
+        layers: the layers concerned, decoder layers by their global index; empty if the requested policy
+            concerns no layer in particular.
+        op_path: the op concerned, as the user named it; as the layer names it if the rule changed another op.
         asked: fate or value requested.
         got: what happens instead.
         reason: the rule, in words, with its source.
@@ -171,8 +174,8 @@ class MemoryPlan:
     """What will happen to the saved tensors of one model.
 
     Args:
-        rows: the fates that are not "keep what nothing else names".
-        num_layers: decoder layers of the model given.
+        rows: the fates; ops that no row covers are kept.
+        num_layers: number of decoder layers of the model.
         family: ``model_type`` of the model; information only.
         adjustments: one for each rule that changed what the user wrote.
         min_tensor_bytes: smaller saved tensors are never swapped.
@@ -181,10 +184,11 @@ class MemoryPlan:
         gather_weights_again: whether FSDP2 frees gathered weights after forward and gathers them in backward.
         keeps_gathered: layers whose parallel projections save what they gathered, and do not gather again.
         fused_recompute: whether chains of dropped ops are run again in one kernel (it may round otherwise).
-        tiles: what runs over pieces of the tokens; in the document where there are any.
-        streamed: how the sequence is streamed; ``None``, and not in the document: it is whole.
-        lines: the reference-style log lines; warnings apart.
-        warnings: the reference's conflict warnings.
+        tiles: the parts of the model that run over pieces of the tokens. The JSON has this key only if there
+            are any.
+        streamed: how the sequence is streamed; ``None``: it is not (then the JSON has no such key).
+        lines: the log lines that MindFormers would write, without warnings.
+        warnings: the warnings that MindFormers would write about conflicting keys.
         unsupported: requested policies that this version resolves but cannot apply, by name;
             `hf_actswap.apply` rejects them.
     """
@@ -219,12 +223,12 @@ class MemoryPlan:
 
     @cached_property
     def scopes(self) -> tuple[Scope, ...]:
-        """The decoder layers, what is around them, and the layers of other stacks that rows name."""
+        """The decoder layers, the `SCOPES` around them, and the layers of other stacks that rows name."""
         known: dict[Scope, None] = dict.fromkeys((*range(self.num_layers), *SCOPES))
         return tuple(known | dict.fromkeys(sorted((row.scope for row in self.rows), key=layer_order)))
 
     def row(self, scope: Scope, op_path: str, ordinal: int | None = None) -> PlanRow | None:
-        """Return the row that decides ``op_path``: the longest path, then the ordinal."""
+        """Return the row that decides ``op_path``: the longest path wins, then a row with the ordinal."""
         table = self._by_path.get(scope)
         if table is None:
             return None
@@ -263,17 +267,17 @@ class MemoryPlan:
         """Read a plan back.
 
         Args:
-            text: of the document.
-            source: where it is from, for the message.
+            text: the plan as JSON.
+            source: name of the file, for the error message.
 
         Raises:
-            PlanError: not a plan, written by a newer format, or malformed; names every fault.
+            PlanError: the text is no plan, has a newer format version, or is malformed; names every fault.
         """
         return cls.from_document(JsonReader(text, "plan", PlanError, source))
 
     @classmethod
     def from_document(cls, reader: JsonReader) -> MemoryPlan:
-        """Read a plan from a document that may hold other sections too; raises all faults of the reader."""
+        """Read a plan from a document that may hold other sections too; raises all of its faults at once."""
         reader.check_format(PLAN_FORMAT, PLAN_FORMAT_VERSION)
         num_layers = reader.value(LayerCount, "num_layers")
         reader.finish()
@@ -286,11 +290,11 @@ class MemoryPlan:
 
 
 def scope_rule(num_layers: int, stacks: bool = False) -> Rule:
-    """Return what a scope must be.
+    """Return the rule that a scope in a document must satisfy.
 
     Args:
-        num_layers: of the decoder.
-        stacks: whether layers of other stacks are meant too.
+        num_layers: number of decoder layers.
+        stacks: whether layers of other stacks are allowed too.
     """
     around = f"or one of {', '.join(SCOPES)}"
     path = "the module path of another stack's layer, " if stacks else ""
@@ -304,7 +308,7 @@ def scope_rule(num_layers: int, stacks: bool = False) -> Rule:
 
 
 def path_around(op_path: str) -> str:
-    """Return the path of the module that holds an op, ``""`` for the layer; nothing is held by `OUTPUT`."""
+    """Return the path of the module around an op; ``""``: the layer, also for ops in a module `OUTPUT`."""
     around = op_path.rpartition(".")[0]
     return "" if around == OUTPUT else around
 
@@ -326,7 +330,7 @@ def folded(scopes: Iterable[Scope]) -> str:
 
 
 def folded_tiles(tiles: Iterable[Tile]) -> list[tuple[str, str, str]]:
-    """Return layers, op and pieces of each line of a table, with equal tiles of several layers in one."""
+    """Return the lines (layers, op, pieces) of a table; equal tiles of several layers share a line."""
     by_op: dict[tuple[str, str], list[Scope]] = {}
     for tile in tiles:
         by_op.setdefault((tile.op_path or "everything", str(tile)), []).append(tile.scope)

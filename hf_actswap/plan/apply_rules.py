@@ -1,12 +1,12 @@
 """Applies what the user wrote to the layers of a model, and records which requests are dropped, and why.
 
-`RuleApplier` takes the rules in the reference's order; each method takes one key of the configuration in its
-normal form, applies the fates, and notes what the reference would log.
+Each method of `RuleApplier` applies one key of the configuration: it sets fates, and notes what MindFormers
+would log. `resolve` calls the methods in MindFormers' order.
 
-`CommunicationRuleApplier` applies what was written about communication inside layers: keep its results, or
-communicate again. A communication is a function of a layer like any other (``input_layernorm.all_gather``);
-MindFormers names the op that it is beside (``attention_norm.norm``). A model without parallel layers has
-none: then the names are checked and logged, and `resolve.policies_without_effect` adds the adjustments.
+`CommunicationRuleApplier` applies the keys about communication inside layers: keep its results, or
+communicate again. A communication is a function of a layer like any other (``input_layernorm.all_gather``),
+but the keys name the op beside it (``attention_norm.norm``). A model without parallel layers has no
+communication: the names are checked and logged, and `resolve.policies_without_effect` adds the adjustments.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RESULT_IS_SMALLER = (
 )
 NOTHING_RECOMPUTED = "no recomputed layer communicates"
 FINAL_NORM = "final_norm"
-"""Op name in ``tile_config.tile`` of what is in no layer: the scope of that name."""
+"""Op name in ``tile_config.tile``, and scope, of the norm after the last layer, which is in no layer."""
 INPUT_IS_SPLIT = "with sequence parallelism each rank holds its own part of the input already"
 INPUT_IS_SWAPPED = "its input is swapped"
 NOT_WHOLE = "no layer is recomputed whole"
@@ -55,18 +55,18 @@ Selection = dict[str, tuple[object, tuple[int, ...]]]
 
 
 class RuleApplier:
-    """Fates and requests of the layers that a model holds.
+    """Applies the keys of a configuration to the layers that a model, or a pipeline stage of it, holds.
 
     Args:
-        structure: of the model.
-        local: global layer -> layer of the model.
-        num_layers: of the whole model.
+        structure: structure of the model given.
+        local: index of each layer in the model given, by its global index.
+        num_layers: number of layers of the whole model.
         swap: whether ``swap_config.swap`` is on.
 
     Attributes:
-        fates, requests: by global layer.
+        fates, requests: what was decided for each layer and what was asked, by global layer index.
         outside_rows: rows outside the layers: the embedding's, whose output is the first layer's input.
-        problems: paths that name nothing, layers that do not exist.
+        problems: paths that name no op, layers that do not exist.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class RuleApplier:
                 )
 
     def apply_tiles(self, rules: Iterable[OpTileRule]) -> tuple[Tile, ...]:
-        """Return what runs in tiles, by layer of the model; the first entry that names a module wins."""
+        """Return the tiles that the entries ask for; the first entry that names a module wins."""
         found: dict[tuple[Scope, str], Tile] = {}
         for index, rule in enumerate(rules):
             where = f"tile_config.tile[{index}]"
@@ -240,7 +240,7 @@ class RuleApplier:
         return found
 
     def swap_inputs(self, layers: Iterable[int], prefetch: Prefetch) -> None:
-        """Swap the input of ``layers``, and of those where gradient checkpointing leaves nothing to swap."""
+        """Swap the input of ``layers``, and of checkpointed layers whose ops were to be swapped."""
         windows = {layer: _windows(prefetch) for layer in layers if layer in self.fates}
         for layer, fates in self.fates.items():
             if not fates.layer.checkpointed or self._structure.compiled:
@@ -258,7 +258,7 @@ class RuleApplier:
                 self.outside_rows = (PlanRow("embedding", OUTPUT, "swap", windows=chosen),)
 
     def ops_read_to_swap(self, wanted: Layers) -> frozenset[int]:
-        """Return the layers in which ``select_recompute_input`` lets what recomputed ops read be swapped."""
+        """Return the layers in which inputs of recomputed ops may be swapped (``select_recompute_input``)."""
         where, asked = "swap_config.select_recompute_input", "swapped as written"
         named = self._layers(wanted, where)
         found = {layer for layer in named if layer in self.fates and self.fates[layer].selects}
@@ -270,11 +270,11 @@ class RuleApplier:
         return frozenset(found)
 
     def keep_inputs(self, lifted: frozenset[int], read: frozenset[int]) -> None:
-        """Rule 2: keep what recomputed ops read.
+        """Keep the inputs of recomputed ops on the device (MindFormers, coupling rule 2).
 
         Args:
-            lifted: layers recomputed whole whose input is swapped.
-            read: layers in which what selectively recomputed ops read may be swapped.
+            lifted: layers recomputed whole whose input is swapped all the same (`inputs_to_swap`).
+            read: layers in which the inputs of recomputed ops may be swapped (`ops_read_to_swap`).
         """
         where = "swap_config"
         for layer, fates in self.fates.items():
@@ -288,7 +288,7 @@ class RuleApplier:
                 self.adjustment(where, "output", "swap", "keep", OUTPUT_FEEDS_RECOMPUTE, layer - 1)
 
     def matches(self, op_path: str, layers: Iterable[int], where: str) -> list[tuple[int, list[Match]]]:
-        """Return the ops that a path names, by layer that this model holds; naming none is a problem."""
+        """Return (layer, ops that a path names in it) for layers held here; no op at all is a problem."""
         found = []
         held = [layer for layer in sorted(layers) if layer in self.fates]
         for layer in held:
@@ -306,7 +306,7 @@ class RuleApplier:
         return found
 
     def targets(self, op_path: str, layers: Iterable[int]) -> dict[str, tuple[int, ...]]:
-        """Return the ops that a path names, each with the layers in which it does."""
+        """Return the op paths of this model that ``op_path`` names, each with its global layers."""
         found: dict[str, dict[int, None]] = {}
         for layer in layers:
             for match in self._names[self._local[layer]].match(op_path):
@@ -315,7 +315,7 @@ class RuleApplier:
         return {target: tuple(where) for target, where in found.items()}
 
     def layers_named(self, layers: Layers) -> tuple[int, ...]:
-        """Return the global indices that an entry names, of those that there are."""
+        """Return the global layer indices that an entry names, without those beyond the last layer."""
         if isinstance(layers, bool):
             return tuple(range(self._num_layers)) if layers else ()
         return tuple(layer for layer in layers if layer < self._num_layers)
@@ -335,7 +335,7 @@ class RuleApplier:
         )
 
     def _layers(self, layers: bool | tuple[int, ...], where: str) -> list[int]:
-        """Return global indices; those outside the model are a problem."""
+        """Return the global layer indices that an entry names; indices outside the model are a problem."""
         last = self._num_layers - 1
         outside = [layer for layer in layers if layer > last] if not isinstance(layers, bool) else []
         if outside:
@@ -363,10 +363,10 @@ class RuleApplier:
 
 
 class CommunicationRuleApplier:
-    """Requested policies about communication, applied by a `RuleApplier`.
+    """Applies the keys about communication inside layers to the fates of a `RuleApplier`.
 
     Args:
-        applier: of the same plan.
+        applier: holds the fates and collects the adjustments.
         swap: whether ``swap_config.swap`` is on.
     """
 
@@ -377,8 +377,8 @@ class CommunicationRuleApplier:
     def again(self, table: Selection, full: tuple[int, ...]) -> None:
         """``select_comm_recompute``: communicate again in backward, beside the named ops.
 
-        Layers that are recomputed whole do as ``mp_comm_recompute`` says (MindFormers, LayerSetting: full
-        recomputation of a layer, and selection is not applied to it).
+        Layers that are recomputed whole follow ``mp_comm_recompute`` instead (MindFormers, LayerSetting:
+        selection is not applied to a layer that is recomputed whole).
         """
         where = "recompute_config.select_comm_recompute"
         for pattern, (_, layers) in table.items():
@@ -394,7 +394,7 @@ class CommunicationRuleApplier:
                     self._again(fates, path, where, layer)
 
     def keep(self, table: Selection, used: set[str]) -> None:
-        """``select_comm_recompute_exclude``: keep the results of what the named ops communicate."""
+        """``select_comm_recompute_exclude``: keep the results of communications beside the named ops."""
         where = "recompute_config.select_comm_recompute_exclude"
         for pattern, (_, layers) in table.items():
             effective = pattern in used
@@ -409,7 +409,7 @@ class CommunicationRuleApplier:
                 self._adjustment(where, pattern, "keep communication", "no effect", reason, None)
 
     def keep_all(self) -> None:
-        """``mp_comm_recompute: false``: what is recomputed keeps the results of its communications.
+        """``mp_comm_recompute: false``: keep the results of all communications inside what is recomputed.
 
         (MindSpore's ``Cell.recompute``: the communication beside an op is excluded from recomputation.)
         """
@@ -467,7 +467,7 @@ def _overlap(path: str, other: str) -> bool:
 
 
 def _windows(prefetch: Prefetch) -> Windows | None:
-    """``auto`` is left to the engine, which measures; what it chooses becomes an adjustment then."""
+    """Return the windows of a prefetch number; ``None`` for ``auto``: the engine measures and chooses."""
     return None if prefetch == "auto" else Windows.of_prefetch(prefetch)
 
 

@@ -1,4 +1,4 @@
-"""What a plan can do beside Hugging Face's own gradient checkpointing."""
+"""Checks whether a plan can be applied together with Hugging Face's own gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ON = "gradient checkpointing switched on"
 def problems_of_checkpointing(
     layers: Mapping[Scope, nn.Module], plan: MemoryPlan, compiled: bool
 ) -> list[Problem]:
-    """Return what a plan requests that cannot be done with gradient checkpointing.
+    """Return the requests of a plan that cannot be carried out with gradient checkpointing switched on.
 
     Args:
-        layers: of the model (`ModelStructure.layer_modules`).
-        plan: to be applied to it.
-        compiled: whether the model is compiled as a whole, so that its rows name no layer in particular.
+        layers: layers of the model, by scope (`ModelStructure.layer_modules`).
+        plan: the plan to be applied to the model.
+        compiled: whether the model is compiled as a whole, so that rows name no layer in particular.
     """
     on = [scope for scope, layer in layers.items() if is_checkpointed(layer)]
     if not on or not plan.rows:

@@ -1,8 +1,8 @@
-"""Looking through ``torch.compile``: what a compiled module is called, and what is inside it.
+"""Looks through the wrappers of ``torch.compile``: the paths of compiled modules, and the modules inside.
 
-``torch.compile(module)`` puts a wrapper around a module, which shows in every path below it;
-``module.compile()`` changes only how it is called. Wrappers are recognised by what they are (a module that
-holds ``_orig_mod``), so that nothing of the compiler is imported.
+``torch.compile(module)`` puts a wrapper around a module, whose name shows in every path below it;
+``module.compile()`` changes only how the module is called. A wrapper is recognised as a module that holds
+``_orig_mod``, so that nothing of the compiler is imported.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def runs_cuda_graphs(module: nn.Module) -> bool:
 
 
 def called_modules(layer: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield op path and module for what ``layer`` calls eagerly: compiled modules, but nothing in them.
+    """Yield (op path, module) for what ``layer`` calls eagerly: compiled modules, but no modules inside them.
 
     A hook on a module inside compiled code would be compiled with it.
     """

@@ -1,9 +1,9 @@
-"""What can be requested for layers that are compiled.
+"""Checks what a plan requests of layers that are compiled.
 
-A compiled region saves what its partitioner chose: tensors in an order, without the names of the ops that
-made them. So its swap is a layer's, by size and order, and swap rules that name ops inside cannot be kept.
-Recomputation can: the tracer records which module and function each op comes from, and the partitioner obeys
-a tag on it (`engine/compiled_regions.py`).
+A compiled region saves what its partitioner chose: a list of tensors, without the names of the ops that made
+them. So such a layer can only be swapped whole, by size and order; swap rules that name ops inside cannot be
+carried out. Recomputation of single ops can: the tracer records which module and function each op comes from,
+and the partitioner obeys a tag on the op (`engine/compiled_regions.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNSEEN = "nothing in it is a function that the tracer names"
 
 
 def by_layer(config: ActSwapConfig, structure: ModelStructure) -> tuple[ActSwapConfig, list[Adjustment]]:
-    """Turn the default strategy into a layer swap where layers are compiled: there are no ops to name."""
+    """Return ``config``, with layer swap as the default strategy if layers are compiled; and adjustments."""
     swap = config.swap_config
     compiled = structure.compiled or any(layer.compiled for layer in structure.layers)
     if not (compiled and swap.swap and swap.layer_swap is None and swap.op_swap is None):
@@ -47,7 +47,7 @@ def by_layer(config: ActSwapConfig, structure: ModelStructure) -> tuple[ActSwapC
 
 
 def problems_of_compiled(plan: MemoryPlan, structure: ModelStructure) -> list[Problem]:
-    """Return requests that compiled layers cannot carry out, and those that only compiled layers can."""
+    """Return requests that compiled layers cannot carry out, and compile budgets of other layers."""
     problems = _problems_of_budgets(plan, structure)
     compiled = {layer.index for layer in structure.all_layers if layer.compiled}
     compiled |= {layer.index for layer in structure.layers if structure.compiled}
@@ -101,7 +101,7 @@ def _problems_of_budgets(plan: MemoryPlan, structure: ModelStructure) -> list[Pr
 
 
 def _problems_of_tags(rows: list[PlanRow], structure: ModelStructure) -> list[Problem]:
-    """Name the recomputed ops that cannot be found among what the tracer sees."""
+    """Return a problem for each recomputed op that cannot be told apart in the compiler's trace."""
     layers = {layer.index: layer for layer in structure.all_layers}
     why: dict[tuple[str, str], list[Scope]] = {}
     for row in rows:
@@ -120,7 +120,7 @@ def _problems_of_tags(rows: list[PlanRow], structure: ModelStructure) -> list[Pr
 
 
 def _untaggable(layer: LayerStructure, row: PlanRow, structure: ModelStructure) -> str:
-    """Say why an op cannot be tagged, or return ``""``."""
+    """Return why the op of a row cannot be tagged for recomputation; empty: it can."""
     if row.ordinal is not None:
         return "single calls of an op are not told apart there"
     if not structure.functions_known:

@@ -1,4 +1,4 @@
-"""A dry run: one call of a model on fake tensors that leaves no trace. No hook, no kernel, nothing compiled.
+"""A dry run: one call of a model on fake tensors, without hooks, kernels or compilation.
 
 The call happens on a model that is already set up for training, so it must not have side effects. A
 hook may gather sharded weights (FSDP2 keeps what it gathers: fake tensors would stay in the model for good)
@@ -29,10 +29,10 @@ from .mindformers_names import EXPERTS_MODULE
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _PART_OF_THE_MODEL = frozenset({"transformers.utils.output_capturing", "transformers.modeling_utils"})
-"""Whose hooks stay: a forward of transformers reads what these collect (router logits)."""
+"""Modules of transformers whose hooks stay: a forward reads what they collect (router logits)."""
 
 _PART = "part_of_the_model"
-"""Attribute of hooks that stay because a patched model does not compute without them."""
+"""Attribute that marks hooks that stay: a patched model does not compute without them."""
 
 _ASK_PACKED = "find_packed_sequence_indices"
 _NO_ADDRESS = "fake_tensor_allow_unsafe_data_ptr_access"
@@ -41,20 +41,21 @@ _MASK, _POSITIONS = "attention_mask", "position_ids"
 _DEVICE = torch.ops.prim.device.default
 _VIEW, _UNSAFE_VIEW = torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default
 _PLAIN = frozenset({int, float, bool, type(None), torch.dtype, torch.device, torch.layout})
-"""Types of arguments that describe themselves."""
+"""Types of arguments that go into the key of PyTorch's cache as they are."""
 
 _EXAMPLE_SHAPE = (2, 8)
-"""(batch, sequence); a batch of one would take short cuts that others do not (``expand``, ``matmul``)."""
+"""(batch, sequence); a batch of one would take shortcuts that larger ones do not (``expand``, ``matmul``)."""
 
 _IMAGE_SIZE, _FRAMES, _SAMPLES = 224, 1500, 16_000
-"""Of an image in pixels, of a spectrogram, and of a second of sound, where the configuration is silent."""
+"""Sizes of examples if the model's configuration gives none: side of an image in pixels, frames of a
+spectrogram, samples of a second of sound."""
 
 _Hooks = MutableMapping[int, Callable[..., Any]]
 
 
 @contextmanager
 def hooks_off(model: nn.Module) -> Iterator[None]:
-    """Take the hooks of all modules, and those for every module, off and put them back in their order.
+    """Take off the hooks of all modules, and the global module hooks; put them back in order at the end.
 
     The dictionaries stay the same objects, so that handles given out earlier still remove their hooks. A hook
     that the model itself registers meanwhile stays.
@@ -86,10 +87,10 @@ def hooks_off(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def one_sequence_each() -> Iterator[None]:
-    """Tell transformers that no row of ids is packed from several sequences, which it cannot read off fakes.
+    """Tell transformers that no row is packed from several sequences; it cannot read that from fake tensors.
 
-    It would build an attention mask to be safe, with which attention runs otherwise than in training: keys
-    and values are repeated for their groups of heads, in ops and nodes that a real forward does not have.
+    It would build an attention mask to be safe. With a mask, attention repeats keys and values for their
+    groups of heads, with ops and autograd nodes that a forward in training does not have.
     """
     names = getattr(sys.modules.get("transformers.masking_utils"), "__dict__", {})
     ask = names.get(_ASK_PACKED)
@@ -104,17 +105,17 @@ def one_sequence_each() -> Iterator[None]:
 
 
 class _FakeTensors(FakeTensorMode):
-    """Answers what PyTorch's fake tensors do, in two thirds of the time, and knows one shape and one value.
+    """PyTorch's fake tensor mode, in two thirds of the time, and with answers for ``bincount`` and ``rand``.
 
-    PyTorch caches the answer of each op, and spends most of a dry run on describing the arguments for the
+    PyTorch caches the result of each op, and spends most of a dry run on describing the arguments for the
     cache's key: the description here is shorter. PyTorch does not cache ``_unsafe_view`` (one in each linear
     layer), which below autograd is the same as ``view``.
 
-    The shape: ``bincount`` of choices among ``minlength`` has that many rows; in general its values decide.
-    The balancing losses of transformers up to 5.17 count experts with it.
+    ``bincount`` with a ``minlength`` returns that many elements; in general the number depends on the values.
+    The balancing losses of transformers up to 5.17 count tokens per expert with it.
 
-    One random number is 0.5: encoders and decoders of transformers up to 5.17 draw one to decide whether they
-    drop a layer (``layerdrop``), and a value is needed for that.
+    ``rand`` of a single number has the value 0.5: encoders and decoders of transformers up to 5.17 compare
+    one with ``layerdrop``, to decide whether they drop a layer.
     """
 
     @classmethod
@@ -158,16 +159,16 @@ def _is_described(fake: FakeTensor) -> bool:
 
 
 def is_dry(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call with these arguments is on fake tensors. It may come in the midst of a real one."""
+    """Whether a call with these arguments is on fake tensors. Such a call may come within a real one."""
     return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs)))
 
 
 @contextmanager
 def fakes_only() -> Iterator[None]:
-    """Make tensors fake, without an address, and record autograd's nodes but nothing that they save.
+    """Make tensors fake, without an address; autograd creates its nodes, but they save nothing.
 
-    An interrupt waits until the end: PyTorch also asks fake tensors from C++ that may not throw, and there it
-    would end the process (``terminate called after throwing an instance of 'python_error'``).
+    Ctrl-C waits until the end: PyTorch also calls fake tensors from C++ code that may not throw, where an
+    interrupt would end the process (``terminate called after throwing an instance of 'python_error'``).
     """
     no_address: AbstractContextManager[Any] = nullcontext()
     if hasattr(functorch_config, _NO_ADDRESS):
@@ -186,11 +187,14 @@ def fakes_only() -> Iterator[None]:
 
 @contextmanager
 def dry_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Let ``model`` be called on fake tensors without a trace; see `dry_run`.
+    """Prepare a call of ``model`` on fake tensors: its hooks are off, and nothing is compiled.
 
     Args:
-        model: none of its hooks runs.
-        kwargs: of the real call; what is yielded of them is to be made fake (`fake_batch`).
+        model: the model that will be called inside the context.
+        kwargs: keyword arguments of the real call.
+
+    Yields:
+        The arguments without an idle mask; the caller makes their tensors fake (`fake_batch`).
     """
     named = without_idle_mask(kwargs)
     packed = nullcontext() if holds_several_sequences(named) else one_sequence_each()
@@ -199,7 +203,7 @@ def dry_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, 
 
 
 def check_device(device: torch.device) -> None:
-    """Raise `ValueError` if PyTorch was built without such devices: a graph on one would end the process."""
+    """Raise `ValueError` if PyTorch was built without such devices: autograd on one would end the process."""
     accelerator = torch.accelerator.current_accelerator()
     if device.type not in ("cpu", accelerator.type if accelerator is not None else "cpu"):
         raise ValueError(f"this build of PyTorch has no {device.type} devices")
@@ -208,7 +212,7 @@ def check_device(device: torch.device) -> None:
 def without_idle_mask(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments without a mask that hides no token.
 
-    transformers drops such a mask too, but cannot read that off a fake one. Waits for the device, once.
+    transformers drops such a mask too, but cannot read a fake one. Synchronises with the device once.
     """
     mask = kwargs.get(_MASK)
     idle = isinstance(mask, torch.Tensor) and mask.dim() == 2 and not mask.is_meta and bool(mask.all())
@@ -216,7 +220,7 @@ def without_idle_mask(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def holds_several_sequences(kwargs: Mapping[str, Any]) -> bool:
-    """Whether positions say that a row is packed from several sequences, which attention then keeps apart."""
+    """Whether ``position_ids`` say that a row is packed from several sequences, which attention separates."""
     positions = kwargs.get(_POSITIONS)
     if not isinstance(positions, torch.Tensor) or positions.is_meta:
         return False
@@ -227,8 +231,8 @@ def fake_batch(values: Any, device: torch.device) -> Any:
     """Return ``values`` with plain fake tensors in place of tensors. Call inside `fakes_only`.
 
     Args:
-        values: any tree.
-        device: of the fakes of tensors on ``meta``.
+        values: any pytree.
+        device: where the fakes of tensors on ``meta`` are.
     """
     return tree_map_only(torch.Tensor, lambda tensor: _fake(tensor, device), values)
 
@@ -236,14 +240,14 @@ def fake_batch(values: Any, device: torch.device) -> Any:
 def fake_weights(model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
     """Return fake tensors for the parameters and buffers, by name; tied ones appear once.
 
-    Parameters are ``Parameter``s, by which their casts are known. Sharded and quantised ones become what they
-    stand for: ``shape`` is the whole shape, ``dtype`` the one they compute in, which is the one that FSDP2
-    gives those that it casts when it gathers them. A parameter of a class that is no wrapper (packed weights
-    of bitsandbytes) is left out: its module reads more of it than shape and type.
+    Fakes of parameters count as ``Parameter``, so that autocast's casts of them are recognised. The fake of a
+    sharded or quantised parameter has the whole shape, and the dtype that the parameter computes in; if FSDP2
+    casts parameters when it gathers them, that dtype. A parameter of a class that is no wrapper (packed
+    weights of bitsandbytes) is left out: its module reads more of it than shape and dtype.
 
     Args:
         model: any module. Call inside `fakes_only`.
-        device: of the fakes of tensors on ``meta``.
+        device: where the fakes of tensors on ``meta`` are.
     """
     weights, gathered = dict(model.named_parameters()), dict(_gathered_dtypes(model))
     state: dict[str, torch.Tensor] = {}
@@ -263,15 +267,15 @@ def fake_weights(model: nn.Module, device: torch.device) -> dict[str, torch.Tens
 def expert_stand_ins(
     layers: Iterable[nn.Module], ran: Callable[[str, torch.Tensor, list[torch.Tensor]], None]
 ) -> Iterator[None]:
-    """Replace the forward of routed experts.
+    """Replace the forward of routed experts by one that fake tensors can run.
 
-    Which expert gets which token depends on data, so that fake tensors cannot run them. What they call around
-    their grouped products is the gated activation; the stand-in calls it on tensors that it tells of first.
+    Which expert gets which token depends on data, so fake tensors cannot run the experts. Beside their
+    grouped matrix products they call the gated activation. The stand-in calls only that, on new tensors.
 
     Args:
-        layers: in which the experts are.
-        ran: called with the path of the experts' module inside its layer, what it received, and tensors that
-            stand for its outputs.
+        layers: the layers in which experts are replaced.
+        ran: called before the activation, with the path of the experts' module inside its layer, the hidden
+            states that it received, and the new tensors: its output, and the two inputs of the activation.
     """
     changed: list[nn.Module] = []
     try:
@@ -302,7 +306,7 @@ def _stand_in(
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """A model that cannot run on fake tensors raises an exception; PyTorch would also print its traceback."""
+    """Silence PyTorch, which logs the traceback of an error on fake tensors that it also raises."""
     own = logging.getLogger("torch._subclasses.fake_tensor")
     before, own.disabled = own.disabled, True
     try:
@@ -314,14 +318,14 @@ def quietly() -> Iterator[None]:
 def example_batch(
     model: nn.Module, weights: Iterable[torch.Tensor], shape: tuple[int, int] = _EXAMPLE_SHAPE
 ) -> dict[str, Any]:
-    """Return what a model is called with: of the kind that it takes, all zeros.
+    """Return keyword arguments for a call of a model: ids, pixels or sounds, as it takes them, all zeros.
 
-    Images and sounds have the size of the configuration: some models reject another.
+    Images and sounds have the size that the model's configuration gives: some models reject another.
 
     Args:
-        model: to be called.
-        weights: of it; the batch is on their device.
-        shape: batch and sequence.
+        model: the model to be called.
+        weights: the model's weights; the batch is on their device.
+        shape: batch size and sequence length.
     """
     config: Any = getattr(model, "config", None)
     weight = next((weight for weight in weights if weight.is_floating_point()), torch.empty(0))
@@ -345,7 +349,7 @@ def example_batch(
 
 
 def _gathered_dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype | None]]:
-    """Yield, for each module, the dtype that FSDP2 gives its own parameters; ``None``: the one they have."""
+    """Yield (module path, dtype to which FSDP2 casts the module's own parameters; ``None``: no cast)."""
     nearest: dict[str, torch.dtype | None] = {}
     for name, module in model.named_modules():
         dtype = nearest.get(name.rpartition(".")[0]) if name else None
@@ -370,9 +374,9 @@ def _is_its_data(tensor: object) -> bool:
 
 
 def no_backward(_nothing: None) -> torch.Tensor:
-    """Stands for what autograd has not kept."""
+    """Unpack hook for tensors that `_forget` did not keep: there is nothing to run a backward with."""
     raise RuntimeError("a backward inside the recorded forward: nothing was saved for it")
 
 
 def _forget(_tensor: torch.Tensor) -> None:
-    """Autograd keeps nothing: no backward follows."""
+    """Pack hook that keeps nothing: no backward follows."""

@@ -1,7 +1,7 @@
-"""Records one forward (`record`), on fake tensors or a real one that trains.
+"""Records one forward of a model, on fake tensors or in training, as the types of `record`.
 
-On fake tensors (`dry_run`) nothing is kept; in a real forward the saved tensors must come back: how they are
-held is the caller's affair.
+On fake tensors (`dry_run`) saved tensors are not kept. In training backward needs them: the caller says how
+they are held (`ForwardRecorder.saving`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .record import (
 )
 
 OUTSIDE: OpCall = (None, "", None)
-"""Where no scope runs."""
+"""The `OpCall` for what runs outside all scopes."""
 
 _next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the next autograd node of this thread (private to PyTorch; the same on 2.11 to 2.13)."""
@@ -45,7 +45,7 @@ _next_node_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 Hook = Callable[..., None]
 Undo = Callable[[], None]
 HookWrapper = Callable[[nn.Module, Hook, Hook], list[Undo]]
-"""Calls the first hook before each call of a module, the second after it; returns what takes them away."""
+"""Registers two hooks on a module, for before and after its calls; returns functions that remove them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -53,12 +53,13 @@ class TrackedStorage:
     """A storage that a recorded forward uses.
 
     Args:
-        ref: keeps its address from being reused; ``None`` after `ForwardRecorder.forget`.
-        size_bytes: of all of it.
+        ref: weak reference that keeps the storage's address from being reused; ``None`` after
+            `ForwardRecorder.forget`.
+        size_bytes: size of the whole storage.
         on_device: whether it is on the device whose tensors can move.
-        producer: who owns it; ``None``: it is unowned, and never moves.
-        stays_unowned: whether no producer can own it later.
-        uses: in order.
+        producer: the call that owns it; ``None``: it is unowned, and never moves.
+        stays_unowned: whether no call can own it later.
+        uses: every recorded use, in order.
     """
 
     ref: StorageWeakRef | None
@@ -70,28 +71,28 @@ class TrackedStorage:
 
 
 Tracked = list[tuple[torch.Tensor, TrackedStorage | None]]
-"""Tensors with their storages; ``None``: it is not tracked, or the tensor has none."""
+"""Tensors with their storages; ``None``: the storage is not tracked, or the tensor has none."""
 
 
 class ForwardRecorder(TorchFunctionMode):
-    """Follows scopes, module paths and functions as the engine does, and writes down every use and call.
+    """Follows scopes, module paths and functions as the engine does, and records every use and call.
 
     All ops are named in all layers, because it is not known which of them a plan will need.
 
     Args:
-        scopes: by scope, the path of its module.
-        attention: by scope of each layer, the paths inside it of its attention modules. Of scopes that are
-            missing here (embedding, final norm, head) no calls are written down.
-        device: whose tensors can move; ``None``: none can, and only calls are written down.
-        enters: called each time with where execution is: in the call of a function, or, after it, in a
-            module.
-        compiles: whether compiled modules run compiled: each is one op then, and nothing is followed in it.
-        parts: gives the plain tensors that a weight consists of; ``None``: all weights are unowned
-            beforehand.
+        scopes: module path of each scope.
+        attention: for the scope of each layer, the paths inside the layer of its attention modules. No calls
+            are recorded in scopes that are missing here (embedding, final norm, head).
+        device: the device whose tensors can move; ``None``: none can, and only calls are recorded.
+        enters: called whenever execution enters or leaves a module or function, with the `OpCall` that runs
+            from then on.
+        compiles: whether compiled modules run compiled: each is one op then, and nothing inside is recorded.
+        parts: returns the plain tensors that a weight consists of; ``None``: the caller has marked all
+            weights as unowned.
 
     Attributes:
-        layers: by scope, what was recorded of each layer.
-        order: number of the use written down last.
+        layers: the record of each layer, by scope.
+        order: number of the last recorded use.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class ForwardRecorder(TorchFunctionMode):
         return tuple(SavedStorage(item.size_bytes, tuple(item.uses)) for item in self._storages if item.uses)
 
     def forget(self) -> None:
-        """Free the storages; what has been written down stays."""
+        """Let go of the storages; what has been recorded stays."""
         self._by_key.clear()
         for tracked in self._storages:
             tracked.ref = None
@@ -136,10 +137,10 @@ class ForwardRecorder(TorchFunctionMode):
         """Call ``model`` and record it. Call inside `dry_run.dry_call`.
 
         Args:
-            model: is called.
-            root: in which the paths of the scopes are; ``model``, or a module around it.
+            model: the module to call.
+            root: the module in which the scopes' paths start; ``model``, or a module around it.
             state: the fake weights of ``model``.
-            args, kwargs: on fake tensors.
+            args, kwargs: arguments of the call, with fake tensors.
         """
         self.own(state.values(), None)
         self.own(tree_leaves((args, kwargs)), None)
@@ -148,11 +149,11 @@ class ForwardRecorder(TorchFunctionMode):
 
     @contextmanager
     def installed(self, root: nn.Module, wrap: HookWrapper | None = None) -> Iterator[None]:
-        """Follow the scopes, and the module path inside each layer.
+        """Follow the scopes, and the module path inside each layer, by hooks that are removed at the end.
 
         Args:
-            root: in which the paths of the scopes are.
-            wrap: how hooks get around a module's call; ``None``: as plain hooks.
+            root: the module in which the scopes' paths start.
+            wrap: registers the hooks of a module; ``None``: as PyTorch's module hooks.
         """
         wrap = wrap or _plain_hooks
         undo: list[Undo] = []
@@ -178,10 +179,10 @@ class ForwardRecorder(TorchFunctionMode):
 
     @contextmanager
     def compiled_whole(self, args: Any) -> Iterator[None]:
-        """All layers are one compiled region: what is saved in here is layer 0's, as for the engine.
+        """Record what is saved inside as layer 0's: all layers are one compiled region, as for the engine.
 
         Args:
-            args: what the region is called with.
+            args: the arguments with which the region is called.
         """
         self.own(tree_leaves(args), None)
         self._scope = (0, "", None)
@@ -200,18 +201,18 @@ class ForwardRecorder(TorchFunctionMode):
         """Return hooks that record what autograd saves.
 
         Args:
-            hold: makes what autograd keeps in a saved tensor's place; ``None``: nothing is kept.
-            restore: gives the tensor back.
+            hold: pack hook: returns what autograd keeps in a saved tensor's place; ``None``: nothing is kept.
+            restore: unpack hook: returns the tensor.
         """
         return torch.autograd.graph.saved_tensors_hooks(partial(self._pack, hold), restore)
 
     def ran_unseen(self, path: str, received: torch.Tensor, outputs: list[torch.Tensor]) -> None:
-        """A module has run as one op, with nothing to see inside; call this before its outputs are used.
+        """Record that a module has run as one op; call this before its outputs are used.
 
         Args:
-            path: of the module inside its layer.
-            received: what it read.
-            outputs: all of them have storages of their own.
+            path: path of the module inside its layer.
+            received: the tensor that it read.
+            outputs: the tensors that it made, each with a storage of its own.
         """
         if self._layer is not None:
             with torch._C.DisableTorchFunction():
@@ -220,16 +221,16 @@ class ForwardRecorder(TorchFunctionMode):
             self._layer.produced(made, (path, 0))
 
     def own(self, values: Iterable[Any], producer: OpCall | None) -> None:
-        """Set who owns these tensors, except those that stay unowned.
+        """Set the call that owns the storages of these tensors, except storages that stay unowned.
 
-        With ``None`` those that are not tracked yet stay unowned; the others keep their owners.
+        With ``None``, storages that are not tracked yet will stay unowned; all others keep their owners.
         """
         for value in values:
             if isinstance(value, torch.Tensor):
                 self._own(value, producer)
 
     def own_weights(self, modules: Iterable[nn.Module]) -> None:
-        """Weights and buffers are unowned, wherever they are now: FSDP2 gathers them in hooks of its own."""
+        """Mark weights and buffers as unowned, in their present storages: FSDP2 may have gathered them."""
         if self._parts is not None:
             for module in modules:
                 for held in (*module._parameters.values(), *module._buffers.values()):
@@ -259,7 +260,7 @@ class ForwardRecorder(TorchFunctionMode):
         return [(leaf, self._find(leaf)) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
     def _tracked(self, tensor: torch.Tensor) -> TrackedStorage | None:
-        """Return the storage of a tensor; an untracked one gets the owner that the place suggests."""
+        """Return the storage of a tensor; if it is not tracked yet, what runs now becomes its owner."""
         return self._find(tensor) or self._own(tensor, self._owner_of_untracked(tensor))
 
     def _owner_of_untracked(self, tensor: torch.Tensor) -> OpCall:
@@ -268,7 +269,7 @@ class ForwardRecorder(TorchFunctionMode):
         return self._here() if self._running is None else self._running
 
     def _here(self) -> OpCall:
-        """Who owns what no visible function produced."""
+        """Return the owner of tensors that no visible function produced."""
         return self._scope if self._layer is None else (self._scope[0], *self._layer.stack.unseen())
 
     def _arrived(self, call: OpCall | None = None) -> None:
@@ -349,7 +350,7 @@ class ForwardRecorder(TorchFunctionMode):
         return self._unrecorded(before), self._unrecorded(after)
 
     def _unrecorded(self, hook: Hook) -> Hook:
-        """Functions that a hook calls on tensors are not functions of the model."""
+        """Return ``hook`` without function modes: what it calls on tensors is no function of the model."""
 
         def run(*args: Any) -> None:
             with torch._C.DisableTorchFunction():
@@ -358,7 +359,7 @@ class ForwardRecorder(TorchFunctionMode):
         return run
 
     def _pause(self) -> None:
-        """The compiler would trace this mode into its graph."""
+        """Leave this mode: the compiler would trace it into its graph."""
         stack = _get_current_function_mode_stack()
         if stack and stack[-1] is self:
             self.__exit__(None, None, None)
@@ -405,12 +406,12 @@ class ForwardRecorder(TorchFunctionMode):
 
 
 class _LayerCall:
-    """One call of a layer: which op produced which storage in it, and which functions have read them.
+    """One call of a layer: which op produced which storage in it, and which functions have read the storage.
 
     Args:
-        record: of the layer; what happens is added to it.
+        record: record of the layer, which this call extends.
         attention: paths inside the layer of its attention modules.
-        received: storages of the hidden state that it is called with.
+        received: storages of the hidden state with which the layer is called.
     """
 
     def __init__(
@@ -425,7 +426,7 @@ class _LayerCall:
         self._first_node = _next_node_number()
 
     def produced(self, storages: Iterable[TrackedStorage | None], op: OpKey) -> None:
-        """An op has made these storages; those that have a producer keep it."""
+        """Note that an op has made these storages; those that have a producer keep it."""
         for tracked in storages:
             if tracked is not None:
                 self._producers.setdefault(tracked, op)
@@ -441,12 +442,12 @@ class _LayerCall:
     def ran(
         self, op: OpKey, versions: list[tuple[TrackedStorage, torch.Tensor, int]], outputs: Tracked
     ) -> None:
-        """A function has run.
+        """Record that a function has run.
 
         Args:
             op: its op path and ordinal.
-            versions: of its inputs, before it ran.
-            outputs: those with a storage of their own; none: it returned views, or wrote in place.
+            versions: its inputs with their versions before it ran, from `versions`.
+            outputs: its results with storages of their own; none: it returned views, or wrote in place.
         """
         written: dict[TrackedStorage, bool] = {}
         for tracked, tensor, version in versions:
@@ -467,12 +468,12 @@ class _LayerCall:
             self.produced((tracked for _, tracked in outputs), op)
 
     def calls(self, op: OpKey, inputs: Iterable[TrackedStorage | None]) -> None:
-        """Write a call down."""
+        """Record a call, with the producers of its inputs."""
         producers = (self._producers[item] for item in inputs if item is not None and item in self._producers)
         self._record.calls.append(Call(op, tuple(dict.fromkeys(producers))))
 
     def ends(self, output: TrackedStorage | None) -> None:
-        """The layer has returned its hidden state."""
+        """Record that the layer has returned its hidden state."""
         self._record.nodes = _next_node_number() - self._first_node
         if output is not None and output in self._producers:
             self._record.output = self._producers[output]

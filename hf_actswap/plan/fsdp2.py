@@ -1,6 +1,6 @@
-"""What is read of FSDP2's private state, so that it is read in one place: that of PyTorch 2.13.
+"""Reads FSDP2's private state, so that only this module depends on it (written for PyTorch 2.13).
 
-Earlier versions have one group of parameters for each module, later ones several.
+Earlier versions of PyTorch have one group of parameters for each module, later ones several.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 FSDP2_METHOD = "set_reshard_after_forward"
-"""By which a module sharded by FSDP2 is known, without importing it."""
+"""Name of a method by which a module sharded by FSDP2 is recognised, without importing FSDP2."""
 
 
 def parameter_groups(module: Any) -> list[Any]:
-    """Return FSDP2's groups of the parameters that it shards of a module of its own."""
+    """Return the parameter groups that FSDP2 has for ``module`` itself, a module that FSDP2 shards."""
     state = module._get_fsdp_state()
     groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or []
     one = getattr(state, "_fsdp_param_group", None) if not groups else None

@@ -1,7 +1,7 @@
-"""Hugging Face's own gradient checkpointing, as it shows on a layer.
+"""Tells whether Hugging Face's own gradient checkpointing acts on a layer.
 
-`GradientCheckpointingLayer` hands a layer's call to ``torch.utils.checkpoint`` where its flag is set. Of such
-a layer nothing but the input is saved, and that a plan can swap.
+`GradientCheckpointingLayer` hands a layer's call to ``torch.utils.checkpoint`` if the layer's flag is set.
+Such a layer saves nothing but its input, and a plan can swap that input.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ def is_checkpointed(layer: nn.Module) -> bool:
 
 
 def can_be_checkpointed(module: nn.Module) -> bool:
-    """Whether it is one of the layers that gradient checkpointing can run again."""
+    """Whether ``module`` is a layer for which gradient checkpointing can be switched on."""
     return hasattr(module, "gradient_checkpointing")
 
 
 def checkpoints_its_call(layer: nn.Module) -> bool:
-    """Whether the checkpoint goes around hooks too, as in transformers 5.17, where it wraps ``__call__``."""
+    """Whether the checkpoint includes the layer's hooks: it wraps ``__call__``, as in transformers 5.17."""
     return type(layer).__call__ is not nn.Module.__call__

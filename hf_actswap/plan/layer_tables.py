@@ -1,4 +1,4 @@
-"""The recompute keys over a pipeline layout: from each form of value to a table, and on to layers.
+"""Turns the values of recompute keys into tables over a pipeline layout, and the tables into layers.
 
 MindFormers writes these keys as *numbers of layers per pipeline stage*. Every form of value is normalised
 ("formative" in the reference's log) to a table ``[interleave][stage]``, which says how many of the *first*
@@ -26,7 +26,7 @@ NO_SWAP_HINT = "Layer indices are read here only with swap_config.swap: true."
 def normalise_counts(
     value: LayerCounts, layout: PipelineLayout, where: str
 ) -> tuple[CountTable, list[Problem]]:
-    """Normalise a value of a recompute key without swap: how many first layers of each chunk.
+    """Normalise a value of a recompute key without swap: how many of the first layers of each chunk it means.
 
     ``True`` is every layer, ``False`` none. A flat tuple gives a total per stage (missing stages 0), dealt
     one layer at a time to the stage's chunks in turn, skipping full ones: ``[2, 1]`` over two interleaves
@@ -60,7 +60,7 @@ def _check_numbers(numbers: Sequence[int], where: str) -> list[Problem]:
 
 
 def _check_table(table: Sequence[object], layout: PipelineLayout, where: str) -> list[Problem]:
-    """Problems of a table: its shape, its rows, its numbers."""
+    """Return what is wrong with a table: its shape, its rows, its numbers."""
     problems = [] if len(table) == layout.vpp else [rows_problem(len(table), layout.vpp, where)]
     for v, row in enumerate(table):
         if isinstance(row, tuple):
@@ -72,7 +72,7 @@ def _check_table(table: Sequence[object], layout: PipelineLayout, where: str) ->
 
 
 def _clip(rows: Sequence[Sequence[int | bool] | bool], layout: PipelineLayout) -> CountTable:
-    """Each chunk's number, at most what it holds."""
+    """Return the table with each number limited to the layers that its chunk holds."""
     full = [(row,) * layout.pp if isinstance(row, bool) else row for row in rows]
     return tuple(
         tuple(_at_most(item, count) for item, count in zip(row, counts, strict=True))
@@ -135,7 +135,7 @@ def normalise_indices(value: LayerCounts, num_layers: int, where: str) -> tuple[
 
 
 def layers_from_indices(indices: Layers, num_layers: int) -> tuple[int, ...]:
-    """Return the global layer indices, ascending and each once, that `normalise_indices` means."""
+    """Return the global layer indices, ascending and each once, of a result of `normalise_indices`."""
     if isinstance(indices, bool):
         return tuple(range(num_layers)) if indices else ()
     return tuple(sorted(set(indices)))
@@ -152,8 +152,8 @@ def normalise_selection(
     """Normalise a select or exclude key to op path -> table (without swap) or -> layer indices (with it).
 
     A bool or numbers hold for each of ``default_patterns``; a list of op paths means all layers of each; a
-    mapping gives each op path its own value. An empty list or mapping selects nothing; ``None``, what is not
-    written, is as false.
+    mapping gives each op path its own value. An empty list or mapping selects nothing; ``None`` (the key is
+    not written) is the same as ``False``.
 
     Problems: those of the values; numbers or ``True`` where there are no default ops (the exclude keys: the
     reference ignores them); with swap, a list of op paths, which the reference rejects there.
@@ -178,7 +178,7 @@ def normalise_selection(
 def _by_pattern(
     value: OpSelection, default_patterns: Sequence[str], *, swap: bool, where: str
 ) -> tuple[dict[str, LayerCounts], list[Problem]]:
-    """Give every op path of a selection its own value."""
+    """Return the value of each op path of a selection, and what is wrong with the selection."""
     if isinstance(value, Mapping):
         return dict(value), []
     if value == ():
@@ -198,12 +198,12 @@ def _by_pattern(
 
 
 def _unique(problems: Sequence[Problem]) -> list[Problem]:
-    """Each problem once: a value that holds for several default ops is at fault once."""
+    """Return each problem once: a wrong value that holds for several default ops gives several equal ones."""
     return list(dict.fromkeys(problems))
 
 
 def format_formative(value: CountTable | Layers | Mapping[str, CountTable] | Mapping[str, Layers]) -> str:
-    r"""Write a normal form as the documents print it.
+    r"""Return a normal form as text, as MindFormers' documents print it.
 
     ``{'feed_forward\.mul': [[4, 5], [5, 4]]}``, ``[[2, 1], [1, 0]]``, ``True``, ``[0, 3]``. Unlike Python's
     ``repr``, a backslash stays single, as in the documents.

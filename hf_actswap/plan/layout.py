@@ -39,7 +39,7 @@ class PipelineLayout:
 
     @property
     def offset(self) -> tuple[int, ...] | CountTable:
-        """``parallel_config.offset`` for these layers: a row for each interleave, or the only one."""
+        """``parallel_config.offset`` for this layout: a row per interleave; just the row if there is one."""
         base = self.num_layers // (self.pp * self.vpp)
         rows = tuple(tuple(count - base for count in row) for row in self.counts)
         return rows if self.vpp > 1 else rows[0]
@@ -137,20 +137,20 @@ def _offset_table(offset: Offset, pp: int, vpp: int, where: str) -> tuple[CountT
 
 
 def width_problems(found: int, pp: int, where: str) -> list[Problem]:
-    """Problems of a row that must have one number per stage."""
+    """Return what is wrong with a row that must have one number per stage."""
     if found == pp:
         return []
     return [Problem(where, f"{counted(pp, 'number')}, one per pipeline stage", counted(found, "number"))]
 
 
 def rows_problem(found: int, vpp: int, where: str) -> Problem:
-    """The problem of a table that must have one row per interleave."""
+    """Return the problem of a table that does not have one row per interleave."""
     expected = f"{counted(vpp, 'row')}, one per interleave (pp_interleave_num {vpp})"
     return Problem(where, expected, counted(found, "row"))
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 row``, ``2 rows``."""
+    """Return a count with its noun: ``1 row``, ``2 rows``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -167,7 +167,7 @@ def _offset_hint(num_layers: int, pp: int, vpp: int) -> str:
 
 
 def _thin_chunks(counts: CountTable, where: str) -> list[Problem]:
-    """Chunks with too few layers: below 0 at the two ends of the model, below 1 between."""
+    """Return a problem for each chunk with too few layers: below 0 at the model's ends, below 1 between."""
     problems = []
     last = (len(counts) - 1, len(counts[0]) - 1)
     for v, row in enumerate(counts):
@@ -180,7 +180,7 @@ def _thin_chunks(counts: CountTable, where: str) -> list[Problem]:
 
 
 def shown(value: object) -> str:
-    """A value of the document as YAML writes it in one line."""
+    """Return a value of the document as YAML writes it in one line."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | list):

@@ -1,8 +1,8 @@
-"""Which ops of a layer an op path of the configuration names.
+"""Finds the ops of a layer that an op path of the configuration names.
 
 A path is a list of regular expressions, one per level, each matched in full against the names one level
-down (MindFormers ``LayerSetting``; `split_op_path` splits it). It is tried in three vocabularies, and the
-first in which it names an op of this layer decides: MindFormers' layer names, the Hugging Face names of
+down (MindFormers ``LayerSetting``; `split_op_path` splits the path). It is tried in three vocabularies, and
+the first in which it names an op of this layer decides: MindFormers' layer names, the Hugging Face names of
 this layer, the names of MindFormers' Megatron-core layers.
 """
 
@@ -19,7 +19,7 @@ from .mindformers_names import NameTable, megatron_names, reference_names
 from .model_structure import LayerStructure, ModelStructure
 
 _SYNONYMS = {"linear": ("matmul",)}
-"""Function names that MindFormers calls otherwise wherever they occur."""
+"""Function name -> other names for it, under which MindFormers knows it in any module."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Match:
             one-segment pattern keeps a leading dot, which is an accident of the reference's string slicing.
         targets: op paths of this layer; empty if the op has no counterpart here.
         is_module: whether the name is a module (a "cell") rather than a single op.
-        logged: the reference logs only the last of several siblings.
+        logged: whether MindFormers logs it: only the last of several siblings that match.
     """
 
     name: str
@@ -78,14 +78,14 @@ class LayerNames:
         return next(with_targets, None) or next((matches for matches in found if matches), [])
 
     def all_names(self) -> list[str]:
-        """Every path that names an op of this layer, for hints."""
+        """Return every path that names an op of this layer, for hints."""
         names: dict[str, None] = {}
         for tree in (self._trees[1], self._trees[0], self._trees[2]):
             names.update(dict.fromkeys(_paths(tree, "")))
         return list(names)
 
     def hint(self, op_path: str) -> str:
-        """Return what may have been meant by a path that names nothing: a deeper op, else a near name."""
+        """Return a hint for a path that names no op: a deeper op of that name, else a similar name."""
         plain, names = op_path.replace("\\.", "."), self.all_names()
         by_reference = [*_paths(self._trees[0], ""), *names]
         deeper = next((name for name in by_reference if name.endswith(f".{plain}")), None)

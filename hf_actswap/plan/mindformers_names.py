@@ -1,9 +1,9 @@
-"""MindFormers' names for the ops of a Hugging Face layer, read off the layer itself.
+"""Maps MindFormers' names of ops (those of its Llama layer) to the ops of a Hugging Face layer.
 
-What the reference's layer consists of (`spec: Llama layer of mindformers.models.llama`, and the Megatron-core
-names of its later versions) is found by structure where possible: an attention block holds an
-attention core, a feed-forward network holds an activation, and the product of a gated one is called beside
-it. Which of three projections makes the queries is data: the names in Hugging Face's families, of which the
+The parts of a MindFormers layer (`spec: Llama layer of mindformers.models.llama`, and the Megatron-core
+names of its later versions) are found by structure where possible: an attention block holds an attention
+core; a feed-forward network holds an activation, and beside it, if it is gated, a product. Structure does not
+show which projection makes the queries: for that, tables list the names in Hugging Face's families, and the
 first that a layer has counts.
 
 An op that the layer does not have maps to nothing: a rule that names it has no effect, and the plan says so.
@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 NameTable = Mapping[str, tuple[str, ...]]
-"""Path in the reference's layer -> op paths of this layer; none: it has no counterpart."""
+"""Path in MindFormers' layer -> op paths of this layer; empty: the op has no counterpart."""
 
 DEFAULT_SWAP_PATTERN = r".*\.flash_attention"
 DEFAULT_SELECT_PATTERNS = (r"feed_forward\.mul", r"feed_forward\.w1\.activation\.silu")
@@ -25,17 +25,17 @@ ATTENTION_CORE = "flash_attention"
 """The op between the projections of an attention module, whatever implements it (MindFormers' name)."""
 
 ATTENTION_MODULES = ("self_attn", "attention", "attn", "self_attention")
-"""Names of attention modules, where their class does not say it."""
+"""Names of attention modules whose class name does not contain "attention"."""
 
 EXPERTS_MODULE = "experts"
 """Name of the module that holds the routed experts of an MoE block."""
 
 _ACTIVATION = re.compile(r"(.*_)?act(_fn|_func|ivation|ivation_fn|\d)?|gelu_impl")
 _OTHER_BLOCK = re.compile(r".*(attn|attention|mamba|mixer).*\..*")
-"""Has activations that are no feed-forward network's."""
+"""Paths inside attention and state-space blocks: activations there belong to no feed-forward network."""
 
 _FEED_FORWARDS = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "moe")
-"""Feed-forward blocks whose activation is no module."""
+"""Names of feed-forward blocks, for layers in which no activation module is found."""
 
 _PRODUCTS = ("linear", "addmm", "mm", "matmul")
 """Functions that multiply by a projection's weight (``addmm``: ``Conv1D`` of GPT-2; ``mm``: fp8 layers)."""
@@ -101,7 +101,7 @@ def reference_names(modules: Sequence[str], functions: Sequence[str], cores: Col
 
     Args:
         modules, functions: paths of the layer's ops, in order.
-        cores: paths of its attention modules.
+        cores: paths of the layer's attention modules.
     """
     return _Names(modules, functions, cores).table()
 
@@ -175,7 +175,7 @@ class _Names:
         table[f"{name}.reshape"] = ()
 
     def _block(self, path: str, others: Collection[str]) -> str:
-        """Return the outermost module around ``path`` in which there is none of ``others``."""
+        """Return the outermost module around ``path`` that contains none of ``others``."""
         parts = path.split(".")
         for end in range(1, len(parts)):
             above = ".".join(parts[:end])
@@ -184,7 +184,7 @@ class _Names:
         return path
 
     def _called_in(self, modules: Collection[str]) -> tuple[str, ...]:
-        """Return the functions that these modules call themselves."""
+        """Return the functions that these modules call directly."""
         return tuple(path for path in self._functions if path.rpartition(".")[0] in modules)
 
     def _first(self, above: str, names: Sequence[str]) -> tuple[str, ...]:

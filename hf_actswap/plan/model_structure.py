@@ -49,19 +49,19 @@ class LayerStructure:
     """One layer of a stack.
 
     Args:
-        index: from 0 in its stack; in `ModelStructure.all_layers`, of stacks beside the decoder, its module
-            path.
-        module_path: inside the model given, e.g. ``model.layers.0``.
-        class_name: of the layer's module.
+        index: position in its stack, from 0. In `ModelStructure.all_layers`, layers of stacks beside the
+            decoder have their module path here.
+        module_path: path inside the model, e.g. ``model.layers.0``.
+        class_name: class name of the layer's module.
         ops: modules first, then functions, each in order of definition or call.
-        attention_paths: of the layer's attention modules.
+        attention_paths: paths of the layer's attention modules.
         calls: the recorded data flow; empty if it is not known.
-        output_of: the op that produces the hidden state handed on, if known.
+        output_of: the op that produces the hidden state that the layer returns, if known.
         compiled: whether a call of this layer is a compiled region of its own (regional compilation).
         nodes: how many autograd nodes one eager call creates; 0 if it is not known. Frozen weights create
             fewer. Of routed experts only the gated activation counts: the rest depends on data.
         checkpointed: whether Hugging Face's gradient checkpointing is switched on for it.
-        stale_reads: what functions read that is written in place afterwards.
+        stale_reads: reads of tensors that are written in place afterwards.
     """
 
     index: Scope
@@ -87,7 +87,7 @@ class LayerStructure:
         return tuple(op.path for op in self.ops if op.kind == "function" and is_communication(op.path))
 
     def communications_beside(self, op_path: str) -> tuple[str, ...]:
-        """Return the communications at or below ``op_path``, and those of what it produces."""
+        """Return the communications at or below ``op_path``, and those that read what it produces."""
         found = {
             call.key[0]: None
             for call in self.calls
@@ -97,9 +97,9 @@ class LayerStructure:
         return tuple(found)
 
     def inputs_of(self, op_path: str) -> tuple[OpKey, ...]:
-        """Return the producers, outside ``op_path``, of what the ops at or below it read.
+        """Return the ops outside ``op_path`` whose outputs the ops at or below it read.
 
-        ``("input", 0)`` is the layer's incoming hidden state.
+        `LAYER_INPUT` stands for the layer's incoming hidden state.
         """
         found: list[OpKey] = []
         for call in self.calls:
@@ -112,15 +112,15 @@ class LayerStructure:
 
 @dataclass(frozen=True)
 class ModelStructure:
-    """The layers of a model, and what is around them.
+    """The layers of a model, and the modules around them.
 
     Args:
         family: ``config.model_type``; empty if the model has none.
-        layers: the decoder's; where the model has no decoder, those of its longest stack.
+        layers: layers of the decoder; if the model has no decoder, those of its longest stack.
         embedding, final_norm, head: module paths, or ``None`` where none was found.
         functions_known: whether functional ops were recorded; if not, only module paths (and the attention
             core) can be named.
-        why_not: why they are not known.
+        why_not: why functional ops are not known.
         compiled: whether the layers run inside one compiled region: the model, or a module around its layers,
             is compiled as a whole.
         cuda_graphs: whether compiled layers, or the compiled model, run as CUDA graphs.
@@ -147,43 +147,43 @@ class ModelStructure:
 
     @property
     def decoder(self) -> ModelStructure:
-        """The same without the other stacks, as planners see a model."""
+        """This structure without the other stacks, as the planner sees a model."""
         return replace(self, stacks=()) if self.stacks else self
 
     @cached_property
     def all_layers(self) -> tuple[LayerStructure, ...]:
-        """The layers of all stacks, with the scopes that a plan's rows have for them."""
+        """The layers of all stacks; ``index`` is the scope that a plan's rows have for the layer."""
         others = (layer for stack in self.stacks for layer in stack.layers)
         return (*self.layers, *(replace(layer, index=layer.module_path) for layer in others))
 
     @property
     def scopes(self) -> Mapping[Scope, str]:
-        """Where the scopes of a plan's rows are: module paths of embedding, final norm, head and layers."""
+        """Module path of each scope of a plan's rows: embedding, final norm, head and layers."""
         beside = {"embedding": self.embedding, "final_norm": self.final_norm, "head": self.head}
         layers = {layer.index: layer.module_path for layer in self.all_layers}
         return {scope: path for scope, path in (beside | layers).items() if path is not None}
 
     @property
     def attention(self) -> Mapping[Scope, frozenset[str]]:
-        """By layer of any stack, the paths of its attention modules."""
+        """Paths of the attention modules of each layer of any stack."""
         return {layer.index: layer.attention_paths for layer in self.all_layers}
 
     @property
     def modules(self) -> Mapping[Scope, frozenset[str]]:
-        """By layer of any stack, the paths of its modules."""
+        """Paths of the modules of each layer of any stack."""
         return {layer.index: layer.module_paths for layer in self.all_layers}
 
     def with_stacks_of(self, plan: MemoryPlan) -> ModelStructure:
-        """Return it with no other stacks than those that rows of ``plan`` name."""
+        """Return this structure with only those of its other stacks that rows of ``plan`` name."""
         named = {row.scope for row in plan.rows}
         stacks = (stack for stack in self.stacks if any(layer.module_path in named for layer in stack.layers))
         return replace(self, stacks=tuple(stacks))
 
     def layer_modules(self, root: nn.Module) -> dict[Scope, nn.Module]:
-        """Return the layers of all stacks, without ``torch.compile``'s wrappers.
+        """Return the modules of all layers of all stacks, without ``torch.compile``'s wrappers.
 
         Args:
-            root: the model inside its wrappers.
+            root: the model, without its wrappers (`unwrapped`).
         """
         return {layer.index: uncompiled(root.get_submodule(layer.module_path)) for layer in self.all_layers}
 
@@ -201,8 +201,8 @@ def is_below(path: str, ancestor: str) -> bool:
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside DistributedDataParallel and other one-module wrappers.
 
-    Wrappers are recognised by what they are (a single child called ``module`` or ``_orig_mod`` and no
-    weights of their own), so that this layer of the package needs none of their classes.
+    A wrapper is recognised as a module with a single child that is called ``module`` or ``_orig_mod``, so
+    that this package needs none of the wrappers' classes.
     """
     return _from_wrapper_to_model(model)[-1]
 
@@ -226,8 +226,8 @@ def _from_wrapper_to_model(model: nn.Module) -> list[nn.Module]:
 def model_structure(model: nn.Module) -> ModelStructure:
     """Name the layers and ops of a Hugging Face model.
 
-    A stack is a list of layers: modules that hold attention, beside others that Hugging Face can checkpoint.
-    The one in ``model.get_decoder()`` is `ModelStructure.layers`.
+    A stack is a list of modules that all hold attention, or can be checkpointed by Hugging Face. The stack
+    in ``model.get_decoder()`` becomes `ModelStructure.layers`.
 
     Modules are read off the model; functional ops (``mlp.mul``, ``self_attn.flash_attention``) come from one
     forward on fake tensors, which runs uncompiled and without the model's hooks. A model that cannot run on
@@ -282,9 +282,10 @@ def _no_model(given: object) -> Problem:
 def _recorded(
     root: nn.Module, stacks: Mapping[str, Sequence[nn.Module]]
 ) -> Iterator[tuple[str, Sequence[LayerRecord], str]]:
-    """Yield each stack's path, what a forward on fake tensors shows of its layers, and why it shows nothing.
+    """Yield each stack's path, the records of its layers from a run on fake tensors, and why there are none.
 
-    The whole model is called; where its ids do not get to a stack (a vision tower), the model around that.
+    The whole model is called. If the call does not reach a stack (ids do not reach a vision tower), the
+    innermost model around that stack is called by itself.
     """
     records, failure = _record(root, root, stacks)
     remaining = iter(records)
@@ -300,14 +301,14 @@ def _recorded(
 def _record(
     model: nn.Module, root: nn.Module, stacks: Mapping[str, Sequence[nn.Module]]
 ) -> tuple[list[LayerRecord], str]:
-    """Return what a call of ``model`` with a small example shows of layers, and why it does not run.
+    """Call ``model`` on a small fake example; return the record of each layer, and why the call failed.
 
-    The structure is asked for before there is a batch, and holds for every batch. What is saved depends on
-    the real one, so that it needs a run of its own, by the same recorder (`engine.forecast.record_saved`).
+    The structure is needed before there is a batch, and holds for every batch. Which tensors are saved
+    depends on the real batch, and needs a run of its own (`engine.forecast.record_saved`).
 
     Args:
-        model: is called; ``root``, or a module in it.
-        root: in which the paths of the stacks are.
+        model: the module to call; ``root``, or a module in it.
+        root: the model in which the stacks' paths start.
         stacks: the layers by path of their list.
     """
     attention: dict[Scope, frozenset[str]] = {
@@ -329,7 +330,7 @@ def _record(
 
 
 def _around(root: nn.Module, path: str) -> Iterator[nn.Module]:
-    """The modules on the way to what is at ``path``, from the innermost out; without ``root``."""
+    """Yield the module at ``path`` and those around it, from the innermost out, without ``root``."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         yield root.get_submodule(".".join(parts[:end]))
@@ -368,7 +369,7 @@ def _kind(module: nn.Module) -> OpKind:
 
 
 def _attention_paths(layer: nn.Module) -> frozenset[str]:
-    """The innermost modules of a layer that are attention by their class, or by their name."""
+    """Return the paths of a layer's innermost modules that are attention by class or by name."""
     found = [
         path
         for path, module in named_op_modules(layer)
@@ -379,7 +380,7 @@ def _attention_paths(layer: nn.Module) -> frozenset[str]:
 
 
 def _stacks(root: nn.Module) -> dict[str, list[nn.Module]]:
-    """Find the lists of layers, by path; of lists within each other the innermost."""
+    """Return the lists of layers, by path; of nested lists the innermost. Those with attention, if any."""
     lists = {
         path: list(module)
         for path, module in root.named_modules()
@@ -396,9 +397,9 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def _main_stack(root: nn.Module, stacks: Mapping[str, Sequence[nn.Module]]) -> str:
-    """Return the path of the stack in the decoder, if the model has one; of several the longest.
+    """Return the path of the decoder's stack, or, if the model has no decoder, chosen among all stacks.
 
-    Longest by the text configuration, where that counts layers of one of them.
+    Of several, one with ``num_hidden_layers`` layers (of the text configuration) wins, else the longest.
     """
     decoder = _quietly(getattr(root, "get_decoder", None))
     within = next((path for path, module in root.named_modules() if module is decoder), "")
@@ -449,7 +450,7 @@ def _surroundings(root: nn.Module, layers_path: str) -> tuple[str | None, str | 
 
 
 def _quietly(getter: Callable[[], nn.Module | None] | None) -> nn.Module | None:
-    """Call a model's getter, if it has it; it may not be implemented for its architecture."""
+    """Call a model's getter, if it exists; ``None`` if it is not implemented for the architecture."""
     try:
         return getter() if getter is not None else None
     except (NotImplementedError, AttributeError):
@@ -457,7 +458,7 @@ def _quietly(getter: Callable[[], nn.Module | None] | None) -> nn.Module | None:
 
 
 def _after(parent: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The children of ``parent`` behind the child ``name``."""
+    """Yield the children of ``parent`` that are defined after the child ``name``."""
     seen = False
     for child, module in parent.named_children():
         if seen:

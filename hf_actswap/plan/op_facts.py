@@ -1,8 +1,8 @@
-"""What is known of PyTorch's functions and ops: random, collective, written arguments, views, run again.
+"""Facts about PyTorch's functions and ops: is it random, a collective, a view, in place, can it run again?
 
 There are two kinds of callables. A **function** is what a ``TorchFunctionMode`` sees (``F.dropout``,
 ``tensor.mul_``); it is known by its name, which is also the last part of an op path. An **op** is what a
-dispatch mode sees (``aten.mul_.Tensor``); its schema and its tags have the facts.
+dispatch mode sees (``aten.mul_.Tensor``); it is known by its schema and its tags.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROW_LOSSES = frozenset({"cross_entropy", "parallel_cross_entropy"})
 """Losses of logits and targets that are a sum, or a mean, of one value for each row of the logits."""
 
 FULL_LOGITS = "full_logits"
-"""Function ``(part, vocabulary size, ..)`` that gathers rows of logits whose vocabulary ranks divide."""
+"""Function ``(part, vocabulary size, ..)`` that gathers rows of logits whose vocabulary the ranks divide."""
 
 
 def _names(text: str) -> frozenset[str]:
@@ -49,7 +49,7 @@ UNREPEATABLE_FUNCTIONS = _names(
     index_add index_put index_reduce put scatter_add scatter_reduce bincount histc
     """
 )
-"""Functions whose result differs each time: uninitialised memory, sums in the order of the threads."""
+"""Functions whose result differs from run to run: uninitialised memory, sums in the order of threads."""
 
 _IN_PLACE_OPERATORS = _names(
     """
@@ -63,7 +63,7 @@ _COLLECTIVES = frozenset(
 """Namespaces of the ops that exchange data with other ranks."""
 _BUILT_IN = frozenset({"aten", "prims", "prim"})
 _VIEWS_WITHOUT_ALIAS = frozenset({"aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh"})
-"""Views whose schema does not say so."""
+"""Ops that return views although their schema does not say so."""
 
 
 def is_communication(op_path: str) -> bool:
@@ -72,12 +72,12 @@ def is_communication(op_path: str) -> bool:
 
 
 def is_repeatable(op_path: str) -> bool:
-    """Whether the function that an op path names gives the same when it is run again."""
+    """Whether the function that an op path names gives the same result when it is run again."""
     return op_path.rpartition(".")[2] not in UNREPEATABLE_FUNCTIONS
 
 
 def can_run_again(func: Callable[..., Any], name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function gives the same again: not if it writes into what it reads, nor by its nature."""
+    """Whether a second run of a function gives the same result: not if it writes into an input."""
     own = getattr(func, "__name__", "").partition(".")[0]
     in_place = own in _IN_PLACE_OPERATORS or (own.endswith("_") and not own.endswith("__"))
     writes = in_place or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
@@ -87,7 +87,7 @@ def can_run_again(func: Callable[..., Any], name: str, kwargs: Mapping[str, Any]
 def draws_random_numbers(
     func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> bool:
-    """Whether a function may draw random numbers; for unknown operators and functions: yes."""
+    """Whether a function may draw random numbers; ``True`` for custom operators and user functions."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
     if isinstance(func, torch._ops.OpOverload):
@@ -100,13 +100,14 @@ def draws_random_numbers(
 def op_may_draw(op: torch._ops.OpOverload) -> bool:
     """Whether an op may draw random numbers, whatever its arguments.
 
-    Whoever registers an op of their own may have forgotten the tag, so of those it is taken to.
+    PyTorch's own ops have a tag that says so. A custom op is taken to draw, since its author may have
+    forgotten the tag.
     """
     return op.namespace not in _BUILT_IN or torch.Tag.nondeterministic_seeded in op.tags
 
 
 def op_draws(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an op is tagged as random and draws. Attention without dropout carries the tag and does not."""
+    """Whether a call of an op draws random numbers: it has the tag, and any dropout argument is not 0."""
     dropout = _dropout_argument(op)
     if dropout is None:
         return False
@@ -116,7 +117,7 @@ def op_draws(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _dropout_argument(op: Any) -> tuple[str, int] | None:
-    """Name and position of the dropout argument; ``("", 0)`` where there is none; ``None``: never random."""
+    """Return name and position of an op's dropout argument; ``("", 0)``: none; ``None``: never random."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return None
     arguments = enumerate(op._schema.arguments)
@@ -130,7 +131,7 @@ def is_collective(op: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def computes(op: Any) -> bool:
-    """Whether an op does more than to look at its arguments in another way; higher-order ones do."""
+    """Whether an op does more than return views of its arguments; higher-order ops count as such."""
     schema = getattr(op, "_schema", None)
     if schema is None or schema.is_mutable:
         return True
@@ -140,7 +141,7 @@ def computes(op: Any) -> bool:
 
 
 def aliased_argument(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the argument that an op returns a view of, or writes into; ``None``: its results are its own."""
+    """Return the argument that an op returns a view of, or writes into; ``None``: its results are new."""
     schema = getattr(op, "_schema", None)  # higher-order operators have none, and return no views
     if schema is None or all(made.alias_info is None for made in schema.returns):
         return None
@@ -152,7 +153,7 @@ def aliased_argument(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 
 
 def argument_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
-    """Return what an op is given for an argument, or its default; ``None``: neither is there."""
+    """Return the value that a call gives for a named argument, or its default; ``None`` without either."""
     for at, argument in enumerate(op._schema.arguments):
         if argument.name == name:
             default = argument.default_value if argument.has_default_value() else None
@@ -161,7 +162,7 @@ def argument_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: s
 
 
 def why_run_once(op: Any) -> str:
-    """Return why an op that failed half-way must not be run a second time; empty: it may be."""
+    """Return why an op that failed half-way must not be run a second time; empty: it may run again."""
     schema = getattr(op, "_schema", None)
     if schema is None:
         return "nothing is known of what it does"

@@ -1,9 +1,9 @@
-"""Names of ops: what a layer calls, as `<module path>.<function>`.
+"""Names the functions that a layer calls: ``<module path>.<function>``.
 
 Modules have names of their own. Functions called between them (``mul`` in an MLP, the attention core) are
-seen by a ``TorchFunctionMode`` in call order; this module turns what it sees into stable names that do not
-depend on the device or the kernel. The model structure and the engine name ops with the same code, so a path
-that a plan accepts is the path that the engine finds.
+seen by a ``TorchFunctionMode`` in call order. This module gives them stable names, which do not depend on the
+device or the kernel. The model structure and the engine name ops with the same code, so a path that a plan
+accepts is the path that the engine finds.
 """
 
 from __future__ import annotations
@@ -60,18 +60,18 @@ class OpStack:
         return self._modules[-1] if self._modules else ""
 
     def enter(self, path: str) -> None:
-        """A submodule starts."""
+        """Note that a submodule starts."""
         self._in_core = False
         self._modules.append(path)
 
     def leave(self, path: str) -> None:
-        """A submodule ends; submodules that an exception skipped end with it."""
+        """Note that a submodule ends; submodules inside that an exception left end with it."""
         self._in_core = False
         while self._modules and self._modules.pop() != path:
             pass
 
     def begin(self, name: str) -> tuple[str, int]:
-        """A function is about to run: return its op path and its ordinal within the layer."""
+        """Return the op path of a function that is about to run, and its ordinal within the layer."""
         module = self.module
         if name in COMMUNICATIONS:
             self._in_core = False
@@ -82,16 +82,17 @@ class OpStack:
         return path, self._calls[path]
 
     def count(self, path: str) -> None:
-        """The op that `begin` named produced a storage of its own: the next one has the next ordinal.
+        """Note that the op that `begin` named has made a new storage: its next call has the next ordinal.
 
-        Views and in-place results are looked through, so they do not count.
+        Calls that return views or write in place are not counted.
         """
         self._calls[path] += 1
 
     def unseen(self) -> tuple[str, int]:
-        """Name a tensor that no visible function produced: a custom ``autograd.Function`` of this module did.
+        """Return the op of a tensor that no visible function made: a custom ``autograd.Function`` did.
 
-        In an attention module that is the attention core (flash-attention packages call one).
+        It counts as the module that runs; in an attention module, as its attention core (flash-attention
+        packages call such a function).
         """
         module = self.module
         return (f"{module}.{ATTENTION_CORE}" if module in self._attention else module), 0

@@ -1,10 +1,10 @@
-"""Which selective recomputation is impossible, because what it would start from is written in place.
+"""Finds ops that cannot be recomputed, because their inputs are written in place after they were read.
 
-An op that is run again holds what it was called with. If that is written afterwards, or by the op itself,
-there is nothing to start from: a router divides its scores by their sum in place, so the sum alone cannot be
-run again. It can if the scores are rebuilt too, or with a module around both. The model structure has seen
-each write (`record.StaleRead`), so this is known before the first step; a layer that is recomputed whole
-rides on ``torch.utils.checkpoint``, which has its own message.
+An op that is run again needs its inputs as they were. If a later op, or the op itself, writes into them,
+they are gone: a router divides its scores by their sum in place, so the sum alone cannot be run again. It can
+if the scores are recomputed too, or if a module around both is. The model structure has recorded each write
+(`record.StaleRead`), so this is known before the first step. A layer that is recomputed whole is run by
+``torch.utils.checkpoint``, which has its own message.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ WHERE = "recompute_config.select_recompute"
 OVERWRITTEN = "what it reads is written in place afterwards, so that it could not be run again from it"
 
 Unit = tuple[Scope, str, int | None]
-"""Layer, op path and ordinal of what cannot be run again; ``None``: all of it."""
+"""Layer, op path, and ordinal of a call that cannot be run again; ordinal ``None``: all calls of the op."""
 
 
 def overwritten(plan: MemoryPlan, structure: ModelStructure) -> list[Unit]:
-    """Return what ``plan`` recomputes and what cannot be run again.
+    """Return the ops that ``plan`` recomputes although they cannot be run again.
 
     Args:
-        plan: of the model.
-        structure: of it. Where functions are not known, nothing is.
+        plan: a plan for the model.
+        structure: structure of the model. If its functions are not known, no op is found.
     """
     found: list[Unit] = []
     if plan.num_layers != len(structure.layers):
-        return found  # another model's, which is rejected elsewhere
+        return found  # the plan is another model's, which is rejected elsewhere
     while more := _first_impossible(_kept(plan, found), structure):
-        found += more  # it is held now, and what reads it may have relied on its being rebuilt
+        found += more  # these are kept now; an op that reads them may have relied on their recomputation
     return found
 
 
 def keep_what_is_overwritten(plan: MemoryPlan, structure: ModelStructure) -> MemoryPlan:
-    """Return ``plan`` with those ops kept, and an adjustment for each op path.
+    """Return ``plan`` with the ops that `overwritten` finds kept, and an adjustment for each op path.
 
-    The same plan if there are none.
+    If it finds none, the same plan is returned.
     """
     units = overwritten(plan, structure)
     layers: dict[str, list[Scope]] = {}
@@ -107,7 +107,7 @@ def _is_impossible(
 
 
 def _is_rebuilt(plan: MemoryPlan, layer: LayerStructure, inside: RecomputedModules, producer: OpKey) -> bool:
-    """Whether a function is run again by itself, so that its output is there as it was first."""
+    """Whether a function is run again by itself, so that backward has its first output anew."""
     path, ordinal = producer
     row = None if producer == LAYER_INPUT else plan.row(layer.index, path, ordinal)
     if row is None or row.fate not in RUN_AGAIN or inside.root(layer.index, path) is not None:

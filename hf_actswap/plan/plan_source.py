@@ -1,4 +1,4 @@
-"""Plans in files: alone, beside a published configuration, or instead of one."""
+"""Reads plans from files and from the Hub, where a plan may stand in place of a configuration."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..errors import PlanError, Problem, short_traceback
 from .actions import MemoryPlan
 
 ConfigOrPlan = ActSwapConfig | MemoryPlan | Mapping[str, Any] | str | os.PathLike[str] | None
-"""What a user may say of a training: a plan, the file of one, or whatever `load_config` takes."""
+"""What a user may pass: a plan, the path of a plan's file, or whatever `load_config` takes."""
 
 
 def load_config_or_plan(source: ConfigOrPlan) -> ActSwapConfig | MemoryPlan:
-    """Read a plan where ``source`` is one (a `MemoryPlan`, its document, its file), else a configuration.
+    """Read a plan if ``source`` is one (a `MemoryPlan`, its document, its file), else a configuration.
 
     Raises:
-        PlanError: a malformed plan.
-        ConfigError: a malformed configuration, or nothing of that name.
+        PlanError: the plan is malformed.
+        ConfigError: the configuration is malformed, or there is nothing of that name.
     """
     if isinstance(source, MemoryPlan):
         return source
@@ -51,15 +51,15 @@ def load_plan(
     cache_dir: str | os.PathLike[str] | None = None,
     local_files_only: bool = False,
 ) -> MemoryPlan:
-    """Read a plan: a file, ``plan.json`` of a folder, or that of a repository of the Hub.
+    """Read a plan from a file, or from ``plan.json`` of a folder or of a repository on the Hub.
 
     Args:
-        name_or_path: a path, which wins where it exists, or ``org/name`` or ``org/name@revision``.
-        revision: branch, tag or commit; ahead of one in the name.
+        name_or_path: a path, or a Hub id ``org/name`` or ``org/name@revision``. A path that exists wins.
+        revision: branch, tag or commit; takes precedence over one in the name.
         token, cache_dir, local_files_only: as in `huggingface_hub.hf_hub_download`.
 
     Raises:
-        PlanError: there is none, it is malformed, or longer than `MAX_PLAN_BYTES`.
+        PlanError: there is no plan, or it is malformed or longer than `MAX_PLAN_BYTES`.
     """
     name = os.fsdecode(name_or_path)
     path = os.path.join(name, PLAN_FILE_NAME) if os.path.isdir(name) else name

@@ -1,7 +1,7 @@
-"""What a plan recomputes, and what is inside the modules that it recomputes as a whole.
+"""An index of what a plan recomputes, and of what is inside the modules that it recomputes as a whole.
 
-This index of a plan is used by the engine, the count of saved bytes, the rules that settle a plan, and the
-planner. A *root* is a module that is run again as one; of roots inside each other the outermost counts.
+The engine, the count of saved bytes, the rules that settle a plan, and the planner use it. A *root* is a
+module that is run again as one; of roots inside each other the outermost counts.
 
 What a plan keeps or swaps inside a root is not run again (an excluded op, a communication whose result is
 kept, a swapped op): when the module runs again, the op's result is handed out in its place
@@ -20,7 +20,7 @@ from .model_structure import is_below
 from .op_facts import is_communication
 
 RUN_AGAIN = ("recompute", "re-gather")
-"""Fates of what is dropped and made again in backward."""
+"""Fates of tensors that are dropped, and made again in backward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +28,8 @@ class RecomputedModules:
     """The index of one plan.
 
     Args:
-        plan: rows.
-        modules: by layer, the paths of its modules (``""`` is the layer itself).
+        plan: the plan.
+        modules: paths of the modules of each layer (``""`` is the layer itself).
     """
 
     plan: MemoryPlan
@@ -42,7 +42,7 @@ class RecomputedModules:
 
     @cached_property
     def roots(self) -> Mapping[Scope, frozenset[str]]:
-        """By layer, its modules that are run again as one."""
+        """Paths of the modules of each layer that are run again as one."""
         found: dict[Scope, set[str]] = {}
         for row in self.plan.rows:
             if row.fate == "recompute" and row.ordinal is None and self._is_module(row):
@@ -51,17 +51,17 @@ class RecomputedModules:
 
     @cached_property
     def divided(self) -> frozenset[Scope]:
-        """Scopes of which the plan names something inside."""
+        """Scopes in which rows of the plan name single ops."""
         return frozenset(row.scope for row in self.plan.rows if row.op_path not in ("", OUTPUT))
 
     @cached_property
     def whole_layers(self) -> frozenset[Scope]:
-        """Layers that are run again whole, with nothing inside decided otherwise."""
+        """Layers that are run again whole, and in which no row names single ops."""
         return frozenset(scope for scope, paths in self.roots.items() if "" in paths) - self.divided
 
     @cached_property
     def selective_layers(self) -> frozenset[Scope]:
-        """Layers in which something is run again, but for those that are run again whole."""
+        """Layers in which something is recomputed, except `whole_layers`."""
         again = {row.scope for row in self.plan.rows if row.fate == "recompute"}
         return self.divided.intersection(again, self.modules)
 
@@ -86,13 +86,11 @@ class RecomputedModules:
         return self._outermost[key]
 
     def rebuilt_by(self, call: OpCall) -> OpCall | None:
-        """Return what is run again to have what ``call`` produces: the root around it, or ``call`` by itself.
-
-        What is run again by itself needs its inputs in backward; so does a root (here the call with ordinal
-        ``None``), and a communication that is done again, inside a root too.
+        """Return the call that is run again, from its inputs, to rebuild what ``call`` produces.
 
         Returns:
-            ``None``: what ``call`` produces stays or moves.
+            The root around ``call`` (as a call with ordinal ``None``); ``call`` itself without a root, or if
+            it is a communication that is done again; ``None`` if what it produces is kept or swapped.
         """
         scope, path, _ = call
         row = self.row(call)
@@ -109,17 +107,17 @@ class RecomputedModules:
         return any(kept and path != root and is_below(path, root) for path, kept in inside)
 
     def is_kept_module(self, scope: Scope, path: str) -> bool:
-        """Whether it is a module inside a root in which nothing is run again."""
+        """Whether ``path`` is a module inside a root, and nothing in this module is run again."""
         key = scope, path
         if key not in self._kept_modules:
             self._kept_modules[key] = self._find_kept_module(scope, path)
         return self._kept_modules[key]
 
     def is_held(self, call: OpCall) -> bool:
-        """Whether the result of a call is held, if the root around it must rebuild what comes after it.
+        """Whether the root around a call holds the call's result, if the root must rebuild what comes after.
 
         Args:
-            call: of a function, or of a module (ordinal ``None``).
+            call: call of a function, or of a module (ordinal ``None``).
         """
         scope, path, ordinal = call
         root = self.root(scope, path)
@@ -137,7 +135,7 @@ class RecomputedModules:
 
     @cached_property
     def _inside(self) -> Mapping[Scope, list[tuple[str, bool]]]:
-        """By layer, what rows name in it and whether that is kept or swapped."""
+        """For each layer, the op paths of its rows, each with whether the op is not run again."""
         found: dict[Scope, list[tuple[str, bool]]] = {}
         for row in self.plan.rows:
             if row.scope in self.modules and row.op_path != OUTPUT:

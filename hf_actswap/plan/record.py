@@ -1,11 +1,11 @@
-"""What is recorded of a forward: the calls of each layer, and every use of a storage.
+"""The record of a forward: the calls of each layer, and every use of a storage.
 
-`forward_recorder` records it. The structure of a model (`model_structure`), what it saves (`saved_bytes`,
-before the first step and in the planner's profile) and what it writes in place (`overwritten`) are read from
-it.
+`forward_recorder` makes the record. The structure of a model (`model_structure`), what the model saves
+(`saved_bytes`, before the first step and in the planner's profile) and what it writes in place
+(`overwritten`) are read from it.
 
-Data flow is by storage, so views and reshapes are looked through: a storage belongs to the op that produced
-it. Weights, buffers and what the model or a layer was called with are unowned; a layer owns what it outputs.
+Data flow is by storage, not by tensor: views share the storage of their base, and a storage belongs to the op
+that made it. Weights, buffers and the arguments of model and layers are unowned; a layer owns its output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..config.json_documents import Bytes, Count
 from .actions import OpCall
 
 OpKey = tuple[str, int]
-"""Op path inside the layer and ordinal of the call."""
+"""Op path inside a layer, and which call of this op it is, counted from 0."""
 
 UseKind = Literal["saved", "module", "function", "returned"]
 
@@ -28,12 +28,12 @@ LAYER_INPUT: OpKey = ("input", 0)
 """Stands for the hidden state that a layer receives."""
 
 _MOST_VIEWS = 4
-"""A cast weight is saved as itself or as a transposed or reshaped view: a short chain."""
+"""Longest chain of views that is followed: a cast weight is saved as it is, transposed or reshaped."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One function call inside a layer: what it is, and whose outputs it reads."""
+    """One function call inside a layer: its key, and the ops whose outputs it reads."""
 
     key: OpKey
     inputs: tuple[OpKey, ...]
@@ -41,13 +41,13 @@ class Call:
 
 @dataclass(frozen=True)
 class StaleRead:
-    """A function reads what is written in place afterwards, or by itself: the tensor that it read is no more.
+    """A function reads a tensor that is written in place later, or by itself: the values read are lost.
 
     Args:
-        reader: its op path, and the ordinal of its call; ``None``: it has no output of its own.
-        producer: whose output it reads.
-        rewritten: whether that had been written before, too, so that a new run of its producer would not give
-            what was read.
+        reader: op path of the function, and the ordinal of its call; ``None``: it has no output of its own.
+        producer: the op whose output is read.
+        rewritten: whether the tensor had been written before the read, too. Then running ``producer`` again
+            would not give the values that were read.
     """
 
     reader: tuple[str, int | None]
@@ -57,7 +57,7 @@ class StaleRead:
 
 @dataclass
 class LayerRecord:
-    """The calls of one layer in order, who produced the hidden state that it outputs, its autograd nodes."""
+    """One layer: its calls in order, the op that made its output, its autograd nodes, its stale reads."""
 
     calls: list[Call] = field(default_factory=list)
     output: OpKey | None = None
@@ -72,12 +72,12 @@ class Use:
     Args:
         kind: ``saved`` by autograd; received by the call of a ``module`` or ``function``; ``returned`` by a
             call.
-        at: in which call. Of ``saved`` only the scope is meant.
-        producer: whose the storage is at this time.
-        start_bytes, stop_bytes: what the view can reach of the storage.
-        size_bytes: of the view's elements.
-        version: of the tensor.
-        order: number of the use in the forward, whatever the storage.
+        at: the call. If the kind is ``saved``, only its scope has a meaning.
+        producer: the call that owns the storage at this time.
+        start_bytes, stop_bytes: first byte of the storage that the view can reach, and byte after the last.
+        size_bytes: size of the view's elements.
+        version: version counter of the tensor.
+        order: number of the use in the forward, counted over all storages.
     """
 
     kind: UseKind
@@ -117,8 +117,8 @@ def storage_key(tensor: torch.Tensor) -> int | None:
 def is_cast_of_parameter(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a parameter that autocast has cast, or a view of one.
 
-    Autocast's cache holds the cast, so moving it frees nothing. It is recognised
-    by its history: casts and views only, back to a parameter. (Of frozen parameters there is no history.)
+    Autocast's cache holds the cast, so moving it frees nothing. It is recognised by its history: only casts
+    and views, back to a parameter. (The cast of a frozen parameter has no history.)
     """
     node = tensor.grad_fn
     for _ in range(_MOST_VIEWS):

@@ -1,7 +1,7 @@
-"""The lines that MindFormers logs for a configuration, so that the two can be compared.
+"""Writes the lines that MindFormers ("the reference") logs for a configuration, to compare both logs.
 
 The ``Set ...`` lines report what was asked, not what takes effect: that is how the reference prints them.
-White space is collapsed as in its documents, and a pattern shows a single backslash as there.
+White space is collapsed and a pattern shows a single backslash, as in its documents.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALL_SWAP_LOST = "All layers and ops that are enabled swap do not work! Because r
 
 @dataclass
 class LayerRequests:
-    """What is asked of one layer, by the names under which the reference logs it."""
+    """What the configuration asks of one layer, under the names that the reference logs."""
 
     full: bool = False
     select: list[str] = field(default_factory=list)
@@ -70,10 +70,10 @@ def formative_lines(
     """Return the ``Formative ...`` lines: the normalised tables.
 
     Args:
-        recompute: normal form of ``recompute``.
-        selections: key of ``recompute_config`` -> pattern -> normal form; exclude keys only where used.
-        layer_swap, op_swap: rules in force.
-        swap: whether swap is on.
+        recompute: normal form of the key ``recompute``.
+        selections: key of ``recompute_config`` -> op path -> normal form; empty exclude keys are not logged.
+        layer_swap, op_swap: the swap rules in force.
+        swap: whether ``swap_config.swap`` is on.
     """
     lines = [f"Formative layer_recompute: {format_formative(recompute)}"]
     for key, table in selections.items():
@@ -111,12 +111,12 @@ def conflict_warnings(
     plan's adjustments.
 
     Args:
-        config: the document.
-        num_layers: of the whole model.
+        config: the configuration.
+        num_layers: number of layers of the whole model.
         full_layers: layers recomputed whole.
         layer_swap: layer -> prefetch, for the layers that ``layer_swap`` names.
         op_swap: op name as written -> the layers that it names.
-        swaps: whether anything is swapped after all: the input of recomputed layers, by a key of ours.
+        swaps: whether the plan swaps anything (our key ``recompute_input`` swaps what the reference cannot).
     """
     recompute = config.recompute_config.recompute
     if recompute is True:

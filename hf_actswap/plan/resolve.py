@@ -1,9 +1,9 @@
-"""From a configuration and a model's structure to a plan.
+"""Resolves a configuration and a model's structure to a plan.
 
 Requested policies are applied in the reference's order (layer swap, op swap, selective recompute, full
-recompute, exclude), then the coupling rules run (`rules`). Everything that changes a requested policy becomes
-an adjustment; everything that cannot be meant becomes a `Problem`, and all problems are raised together. What
-changes nothing here is an adjustment as well; what this version cannot carry out yet is ``unsupported``.
+recompute, exclude), then the coupling rules run (`rules`). A requested policy that is changed, or that has no
+effect on this model, becomes an adjustment. One that makes no sense for this model becomes a `Problem`; all
+problems are raised together. One that this version cannot carry out yet becomes an entry of ``unsupported``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .reference_log import conflict_warnings, formative_lines
 from .rules import EXCLUDE_BEATS_ALL
 
 _DEFAULT_MIN_TENSOR_BYTES = 1024
-"""As in torchtune and TRL (``min_offload_size``)."""
+"""Tensors of fewer bytes are not swapped by default, as in torchtune and TRL (``min_offload_size``)."""
 
 _SELECTIONS: dict[str, tuple[str, ...]] = {
     "select_recompute": DEFAULT_SELECT_PATTERNS,
@@ -55,13 +55,13 @@ def resolve_plan(config: ActSwapConfig, structure: ModelStructure, stage: int | 
     Args:
         config: from `load_config`.
         structure: from `model_structure`, of the model that will train.
-        stage: pipeline stage whose layers the model holds; ``None``: the model holds all of them, whatever
-            the configured pipeline, and the tables apply by global layer index. Layers in the plan's rows
-            are the model's own, in its log lines global.
+        stage: pipeline stage whose layers the model holds; ``None``: the model holds all layers, whatever
+            the configured pipeline, and the tables apply by global layer index. The plan's rows count layers
+            within the model given, its log lines over the whole model.
 
     Raises:
         PlanError: with every problem: a path that names no op, a layer that does not exist, a layout that
-            does not add up, a layer count that is not the model's, a name of no stack.
+            does not add up, a layer count that is not the model's, a name in ``stacks`` that is no stack.
     """
     problems: list[Problem] = []
     plans: list[MemoryPlan] = []
@@ -117,7 +117,7 @@ def _has_words(path: str, name: str) -> bool:
 
 
 def _of_other_stack(name: str, stack: ModelStructure, plan: MemoryPlan) -> MemoryPlan:
-    """Return the plan of a stack with the scopes and texts that it has in the plan of its model."""
+    """Return a stack's plan, with its scopes and texts rewritten for the plan of the whole model."""
     scopes: dict[Scope, str] = {layer.index: layer.module_path for layer in stack.layers}
     where = f"stacks.{name}"
     adjustments = [
@@ -139,7 +139,7 @@ def _of_other_stack(name: str, stack: ModelStructure, plan: MemoryPlan) -> Memor
 
 
 def _together(plans: Sequence[MemoryPlan], lines: Sequence[str]) -> MemoryPlan:
-    """Return the first plan with what the others add to it."""
+    """Return the first plan with the rows, adjustments and lines of all plans."""
     return replace(
         plans[0],
         rows=tuple(row for plan in plans for row in plan.rows),
@@ -156,7 +156,7 @@ def _resolve_stack(config: ActSwapConfig, structure: ModelStructure, stage: int 
 
 
 def with_problems_of_model(error: ConfigError, structure: ModelStructure) -> ConfigError:
-    """Return ``error`` with what a model shows to be wrong in the rest of the document, too."""
+    """Return ``error`` with the problems added that the rest of the document has for this model."""
     if error.readable is None:
         return error
     try:
@@ -171,12 +171,12 @@ class RequestedPolicy:
     """One entry of the configuration that names ops or layers.
 
     Args:
-        where: YAML path.
-        asked: the fate.
-        op_name: as written, or of the default ops; ``""``: the whole layer.
-        layers: that it names.
-        prefetch: of a swap.
-        targets: op path -> the layers in which the name means it.
+        where: YAML path of the entry.
+        asked: the fate that it asks for.
+        op_name: op path as written, or that of a default op; ``""``: the whole layer.
+        layers: the global layers that it names.
+        prefetch: ``backward_prefetch`` of a swap.
+        targets: op path of the model -> the layers in which ``op_name`` means it.
     """
 
     where: str
@@ -187,7 +187,7 @@ class RequestedPolicy:
     targets: dict[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
 
     def names(self, layer: int, op_path: str) -> bool:
-        """Whether the entry means an op of a layer, or what is around it."""
+        """Whether the entry names an op of a layer, or a module around the op."""
         if layer not in self.layers:
             return False
         paths = [path for path, layers in self.targets.items() if layer in layers] if self.op_name else [""]
@@ -208,8 +208,8 @@ def requested_policies(config: ActSwapConfig, structure: ModelStructure) -> tupl
     MindFormers, Memory Optimization.
 
     Args:
-        config: that resolves.
-        structure: of the model, which holds all layers.
+        config: a configuration that `resolve_plan` accepts.
+        structure: structure of the whole model.
     """
     swap = config.swap_config
     written = swap.op_swap is not None or swap.layer_swap is not None
@@ -247,7 +247,7 @@ class _Resolution:
         rows = (*applier.outside_rows, *self._rows())
         section, swap = self._config.recompute_config, self._swap
         if streamed is not None and isinstance(section.recompute, bool):
-            # What a chunk saves shall not grow with the layers, but where a list says which are recomputed.
+            # What a chunk saves must not grow with the layers, unless a list says which are recomputed.
             named = {row.scope for row in rows}
             rows += tuple(PlanRow(own, "", "recompute") for own in self._local.values() if own not in named)
         swaps = any(row.fate == "swap" for row in rows)
@@ -276,7 +276,7 @@ class _Resolution:
         )
 
     def _apply_recompute(self, selections: dict[str, Selection], full: tuple[int, ...]) -> None:
-        """Apply recomputation over the swap rules: selective, of communication, full, budgets, exclusions."""
+        """Apply the recompute keys, which override swap: selective, communication, full, budgets, exclude."""
         applier, section = self._applier, self._config.recompute_config
         communication = CommunicationRuleApplier(applier, self._swap)
         excluded = self._drop_excluded_patterns(selections)
@@ -290,7 +290,7 @@ class _Resolution:
             communication.keep_all()
 
     def _apply_inputs(self, full: tuple[int, ...]) -> None:
-        """Apply the keys about what recomputed modules read: their inputs are swapped, or kept in slices."""
+        """Apply the keys about inputs of recomputed layers and ops: they are swapped, kept, or sliced."""
         applier, swap, parallel = self._applier, self._config.swap_config, self._config.parallel_config
         lifted = applier.inputs_to_swap(self._swap and swap.recompute_input, full)
         read = applier.ops_read_to_swap(self._swap and swap.select_recompute_input)
@@ -301,7 +301,7 @@ class _Resolution:
             slices.slice_inputs(full, parallel.sequence_parallel_enabled)
 
     def _lines(self, recompute: object, selections: dict[str, Selection]) -> tuple[str, ...]:
-        """MindFormers' log lines."""
+        """Return MindFormers' log lines."""
         layer_swap, op_swap = self._swap_rules()
         tables = {
             key: {pattern: form for pattern, (form, _) in table.items()} for key, table in selections.items()
@@ -314,7 +314,11 @@ class _Resolution:
         return tuple(lines)
 
     def requested(self, swap_is_written: bool) -> Iterator[RequestedPolicy]:
-        """Yield what each entry requests; without a swap rule, what the default strategy requests."""
+        """Yield the entries of the configuration, the strongest first.
+
+        Args:
+            swap_is_written: whether swap rules are written; if not, the default strategy is named as a place.
+        """
 
         def where(key: str, index: int) -> str:
             return (
@@ -343,7 +347,7 @@ class _Resolution:
             yield RequestedPolicy(f"recompute_config.{key}", asked, op_name, layers, targets=targets)
 
     def _head_tile(self) -> tuple[Tile, ...]:
-        """Return head and loss in tiles. If they cannot: an error; an adjustment where ``auto`` was asked."""
+        """Return the tile of head and loss. If it is impossible: a problem, or for ``auto`` an adjustment."""
         loss = self._config.tile_config.loss
         if loss is None or loss == "off":
             return ()
@@ -361,7 +365,7 @@ class _Resolution:
         return (Tile("head", "", tokens, loss if isinstance(loss, int) else None),)
 
     def _streamed(self) -> SequenceChunks | None:
-        """Return how the sequence is streamed; a model whose layers this cannot reach is an error."""
+        """Return how the sequence is streamed; a model that cannot be streamed is a problem."""
         tokens = self._config.stream_config.tokens
         if tokens == "off":
             return None
@@ -391,7 +395,7 @@ class _Resolution:
         return SequenceChunks(tokens if isinstance(tokens, int) else None, dtype)
 
     def _keeps_gathered(self, selected: dict[str, tuple[object, tuple[int, ...]]]) -> tuple[int, ...]:
-        """Return the layers of the model that save what they gather: those that a written key leaves out.
+        """Return the layers that save what they gather: those that a written key does not name.
 
         (MindFormers' ``select_comm_recompute``: without it a communication's result is kept.)
         """
@@ -407,14 +411,14 @@ class _Resolution:
         return tuple(row for layer, own in self._local.items() for row in fates[layer].rows(own))
 
     def _keep_overwritten(self) -> None:
-        """What cannot be run again is kept, before a rule keeps what it reads."""
+        """Keep the ops that cannot be run again, before coupling rules keep the inputs of recomputed ops."""
         layers: dict[Scope, int] = {own: layer for layer, own in self._local.items()}
         for own, path, ordinal in overwritten(MemoryPlan(self._rows(), len(layers)), self._structure):
             self._applier.fates[layers[own]].keep_call(path, ordinal)
             self._applier.adjustment(WHERE, path, "recompute", "keep", OVERWRITTEN, layers[own])
 
     def _place(self, stage: int | None) -> tuple[PipelineLayout, dict[int, int]]:
-        """Return the layout and global layer -> layer of the model given."""
+        """Return the pipeline layout, and the index in the model given of each global layer that it holds."""
         own = len(self._structure.layers)
         declared = self._config.num_layers
         parallel = self._config.parallel_config
@@ -473,7 +477,7 @@ class _Resolution:
         return dict(enumerate(value))
 
     def _selection(self, key: str, defaults: tuple[str, ...]) -> Selection:
-        """Return pattern -> (normal form, layers) of a selective key."""
+        """Return op path -> (normal form, layers) for a selective key."""
         where = f"recompute_config.{key}"
         value = getattr(self._config.recompute_config, key)
         if self._layout_failed and not self._swap:

@@ -1,7 +1,7 @@
 """Fates of the ops of one layer, and the rules that decide between conflicting requested policies.
 
-`LayerFates` is a tree of op paths; a requested policy applies to a subtree, later requested policies
-overwrite earlier ones, and the coupling rules are the methods that apply last. Each quotes its source.
+`LayerFates` is a tree of op paths. A requested policy applies to a subtree, and later policies overwrite
+earlier ones. The coupling rules are methods that are called last. The reason of each rule quotes its source.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NO_COUNTERPART = "the reference has this op and these layers have no counterpart
 
 @dataclass(frozen=True)
 class Assigned:
-    """What a node carries: a fate, its windows, and for a recompute the path that is rebuilt as one."""
+    """The fate of a node of the tree, its windows, and for a recompute the path that is run again as one."""
 
     fate: Fate = "keep"
     windows: Windows | None = None
@@ -55,7 +55,7 @@ KEEP = Assigned()
 
 
 class LayerFates:
-    """Mutable while a plan is being resolved, for one layer.
+    """The fates of one layer's ops, which change while a plan is being resolved.
 
     Args:
         layer: structure of the layer.
@@ -86,7 +86,8 @@ class LayerFates:
     def recompute(self, path: str) -> list[str]:
         """Recompute ``path`` as one; return the topmost op paths below it whose swap is dropped (rule 1).
 
-        A module without weights (an activation) is its functions: keeping its output would save nothing.
+        For a module without weights (an activation), its functions are recomputed one by one: as one, the
+        module would keep its output, and nothing would be saved.
         """
         if self._kinds.get(path) == "activation":
             functions = [node for node in self._nodes if node.rpartition(".")[0] == path]
@@ -106,7 +107,7 @@ class LayerFates:
         return lost
 
     def can_run_again(self, path: str) -> bool:
-        """Whether ``path`` is not a function that gives something else each time."""
+        """Whether running ``path`` again gives the same result; ``False`` for some functions."""
         return self._kinds.get(path) != "function" or is_repeatable(path)
 
     def exclude(self, path: str) -> bool:
@@ -129,10 +130,10 @@ class LayerFates:
     def tile(self, path: str) -> list[tuple[str, Fate]]:
         """Run ``path`` over pieces of the tokens: nothing in it is saved, each piece runs again.
 
-        What it returns keeps its fate, and inside a larger module that is recomputed it is a part of that.
+        Its output keeps its fate. Inside a larger module that is recomputed, it is a part of that module.
 
         Returns:
-            The topmost op paths, at or below it, whose own fate is dropped, with that fate.
+            The topmost op paths, at or below ``path``, whose own fate is dropped, with the dropped fate.
         """
         own, around = self._nodes[path], self._nodes[path_around(path)]
         returned = KEEP if own.fate in RUN_AGAIN and own != around else own
@@ -145,15 +146,15 @@ class LayerFates:
         return [item for item in found if not any(is_below(item[0], top) for top in lost if top != item[0])]
 
     def keep_inputs_of_recompute(self) -> tuple[list[OpKey], bool]:
-        """Rule 2: keep what recomputed ops read.
+        """Keep the inputs of recomputed ops on the device (coupling rule 2).
 
         Returns:
-            The ops of this layer whose swap is dropped, and whether the incoming hidden state is read.
+            The ops of this layer whose swap is dropped, and whether the layer's input is read.
         """
         kept: list[OpKey] = []
         reads_input = False
         if self.layer.compiled and "" not in self.recompute_roots:
-            return kept, reads_input  # one op, in which nothing is kept by name: it has all back beforehand
+            return kept, reads_input  # it is one op: all that it saved is back before its backward begins
         for root in self.recompute_roots:
             for key in self.layer.inputs_of(root):
                 if key == LAYER_INPUT:
@@ -170,23 +171,23 @@ class LayerFates:
         return kept, reads_input
 
     def keep_output(self) -> bool:
-        """Rule 2 across layers: the next one rebuilds from this output. Return whether it was swapped."""
+        """Keep the output, from which the next layer is recomputed (rule 2); return if it was swapped."""
         swapped = self._nodes[OUTPUT].fate == "swap"
         if swapped:
             self._nodes[OUTPUT] = KEEP
         return swapped
 
     def swap_output(self, windows: Windows | None) -> None:
-        """Swap the hidden state handed on, unless it is swapped already: then its own windows hold."""
+        """Swap the layer's output; if it is swapped already, its windows do not change."""
         if self._nodes[OUTPUT].fate != "swap":
             self._nodes[OUTPUT] = Assigned("swap", windows)
 
     def give_up_swap(self) -> tuple[list[str], Windows | None]:
-        """Nothing of the layer is saved: take its swap back.
+        """Drop every swap in the layer, because nothing inside it is saved.
 
         Returns:
-            The topmost op paths that were swapped (none if nothing was), and the farthest windows among
-            theirs; ``None``: all were left to measurement.
+            The topmost op paths that were swapped (none if nothing was), and of their windows those with the
+            longest prefetch; ``None``: all windows were to be measured.
         """
         swapped = [node for node, assigned in self._nodes.items() if assigned.fate == "swap"]
         top = [node for node in swapped if not any(is_below(node, one) for one in swapped if one != node)]
@@ -196,9 +197,9 @@ class LayerFates:
         return top, max(written, key=lambda windows: windows.prefetch_ops, default=None)
 
     def communicating_again_pays(self, path: str) -> bool:
-        """Whether its input is smaller than its result (a gather), or is itself rebuilt by its function.
+        """Whether repeating a communication saves bytes, since it needs its input in place of its result.
 
-        (An op may save an input that autograd would not have saved only if the bytes saved fall.)
+        It does if the input is smaller than the result (a gather), or if the input is recomputed too.
         """
         inputs = [key[0] for call in self.layer.calls if call.key[0] == path for key in call.inputs]
         rebuilt = bool(inputs) and all(self._nodes.get(key, KEEP).root == key for key in inputs)
@@ -217,14 +218,14 @@ class LayerFates:
         return before.fate == "swap"
 
     def keep_communications(self, paths: Iterable[str], recomputed_only: bool = False) -> list[str]:
-        """Keep the results of these; return those that would have been communicated again."""
+        """Keep the results of communications; return the paths of those that would have been repeated."""
         fates = ("recompute",) if recomputed_only else RUN_AGAIN
         kept = [path for path in paths if self._nodes[path].fate in fates]
         self._nodes.update(dict.fromkeys(kept, KEEP))
         return kept
 
     def slice_output(self) -> bool:
-        """Keep a slice of the hidden state handed on, on each rank; return whether no swap has it."""
+        """Keep a slice of the layer's output on each rank; return ``False`` if the output is swapped."""
         if self._nodes[OUTPUT].fate == "swap":
             return False
         self._nodes[OUTPUT] = Assigned("slice")
@@ -240,7 +241,7 @@ class LayerFates:
         )
 
     def rows(self, scope: Scope) -> list[PlanRow]:
-        """Return the fewest rows that say the same: one for each node that differs from the row above it."""
+        """Return the fewest rows with these fates: one for each node that differs from the row above it."""
         rows = []
         effective: dict[str, Assigned] = {}
         for path in sorted(self._nodes, key=lambda node: (bool(node), node.count("."))):
@@ -259,7 +260,7 @@ class LayerFates:
                 self._nodes[node] = new(node)
 
     def _is_below(self, node: str, path: str) -> bool:
-        """The hidden state handed on belongs to the op that produces it, if that is known."""
+        """Whether a node is at or below ``path``; the layer's output is part of the op that produces it."""
         if node == OUTPUT and path and self.layer.output_of:
             return is_below(self.layer.output_of[0], path)
         return is_below(node, path)

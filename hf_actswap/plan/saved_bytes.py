@@ -1,18 +1,18 @@
-"""How many bytes autograd saves for a batch, by the op that produced them, and how many a plan swaps of it.
+"""Counts the bytes that autograd saves for a batch, by producing op, and those that a plan swaps or drops.
 
-Known before anything is computed: the model runs once on fake tensors of the real shapes
-(`engine/forecast.py`). The record does not depend on a plan, so several plans can be priced with one.
+The counts are known before anything is computed: the model runs once on fake tensors of the real shapes
+(`engine/forecast.py`). The record does not depend on a plan, so one record serves for several plans.
 
-A plan is priced by the engine's rules, in the order in which the engine meets the tensors:
+Bytes are counted by the engine's rules, in the order in which the engine meets the tensors:
 
-* the fate is the producer's; one storage is copied once, whichever ops save it;
-* a tensor under ``min_tensor_bytes`` stays, a larger view of the same storage may still move;
-* a view that shows under half of its storage moves alone; what the copy does not cover is copied again,
-  whole;
-* layers that are recomputed whole save what they are called with. A recomputed module or function holds what
-  it is called with, so that these move if their producers say so, and its output stays;
-* an op that is kept or swapped inside a recomputed module is not run again, and its result is held for the
-  ops after it, or moves.
+* a storage has the fate of its producer, and is copied once, whichever ops save it;
+* a tensor under ``min_tensor_bytes`` stays; a larger view of the same storage may still move;
+* a view that shows under half of its storage is copied alone; if a later view shows more than this copy, the
+  whole storage is copied too;
+* a layer that is recomputed whole saves its inputs. A recomputed module or function holds its inputs, which
+  move if their producers' fate is swap; its output stays;
+* an op that is kept or swapped inside a recomputed module is not run again: its result is held for the ops
+  after it, or moves.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .record import Use as Use
 from .record import UseKind as UseKind
 
 _ALIGNMENT_BYTES = 64
-"""Where a view that moves alone may begin."""
+"""The copy of a single view begins at a multiple of this."""
 
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """What one forward saves and hands around; weights and what comes from outside the layers left out.
+    """The storages that one forward saves or passes on, without weights and tensors from outside the layers.
 
     Args:
-        storages: in the order of their first use.
-        modules: by layer, the paths of its modules (``""`` is the layer itself).
+        storages: the storages, in the order of their first use.
+        modules: paths of the modules of each layer (``""`` is the layer itself).
     """
 
     storages: tuple[SavedStorage, ...]
@@ -65,14 +65,14 @@ class SwappedCopy:
 
 @dataclass(frozen=True, slots=True)
 class AskedSwap:
-    """The engine is asked for a ticket, and it is one on a host copy.
+    """A use of a storage for which the engine hands out a ticket on a host copy.
 
     Args:
-        use: at which it is asked.
-        row: that decides it.
-        copy: number of the copy among those of this storage.
-        size_bytes: of the copy.
-        is_new: whether the copy out starts here.
+        use: the use.
+        row: the row that decides its fate.
+        copy: number of the copy among those of this storage, from 0.
+        size_bytes: size of the copy.
+        is_new: whether this use starts the copy.
     """
 
     use: Use
@@ -91,15 +91,15 @@ def swapped_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
 
 
 def dropped_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
-    """Return by how many bytes less one forward leaves for backward because ``plan`` runs ops again.
+    """Return how many bytes fewer one forward leaves for backward because ``plan`` recomputes ops.
 
-    What it swaps counts as kept: on the device or on the host, it is there.
+    Swapped tensors count as kept: they exist, on the device or on the host.
     """
     return _left_bytes(saved, MemoryPlan((), plan.num_layers)) - _left_bytes(saved, plan)
 
 
 def _left_bytes(saved: SavedBytes, plan: MemoryPlan) -> int:
-    """Bytes of the storages that are there when forward has ended, each whole."""
+    """Return the bytes of the storages that exist when forward has ended; each counts whole."""
     recomputed = RecomputedModules(plan, saved.modules)
     held = dict(held_results(saved, recomputed))
     return sum(
@@ -137,9 +137,9 @@ def swap_tickets(
     """Yield the tickets of one storage that are on the host at the end of forward.
 
     Args:
-        storage: with its uses.
+        storage: the storage with its uses.
         recomputed: index of the plan.
-        held: the use at which a recomputed module holds it (`held_results`).
+        held: the use at which a recomputed module holds the storage (`held_results`), if one does.
     """
     copied: tuple[int, int, int] | None = None
     number, kept = -1, None
@@ -164,7 +164,7 @@ def swap_tickets(
 
 
 def held_results(saved: SavedBytes, recomputed: RecomputedModules) -> Iterator[tuple[int, Use]]:
-    """Yield what recomputed modules hold so as not to run kept and swapped ops inside them again.
+    """Yield the results that recomputed modules hold, so that kept and swapped ops inside do not run again.
 
     Yields:
         Number of the storage, and the use at which the op's call returns it.
@@ -228,9 +228,9 @@ def moved_range(view: _View, view_bytes: int, storage_bytes: int) -> tuple[int, 
     storage then has a copy of its own.
 
     Args:
-        view: has its first byte, and the byte after the last that it can reach.
-        view_bytes: of its elements.
-        storage_bytes: of its storage.
+        view: its ``range_bytes`` are the first byte that it can reach, and the byte after the last.
+        view_bytes: size of its elements.
+        storage_bytes: size of its storage.
     """
     if view_bytes == storage_bytes:
         return 0, storage_bytes

@@ -1,16 +1,16 @@
-"""What the first forward shows of a plan: the plan is settled by it.
+"""Settles a plan: changes it by what the first forward shows of real shapes.
 
-Ops that cannot be run again are kept (`overwritten`), and those whose recomputation would save more than it
-drops; results that are held so that their ops need not run again are named. Each is an adjustment.
+Ops that cannot be run again are kept (`overwritten`), and ops whose recomputation would not reduce the bytes
+saved. Results that are held so that their ops need not run again are named. Each is an adjustment.
 
-An op that is run again holds its inputs. Where autograd saves them anyway (``silu``, a product) that is
-free; where it does not (the fp32 product before a cast, the bf16 tensor before its fp32 copy) they count. So
-ops are judged together: a norm of eight functions holds its bf16 input and drops everything else, while the
-last cast of it alone would hold four bytes in place of two. One layer is judged at a time, by the exact bytes
-of one recorded forward (`saved_bytes`), each storage counted once, whole, wherever it then lies.
+An op that is run again holds its inputs. If autograd saves them anyway (``silu``, a product), they are free;
+if not (the fp32 product before a cast, the bf16 tensor before its fp32 copy), they count. So ops are judged
+together: a norm of eight functions holds its bf16 input and drops everything else, while its last cast alone
+would hold four bytes in place of two. One layer is judged at a time, by the exact bytes of one recorded
+forward (`saved_bytes`). Each storage counts once and whole, on the device or on the host.
 
-An op, or an op and everything that is rebuilt from it, goes back to "keep" while the bytes saved do not grow
-by it. The order is fixed, so all ranks that saw the same shapes decide the same.
+An op, or an op and everything that is rebuilt from it, goes back to "keep" if this does not increase the
+bytes saved. The order is fixed, so all ranks that saw the same shapes decide the same.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _REASON = (
 
 @dataclass(frozen=True)
 class _Costly:
-    """A module or function call that stays.
+    """A module or function call that is kept, since recomputing it would not reduce the bytes saved.
 
     Args:
         op: scope, op path, ordinal of the call (``None``: a module).
-        held_bytes: what would be held in order to run it again, and is not held otherwise.
-        dropped_bytes: what would be dropped for it. Both of all ops that are decided together.
+        held_bytes: bytes that would be held only in order to run it again.
+        dropped_bytes: bytes that would be dropped for it. Both are of all ops that are decided together.
     """
 
     op: OpCall
@@ -55,13 +55,13 @@ class _Costly:
 def settled(plan: MemoryPlan, structure: ModelStructure, saved: SavedBytes | None) -> MemoryPlan:
     """Return ``plan`` as it is carried out, with an adjustment for each rule that changed it.
 
-    What reads an op that now stays may have relied on its being rebuilt, and what is inside a module that
-    stays has to pay for itself: so the rules are asked until none changes anything.
+    The rules are applied until none changes anything: an op may have relied on the recomputation of another
+    that is now kept, and ops inside a module that is now kept are judged one by one.
 
     Args:
-        plan: of the model.
-        structure: of the model.
-        saved: of the forward that starts; ``None``: it is not known, and nothing is judged by it.
+        plan: plan for the model.
+        structure: structure of the model.
+        saved: what the forward that starts will save; ``None``: unknown, and nothing is judged by it.
     """
     found = keep_what_is_overwritten(plan, structure)
     if saved is None:
@@ -71,15 +71,15 @@ def settled(plan: MemoryPlan, structure: ModelStructure, saved: SavedBytes | Non
 
 
 def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
-    """Return ``plan`` without the selective recomputation that saves more bytes than it drops.
+    """Return ``plan`` without the selective recomputation that holds at least as many bytes as it drops.
 
     Args:
-        plan: of the model.
-        saved: of one of its forwards, of the shapes and types that will be trained on.
+        plan: plan for the model.
+        saved: what a forward saves with the shapes and dtypes of training.
 
     Returns:
-        The same plan, if all of it pays; else one in which these ops are kept, with an adjustment for each op
-        path that says how many bytes it would have held in each layer, and in place of how many.
+        The same plan, if all recomputation reduces the bytes saved; else one in which the other ops are kept,
+        with an adjustment for each op path: how many bytes it would hold in a layer, in place of how many.
     """
     recomputed = RecomputedModules(plan, saved.modules)
     if not recomputed.selective_layers:
@@ -116,8 +116,8 @@ def keep_what_costs(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
 def _say_what_is_held(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
     """Return ``plan`` with an adjustment for each op whose result is held for a recomputed module around it.
 
-    Only where autograd would not save that result anyway: then it costs its bytes. What a communication
-    returns is named by the keys for communication.
+    Only results that autograd would not save anyway have one: they cost bytes. Results of communications have
+    none: the keys for communication name them.
     """
     found: dict[tuple[str, str, int], list[Scope]] = {}
     recomputed = RecomputedModules(plan, saved.modules)
@@ -138,13 +138,15 @@ def _say_what_is_held(plan: MemoryPlan, saved: SavedBytes) -> MemoryPlan:
 
 @dataclass
 class _Graph:
-    """What one layer saves, and what can be run again in it.
+    """The storages that one layer saves, and the units that can rebuild them.
+
+    A unit is a call that is run again as one. A storage is known by its number.
 
     Attributes:
-        sizes: bytes of each storage, by its number.
-        saved: (storage, the unit that can rebuild it; ``None``: it is held).
-        inputs: unit -> (storage, the unit that can rebuild it).
-        made: units in the order in which what they make is first used.
+        sizes: bytes of each storage.
+        saved: for each saved storage (storage, the unit that can rebuild it; ``None``: it is held).
+        inputs: for each unit, its inputs in the same form.
+        made: the units, in the order in which their results are first used.
     """
 
     sizes: dict[int, int] = field(default_factory=dict)
@@ -167,11 +169,11 @@ class _Graph:
         return held, needed
 
     def decided(self) -> tuple[list[_Costly], set[OpCall]]:
-        """Return what had better stay, and what is run again."""
+        """Return the units that are to be kept, and the units that are run again."""
         kept: frozenset[OpCall] = frozenset()
         costly: list[_Costly] = []
         held, needed = self.held(kept)
-        untried = held != {storage for storage, unit in self.saved if unit is None}  # else nothing costs
+        untried = held != {storage for storage, unit in self.saved if unit is None}  # else none costs bytes
         while untried:
             untried = False
             for group in self._candidates(needed):
@@ -184,7 +186,7 @@ class _Graph:
         return costly, needed
 
     def _candidates(self, needed: set[OpCall]) -> Iterator[set[OpCall]]:
-        """Each unit that is run again (the last first), alone and with all that is rebuilt from it."""
+        """Yield each unit that is run again (the last first), alone and with all that is rebuilt from it."""
         for unit in reversed(self.made):
             if unit in needed and unit[1]:
                 yield {unit}
@@ -194,7 +196,7 @@ class _Graph:
         return sum(self.sizes[storage] for storage in storages)
 
     def _rebuilt_from(self, unit: OpCall) -> set[OpCall]:
-        """``unit`` and what reads what it makes, directly or not; whole layers are never given up."""
+        """Return ``unit`` and the units that depend on its results, directly or not, except whole layers."""
         found = {unit}
         grown = True
         while grown:
@@ -216,7 +218,7 @@ class _Layers:
         self.graphs = {scope: _Graph() for scope in recomputed.selective_layers}
 
     def read(self, index: int, storage: SavedStorage) -> None:
-        """Sort in one storage."""
+        """Add the uses of one storage to the graphs."""
         returned: OpCall | None = None
         for use in storage.uses:
             scope, path, _ = use.at
@@ -238,7 +240,7 @@ class _Layers:
                 graph.made.setdefault(source)
 
     def holds(self, index: int, storage: SavedStorage, result: Use) -> None:
-        """A recomputed module holds this result of an op inside, so as not to run it again."""
+        """Note that a recomputed module holds the result of an op inside, so as not to run the op again."""
         scope, path, _ = result.at
         root = self._recomputed.root(scope, path)
         graph = self.graphs.get(scope) if scope is not None else None
@@ -247,6 +249,6 @@ class _Layers:
             graph.inputs.setdefault((scope, root, None), {})[index, None] = None
 
     def _rebuilder(self, producer: OpCall) -> OpCall | None:
-        """What is recomputed in order to have what ``producer`` makes; what is re-gathered is not judged."""
+        """Return the unit that is recomputed to rebuild what ``producer`` makes (re-gathers do not count)."""
         row = self._recomputed.row(producer)
         return self._recomputed.rebuilt_by(producer) if row is not None and row.fate == "recompute" else None

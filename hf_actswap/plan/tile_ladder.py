@@ -1,6 +1,7 @@
-"""More and more of a model in tiles, for a budget within which no mix of keep, swap and recompute keeps.
+"""Puts more and more of a model in tiles, for a budget that no mix of keep, swap and recompute meets.
 
-First head and loss, which cost next to no time; then the MLP, then the norms: they run once more in backward.
+First come head and loss, which cost next to no time. Then come the MLP and the norms, whose forward runs once
+more in backward.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .resolve import resolve_plan
 from .token_mixing import checked_tiles
 
 EACH_TOKEN = ("feed_forward", "attention_norm", "ffn_norm", "final_norm")
-"""Modules that treat tokens one by one in most models; the first is worth most. `_norms` has the others."""
+"""Modules that treat tokens one by one in most models; the first saves most. `_norms` finds further norms."""
 
 SECOND_CLASS = (
     "no mix of keep, swap and recompute keeps within the budget without. Losses stay; gradients of weights "
@@ -31,16 +32,16 @@ SECOND_CLASS = (
 def tile_ladder(
     config: ActSwapConfig, model: nn.Module, structure: ModelStructure, parts: int = 1
 ) -> Iterator[tuple[TileConfig, MemoryPlan]]:
-    """Yield what the user wrote with more and more in tiles (``auto``), and the plan of it.
+    """Yield (``tile_config``, plan) with more and more of the model in tiles (``auto``).
 
-    What is written of ``tile_config`` stays: a ``loss``, also ``off``, and entries of ``tile``. So does every
-    fate that is written: tiles in whose place one would give way are left out, as is what mixes tokens.
+    What the user wrote stays: ``loss``, also ``off``, entries of ``tile``, and every fate. Tiles that would
+    replace a written fate are left out, as are modules that mix tokens.
 
     Args:
         config: what the user wrote.
-        model: inside its wrappers.
-        structure: of it.
-        parts: ranks of the tensor-parallel group, which may divide the sequence.
+        model: the model, without its wrappers.
+        structure: structure of the model.
+        parts: number of ranks of the tensor-parallel group, which may divide the sequence.
     """
     last = resolve_plan(config, structure)
     rows = last.rows
@@ -89,5 +90,5 @@ def _norms(structure: ModelStructure) -> tuple[str, ...]:
 
 
 def named(tiles: Iterable[Tile]) -> str:
-    """Return what runs in tiles in words, each op once."""
+    """Return the names of the ops that run in tiles, each once."""
     return ", ".join(dict.fromkeys(tile.op_path or str(tile.scope) for tile in tiles))

@@ -1,10 +1,10 @@
-"""Which modules treat tokens one by one: found out from the aten ops that a call makes on fake tensors.
+"""Finds out which modules treat tokens one by one, from the aten ops of a call on fake tensors.
 
-The model is called with a batch whose two sizes are primes that divide no other size of a model. What has a
-row for each token then has a number of elements in which each prime occurs once, whatever its shape. A sum
-over tokens takes a prime away, a product of tokens with tokens adds one; both show. What remains are ops that
-keep the size and mix all the same (a softmax, a sum so far, a shift along the tokens): an op must be known to
-leave rows alone, in the dimension that it is given. An op that is not known mixes.
+The model is called with a batch whose two sizes are primes that divide no other size of the model. A tensor
+with a row for each token then has a number of elements with each prime as a factor once, whatever its shape.
+A sum over tokens removes such a factor, a product of tokens with tokens adds one, so both show. Other ops
+keep the size and mix tokens all the same (a softmax, a cumulative sum, a shift along the tokens). Therefore
+an op must be known to leave rows alone, in the dimension that it is given; an unknown op counts as mixing.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from .op_facts import argument_of, computes
 from .record import storage_key
 
 _BATCHES, _LENGTHS = (101, 103, 107), (131, 127, 113, 61, 59, 53)
-"""Primes, of which those are taken that divide no size of a weight. A model of few positions does not run at
-the first length; one that loops over tokens in Python would take minutes at a much greater."""
+"""Primes to choose batch size and sequence length from: none that divides a size of a weight. Lengths are
+tried in turn: a model with few positions needs a short one. None is much longer, because a model that loops
+over tokens in Python would take minutes."""
 _CPU = torch.device("cpu")
 _EACH_TOKEN, _NO_TOKEN = (1, 1), (0, 0)
 
@@ -50,7 +51,7 @@ _ROW_BY_ROW = _CONSTANTS | _names(
     mm addmm bmm baddbmm linear clone _to_copy copy _unsafe_view native_dropout bernoulli uniform embedding
     """
 )
-"""The number of primes shows a product over tokens, or rows that are cut off."""
+"""Ops for which the prime factors show everything: a product over tokens, rows that are cut off."""
 _JOINS = _names("cat stack")
 _ALONG_DIMENSIONS = _names(
     """
@@ -65,13 +66,13 @@ _OVER_LAST_DIMENSIONS = _names("native_layer_norm _fused_rms_norm rms_norm")
 def checked_tiles(
     model: nn.Module, tiles: Iterable[Tile], structure: ModelStructure, parts: int = 1
 ) -> dict[Tile, int]:
-    """Return, for each tile, in how many parts the ranks divide the sequence again that they gathered for it.
+    """Return, for each tile, into how many parts the ranks divide the tokens of its output (1: not divided).
 
     Args:
-        model: inside its wrappers.
-        tiles: of layers, and of the head, which is not asked about.
-        structure: of the model.
-        parts: ranks of the tensor-parallel group, which may divide the sequence.
+        model: the model, without its wrappers.
+        tiles: the tiles to check; that of the head is not checked.
+        structure: structure of the model.
+        parts: number of ranks of the tensor-parallel group, which may divide the sequence.
 
     Raises:
         PlanError: a module does not treat tokens one by one; names the op that mixes them.
@@ -107,8 +108,8 @@ class _Look:
     """What the calls of a module show.
 
     Args:
-        mixing: what mixes tokens in it; empty: nothing does.
-        parts: see `checked_tiles`.
+        mixing: the op that mixes tokens in it, in words; empty: none does.
+        parts: into how many parts the ranks divide the tokens of its output.
     """
 
     mixing: str = _NOT_CALLED
@@ -118,7 +119,7 @@ class _Look:
 def _looks(
     model: nn.Module, paths: Iterable[str], structure: ModelStructure, parts: int
 ) -> tuple[dict[str, _Look], str]:
-    """Return what each module shows, by path; and why the model does not run on fake tensors."""
+    """Return the `_Look` of each module, by path, and why the model does not run on fake tensors."""
     paths, why_not = list(paths), ""
     taken = {size for weight in model.parameters() for size in weight.shape}
     batch, *_ = [prime for prime in _BATCHES if all(size % prime for size in taken)] or _BATCHES
@@ -154,9 +155,10 @@ def _looks_at(
 
 
 def _watch(module: nn.Module, path: str, look: _Look, sizes: _Sizes) -> list[Callable[[], None]]:
-    """Look at each run of a module's forward, without the hooks around it: that is what runs in tiles.
+    """Record in ``look`` what each run of a module's forward shows; return the functions that undo this.
 
-    Routed experts in it are one op: they sort tokens by expert, and give each its own result.
+    Only the forward is watched, without the module's hooks, because only that runs in tiles. Routed experts
+    inside count as one op: they sort tokens by expert, and give each token its own result.
     """
     running: list[_Ops] = []
     own, before = module.forward, vars(module).get("forward")
@@ -197,11 +199,11 @@ def _watch(module: nn.Module, path: str, look: _Look, sizes: _Sizes) -> list[Cal
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The two primes of a batch, and where they are in other sizes.
+    """The sizes of a batch, two primes, and how to find them in the sizes of other tensors.
 
     Args:
         batch, length: the primes.
-        parts: among how many ranks a sequence is divided, or may be.
+        parts: number of ranks that may divide the sequence.
     """
 
     batch: int
@@ -213,7 +215,7 @@ class _Sizes:
         return size > 0 and (size % self.batch == 0 or size % self.length == 0)
 
     def of(self, elements: int) -> tuple[int, int]:
-        """How often each prime occurs in a number of elements."""
+        """Return how often each prime is a factor of a number of elements."""
         counts = []
         for prime in (self.batch, self.length):
             count, size = 0, elements
@@ -223,7 +225,7 @@ class _Sizes:
         return counts[0], counts[1]
 
     def shape(self, tensor: torch.Tensor) -> str:
-        """The shape of a tensor in words."""
+        """Return the shape of a tensor in words."""
         names = {self.batch: "batch"}
         for tokens in (self.length, self.length * self.parts):
             names |= {tokens: "tokens", self.batch * tokens: "batch * tokens"}
@@ -231,11 +233,11 @@ class _Sizes:
 
 
 class _Ops(TorchDispatchMode):
-    """Follows the ops of a call; `mixing` says what the first that mixes tokens does.
+    """Watches the ops of a call; ``mixing`` says in words what the first op that mixes tokens does.
 
     Args:
-        sizes: of the batch.
-        held: storages that the call is given.
+        sizes: sizes of the batch.
+        held: storages of the call's arguments, weights and buffers.
     """
 
     def __init__(self, sizes: _Sizes, held: set[int | None]) -> None:
@@ -254,8 +256,8 @@ class _Ops(TorchDispatchMode):
         return out
 
     def _why_mixed(self, func: Any, args: Any, kwargs: Any, given: list[torch.Tensor], out: Any) -> str:
-        """Return what an op does that pieces of the tokens would show; empty: nothing."""
-        name = func._schema.name.partition("::")[2].removesuffix("_")  # the ones that write in place, too
+        """Return how an op mixes tokens, so that it cannot run on pieces of them; empty: it does not."""
+        name = func._schema.name.partition("::")[2].removesuffix("_")  # also of ops that write in place
         read = [self._sizes.of(item.numel()) for item in given]
         made = [self._sizes.of(item.numel()) for item in tree_leaves(out) if isinstance(item, torch.Tensor)]
         if all(primes == _NO_TOKEN for primes in read):
@@ -283,7 +285,7 @@ class _Ops(TorchDispatchMode):
         return "" if known else "is not known to treat tokens one by one"
 
     def _along_tokens(self, func: Any, args: Any, kwargs: Any, tensor: torch.Tensor) -> bool:
-        """Whether the dimension that an op is given, or one of them, is one of tokens in ``tensor``."""
+        """Whether a dimension along which an op works is one of tokens in ``tensor``; without any: yes."""
         dims = argument_of(func, args, kwargs, "dim")
         if dims is None or dims == []:
             return True
@@ -294,7 +296,7 @@ class _Ops(TorchDispatchMode):
 def _of_arguments(
     module: nn.Module, given: Sequence[torch.Tensor], returned: Sequence[Any], sizes: _Sizes
 ) -> tuple[str, int]:
-    """Return what of arguments and results has no row for each token, and the parts of the results."""
+    """Return which argument or result has no row for each token, and the number of parts of the results."""
     lead = given[0].shape[:-1] if given else torch.Size()
     whole = (sizes.batch * sizes.length, sizes.batch * sizes.length * sizes.parts)
     shapes = {weight.shape for weight in module.parameters()}

@@ -88,7 +88,7 @@ def device_name(asked: str | None) -> str:
 
 
 def kind_here() -> str | None:
-    """Return which of `planner.record.devices` this machine's GPU is; ``None``: none of them, or there is none."""
+    """Return which of `planner.record.devices` this machine's GPU is; ``None``: none of them, or no GPU."""
     if not torch.cuda.is_available():
         return None
     return device_kind(torch.cuda.get_device_name())

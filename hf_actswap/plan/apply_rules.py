@@ -50,6 +50,8 @@ INPUT_IS_SPLIT = "with sequence parallelism each rank holds its own part of the 
 INPUT_IS_SWAPPED = "its input is swapped"
 NOT_WHOLE = "no layer is recomputed whole"
 
+_FIRST_ENTRY_WINS = "the first entry that names {} wins"
+
 Selection = dict[str, tuple[object, tuple[int, ...]]]
 """Op path as written -> (normal form, global layers that it concerns)."""
 
@@ -195,9 +197,7 @@ class RuleApplier:
                     tile = Tile(self._local[layer], path, tokens)
                     other = next((key for key in found if key[0] == layer and _overlap(key[1], path)), None)
                     if other is not None and (other[1] != path or found[other] != tile):
-                        reason = (
-                            f"the first entry that names {other[1]} wins, and what is inside is a part of it"
-                        )
+                        reason = f"{_FIRST_ENTRY_WINS.format(other[1])}, and what is inside is a part of it"
                         self.adjustment(where, path, str(tile), str(found[other]), reason, layer)
                     elif other is None and self._can_be_tiled(path, layer, where):
                         found[layer, path] = tile
@@ -209,8 +209,12 @@ class RuleApplier:
         if self._structure.final_norm is None or self._structure.compiled:
             expected = "a model with a norm after its last layer, not compiled as a whole"
             self.problems.append(Problem(f"{where}.op_name", expected, FINAL_NORM))
-        else:
-            found.setdefault((FINAL_NORM, ""), tile)
+            return
+        first = found.setdefault((FINAL_NORM, ""), tile)
+        if first != tile:
+            self.adjustment(
+                where, FINAL_NORM, str(tile), str(first), _FIRST_ENTRY_WINS.format(FINAL_NORM), None
+            )
 
     def _can_be_tiled(self, path: str, layer: int, where: str) -> bool:
         structure, reason = self.fates[layer].layer, ""

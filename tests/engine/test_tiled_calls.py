@@ -115,7 +115,9 @@ def test_two_forwards_under_the_users_own_checkpointing() -> None:
 
 def test_a_plan_says_it_and_round_trips() -> None:
     model = tiny_llama()
-    document = {"tile_config": {"tile": [{"op_name": "feed_forward", "layers": [0, 1]}, *[EVERY_TOKEN]]}}
+    norm = {"op_name": "final_norm", "tokens": 9}
+    written = [{"op_name": "feed_forward", "layers": [0, 1]}, EVERY_TOKEN, norm]
+    document = {"tile_config": {"tile": written}}
     plan = resolve_plan(load_config(document), model_structure(model))
     assert [(tile.scope, tile.op_path, str(tile)) for tile in plan.tiles if tile.scope in (1, 2)] == [
         (1, "mlp", "tiles (auto)"),
@@ -125,8 +127,10 @@ def test_a_plan_says_it_and_round_trips() -> None:
         (1, "post_attention_layernorm", "tiles of 10 tokens"),
         (2, "post_attention_layernorm", "tiles of 10 tokens"),
     ]
-    (lost,) = plan.adjustments
+    lost, lost_norm = plan.adjustments
     assert (lost.asked, lost.got, lost.layers) == ("tiles of 10 tokens", "tiles (auto)", (0, 1))
+    assert (lost_norm.op_path, lost_norm.asked) == ("final_norm", "tiles of 9 tokens")
+    assert lost_norm.reason == "the first entry that names final_norm wins"
     assert MemoryPlan.from_json(plan.to_json()).tiles == plan.tiles
     line = next(line for line in plan_table(plan).splitlines() if "tiles of 10" in line and "mlp" in line)
     assert line.split("│")[1].strip() == "2-3", "equal layers are one line"

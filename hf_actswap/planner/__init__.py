@@ -5,7 +5,7 @@ Out: a `Planner`, which puts a `MemoryPlan` on the model and improves it; a `Pre
 
 `record` records a step, or computes one from shapes, as a `Profile`; `cost` predicts a step under a plan;
 `search` solves for the fastest plan; `rescue` lets a step survive when the device runs out of memory;
-`states` keeps optimizer states on the host. `phases` leads from warm-up to search to the stable stage.
+`states` keeps optimizer states on the host. `phases` leads from warm-up to search to the stable phase.
 
 This package knows profiles, costs and plans, but neither YAML nor transformers.
 """

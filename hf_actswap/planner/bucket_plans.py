@@ -35,7 +35,7 @@ LEAST_GAIN = 0.02
 
 @dataclass
 class ShapeBucket:
-    """Batches of about the same size, in the stable stage.
+    """A bucket: batches of about the same size, in the stable phase.
 
     Args:
         edge: the largest size in it.
@@ -59,7 +59,7 @@ class ShapeBucket:
 
 
 class BucketPlans:
-    """Chooses for each batch between the largest plan, which is on the model, and those of shorter batches.
+    """Chooses the plan for each batch: that of the largest batches, on the model at first, or a smaller one.
 
     Args:
         run: the training.
@@ -107,7 +107,7 @@ class BucketPlans:
         self._run.use(self._largest)
 
     def step_ended(self) -> None:
-        """Search for the buckets that were new in this step."""
+        """Search plans for the buckets that had their first batch in this step."""
         self._used = set()
         waiting, self._waiting = self._waiting, []
         for bucket in waiting:

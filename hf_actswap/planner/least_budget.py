@@ -43,7 +43,7 @@ class LeastBudget:
         model: the model in training, in its wrappers.
         structure: structure of the model.
         fixed: returns the fates written by hand, with the current tiles.
-        memory: the ``memory`` section.
+        memory: the ``memory`` section of the configuration.
         optimizer: the model's optimizer, if it is known. States not made yet are counted as Adam's would be.
         device: name of the model's device.
     """
@@ -104,7 +104,7 @@ class LeastBudget:
 
     def _computed(self) -> int | None:
         found: list[int] = []
-        context = contextvars.copy_context()  # the tensor-parallel group is in it
+        context = contextvars.copy_context()  # it holds the tensor-parallel group
         thread = threading.Thread(target=context.run, args=(self._search, found), name="least-budget")
         thread.start()
         thread.join()

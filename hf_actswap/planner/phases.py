@@ -72,7 +72,7 @@ class Planner:
         planning_s: seconds that each search took so far.
         task: what was searched last; ``None``: nothing yet.
         outcome: what a step takes with and without the plan, measured or from the file; ``None``: not known.
-        progress: called after each step until the plan is found, with the stage and how many steps of it are
+        progress: called after each step until the plan is found, with the phase and how many steps of it are
             left at most.
     """
 
@@ -123,9 +123,9 @@ class Planner:
 
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:
-        """The sizes of batches that the stable stage has met, the largest first, and the plan of each.
+        """Buckets of the batch sizes that the stable phase has met, the largest first, with their plans.
 
-        Empty in other stages, and where one plan serves all: it was read from a file, or stays guarded.
+        Empty in other phases, and where one plan serves all: it was read from a file, or stays guarded.
         """
         smaller = self._phase.smaller if isinstance(self._phase, Stable) else None
         return () if smaller is None else smaller.buckets
@@ -137,7 +137,7 @@ class Planner:
 
     @property
     def settled(self) -> AppliedPlan | None:
-        """The applied plan once it is final: in the stable stage, without the guard; else ``None``."""
+        """The applied plan if it runs as any other: in the stable phase without the guard; else ``None``."""
         return self._run.applied if self.phase == "stable" and not self._run.guarded else None
 
     def stats(self) -> SwapStats:
@@ -344,7 +344,7 @@ class Planner:
         self._phase = Stable(run, run.meter.limit_bytes(), self._largest, MOST_PLANS, stays_guarded=True)
 
     def _can_try_again(self) -> str:
-        """Return the stage if it allows a retry, else ``""``. `Retry` itself excludes tiles on many ranks."""
+        """Return the phase if it allows a retry, else ``""``. `Retry` itself excludes tiles on many ranks."""
         if isinstance(self._phase, WarmUp):
             known, may_tile = self._largest, self._run.memory.mode == "adaptive"
             return self.phase if may_tile and (known is None or known.tokens > AUTO_LEAST_TOKENS) else ""

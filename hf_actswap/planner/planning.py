@@ -28,7 +28,7 @@ class Task:
     Args:
         profile: the step of the rank that needs most memory, with times of the slowest rank.
         fixed: fates written by hand.
-        memory: the ``memory`` section.
+        memory: the ``memory`` section of the configuration.
         budget_bytes: the most device memory that a step may use, fragments included.
         unplanned: the step with only the fates written by hand, without tiles that the planner chose.
         states_bytes: host memory that the optimizer's states take.
@@ -50,7 +50,7 @@ class Task:
     in_flight: float = 1
 
     def at(self, size: BatchSize) -> Profile:
-        """Return the profile of a batch of another size, with what trials have shown of compiled layers.
+        """Return the profile scaled to another batch size, with compiled layers as trials have measured them.
 
         Raises:
             ValueError: the step cannot be scaled to it.
@@ -62,7 +62,7 @@ class Task:
         return replace(self.step.at(size), frontier=self.profile.frontier)
 
     def grown(self, size: BatchSize) -> Task:
-        """Return the task for batches up to ``size`` too."""
+        """Return the same task for batches of up to ``size`` too."""
         if self.step is None or self.size is None:
             raise ValueError("there is no recorded step to scale")
         size = self.size.joined(size)

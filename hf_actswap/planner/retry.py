@@ -53,7 +53,7 @@ class Retry:
     Args:
         model: the model in training.
         device: the model's device.
-        ready: returns the planner's stage if an error is to be caught now, else an empty string.
+        ready: returns the planner's phase if an error is to be caught now, else an empty string.
         ran_out: called with each error before its retry; switches the guard on, or tiles.
         ahead: called with the arguments of each forward; returns whether it has put tiles on the model.
     """
@@ -84,7 +84,7 @@ class Retry:
     def forward(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module
     ) -> Any:
-        """Call the model; if it runs out of memory, call it again under the guard, with its hooks of then."""
+        """Call the model; if memory runs out, call it again under the guard, with the hooks it then has."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         if self._ahead(args, kwargs):

@@ -43,7 +43,7 @@ class PlannedTraining:
         model: the model on its device, in the wrappers in which it is called.
         structure: structure of the model inside the wrappers.
         fixed: the fates that the user wrote by hand, as a plan; the planner keeps its rows.
-        memory: the ``memory`` section; its mode is not ``off``.
+        memory: the ``memory`` section of the configuration; its mode is not ``off``.
         optimizer: the model's optimizer; ``None``: not known.
         counts_steps: whether the optimizer's step ends a training step; if not, the training loop calls
             `Planner.step_ended`.
@@ -72,7 +72,7 @@ class Run:
         structure: structure of the model inside the wrappers.
         fixed: the fates that the user wrote by hand, which plans keep. Its tiles, to which the planner may
             add, are on the model under every plan.
-        memory: the ``memory`` section.
+        memory: the ``memory`` section of the configuration.
         meter: measures device memory.
         transfer: makes time stamps, measures the link.
         guard: lets ops survive running out of memory while it is on.
@@ -127,7 +127,7 @@ class Run:
         return self.idle.keep
 
     def stats(self) -> SwapStats:
-        """Return totals over all plans so far; values that are not sums are those of the current plan."""
+        """Return totals over all plans so far; values that are not totals are those of the current plan."""
         total = self._past
         for applied in sorted(self._plans, key=lambda item: item is self.applied):
             total += applied.stats()
@@ -300,7 +300,7 @@ class Run:
 
     @uninterrupted()
     def close(self) -> None:
-        """Take everything off the model."""
+        """Take all plans, tiles, wrappers and optimizer hooks off the model."""
         self._watching = []
         self.take_off()
         self._guard(False)

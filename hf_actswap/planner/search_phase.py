@@ -33,7 +33,7 @@ STEPS_PER_TRIAL = 2
 
 
 class SearchPhase:
-    """Tries the plans that look best on paper, two steps each, and keeps the best that was measured.
+    """Tries the plans with the best predictions, two steps each, and keeps the best that was measured.
 
     Args:
         run: the training.

@@ -88,7 +88,7 @@ def tokens_of(shape: tuple[int, ...]) -> int:
 def bucket_of(size: BatchSize, top: BatchSize) -> BatchSize:
     """Return the upper edge of the bucket of a size that ``top`` covers.
 
-    The grid of pairs has the squared ratio of that of tokens: a longer sequence moves up both alike.
+    The grid of pairs has the ratio of tokens squared, so that a longer sequence is rounded alike in both.
     """
     return BatchSize(_edge(size.tokens, top.tokens, _RATIO), _edge(size.pairs, top.pairs, _RATIO**2))
 
@@ -188,7 +188,7 @@ def _in_attention_core(call: OpCall) -> bool:
 
 def _scaled_saved(profile: Profile, by_tokens: Fraction, by_pairs: Fraction) -> SavedBytes:
     scores, tokens = scores_of(profile), tokens_of(profile.batch_shape)
-    multiples = {tokens, tokens - profile.batch_shape[0]} - {0}  # labels are shifted: one position less
+    multiples = {tokens, tokens - profile.batch_shape[0]} - {0}  # shifted labels have one position less
     storages = []
     for number, storage in enumerate(profile.saved.storages):
         if number in scores:

@@ -78,7 +78,7 @@ class WarmUp:
 
     def __init__(self, run: Run, steps: int) -> None:
         self._run, self._steps_left = run, steps
-        self._forwards_before = self._forwards = 0  # 0 before: until a step's forwards have been counted
+        self._forwards_before = self._forwards = 0  # 0 until a step's forwards have been counted
         self._recorder: StepRecorder | None = None
         self._held: HeldForwards | None = None
         self._memory: Profile | None = None
@@ -142,7 +142,7 @@ class WarmUp:
 
     @uninterrupted()
     def _next(self) -> None:
-        """Prepare the step that comes: the last two are recorded, without a plan."""
+        """Prepare the next step; the last two steps are recorded."""
         run = self._run
         if self._steps_left > 2:
             run.switch(None, guarded=True)

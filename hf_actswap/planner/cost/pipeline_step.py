@@ -319,11 +319,11 @@ class _Backward:
 
     @property
     def clock(self) -> Any:
-        """Itself: it has the method `now`."""
+        """This object itself: it has the method `now`."""
         return self
 
     def now(self) -> int:
-        """The operator built last."""
+        """Return the operator that forward built last."""
         return self._last_op
 
     def watch(self, watcher: Callable[[int], Any]) -> None:
@@ -374,7 +374,7 @@ class _Stage:
         return self.now_ms
 
     def _learn_lengths(self, chunks: Iterable[int]) -> None:
-        """Tell `PassOrder` the lengths of forwards, which in the engine a step before has shown."""
+        """Tell `PassOrder` how long forwards are; in the engine an earlier step has shown it."""
         length = OPS // self._chunks
         for chunk in chunks:
             self._passes.begin((Pass(chunk, 0, False), Pass(chunk, 0, True)))

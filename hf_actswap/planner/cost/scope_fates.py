@@ -14,7 +14,7 @@ from .step_order import StepOrder
 from .storage_tickets import CopyOut, HeldTicket, RegionKey, TicketRules
 
 CopyId = tuple[int, int]
-"""Number of a storage, and of the copy among its copies."""
+"""(number of a storage, number of one of its copies)."""
 
 _NEVER = 1 << 60
 

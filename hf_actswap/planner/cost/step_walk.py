@@ -68,7 +68,7 @@ class StepProgram:
 
 @dataclass
 class Moments:
-    """The moments of backward, those of regions that run again in between included: one entry for each."""
+    """Lists with an entry for each moment of backward, those of regions that run again included."""
 
     op_events: list[int] = field(default_factory=list)
     start_ms: list[float] = field(default_factory=list)
@@ -267,7 +267,7 @@ class BackwardWalk:
         for wanted in region.inputs:
             if isinstance(wanted[1], Built):
                 self._build(wanted[0], place, boundary_bytes)
-        # What nodes of this op event read is theirs until it ends; what the region read goes when it has run.
+        # Reads by this op event's nodes last until it ends; reads by the region end when it has run.
         node_reads, self._reading = self._reading, []
         for wanted in region.inputs:
             if isinstance(wanted[1], Built):

@@ -59,7 +59,7 @@ class Exchange:
         return (2 if self.kind == "all_reduce" else 1) * self.whole_bytes * (ranks - 1) / ranks
 
     def ms(self, ranks: int, fabric: Fabric) -> float:
-        """Return how long it takes."""
+        """Return how long the collective takes, in ms."""
         return self.ring_bytes(ranks) / fabric.bytes_per_ms + fabric.latency_ms
 
 

@@ -100,7 +100,7 @@ def profile_from_shapes(
         finally:
             meter.stop()
     trained_bytes = sum(tensor.nbytes for tensor in trained)
-    moved_bytes = 2 * optimizer_state_bytes + 3 * trained_bytes  # states, weights both ways; gradients once
+    moved_bytes = 2 * optimizer_state_bytes + 3 * trained_bytes  # weights both ways, gradients once
     return recorder.profile(
         device=rates.name,
         device_bytes=rates.memory_bytes,

@@ -1,1 +1,1 @@
-"""Searches the fastest plan within the limits."""
+"""Searches for the fastest plan within the limits."""

@@ -1,4 +1,4 @@
-"""Searches the plan: keep, swap or recompute for each op of each layer, for the shortest step in the budget.
+"""Searches for a plan: keep, swap or recompute for each op of each layer, so that the step is shortest.
 
 1. The step is cut into segments; equal layers share one graph (`layer_graph`).
 2. For each kind of layer, the options that can be part of a best plan are listed (`layer_options`).
@@ -110,7 +110,7 @@ def find_plan(
 
 
 def least_peak_bytes(profile: Profile, fixed: MemoryPlan, limits: Limits) -> int:
-    """Return the least peak in bytes that the search reaches; arguments as of `least_peak`."""
+    """Return the least peak in bytes that the search reaches, with the arguments of `least_peak`."""
     return least_peak(profile, fixed, limits).peak_bytes
 
 

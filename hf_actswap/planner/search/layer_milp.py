@@ -50,7 +50,7 @@ GAP, STEP_GAP = 0.01, 0.0005
 
 _EXACT_COLUMNS = 250
 _COLUMNS, _COLUMNS_A_LAYER = 130, 8
-"""How many options remain where there are more than that: in all, but at least so many for each layer."""
+"""If there are more columns, so many remain: in all, but at least so many for each layer."""
 
 _NODES = 60
 
@@ -128,7 +128,7 @@ def solve(
         program = program.with_columns(reduced)
     chosen = program.solved(bound)
     if chosen is None and program.columns < sum(len(variants) for variants in options):
-        program = _Program(segments, options, link_rate, caps)  # what was left out was needed
+        program = _Program(segments, options, link_rate, caps)  # options that were left out are needed
         chosen = program.solved(bound)
     if chosen is None:
         return None
@@ -347,7 +347,7 @@ class _Program:
         low, high = np.zeros(self._width), np.full(self._width, np.inf)
         high[: self.columns] = 1.0
         for first in (self._kept, self._backlog, self._lead):
-            high[first] = 0.0  # nothing before the first segment
+            high[first] = 0.0  # nothing is kept or copied before the first segment
         if self._caps.device_bytes is not None:
             high[self._device] = self._caps.device_bytes / MIB
         return Bounds(low, high)

@@ -158,7 +158,7 @@ class _Moves:
         )
 
     def hooks(self) -> Hooks:
-        """Where the engine gets control. What no hook of forward releases is released at its end."""
+        """Return the hooks where the engine gets control; at the end of forward it releases what is left."""
         forward = [(op, ms) for ms, op in sorted(self._forward)]
         found = timeline(forward, self._forward_end_ms, [(op, ms) for ms, op in self._backward])
         return Hooks(replace(found, forward=(*found.forward[:-1], (self._end_op, self._forward_end_ms))))
@@ -172,8 +172,8 @@ class _Moves:
         costs = LayerCosts(graph, option.fates, option.whole)
         costs.backward()
         begin_ms = list(accumulate(graph.forward_ms, initial=forward_ms))
-        asks = [max(op_event.first_op - 1, 0) for op_event in op_events]  # a call, before its first node
-        saves = [op_event.first_op + max(op_event.num_ops - 1, 0) for op_event in op_events]  # its last node
+        asks = [max(op_event.first_op - 1, 0) for op_event in op_events]  # before a call's first node
+        saves = [op_event.first_op + max(op_event.num_ops - 1, 0) for op_event in op_events]  # last node
         ops = (asks, saves)
         if option.whole:  # one hook in forward, at its start, and one in backward, at its last operator
             self._forward.append((begin_ms[0], saves[0]))

@@ -1,4 +1,4 @@
-"""Searches plans for a pipeline: one plan for each stage, within one budget for each device.
+"""Searches for the plans of a pipeline: one for each stage, within one budget for each device.
 
 Each stage is searched as any model is (`find_plan`), with three differences. All micro-batches in flight hold
 what is kept. Swapped tensors of other micro-batches are on the device as far as windows reach
@@ -29,7 +29,7 @@ from .find_plan import SAFETY, Search, find_plan
 
 _ROUNDS = 5
 _NEAR = 0.03
-"""A share: a peak this near below the budget is good enough; a stage that is slower by more is too slow."""
+"""A peak below the budget by at most this share is good enough; a stage slower by more is too slow."""
 
 _SLOWER = 0.75
 """Factor of the assumed rate of a link in the next round, if its stage waits for it."""

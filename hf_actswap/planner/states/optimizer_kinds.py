@@ -57,7 +57,7 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
         (3 if group.get("amsgrad") else 2) * sum(weight.nbytes for weight in group["params"])
         for group in optimizer.param_groups
     )
-    return max(there_bytes, int(moments))  # in its first step a part of them is there
+    return max(there_bytes, int(moments))  # during the first step only a part exists
 
 
 def is_streamed(optimizer: torch.optim.Optimizer) -> bool:

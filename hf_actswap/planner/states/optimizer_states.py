@@ -140,7 +140,7 @@ class OptimizerStates:
         return replace(self._counters.snapshot(self._pool), host_bytes=self._residence.total_bytes)
 
     def attach(self) -> None:
-        """Put all hooks on optimizer and model; existing states begin to leave. Twice does no more."""
+        """Put all hooks on optimizer and model; existing states begin to leave. Safe to call again."""
         if self._undo:
             return
         optimizer = self._optimizer
@@ -223,7 +223,7 @@ class OptimizerStates:
         if self._depth:  # an optimizer that calls the step of its base class
             self._depth += 1
             return None
-        # Hooks of others that run behind ours must find all parameters.
+        # Other hooks that run after ours must find all parameters.
         last = next(reversed(optimizer._optimizer_step_pre_hooks)) == self._pre_hook.id
         streams = last and is_streamed(optimizer)
         new = with_closure(args, kwargs, call_first if streams else self._inside)

@@ -1,8 +1,8 @@
 """What the planner knows of one training step: plain data, times in ms, sizes in bytes of one rank.
 
-A profile is recorded in warm-up, or computed from shapes; the two differ only in `Profile.source`. It
-describes the step *without a policy*: everything is kept. The time and memory of a step under a policy (a
-plan) are then predicted from it (`cost.simulate`).
+A profile is recorded in warm-up, or computed from shapes; both have one form (`Profile.source` says which it
+is). It describes the step *without a policy*: everything is kept. The time and memory of a step under a
+policy (a plan) are then predicted from it (`cost.simulate`).
 
 Three numberings meet here:
 

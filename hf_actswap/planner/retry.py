@@ -196,7 +196,7 @@ class Exchanges:
 
     Three sources are asked, each of which sees what the others cannot:
 
-    * the **modules**: FSDP2 gathers weights inside a forward, and after an exception it stops halfway;
+    * the **modules**: FSDP2 gathers weights inside a forward, and an exception leaves its state halfway;
     * the **ops** of the first forward: communication in forward passes the dispatcher, point to point
       included;
     * the **sequence numbers of the process groups** before and after an attempt: each collective increases

@@ -106,8 +106,8 @@ class ScopeFate:
     Args:
         checkpointed: the scope, if it is a layer that is recomputed whole.
         storages: fates of the storages that the scope makes.
-        kept: (birth, last place, bytes) of storages that simply stay.
-        dropped: (birth, last op event of forward, bytes) of storages that are built again.
+        kept: (first op event, last place of backward, bytes) of storages that simply stay.
+        dropped: (first op event, last op event of forward, bytes) of storages that are built again.
         moved: fates of storages that have copies, or that a region may hold.
         dropped_bytes: bytes of the storages that are built again.
         regions: its regions, in the order of forward.

@@ -4,10 +4,10 @@ The engine acts at hooks, so *in which* moment something happens does not depend
 long compute waits there. Copies are queued by the engine's own queues (`engine.schedule`) and take the time
 that a link needs; copies in one direction run one after another.
 
-In forward, each pack makes the releases that are due, then starts its copy out; at the end of forward the
-remaining releases follow. In backward, each op event starts the prefetches whose point is reached, then reads
-its tensors: it waits for a copy back, which it starts if nothing has; what was dropped is built again, its
-inputs first.
+In forward, each pack (autograd saves a tensor) makes the releases that are due, then starts its copy out; at
+the end of forward the remaining releases follow. In backward, each op event starts the prefetches whose point
+is reached, then reads its tensors: it waits for a copy back, which it starts if nothing has; what was dropped
+is built again, its inputs first. Operators are autograd nodes, in order of creation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The graphs on which the search decides: calls of a layer, the storages they make, and who reads these.
+"""The graphs on which the search decides: calls of a layer, the storages they make, and what reads these.
 
 The step consists of *segments*: what runs before the layers, each layer, what runs after them. A storage
 belongs to the segment that makes it. The hidden state that a layer hands on belongs to the segment that reads

@@ -37,10 +37,7 @@ class Failure:
 def attempt(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Failure | None]:
-    """Call ``function``; return (result, ``None``), or (``None``, failure) if memory ran out.
-
-    Other errors are raised.
-    """
+    """Call ``function``; return (result, None) or, if memory ran out, (None, failure). Raise other errors."""
     try:
         return function(*args, **kwargs), None
     except RuntimeError as error:

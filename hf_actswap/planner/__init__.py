@@ -1,13 +1,13 @@
-"""Finds, while a model trains, what to keep, swap and recompute within a budget of memory.
+"""Chooses, while a model trains, which saved tensors to keep, swap and recompute within a memory budget.
 
 In: a model, its optimizer and the ``memory`` section (`PlannedTraining`, `start_planner`).
 Out: a `Planner`, which puts a `MemoryPlan` on the model and improves it; a `Prediction` of peak and time.
 
-`record` observes a step, or computes one from shapes, as a `Profile`; `cost` predicts a step under a plan;
-`search` solves for the fastest plan; `rescue` survives a device that runs out of memory; `states` keeps
-optimizer states on the host. `phases` leads from warm-up to search to the stable stage.
+`record` records a step, or computes one from shapes, as a `Profile`; `cost` predicts a step under a plan;
+`search` solves for the fastest plan; `rescue` lets a step survive when the device runs out of memory;
+`states` keeps optimizer states on the host. `phases` leads from warm-up to search to the stable phase.
 
-It knows profiles, costs and plans; no YAML, no transformers.
+This package knows profiles, costs and plans, but neither YAML nor transformers.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""Plans for batches that are shorter than the largest one: each bucket of sizes may have its own.
+"""Plans for batches that are shorter than the largest: each bucket of sizes may have a plan of its own.
 
-The first batch of a bucket is served by the plan of the next larger one, which fits it. When that step has
-ended, the bucket's plan is searched on paper, from the recorded step scaled to the bucket's upper edge,
-within the same limits. It is used if it promises to be faster there; else the bucket goes on to share the
-larger one. Nothing is measured and nothing agreed: each rank may do so by itself, since plans that the
-planner finds run the same collectives.
+The first batch of a bucket runs under the plan of the next larger bucket, which fits it. After that step the
+planner searches a plan for the bucket by prediction, from the recorded step scaled to the bucket's upper
+edge, within the same limits. It is used if it is predicted to be faster there; else the bucket keeps sharing
+the larger plan. Nothing is measured, and ranks need not agree: each may choose by itself, since all plans of
+the planner run the same collectives.
 
-A plan that misses the budget is dropped for good. Where layers are compiled there are no such plans: each
-would be compiled anew.
+A plan that misses the budget is dropped for good. Where layers are compiled no bucket has a plan of its own,
+because each plan would need a compilation.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from .trials import Trial
 logger = logging.getLogger(__name__)
 
 LEAST_GAIN = 0.02
-"""Share of a step by which a plan must be faster on paper than the larger one, to be worth a change."""
+"""A bucket's plan is used if its predicted step is shorter than under the larger plan by this share."""
 
 
 @dataclass
 class ShapeBucket:
-    """Batches of about the same size, in the stable stage.
+    """A bucket: batches of about the same size, in the stable phase.
 
     Args:
         edge: the largest size in it.
-        least_tokens, most_tokens: of the batches so far.
-        batches: so many were there.
-        plan: its own; ``None``: it shares the one of the next larger bucket that has one.
-        predicted: of its own plan, on a batch of the size of ``edge``.
-        shared_ms: predicted time of a step under the shared plan, on such a batch; ``None``: nothing was
+        least_tokens, most_tokens: tokens of its smallest and its largest batch so far.
+        batches: how many batches it had so far.
+        plan: its own plan; ``None``: it shares the plan of the next larger bucket that has one.
+        predicted: prediction of its own plan for a batch of the size ``edge``.
+        shared_ms: predicted time of a step under the shared plan, for such a batch; ``None``: no plan was
             searched.
-        dropped: it had a plan, which missed the budget.
+        dropped: whether its plan was dropped, because it missed the budget or could not be put on.
     """
 
     edge: BatchSize
@@ -59,15 +59,15 @@ class ShapeBucket:
 
 
 class BucketPlans:
-    """Chooses for each batch between the largest plan, which is on the model, and those of shorter batches.
+    """Chooses the plan for each batch: that of the largest batches, on the model at first, or a smaller one.
 
     Args:
         run: the training.
-        task: by which the largest plan was found.
-        largest: that plan, as it was tried.
+        task: the task for which the largest plan was found.
+        largest: the trial of that plan.
 
     Attributes:
-        planning_s: seconds of each search.
+        planning_s: seconds that each search took.
     """
 
     def __init__(self, run: Run, task: Task, largest: Trial) -> None:
@@ -86,11 +86,11 @@ class BucketPlans:
 
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:
-        """All that were met, the largest first."""
+        """All buckets that had a batch so far, the largest first."""
         return tuple(sorted(self._buckets.values(), key=lambda bucket: bucket.edge, reverse=True))
 
     def serve(self, size: BatchSize) -> None:
-        """Put the plan on with which a batch of ``size``, that the largest covers, is to run."""
+        """Put on the plan for a batch of ``size``, which must not exceed the size of the largest plan."""
         edge = bucket_of(size, self._top)
         bucket = self._buckets.get(edge)
         if bucket is None:
@@ -107,14 +107,14 @@ class BucketPlans:
         self._run.use(self._largest)
 
     def step_ended(self) -> None:
-        """Search for the buckets that were new in this step."""
+        """Search plans for the buckets that had their first batch in this step."""
         self._used = set()
         waiting, self._waiting = self._waiting, []
         for bucket in waiting:
             self._search(bucket)
 
     def drop_used(self) -> bool:
-        """A step missed the budget: drop the plans of smaller buckets that it used; return whether any."""
+        """Drop the smaller buckets' plans under which this step missed the budget; return whether any."""
         used = self._used - {self._top}
         self._used = set()
         if not used:
@@ -125,7 +125,7 @@ class BucketPlans:
         return True
 
     def _serving(self, edge: BatchSize) -> ShapeBucket:
-        """The smallest bucket with a plan that fits batches of ``edge``."""
+        """Return the smallest bucket with a plan that fits batches of size ``edge``."""
         fitting = [item for item in self._buckets.values() if item.plan and item.edge.covers(edge)]
         return min(fitting, key=lambda item: item.edge)
 

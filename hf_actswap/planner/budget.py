@@ -1,4 +1,4 @@
-"""What a plan must keep within, from what the user wrote and what the device has."""
+"""The limits that a plan must keep within, from what the user wrote and what the device has."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..plan.tile_ladder import named
 from .profile import Limits, Profile
 
 MARGIN_SHARE = 0.03
-"""Of the device's memory, what stays free where the user names no budget: for kernels' own needs, and for
-what an allocator cannot place although it is free."""
+"""Share of the device's memory that stays free if the user names no budget: for kernels' workspaces, and for
+fragmentation."""
 
 
 class BudgetError(PlanError):
     """No plan keeps within the budget.
 
     Attributes:
-        least_bytes: the least peak that any plan reaches; 0: nothing was searched.
+        least_bytes: the least peak that any plan reaches; 0: no plan was searched.
     """
 
     subject = "memory budget"
@@ -44,9 +44,9 @@ def budget_bytes(memory: MemoryConfig, device_bytes: int, unplanned_peak_bytes: 
     """Return the most device memory that a step may use.
 
     Args:
-        memory: ``budget_gib``, or ``reduce_by_gib``, or neither: all that the device has, less a margin.
-        device_bytes: what this process can use, the least of all ranks.
-        unplanned_peak_bytes: the peak of a step with what is written by hand, and nothing else.
+        memory: has ``budget_gib``, or ``reduce_by_gib``, or neither: all of the device, less a margin.
+        device_bytes: the memory that a process can use, the least of all ranks.
+        unplanned_peak_bytes: the peak of a step with only the fates that are written by hand.
 
     Raises:
         BudgetError: the reduction is larger than the peak, or the budget larger than the device.
@@ -73,9 +73,9 @@ def limits_of(memory: MemoryConfig, device_bytes: int, engine_min_bytes: int) ->
     """Return the limits of a search.
 
     Args:
-        memory: what the user wrote.
+        memory: the ``memory`` section.
         device_bytes: the budget.
-        engine_min_bytes: under which the engine never swaps.
+        engine_min_bytes: the engine never swaps smaller tensors.
     """
     bucket = memory.swap_bucket_size
     host = memory.host_memory_gib
@@ -92,7 +92,7 @@ def limits_of(memory: MemoryConfig, device_bytes: int, engine_min_bytes: int) ->
 
 
 def rests_within(profile: Profile, memory: MemoryConfig, budget: int) -> bool:
-    """Whether a budget holds what is there outside forward and backward, which tiles do not change."""
+    """Return whether ``budget`` suffices outside forward and backward, where tiles change nothing."""
     moved = profile.optimizer_state_bytes if memory.preference == "memory_saving" else 0
     return profile.outside_base_bytes - moved <= budget
 
@@ -103,11 +103,11 @@ def impossible(
     """Return the error that names what would be possible, in the unit in which the user asked.
 
     Args:
-        memory: what the user wrote.
-        budget: that it comes to, in bytes.
+        memory: the ``memory`` section.
+        budget: the budget in bytes that follows from it.
         least_bytes: the least peak that any plan reaches.
-        unplanned_peak_bytes: see `budget_bytes`.
-        tiles: in which the step runs.
+        unplanned_peak_bytes: the peak of a step with only the fates that are written by hand.
+        tiles: the tiles in which the step runs.
     """
     names = named(tiles)
     tiled = f", with {names} in tiles" if names else ""

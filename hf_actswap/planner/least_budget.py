@@ -1,10 +1,10 @@
-"""The least budget that would do, for a training that runs out of memory before a step could be recorded.
+"""Finds the least budget that would do when training runs out of memory before a step could be recorded.
 
 The step is run on fake tensors of the batch's shape (`record.shapes`), and the least peak that any plan
-reaches is searched for it. That happens on a thread of its own, while the training waits: the error comes
-from within a forward or a backward, whose modes, hooks and autograd state a thread does not share.
+reaches is searched for it. This happens on its own thread while the training waits, because the error comes
+from within a forward or backward: another thread does not share its modes, hooks and autograd state.
 
-Errors here are not reported: the error that is about to be raised matters more.
+Errors of this computation are only logged for debugging: the error that is about to be raised matters more.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class LeastBudget:
     """Finds the least budget that any plan fits, from a step on fake tensors of the batch that failed.
 
     Args:
-        model: in training, in its wrappers.
-        structure: of it.
-        fixed: says what is written by hand, with what runs in tiles.
-        memory: what the user wrote.
-        optimizer: of the model, if it is known. States that it has yet to make are counted for Adam's family.
+        model: the model in training, in its wrappers.
+        structure: structure of the model.
+        fixed: returns the fates written by hand, with the current tiles.
+        memory: the ``memory`` section of the configuration.
+        optimizer: the model's optimizer, if it is known. States not made yet are counted as Adam's would be.
         device: name of the model's device.
     """
 
@@ -67,7 +67,7 @@ class LeastBudget:
         self._known: dict[object, int | None] = {}
 
     def forward_starts(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Look at a batch; a forward pre-hook of the model. Of large tensors only shape and type are kept."""
+        """Remember a batch; a forward pre-hook of the model. Floating-point values are not kept."""
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if not torch.is_grad_enabled() or any(isinstance(leaf, FakeTensor) for leaf in leaves):
             return
@@ -77,12 +77,12 @@ class LeastBudget:
         self._autocast = any(torch.is_autocast_enabled(leaf.device.type) for leaf in leaves)
 
     def least_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Return the least peak of any plan for a batch that comes; ``None``: it is not known."""
+        """Return the least peak of any plan for a forward with these arguments; ``None``: it is not known."""
         self.forward_starts(self._root, args, kwargs)
         return self._computed()
 
     def in_words(self, least_bytes: int) -> str:
-        """Return a sentence that names the least budget, or nothing.
+        """Return a sentence that names the least budget; an empty string if it is not known.
 
         Args:
             least_bytes: device memory that is known to be needed in any case.
@@ -104,7 +104,7 @@ class LeastBudget:
 
     def _computed(self) -> int | None:
         found: list[int] = []
-        context = contextvars.copy_context()  # the tensor-parallel group is in it
+        context = contextvars.copy_context()  # it holds the tensor-parallel group
         thread = threading.Thread(target=context.run, args=(self._search, found), name="least-budget")
         thread.start()
         thread.join()
@@ -129,7 +129,7 @@ class LeastBudget:
             logger.debug("the least budget is not known", exc_info=True)
 
     def _is_foreign(self) -> bool:
-        """Accelerate's mixed precision is inside the forward, and of the device: fakes are on the CPU."""
+        """Return whether Accelerate wraps the forward in its device's autocast: the fakes are on the CPU."""
         return hasattr(self._root, "_original_forward")
 
     def _state_bytes(self) -> int | None:
@@ -141,14 +141,14 @@ class LeastBudget:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What is kept of a tensor whose numbers do not matter. No tensor on ``meta``: a meter would count it."""
+    """Shape and type of a tensor whose values do not matter, kept in its place."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def _without_numbers(value: Any) -> Any:
-    """Ids and masks stay as they are: what a mask says counts, too."""
+    """Return a `_Shape` for a floating-point tensor; ids and masks stay, as the values of a mask matter."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return _Shape(value.shape, value.dtype)
     return value

@@ -1,9 +1,9 @@
-"""How much device memory is in use: asked of the allocator, or counted.
+"""Measures how much device memory is in use: asks the allocator, or counts storages.
 
-An accelerator's allocator knows. The CPU's does not say, and has no limit: there storages are counted from
-their first appearance to their end, and a limit raises what an accelerator raises. So all that the planner
-does about memory is the same code on the CPU, where tests watch it byte by byte; and a step on fake tensors
-is measured in the same way.
+An accelerator's allocator reports it. The CPU's reports nothing and has no limit, so there storages are
+counted from their creation to their end, and exceeding a set limit raises what an accelerator would raise.
+So the planner's code for memory is the same on the CPU, where tests check it byte by byte. A step on fake
+tensors is measured in the same way.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ..engine.parameters import inner_tensors
 
 
 def runs_its_own_dispatch(types: Iterable[type]) -> bool:
-    """Whether a tensor subclass among ``types`` turns an op into others (DTensor, quantised weights).
+    """Return whether a tensor subclass among ``types`` turns an op into others (DTensor, quantised weights).
 
-    A mode that returns ``NotImplemented`` for such an op sees those others. A fake tensor is none: it stands
-    for its storage itself.
+    A dispatch mode that returns ``NotImplemented`` for such an op then sees the ops that it is turned into.
+    Fake tensors are not such subclasses: each stands for its storage itself.
     """
     disabled = torch._C._disabled_torch_dispatch_impl
     return any(
@@ -36,7 +36,7 @@ def runs_its_own_dispatch(types: Iterable[type]) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what people call it: the GPU's own name, else its kind."""
+    """Return a name of the device for display: the GPU's own name, else the device type."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -44,8 +44,8 @@ def baseline_tensors(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]
     """Yield what a training holds between its steps: weights, buffers, gradients, the optimizer's states.
 
     Args:
-        model: in its wrappers or not.
-        optimizer: what has no ``state`` (``None``) has no states.
+        model: the model, in its wrappers or not.
+        optimizer: its optimizer; an object without ``state`` (``None``) has no states.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         yield tensor.detach()
@@ -56,48 +56,48 @@ def baseline_tensors(model: nn.Module, optimizer: Any) -> Iterator[torch.Tensor]
 
 
 class Meter(Protocol):
-    """Device memory of this process."""
+    """Measures the device memory of this process."""
 
     def start(self) -> None:
-        """Begin to count; modes that are entered later run before."""
+        """Begin to measure. Dispatch modes that are entered later see ops first."""
 
     def stop(self) -> None:
-        """End, in the reverse order of `start`. Safe to call again."""
+        """Stop measuring; several modes stop in the reverse order of their start. Safe to call again."""
 
     def limit_bytes(self) -> int:
-        """The most that this process can use."""
+        """Return the most bytes that this process can use."""
 
     def allocated_bytes(self) -> int:
-        """In use now."""
+        """Return the bytes in use now."""
 
     def peak_bytes(self) -> int:
-        """The most in use since `reset_peak`."""
+        """Return the most bytes in use since `reset_peak`."""
 
     def reserved_peak_bytes(self) -> int:
-        """The most that the allocator held since `reset_peak`, fragments included."""
+        """Return the most bytes that the allocator held since `reset_peak`, fragments included."""
 
     def reset_peak(self) -> None:
         """Forget the peak."""
 
     def give_back(self) -> None:
-        """Free what is cached and not in use: what an earlier plan needed is not the next one's peak."""
+        """Free cached memory that is not in use, so that an earlier plan's peak is not the next one's."""
 
 
 class CountingMeter(TorchDispatchMode):
-    """Counts the storages that ops make, from their first appearance to their end.
+    """Counts the storages that ops make, from their creation to their end.
 
-    What an op needs only while it runs is not seen. A view or an in-place op makes no storage, a tensor on
-    ``meta`` has no memory. So what was there before the meter and what never was a result (the host's copies)
-    is not counted, unless it is `own`.
+    What an op needs only while it runs is not seen. Views and in-place ops make no storage, tensors on
+    ``meta`` have no memory. What existed before the meter, and what no op returned (copies on the host), is
+    counted only if it is passed to `own`.
 
     Args:
         limit_bytes: an op whose results would exceed it raises ``torch.OutOfMemoryError``; ``None``: nothing
-            is rejected, and `Meter.limit_bytes` says ``unlimited_bytes``.
-        unlimited_bytes: what the device is taken to have where nothing is rejected.
+            is rejected, and `Meter.limit_bytes` returns ``unlimited_bytes``.
+        unlimited_bytes: the memory that the device is assumed to have where nothing is rejected.
     """
 
     supports_higher_order_operators = True
-    """A compiled backward that draws the random numbers of its forward again is one to this mode."""
+    """Compiled backwards that repeat the forward's random numbers reach this mode as such an operator."""
 
     def __init__(self, limit_bytes: int | None = None, unlimited_bytes: int = 2**63 - 1) -> None:
         super().__init__()
@@ -106,16 +106,16 @@ class CountingMeter(TorchDispatchMode):
         self._allocated_bytes = self._peak_bytes = 0
         self._running = False
         self.rejections = 0
-        """Ops that were rejected."""
+        """Number of ops that were rejected."""
 
     def start(self) -> None:
-        """Begin to count; modes that are entered later run before."""
+        """Begin to count. Dispatch modes that are entered later see ops first."""
         if not self._running:
             self._running = True
             self.__enter__()
 
     def stop(self) -> None:
-        """End, in the reverse order of `start`. Safe to call again."""
+        """Stop counting; several modes stop in the reverse order of their start. Safe to call again."""
         if self._running:
             self._running = False
             self.__exit__(None, None, None)
@@ -129,26 +129,26 @@ class CountingMeter(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled regions stay compiled; what they allocate by themselves is not seen.
+        """Return true: compiled regions stay compiled, and what they allocate inside is not seen.
 
-        Were it false, a function that is called under the mode before it is compiled would never be compiled.
+        With false, a function that is called under this mode before it is compiled would never be compiled.
         """
         return True
 
     def limit_bytes(self) -> int:
-        """The most that this process can use."""
+        """Return the most bytes that this process can use."""
         return self._unlimited_bytes if self.limit is None else self.limit
 
     def allocated_bytes(self) -> int:
-        """In use now."""
+        """Return the bytes in use now."""
         return self._allocated_bytes
 
     def peak_bytes(self) -> int:
-        """The most in use since `reset_peak`."""
+        """Return the most bytes in use since `reset_peak`."""
         return self._peak_bytes
 
     def reserved_peak_bytes(self) -> int:
-        """No allocator holds more than is in use."""
+        """Return `peak_bytes`: no allocator holds more than is in use."""
         return self._peak_bytes
 
     def reset_peak(self) -> None:
@@ -156,7 +156,7 @@ class CountingMeter(TorchDispatchMode):
         self._peak_bytes = self._allocated_bytes
 
     def give_back(self) -> None:
-        """No allocator holds anything."""
+        """Do nothing: no allocator caches memory."""
 
     def __torch_dispatch__(
         self,
@@ -209,7 +209,7 @@ def _storages(values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
 
 
 class AllocatorMeter:
-    """Asks the accelerator's allocator.
+    """Asks the accelerator's allocator how much memory is in use.
 
     Args:
         device: an accelerator.
@@ -219,15 +219,15 @@ class AllocatorMeter:
         self._device = device
 
     def start(self) -> None:
-        """The allocator always counts."""
+        """Do nothing: the allocator always counts."""
 
     def stop(self) -> None:
-        """The allocator always counts."""
+        """Do nothing: the allocator always counts."""
 
     def limit_bytes(self) -> int:
-        """The most that this process can use.
+        """Return the most bytes that this process can use.
 
-        What is free, and what this process holds, within the fraction that it may use.
+        These are the free bytes and those that this process holds, within its memory fraction on CUDA.
         """
         free, total = torch.accelerator.get_memory_info(self._device)
         limit_bytes = int(free) + int(torch.accelerator.memory_reserved(self._device))
@@ -238,15 +238,15 @@ class AllocatorMeter:
         return limit_bytes
 
     def allocated_bytes(self) -> int:
-        """In use now."""
+        """Return the bytes in use now."""
         return int(torch.accelerator.memory_allocated(self._device))
 
     def peak_bytes(self) -> int:
-        """The most in use since `reset_peak`."""
+        """Return the most bytes in use since `reset_peak`."""
         return int(torch.accelerator.max_memory_allocated(self._device))
 
     def reserved_peak_bytes(self) -> int:
-        """The most that the allocator held since `reset_peak`, fragments included."""
+        """Return the most bytes that the allocator held since `reset_peak`, fragments included."""
         return int(torch.accelerator.max_memory_reserved(self._device))
 
     def reset_peak(self) -> None:
@@ -254,7 +254,7 @@ class AllocatorMeter:
         torch.accelerator.reset_peak_memory_stats(self._device)
 
     def give_back(self) -> None:
-        """Free what is cached and not in use: what an earlier plan needed is not the next one's peak.
+        """Free cached memory that is not in use, so that an earlier plan's peak is not the next one's.
 
         Waits for the device.
         """

@@ -1,4 +1,4 @@
-"""The planner beside a training: warm-up, search, stable.
+"""The planner of a training, which goes through three phases: warm-up, search, stable.
 
 ======== ============================================ =================================================
 phase    what is on the model                         ends
@@ -8,12 +8,12 @@ warm-up  evictable tickets, the guard; the last step  after ``warmup_steps`` ste
 search   one plan after another, the guard            after ``search_steps`` steps, or when nothing that
                                                       is untried could be faster
 stable   the best measured plan, or the one of a      when a batch is larger than any before, or a step
-         shorter batch's bucket                       misses the budget or runs out of memory: then it
-                                                      begins anew, bounded
+         shorter batch's bucket                       misses the budget or runs out of memory: then
+                                                      warm-up begins again, a limited number of times
 ======== ============================================ =================================================
 
-Between steps only: inside a step nothing depends on a clock or on free memory, but for the guard, which moves
-tensors and changes no number.
+Phases change between steps only. Inside a step nothing depends on a clock or on free memory, except the
+guard, which moves tensors and changes no number.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ Value = TypeVar("Value")
 class Planner:
     """Finds a plan while a model trains, and keeps it on. Use as a context manager, or call `remove`.
 
-    It takes the place of an `AppliedPlan`. Say when a step has ended: `step_ended`, after the optimizer's
-    step; between two calls of it lies one step, whatever its micro-batches.
+    It is used in place of an `AppliedPlan`. Call `step_ended` after each optimizer step: all forwards
+    between two such calls are the micro-batches of one step.
 
     Args:
         run: the training.
-        made_for: says what the run is, for the plan file; ``None``: none is written.
+        made_for: describes this run for the plan file, given a batch's shape; ``None``: no file is written.
         known: the plan of the file, which is used instead of searching.
 
     Attributes:
-        structure: of the model.
-        trials: what was measured so far.
-        planning_s: seconds of each search on paper so far.
+        structure: structure of the model.
+        trials: the plans that were tried so far, with what was measured.
+        planning_s: seconds that each search took so far.
         task: what was searched last; ``None``: nothing yet.
-        outcome: of the search, or of the file; ``None``: nothing is known yet.
-        progress: called after each step until the plan is found, with the stage and how many steps of it are
+        outcome: what a step takes with and without the plan, measured or from the file; ``None``: not known.
+        progress: called after each step until the plan is found, with the phase and how many steps of it are
             left at most.
     """
 
@@ -115,7 +115,7 @@ class Planner:
 
     @property
     def plan(self) -> MemoryPlan:
-        """What is on the model."""
+        """The plan that is on the model; an empty one if none is."""
         if self._run.applied is None:
             tiles = self._run.fixed.tiles
             return MemoryPlan((), len(self.structure.layers), self.structure.family, tiles=tiles)
@@ -123,9 +123,9 @@ class Planner:
 
     @property
     def buckets(self) -> tuple[ShapeBucket, ...]:
-        """The sizes of batches that the stable stage has met, the largest first, and the plan of each.
+        """Buckets of the batch sizes that the stable phase has met, the largest first, with their plans.
 
-        Empty in other stages, and where one plan serves all: it was read from a file, or stays guarded.
+        Empty in other phases, and where one plan serves all: it was read from a file, or stays guarded.
         """
         smaller = self._phase.smaller if isinstance(self._phase, Stable) else None
         return () if smaller is None else smaller.buckets
@@ -137,7 +137,7 @@ class Planner:
 
     @property
     def settled(self) -> AppliedPlan | None:
-        """What is on the model, where it runs as any other plan: in the stable stage, without the guard."""
+        """The applied plan if it runs as any other: in the stable phase without the guard; else ``None``."""
         return self._run.applied if self.phase == "stable" and not self._run.guarded else None
 
     def stats(self) -> SwapStats:
@@ -151,11 +151,11 @@ class Planner:
 
     @short_traceback
     def step_ended(self) -> None:
-        """The optimizer has stepped. Every rank must call it.
+        """End a training step; call it after the optimizer's step, on every rank.
 
         Raises:
-            BudgetError: nothing fits the budget; it names the least that would. The planner has removed
-                itself: else its guard would hold whatever the process does next to this budget.
+            BudgetError: no plan fits the budget; the error names the least one that would do. The planner has
+                removed itself, because its guard would hold all later work of the process to this budget.
         """
         if not self._in_step:
             return
@@ -188,20 +188,20 @@ class Planner:
             self.progress(now.name, 0 if isinstance(now, Stable) else now.steps_left)
 
     def micro_batch(self, step: Callable[[], Value]) -> Value:
-        """Run forward and backward of a micro-batch, in the stable stage with a retry; see `retry`.
+        """Run forward and backward of a micro-batch, once more if they run out of memory (module `retry`).
 
-        A forward has one wherever it is called; backward only in here.
+        A forward is retried wherever it is called; a backward only in here.
 
         Args:
-            step: both, and nothing that a second call of it would do twice.
+            step: runs both, and nothing else that must not happen twice.
 
         Raises:
-            torch.OutOfMemoryError: it cannot be run again, and the text says why.
+            torch.OutOfMemoryError: the micro-batch cannot be run again, and the text says why.
         """
         return self._retry.micro_batch(step)
 
     def on_remove(self, step: Callable[[], None]) -> None:
-        """Let `remove` do one thing more."""
+        """Let `remove` call ``step`` too; the step that was added last is called first."""
         self._undo.append(step)
 
     @uninterrupted()
@@ -252,7 +252,7 @@ class Planner:
         if step is own:
             self._warm_up_peak_bytes = self._warm_up_peak_bytes if self._without_tiles else phase.peak_bytes
         self._plans += 1
-        if self.progress is not None:  # what follows may take seconds
+        if self.progress is not None:  # the search may take seconds
             self.progress(SearchPhase.name, max(self._run.memory.search_steps, 1))
         try:
             self._phase = self._begin_search(step, self._largest)
@@ -262,7 +262,7 @@ class Planner:
             self._go_on_guarded(self._last, error)
 
     def _begin_search(self, step: RecordedStep, largest: BatchSize | None) -> SearchPhase | WarmUp:
-        """Search for the largest batch; where nothing fits that, in more tiles, or for the recorded one."""
+        """Begin to search for the largest batch; if nothing fits, for more tiles or the recorded batch."""
         run, again = self._run, self._last is not None
         states_bytes = 0 if run.states is None else run.states.state_bytes
         device_bytes, beyond_bytes = run.meter.limit_bytes(), self._beyond_bytes
@@ -294,11 +294,11 @@ class Planner:
             return self._begin_search(step, None)
 
     def _more_tiles(self, size: BatchSize | None, without: Prediction | None) -> WarmUp | None:
-        """Let more of the model run in tiles, on all ranks, and warm up anew; ``None``: nothing more can.
+        """Run more of the model in tiles, on all ranks, and return a new warm-up; ``None``: nothing more can.
 
         Args:
-            size: of the largest batch.
-            without: the step so far; ``None``: it has not been recorded.
+            size: size of the largest batch.
+            without: the step predicted without a plan so far; ``None``: no step has been recorded.
         """
         run = self._run
         if size is None or size.tokens <= AUTO_LEAST_TOKENS:
@@ -315,9 +315,10 @@ class Planner:
         return WarmUp(run, first_steps(run))
 
     def _tiles_ahead(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Among several ranks, ahead of the first forward: choose tiles if on any of them no plan fits.
+        """Choose tiles ahead of the first forward if no plan fits some rank; return whether any were chosen.
 
-        A rank that ran out of memory in warm-up could not choose them any more. Every rank must call it.
+        Only with several ranks: one that runs out of memory later, in warm-up, cannot choose tiles alone.
+        Every rank must call it.
         """
         if not self._may_tile_ahead or is_dry(args, kwargs):
             return False
@@ -336,14 +337,14 @@ class Planner:
         return self._phase is not before
 
     def _go_on_guarded(self, plan: MemoryPlan, error: BudgetError) -> None:
-        """Nothing fits any more: a training that has come so far is not ended for that."""
+        """Keep the earlier plan under the guard: nothing fits any more, but a running training goes on."""
         run = self._run
         logger.warning("%s: the plan before stays on, under the guard, which costs time: %s", run.name, error)
         run.switch(plan, guarded=True)
         self._phase = Stable(run, run.meter.limit_bytes(), self._largest, MOST_PLANS, stays_guarded=True)
 
     def _can_try_again(self) -> str:
-        """The stage in which memory may run out once, or nothing. `Retry` lets none of several ranks tile."""
+        """Return the phase if it allows a retry, else ``""``. `Retry` itself excludes tiles on many ranks."""
         if isinstance(self._phase, WarmUp):
             known, may_tile = self._largest, self._run.memory.mode == "adaptive"
             return self.phase if may_tile and (known is None or known.tokens > AUTO_LEAST_TOKENS) else ""
@@ -378,7 +379,7 @@ class Planner:
         task = search.task
         self.outcome = self._outcome(task, best)
         self._beyond_bytes = task.beyond_bytes
-        alone = run.in_flight == 1  # else the others in flight may be larger
+        alone = run.in_flight == 1  # else other micro-batches in flight may be larger
         smaller = BucketPlans(run, task, best) if fits and alone and task.size is not None else None
         self._phase = Stable(run, budget, task.size, self._plans, not fits, smaller)
         logger.info("%s: stable: %s", run.name, _in_words(best))
@@ -398,16 +399,16 @@ class Planner:
         if self._warm_up_peak_bytes is not None and recorded:
             peak_bytes, source = self._warm_up_peak_bytes, "measured in warm-up"
         if self._run.fixed.tiles and self._without_tiles is None:
-            source += ", in tiles"  # nothing was recorded without
+            source += ", in tiles"  # no step without them was recorded
         used_bytes = max(step.peak_bytes for step in best.steps)
-        # A step that is recorded or guarded takes longer than others: of times only the relation is taken.
+        # Recorded and guarded steps take longer than others, so only the ratio of predicted times is used.
         predicted_ms = best.prediction.step_ms
-        times = without.step_ms / predicted_ms if predicted_ms else 1.0  # nothing: the clock stood still
+        times = without.step_ms / predicted_ms if predicted_ms else 1.0  # 0: the clock stood still
         return Outcome(used_bytes, best.step_ms, peak_bytes, best.step_ms * times, source)
 
 
 def _more_telling(step: RecordedStep, before: RecordedStep | None) -> RecordedStep:
-    """The step of the larger batch: less of it has to be guessed. Of equal ones, the later."""
+    """Return the earlier step if its batch was larger, since less must be guessed from it; else the later."""
     if before is None or before.size is None or step.size is None:
         return step
     same = before.profile.optimizer_state_bytes == step.profile.optimizer_state_bytes

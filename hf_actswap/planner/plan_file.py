@@ -1,9 +1,9 @@
-"""``plan_file``: the plan that was found, beside what it was found for.
+"""Reads and writes ``plan_file``: the plan that was found, and the run that it was found for.
 
-The document is the plan's own (`MemoryPlan.to_json`), so `apply` takes it and a person may edit it, with one
-section more, ``made_for``. A run that agrees with that section uses the plan and searches nothing; so does
-one that finds a plan without it, as ``hf-actswap plan --save`` writes them. What the planner did not write
-for the same model on the same devices it does not overwrite.
+The document is that of `MemoryPlan.to_json`, so `apply` takes it and a person may edit it, with the sections
+``made_for`` and ``measured`` added. A run that agrees with ``made_for`` uses the plan and searches nothing;
+so does a run whose file lacks that section, as ``hf-actswap plan --save`` writes it. The planner overwrites
+only files that it wrote for the same model on the same devices.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from .trials import Outcome
 
 @dataclass(frozen=True)
 class MadeFor:
-    """What a plan was found for. A run must agree in all but the versions and the shape.
+    """The run that a plan was found for. Another run must agree in all but the versions and the shape.
 
     Args:
         model: ``model_type``, layers and parameters.
-        batch_shape: of the input ids of one micro-batch; a smaller batch is served too, and a larger one is
-            planned for when it comes.
-        dtype: of the parameters.
+        batch_shape: shape of the input ids of one micro-batch. The plan serves smaller batches too; when a
+            larger one comes, the planner plans anew.
+        dtype: type of the parameters.
         device: name of the device.
-        world_size: ranks.
+        world_size: number of ranks.
         requested: the ``memory`` section without the file's name, and the fates written by hand.
-        versions: of PyTorch and of this package.
+        versions: versions of PyTorch and of this package.
     """
 
     model: str
@@ -49,7 +49,7 @@ class MadeFor:
     versions: str = f"torch {torch.__version__}, hf_actswap {__version__}"
 
     def differences(self, other: MadeFor) -> dict[str, str]:
-        """Return what does not agree, in words, by the name of the field."""
+        """Return a description of each field that must agree and does not, by the field's name."""
         return {
             item.name: f"{item.name} {getattr(self, item.name)!r} and not {getattr(other, item.name)!r}"
             for item in fields(self)
@@ -59,7 +59,7 @@ class MadeFor:
 
 
 class PlanNumbers(TypedDict, total=False):
-    """What was measured or predicted of a plan; of all that the file has, what is read again."""
+    """Measured or predicted numbers of a plan: those of the file that are read back."""
 
     budget_bytes: Bytes | None
     peak_bytes: Bytes
@@ -73,10 +73,10 @@ class FilePlan:
     """What a plan file holds.
 
     Args:
-        plan: to apply.
-        made_for: what it was found for; ``None`` where the file does not say.
-        measured: numbers about it, of the planner.
-        predicted: numbers about it, of ``hf-actswap plan``.
+        plan: the plan.
+        made_for: the run that it was found for; ``None`` where the file does not say.
+        measured: numbers that the planner measured.
+        predicted: numbers that ``hf-actswap plan`` predicted.
     """
 
     plan: MemoryPlan
@@ -86,17 +86,17 @@ class FilePlan:
 
     @property
     def numbers(self) -> PlanNumbers:
-        """Those that were measured, else those that were predicted; may be empty."""
+        """The measured numbers, else the predicted ones; may be empty."""
         return self.measured or self.predicted or {}
 
     @property
     def budget_bytes(self) -> int | None:
-        """What the plan was found for; ``None`` where the file does not say."""
+        """The budget that the plan was found for; ``None`` where the file does not say."""
         return self.numbers.get("budget_bytes") or None
 
     @property
     def outcome(self) -> Outcome | None:
-        """What the file says of the step with and without the plan; ``None``: it does not."""
+        """Time and peak with and without the plan, from the file; ``None``: the file lacks some of them."""
         found = self.numbers
         try:
             with_plan = found["peak_bytes"], found["step_ms"]
@@ -112,13 +112,13 @@ def write_plan(
     """Write a plan, whole or not at all.
 
     Args:
-        path: of the file; folders are made.
-        plan: that was found.
-        made_for: what it was found for.
-        measured: numbers about it, for people.
+        path: path of the file; missing folders are made.
+        plan: the plan that was found.
+        made_for: the run that it was found for.
+        measured: numbers about the plan: those of `PlanNumbers`, and others for people to read.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     document: dict[str, Any] = json.loads(plan.to_json())
     document["made_for"] = asdict(made_for)

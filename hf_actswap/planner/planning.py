@@ -1,4 +1,4 @@
-"""One plan for all ranks: what they measured put together, searched by one of them, sent to the others."""
+"""Finds one plan for all ranks: puts together what they measured, searches on rank 0, sends the result."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Task:
     """What is to be planned; the same on every rank.
 
     Args:
-        profile: of the rank whose step is the largest, at the speed of the slowest.
+        profile: the step of the rank that needs most memory, with times of the slowest rank.
         fixed: fates written by hand.
-        memory: what the user wrote.
-        budget_bytes: the most that a step may use, fragments included.
-        unplanned: a step with nothing but what is written by hand; not with tiles that the planner chose.
+        memory: the ``memory`` section of the configuration.
+        budget_bytes: the most device memory that a step may use, fragments included.
+        unplanned: the step with only the fates written by hand, without tiles that the planner chose.
         states_bytes: host memory that the optimizer's states take.
         beyond_bytes: the most that a step so far used beyond the prediction of its plan.
-        step: what was recorded, of which ``profile`` is that of ``size``; ``None``: it cannot be scaled.
+        step: the recorded step; scaled to ``size`` it is ``profile``; ``None``: it cannot be scaled.
         size: the largest batch that is planned for; ``None``: not known.
-        in_flight: micro-batches of which a stage of a pipeline holds activations at most.
+        in_flight: the most micro-batches whose activations a pipeline stage holds at once.
     """
 
     profile: Profile
@@ -50,7 +50,7 @@ class Task:
     in_flight: float = 1
 
     def at(self, size: BatchSize) -> Profile:
-        """Return the profile of a batch of another size, with what trials have shown of compiled layers.
+        """Return the profile scaled to another batch size, with compiled layers as trials have measured them.
 
         Raises:
             ValueError: the step cannot be scaled to it.
@@ -62,7 +62,7 @@ class Task:
         return replace(self.step.at(size), frontier=self.profile.frontier)
 
     def grown(self, size: BatchSize) -> Task:
-        """Return the task for batches up to ``size`` too."""
+        """Return the same task for batches of up to ``size`` too."""
         if self.step is None or self.size is None:
             raise ValueError("there is no recorded step to scale")
         size = self.size.joined(size)
@@ -73,24 +73,24 @@ class Task:
         return replace(self, profile=profile, unplanned=unplanned, budget_bytes=budget, size=size)
 
     def plan_at(self, size: BatchSize) -> Found:
-        """Return the best plan on paper for a smaller size. On each rank by itself: all find the same.
+        """Return the best predicted plan for a smaller size; each rank searches, and all find the same.
 
         Raises:
-            ActSwapError: nothing fits, or what searches is missing.
+            ActSwapError: nothing fits, or scipy is missing.
             ValueError: the step cannot be scaled to it.
         """
         return candidates(self.at(size), self.fixed, self.limits(), 1)[0]
 
     def predicted(self, profile: Profile, plan: MemoryPlan) -> Prediction:
-        """Return a micro-batch under a plan; its peak is that of all in flight."""
+        """Predict a micro-batch under a plan; its peak includes all micro-batches in flight."""
         return of_stage(Limits(0), self.in_flight).with_others(predict(profile, plan))
 
     def limits(self) -> Limits:
-        """Return what a plan must keep within; what the allocator holds in fragments is left to it."""
+        """Return a plan's limits: budget less fragments, or less what steps used beyond predictions."""
         beyond = max(self.beyond_bytes, self.profile.reserved_bytes)
         found = limits_of(self.memory, self.budget_bytes - beyond, self.fixed.min_tensor_bytes)
         host = None if found.host_bytes is None else max(found.host_bytes - self.states_bytes, 0)
-        found = replace(found, host_bytes=host, frees_optimizer_states=False)  # what was recorded is without
+        found = replace(found, host_bytes=host, frees_optimizer_states=False)  # the profile lacks them
         return of_stage(found, self.in_flight)
 
 
@@ -106,19 +106,20 @@ def task_of(
     unplanned: Prediction | None = None,
     in_flight: float = 1,
 ) -> Task:
-    """Put together what all ranks recorded; every rank must call it.
+    """Return the task made of what all ranks recorded; every rank must call it.
 
     Args:
-        own: what this rank recorded, the optimizer's states where they are in every step.
-        fixed, memory: see `Task`.
-        device_bytes: what this rank can use.
+        own: the step that this rank recorded, with the optimizer's states where they are in every step.
+        fixed, memory: as in `Task`.
+        device_bytes: device memory that this rank can use.
         states_bytes: host memory that the optimizer's states take on this rank.
-        beyond_bytes: see `Task`; the same on every rank.
-        again: there was a plan before; a device that is smaller than ``budget_gib`` by now is the budget.
-        largest: the largest batch that this rank has seen, which is planned for if it is larger than what was
-            recorded; ``None``: not known.
-        unplanned: see `Task`; ``None``: as recorded.
-        in_flight: see `Task`.
+        beyond_bytes: as in `Task`; the same on every rank.
+        again: whether there was a plan before; then a device that has less than ``budget_gib`` by now lowers
+            the budget and is no error.
+        largest: the largest batch that this rank has seen, which is planned for if it is larger than the
+            recorded one; ``None``: not known.
+        unplanned: as in `Task`; ``None``: predicted from the recorded step.
+        in_flight: as in `Task`.
 
     Raises:
         BudgetError: the budget is larger than a rank's device, or the reduction larger than the peak.
@@ -139,10 +140,10 @@ def task_of(
 
 
 def of_stage(limits: Limits, in_flight: float) -> Limits:
-    """Return the limits of one micro-batch beside others in flight, with which it shares the host equally.
+    """Return ``limits`` for one of the micro-batches in flight, which share the host's memory equally.
 
-    What the others keep is on the device. Of what they swap, that is half of a micro-batch at most, on its
-    way out or back (`engine.passes`).
+    What the others keep is on the device. Of what they swap, at most half of one micro-batch's share is
+    there, on its way out or back (`engine.passes`).
     """
     if in_flight <= 1:
         return limits

@@ -1,8 +1,8 @@
 """What the planner knows of one training step: plain data, times in ms, sizes in bytes of one rank.
 
-A profile is recorded in warm-up, or computed from shapes; who reads it cannot tell, but for `Profile.source`.
-It describes the step *without a policy*: everything is kept. A policy's time and memory are then predicted
-from it (`simulate`).
+A profile is recorded in warm-up, or computed from shapes; both have one form (`Profile.source` says which it
+is). It describes the step *without a policy*: everything is kept. The time and memory of a step under a
+policy (a plan) are then predicted from it (`cost.simulate`).
 
 Three numberings meet here:
 
@@ -30,13 +30,13 @@ class OpEvent:
     Args:
         call: (scope, op path, ordinal) as plan rows name them; scope ``None``: outside all scopes. What runs
             between functions (custom autograd functions, indexing) is an op event of its module.
-        first_order, last_order: uses that belong to it, inclusive; ``last_order < first_order``: none.
-        first_op: operator of the first node that it creates, or would create.
-        num_ops: nodes that it creates.
-        forward_ms, backward_ms: compute's time in it.
+        first_order, last_order: orders of its first and last use; ``last_order < first_order``: it has none.
+        first_op: operator number of the first autograd node that it creates, or would create.
+        num_ops: how many autograd nodes it creates.
+        forward_ms, backward_ms: compute time.
         forward_base_bytes, backward_base_bytes: the most device memory in use while it runs, less the
             storages of `Profile.saved` that are alive then; weights, gradients and optimizer states included.
-        backward_place: its number in the order of backward; -1 where backward does not come by.
+        backward_place: its number in the order of backward; -1 where backward does not visit it.
         communicates: whether it runs a collective.
         random: whether it draws random numbers.
     """
@@ -56,25 +56,25 @@ class OpEvent:
 
 
 CompileVariant = tuple[float, tuple[str, ...], tuple[str, ...]]
-"""What a compiled layer is compiled with: `FrontierPoint.variant`."""
+"""Share, recomputed paths and kept paths with which a layer is compiled (see `FrontierPoint`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:
-    """One variant in which a compiled layer saves less than by itself, and what comes of it.
+    """One way to compile a layer so that it saves less than by default, and what that saves and costs.
 
-    Ratios, because layers may differ in size. "All" is what a layer saves by itself, apart from its input and
-    its output.
+    Memory and time are ratios, because layers may differ in size. "All bytes" are those that a layer saves
+    by default, without its input and its output.
 
     Args:
-        share: of its activation memory that the region may save (`COMPILE_BUDGET`); 1: there is no budget.
+        share: share of its activation memory that the layer may save (`COMPILE_BUDGET`); 1: no limit.
         recomputed: op paths that the compiler is asked to run again.
-        kept: op paths inside those that it is asked to save.
-        saved: bytes that it saves, over all.
-        again: how much longer its backward lasts, over its forward.
-        passing: bytes on the device while it runs, beyond what is saved and what it takes by itself, over
-            all.
-        measured: whether a step has shown it; else it is a guess.
+        kept: op paths inside ``recomputed`` that it is asked to save.
+        saved: bytes that the layer saves, divided by all bytes.
+        again: time that is added to its backward, divided by the time of its forward.
+        passing: temporary bytes that are added while it runs, beyond what it saves and what it needs by
+            default, divided by all bytes.
+        measured: whether a step has shown these values; else they are guessed.
     """
 
     share: Share = 1.0
@@ -87,38 +87,38 @@ class FrontierPoint:
 
     @property
     def variant(self) -> CompileVariant:
-        """What the compiler is given: layers with equal variants share one graph."""
+        """The settings that the compiler is given; layers with equal settings share one graph."""
         return self.share, self.recomputed, self.kept
 
 
 @dataclass(frozen=True)
 class Profile:
-    """One micro-batch of one rank.
+    """A step of one micro-batch on one rank.
 
     Args:
         saved: what autograd saves, each storage with its uses.
-        op_events: in the order of forward.
-        num_layers: decoder layers.
+        op_events: calls of ops, in the order of forward.
+        num_layers: number of decoder layers.
         family: ``model_type``.
         compiled_layers: layers that the compiler runs as one op; their inside is not seen.
-        link: of host and device; ``None``: copies do not overlap compute.
+        link: rates between host and device; ``None``: copies do not overlap compute.
         device: name of the device.
-        device_bytes: memory that a process can use on it at most.
-        outside_ms: of a step, what is neither forward nor backward (optimizer, gradient reduction).
-        outside_base_bytes: the most device memory in use there.
+        device_bytes: the most memory that a process can use on it.
+        outside_ms: the time of a step outside forward and backward (optimizer, gradient reduction).
+        outside_base_bytes: the most device memory in use outside forward and backward.
         optimizer_state_bytes: part of every ``base_bytes``, which ``preference: memory_saving`` moves away.
         reserved_bytes: what the allocator held beyond what was in use, at the peak (fragments).
-        signature: what a batch must agree in for this profile to be its own: a digest of keys and sizes.
-        batch_shape: of the input ids, for people.
+        signature: digest of ``saved``, which tells steps apart that save other tensors.
+        batch_shape: shape of the input ids.
         source: ``measured`` in a step, or computed from ``shapes``.
-        frontier: what compiled layers may do beside what they do by themselves, and what steps have shown of
-            it. Shares of their memory are known without being listed (`compiled_shares`).
+        frontier: other ways to compile the compiled layers, with what is guessed or measured of them. Limits
+            on their memory alone are known without being listed (`compiled_shares`).
         weight_bytes: part of every ``base_bytes``, buffers included; 0: not known.
         gradient_bytes: part of ``backward_base_bytes``, by op event: gradients of weights that are complete
             when it begins; and last, all of them when backward has ended. Empty: not known.
-        hooks: each time that autograd saved a tensor, of ``saved`` or not (weights, tables that layers
-            share): (number of the last use by then, operator). There the engine gets control. Empty: it is
-            not known, and the engine is taken to get it where ``saved`` says so, at the end of an op event.
+        hooks: the moments at which autograd saved any tensor, also one that ``saved`` leaves out (weights,
+            tables that layers share): (order of the last use so far, operator). The engine gets control at
+            these. Empty: not known; then it is assumed to get control where ``saved`` has a saved tensor.
     """
 
     saved: SavedBytes
@@ -143,7 +143,7 @@ class Profile:
 
     @property
     def compute_ms(self) -> float:
-        """Forward and backward without any policy."""
+        """The time of forward and backward without any policy."""
         return sum(op_event.forward_ms + op_event.backward_ms for op_event in self.op_events)
 
 
@@ -157,10 +157,11 @@ class Limits:
         min_tensor_bytes: smaller tensors are never swapped.
         swap_bucket_bytes: the most that is swapped in each stage (``swap_bucket_size``); ``None``: no cap.
         layers_per_stage: decoder layers of a stage (``num_attn_layers_per_stage``).
-        frees_optimizer_states: whether they are on the host during forward and backward (``memory_saving``).
-        waiting: micro-batches of a pipeline that hold what they keep while this one runs.
-        resident: of what all micro-batches of a pipeline swap, how much is on the device besides, as a share
-            of what one of them swaps.
+        frees_optimizer_states: whether the optimizer's states are on the host during forward and backward
+            (``memory_saving``).
+        waiting: how many other micro-batches of a pipeline hold their kept tensors while one runs.
+        resident: how much swapped memory of other micro-batches is on the device meanwhile, as a share of
+            what one micro-batch swaps.
     """
 
     device_bytes: int
@@ -173,22 +174,22 @@ class Limits:
     resident: float = 0.0
 
     def with_others(self, one: Prediction) -> Prediction:
-        """Return a micro-batch's step with what others of a pipeline hold meanwhile added to its peak."""
+        """Return ``one`` with the memory of a pipeline's other micro-batches added to its peak."""
         others_bytes = int(self.waiting * one.kept_bytes + self.resident * one.swapped_bytes)
         return replace(one, peak_bytes=one.peak_bytes + others_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTimes:
-    """One swapped storage in a predicted step.
+    """One swapped storage in a predicted step; times in ms since the step began.
 
     Args:
         storage: its number in `Profile.saved`.
-        call: who produced it.
-        size_bytes: that move.
-        out_start_ms, out_end_ms: of the copy out.
+        call: the call that produced it.
+        size_bytes: the bytes that are copied.
+        out_start_ms, out_end_ms: start and end of the copy to the host.
         release_ms: when its device memory is free.
-        in_start_ms, in_end_ms: of the copy back.
+        in_start_ms, in_end_ms: start and end of the copy back.
         read_ms: when backward first reads it.
     """
 
@@ -211,8 +212,8 @@ class MemoryPoint:
         ms: since the step began.
         base_bytes: weights, gradients, optimizer states, what ops use while they run.
         kept_bytes: saved storages that are never released before backward reads them.
-        swapped_bytes: swapped ones while they are on the device.
-        rebuilt_bytes: what recomputation has rebuilt, and what it drops while forward still reads it.
+        swapped_bytes: swapped storages while they are on the device.
+        rebuilt_bytes: storages that recomputation has rebuilt, or will drop once forward has read them.
     """
 
     ms: float
@@ -223,26 +224,26 @@ class MemoryPoint:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """All device memory in use."""
         return self.base_bytes + self.kept_bytes + self.swapped_bytes + self.rebuilt_bytes
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step under a plan.
+    """A predicted step under a plan.
 
     Args:
-        step_ms: forward, backward and what is outside.
-        compute_ms: forward and backward without a policy.
-        recompute_ms: run again.
-        forward_stall_ms, backward_stall_ms: compute waits for copies.
+        step_ms: time of forward, backward and what is outside them.
+        compute_ms: time of forward and backward without a policy.
+        recompute_ms: time of what runs again.
+        forward_stall_ms, backward_stall_ms: time for which compute waits for copies.
         forward_end_ms: when forward ends.
         peak_bytes: the most device memory in use.
-        peak_at: what ran then.
-        memory: the curve.
-        copies: of the swapped storages, in the order of the copies out.
-        kept_bytes, swapped_bytes, recomputed_bytes: of what autograd saves without a policy, by what becomes
-            of it; kept includes what recomputation holds in addition.
+        peak_at: the call that ran then.
+        memory: device memory over time; may be empty.
+        copies: the swapped storages, in the order of the copies out.
+        kept_bytes, swapped_bytes, recomputed_bytes: what autograd saves without a policy, by its fate; kept
+            includes what recomputation holds in addition.
         host_bytes: the most host memory in use.
         peak_gradient_bytes: part of the peak: gradients of weights (`Profile.gradient_bytes`).
     """

@@ -1,20 +1,19 @@
-"""A retry for a step that runs out of memory in the stable stage, where no guard watches its ops.
+"""Runs a forward or a micro-batch once more when it has run out of memory.
 
-And in warm-up, where the guard had nothing to move and more of the model can run in tiles. Two things can be
-run again as a whole, with the same random numbers and the guard on, because nothing of the first attempt is
-left when it has failed:
+This is for the stable phase, where no guard watches the ops, and for warm-up, where the guard had nothing to
+move but more of the model can run in tiles. Two things can run again as a whole, with the same random numbers
+and the guard on, because a failed attempt leaves nothing behind:
 
-* a **forward**: a function of its inputs, unless it has written into a buffer or an input. Among several
-  ranks it is this rank's alone where nothing communicates inside it (`Exchanges`): that of the model inside
+* a **forward**: a function of its inputs, unless it has written into a buffer or an input. One of several
+  ranks can run it again alone if nothing communicates inside it (`Exchanges`), as in the model inside
   DistributedDataParallel. The other ranks wait at the next collective;
-* a **micro-batch**, forward and backward, as long as its gradients are the first: they are dropped. Whoever
-  drives the training must pass it (`Retry.micro_batch`); a hook cannot run a backward again.
+* a **micro-batch**, forward and backward, if there were no gradients before it: the new ones are dropped. The
+  training loop must pass it (`Retry.micro_batch`), since a hook cannot run a backward again.
 
-Where the error stays an error, it says why: gradients that earlier micro-batches have left cannot be told
-from those of a backward that stopped halfway, and a backward among several ranks has reduced some of its
-gradients already when it stops. The others have added them and would not take part a second time, and the
-reducer of DistributedDataParallel waits for the rest. What the training does at random must come from
-PyTorch's generators.
+Otherwise the error says why there is no retry. Gradients of earlier micro-batches cannot be told from those
+of a backward that stopped halfway. With several ranks, a backward has reduced some of its gradients when it
+stops: the other ranks have added them and would not take part a second time, and the reducer of
+DistributedDataParallel waits for the rest. Randomness in the training must come from PyTorch's generators.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ class Retry:
     """Runs a forward, or a whole micro-batch, once more when it has run out of memory.
 
     Args:
-        model: in training.
-        device: that it is on.
-        ready: the stage, if an error is to be caught now, else nothing.
+        model: the model in training.
+        device: the model's device.
+        ready: returns the planner's phase if an error is to be caught now, else an empty string.
         ran_out: called with each error before its retry; switches the guard on, or tiles.
-        ahead: called with the arguments of each forward; whether it has changed what is on the model.
+        ahead: called with the arguments of each forward; returns whether it has put tiles on the model.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Retry:
         self._known: tuple[list[nn.Parameter], list[torch.Tensor]] | None = None
 
     def around(self, module: nn.Module) -> list[Undo]:
-        """Give the forwards of ``module`` a retry, hooks on it included."""
+        """Retry forwards of ``module`` together with the hooks on it; return what undoes this."""
 
         def tried_twice(inner: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *args, **kwargs: self.forward(inner, args, kwargs, module)
@@ -85,7 +84,7 @@ class Retry:
     def forward(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], module: nn.Module
     ) -> Any:
-        """Call the model; it runs out of memory: call it again under the guard, with what is on it then."""
+        """Call the model; if memory runs out, call it again under the guard, with the hooks it then has."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
         if self._ahead(args, kwargs):
@@ -107,13 +106,13 @@ class Retry:
         return self._twice(run, "forward", why_not, lambda: None, again)
 
     def micro_batch(self, step: Callable[[], Value]) -> Value:
-        """Run forward and backward of a micro-batch; memory runs out: run them again under the guard.
+        """Run forward and backward of a micro-batch; if memory runs out, run them again under the guard.
 
         Args:
-            step: both, and nothing that a second call of it would do twice.
+            step: runs both, and nothing else that must not happen twice.
 
         Raises:
-            torch.OutOfMemoryError: there is no retry, and the text says why; or it failed too.
+            torch.OutOfMemoryError: there is no retry, and the text says why; or the retry failed too.
         """
         if not self._ready():
             return step()
@@ -138,7 +137,7 @@ class Retry:
         return self._twice(step, "a micro-batch", why_not, drop_gradients, step)
 
     def _weights_and_buffers(self) -> tuple[list[nn.Parameter], list[torch.Tensor]]:
-        """Walked once, and not before the first stable step: FSDP2 may take their places when it shards."""
+        """Return trained weights and buffers, listed at first need: FSDP2 replaces them when it shards."""
         if self._known is None:
             weights = [weight for weight in self._model.parameters() if weight.requires_grad]
             self._known = weights, list(self._model.buffers())
@@ -158,14 +157,14 @@ class Retry:
         except RuntimeError as error:
             failure = failure_of(error)
             stage = self._ready()
-            if failure is None or not stage or _is_explained(error):  # or a retry inside failed
+            if failure is None or not stage or _is_explained(error):  # explained: by a retry inside this one
                 raise
             why = ONE_OF_SEVERAL if stage == "warm-up" and world_size() > 1 else why_not()
             if len(restore) < len(self._random):
                 why = "a graph of the accelerator is being captured"
             if why is not None:
                 raise _explained(failure, what, why, stage) from error
-        # The handler has been left: its traceback held tensors.
+        # Only after the handler: its traceback held tensors.
         undo()
         gc.collect()
         self._ran_out(failure)
@@ -193,21 +192,21 @@ def _explained(failure: Failure, what: str, why: str, stage: str) -> RuntimeErro
 
 
 class Exchanges:
-    """Whether a forward communicates with other ranks: one that does not is this rank's alone, to run twice.
+    """Finds out whether a forward communicates with other ranks; if not, this rank can rerun it alone.
 
-    Three things are asked, each of which knows what the others cannot:
+    Three sources are asked, each of which sees what the others cannot:
 
-    * the **modules**: FSDP2 gathers weights inside, and its state is between two stages after an exception;
+    * the **modules**: FSDP2 gathers weights inside a forward, and an exception leaves its state halfway;
     * the **ops** of the first forward: communication in forward passes the dispatcher, point to point
       included;
-    * the **numbers of the process groups** before and after an attempt: each collective raises one, also
-      those inside compiled regions and those that only some forwards run.
+    * the **sequence numbers of the process groups** before and after an attempt: each collective increases
+      one, also inside compiled regions and in ops that only some forwards run.
 
-    DistributedDataParallel spreads buffers before the forward of the model inside it, and reduces gradients
-    in backward. Kernels of an extension that reach other devices by themselves are not seen.
+    DistributedDataParallel broadcasts buffers before the forward of the model inside it, and reduces
+    gradients in backward. An extension's kernels that reach other devices by themselves are not seen.
 
     Args:
-        model: whose forwards they are.
+        model: the model whose forwards are judged.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -216,13 +215,13 @@ class Exchanges:
         self._known = False
 
     def learned_from(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``call``; the first forward among several ranks is watched while it runs."""
+        """Return ``call``, wrapped so that the first forward of several ranks is watched while it runs."""
         if self._known or world_size() == 1:
             return call
 
         def watched(*args: Any, **kwargs: Any) -> Any:
             if is_dry(args, kwargs):
-                return call(*args, **kwargs)  # what only records shapes communicates nothing
+                return call(*args, **kwargs)  # a forward on fake tensors communicates nothing
             with _Watch() as watch:
                 result = call(*args, **kwargs)
             sharded = any(hasattr(type(module), FSDP2_METHOD) for module in self._model.modules())
@@ -248,7 +247,7 @@ class Exchanges:
         """Return why a forward cannot be run again by this rank alone; ``None``: it can.
 
         Args:
-            mark: from ahead of it.
+            mark: what `mark` returned before the forward.
         """
         if world_size() == 1:
             return None
@@ -270,7 +269,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled regions stay compiled, as under `OomGuard`."""
+        """Return true: compiled regions stay compiled, as under `OomGuard`."""
         return True
 
     def __torch_dispatch__(

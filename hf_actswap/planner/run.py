@@ -1,4 +1,4 @@
-"""What the planner's phases share: the model in training, what is on it, and one step's measurement."""
+"""State that the planner's phases share: the model in training, its plans, and a step's measurement."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from .states.optimizer_states import OptimizerStates
 from .trials import MeasuredStep
 
 Put = Callable[[MemoryPlan, PackHandler | None], AppliedPlan]
-"""Puts a plan on the model."""
+"""Puts a plan on the model; the pack handler makes the tickets of tensors that stay on the device."""
 
 PutTiles = Callable[[Iterable[Tile]], list[Undo]]
-"""Lets parts of the model run in tiles; returns what restores them."""
+"""Lets parts of the model run in tiles; returns functions that restore them."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ class PlannedTraining:
     """A model in training, and what the user wrote for it.
 
     Args:
-        model: on its device, as it is called, in its wrappers.
-        structure: of the model inside.
-        fixed: the plan of the fates that are written by hand; its rows are constraints.
-        memory: the ``memory`` section; its mode is not ``off``.
-        optimizer: of the model; ``None``: not known.
-        counts_steps: whether the optimizer's step ends a training step; if not, whoever trains calls
+        model: the model on its device, in the wrappers in which it is called.
+        structure: structure of the model inside the wrappers.
+        fixed: the fates that the user wrote by hand, as a plan; the planner keeps its rows.
+        memory: the ``memory`` section of the configuration; its mode is not ``off``.
+        optimizer: the model's optimizer; ``None``: not known.
+        counts_steps: whether the optimizer's step ends a training step; if not, the training loop calls
             `Planner.step_ended`.
-        in_flight: micro-batches of which a stage of a pipeline holds activations at most.
-        chunks: of that stage: calls of the model for a micro-batch.
-        part: of the model, if this is a stage, in words: a plan file for another part does not fit.
+        in_flight: the most micro-batches whose activations a pipeline stage holds at once.
+        chunks: how often a pipeline stage calls the model for one micro-batch.
+        part: the layers of a pipeline stage, in words; a plan file for another part does not fit.
     """
 
     model: nn.Module
@@ -68,23 +68,23 @@ class Run:
     """One training under the planner.
 
     Args:
-        model: as it is called, in its wrappers.
-        structure: of the model inside.
-        fixed: what the user wrote by hand: constraints. Its tiles, to which the planner may add, are on the
-            model, whatever plan is.
-        memory: what the user wrote of the planner.
-        meter: of device memory.
-        transfer: marks time, measures the link.
-        guard: survives running out of memory while it is on.
-        idle: what the guard can evict.
-        put, put_tiles: put a plan, and tiles, on the model.
-        device_name: for people.
-        optimizer: of the model, if it is known.
-        states: of the optimizer, where they are kept on the host between its steps.
-        ladder: what may be fixed where no plan fits, with more and more in tiles; ``None``: nothing more may.
-        in_flight, chunks: see `PlannedTraining`.
-        least_bytes: the least peak of any plan, in the tiles that are on the model, for the arguments of a
-            forward that comes; ``None``: it is not known.
+        model: the model in the wrappers in which it is called.
+        structure: structure of the model inside the wrappers.
+        fixed: the fates that the user wrote by hand, which plans keep. Its tiles, to which the planner may
+            add, are on the model under every plan.
+        memory: the ``memory`` section of the configuration.
+        meter: measures device memory.
+        transfer: makes time stamps, measures the link.
+        guard: lets ops survive running out of memory while it is on.
+        idle: the tensors that the guard can evict.
+        put, put_tiles: functions that put a plan, and tiles, on the model.
+        device_name: name of the device, for display.
+        optimizer: the model's optimizer, if it is known.
+        states: the optimizer's states, if they are kept on the host between its steps.
+        ladder: plans that may replace ``fixed``, with more and more in tiles; ``None``: no tiles are added.
+        in_flight, chunks: as in `PlannedTraining`.
+        least_bytes: returns the least peak of any plan in the model's tiles, given the arguments of the
+            coming forward; ``None``: it is not known.
     """
 
     model: nn.Module
@@ -118,16 +118,16 @@ class Run:
 
     @property
     def name(self) -> str:
-        """For log lines."""
+        """The planner's mode, with which its log lines begin."""
         return self.memory.mode
 
     @property
     def pack_handler(self) -> PackHandler:
-        """Makes tickets that the guard can evict."""
+        """A function that makes tickets whose tensors the guard can evict."""
         return self.idle.keep
 
     def stats(self) -> SwapStats:
-        """Totals over all plans so far; what is no total is that of the plan that is on."""
+        """Return totals over all plans so far; values that are not totals are those of the current plan."""
         total = self._past
         for applied in sorted(self._plans, key=lambda item: item is self.applied):
             total += applied.stats()
@@ -135,12 +135,12 @@ class Run:
 
     @uninterrupted()
     def tile(self, fixed: MemoryPlan) -> None:
-        """Let ``fixed`` be what is written by hand; what runs in tiles from now on is what it says.
+        """Replace ``Run.fixed``, and with it the parts of the model that run in tiles.
 
-        Between two forwards, with no plan on the model.
+        Call it between two forwards, with no plan on the model.
 
         Raises:
-            PlanError: something cannot run in tiles in this model.
+            PlanError: a part cannot run in tiles in this model.
         """
         undo, self._tiled = self._tiled, []
         for step in reversed(undo):
@@ -149,11 +149,11 @@ class Run:
 
     @uninterrupted()
     def switch(self, plan: MemoryPlan | None, guarded: bool) -> None:
-        """Take off what is on, and put ``plan`` on (``None``: nothing is swapped or recomputed).
+        """Take all plans off the model, and put ``plan`` on.
 
         Args:
-            plan: of the model.
-            guarded: whether to survive running out of memory meanwhile, which costs host time.
+            plan: the new plan; ``None``: nothing is swapped or recomputed.
+            guarded: whether ops survive running out of memory meanwhile, which costs host time.
         """
         self.take_off()
         self.meter.give_back()
@@ -165,16 +165,16 @@ class Run:
 
     @uninterrupted()
     def use(self, plan: AppliedPlan | MemoryPlan) -> AppliedPlan:
-        """Let another plan act from the next forward on, and suspend the one that is on.
+        """Let another plan act from the next forward on, and suspend the current one.
 
-        Graphs that still live keep to the plan under which they were made. Ahead of a forward this must be
-        outside of the module's call: PyTorch reads its hooks once, before the first of them runs.
+        Graphs that still live keep to the plan under which they were made. Call this before the module's
+        call, not in one of its hooks: PyTorch reads the hooks once, before the first of them runs.
 
         Args:
-            plan: one that was suspended, or a new one, which then stays beside the others until `take_off`.
+            plan: a suspended plan, or a new one, which then stays beside the others until `take_off`.
 
         Raises:
-            PlanError: a new plan cannot be put on; the one that was on still is.
+            PlanError: a new plan cannot be put on; the current one stays on.
         """
         before = self.applied
         if plan is before:
@@ -211,17 +211,17 @@ class Run:
 
     @property
     def called(self) -> nn.Module:
-        """Whose call is a forward: the model inside its wrappers, or what the compiler made of it."""
+        """The module whose call is a forward: the model inside its wrappers, or its compiled wrapper."""
         compiled = compiled_wrapper(self.model, self.structure)
-        return unwrapped(self.model) if compiled is None else compiled  # which may have no truth value
+        return unwrapped(self.model) if compiled is None else compiled  # no `or`: it may have no truth value
 
     @uninterrupted()
     def watch(self, before: Before, wrapper: Callable[[nn.Module], list[Undo]]) -> None:
-        """Be there at each forward of the model, around everything else of ours.
+        """Run code at each forward of the model, outside all other wrappers of the planner and its plans.
 
         Args:
-            before: called ahead of it, before PyTorch looks for hooks, so that it may change them.
-            wrapper: puts something around the calls of a module; returns what undoes it.
+            before: called ahead of each forward, before PyTorch collects hooks, so that it may change them.
+            wrapper: wraps the calls of a module; returns functions that undo this.
         """
         self.unwrap()
         self._watching = [
@@ -232,14 +232,14 @@ class Run:
 
     @uninterrupted()
     def rescue(self, on: bool) -> None:
-        """From the next forward on, survive running out of memory, or do no longer."""
+        """Turn the guard against running out of memory on or off, from the next forward on."""
         self._guard(on)
         if self.applied is not None:
             self.applied.handle_packs_by(self.pack_handler if on else None)
 
     @uninterrupted()
     def take_off(self) -> None:
-        """Take all plans off, the last that was put on first, and keep what they counted."""
+        """Take all plans off, the newest first, and keep what they counted."""
         self.unwrap()
         self.applied = None
         for applied in reversed(list(self._plans)):
@@ -247,14 +247,14 @@ class Run:
 
     @uninterrupted()
     def wrap(self) -> None:
-        """Guard the calls of compiled modules and watch, from outside of all that is around them by now."""
+        """Guard compiled modules' calls and install what `watch` was given, outside all wrappers so far."""
         self._guard_calls()
         for put in self._watching:
             self._around += put()
 
     @uninterrupted()
     def unwrap(self) -> None:
-        """Undo `wrap`, before what it is around is taken off. Safe to call again."""
+        """Undo `wrap`, which must happen before inner wrappers are taken off. Safe to call again."""
         undo, self._around = self._around, []
         for step in reversed(undo):
             step()
@@ -275,17 +275,17 @@ class Run:
         return 0 if self.optimizer is None else state_bytes_beside_weights(self.optimizer)
 
     def step_starts(self) -> None:
-        """Begin to measure."""
+        """Begin to measure a step."""
         self.meter.reset_peak()
         self._stats, self._evicted_bytes = self.stats(), self.idle.evicted_bytes
         self._start = self.transfer.stamp()
 
     def measured(self) -> MeasuredStep:
-        """Return what the step that ends took, the worst of all ranks; every rank must call it."""
+        """Return time and memory of the step that ends, the worst of all ranks; every rank must call it."""
         return MeasuredStep.worst(from_all_ranks(self.measured_here()))
 
     def measured_here(self) -> MeasuredStep:
-        """Return what the step that ends took on this rank; waits for the device."""
+        """Return time and memory of the step that ends, of this rank. Waits for the device."""
         if self._start is None:
             raise RuntimeError("no step has started")
         end = self.transfer.stamp()
@@ -300,7 +300,7 @@ class Run:
 
     @uninterrupted()
     def close(self) -> None:
-        """Take everything off the model."""
+        """Take all plans, tiles, wrappers and optimizer hooks off the model."""
         self._watching = []
         self.take_off()
         self._guard(False)
@@ -309,7 +309,7 @@ class Run:
         self.tile(replace(self.fixed, tiles=()))
 
     def _guard(self, on: bool) -> None:
-        """Enter or leave the guard's mode, the meter's around it."""
+        """Enter or leave the guard's dispatch mode, and the meter's around it."""
         if on and not self.guarded:
             self.meter.start()
             self.guard.start()
@@ -320,9 +320,9 @@ class Run:
 
 
 def ahead_of_calls(module: nn.Module, before: Before) -> list[Undo]:
-    """Call ``before`` ahead of each call of ``module``, outside of it: its hooks are not collected yet.
+    """Call ``before`` ahead of each call of ``module``, before PyTorch collects the module's hooks.
 
-    Not ahead of calls on fake tensors, which may come in the midst of a real one: those are no training.
+    Calls on fake tensors are left out: they train nothing, and may come inside a real call.
     """
 
     def watched(inner: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,13 +1,13 @@
-"""Search: the plans that look best on paper, tried on the machine; what was measured corrects the paper.
+"""The search phase: tries the plans with the best predictions on the machine, and corrects the predictions.
 
 A plan runs for two steps. The first prepares (kernels, page-locked memory) and shows whether memory suffices;
-a plan that does not fit then is given up. The second is timed. Once a plan has been measured, the others are
-searched anew with what its steps used beyond the prediction. **The best measured plan is kept**: the fastest
-of those that stayed within the budget and of which nothing had to be evicted.
+if not, the plan is given up. The second is timed. Once a plan has been measured, the search for the others
+runs again with what its steps used beyond the prediction. **The best measured plan is kept**: the fastest
+of those that stayed within the budget while nothing had to be evicted.
 
-Where batches differ in size, a step's time is scaled, by tokens, to the size that is planned for, and what it
-used is compared with the prediction for its own size. A batch that is larger than what is planned for is
-planned for from then on, and what was tried before counts no longer.
+Where batches differ in size, a step's time is scaled, by tokens, to the size that is planned for, and its
+memory is compared with the prediction for its own size. If a batch is larger than the planned size, the
+planner plans for that batch from then on, and earlier trials count no longer.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ STEPS_PER_TRIAL = 2
 
 
 class SearchPhase:
-    """Tries the plans that look best on paper, two steps each, and keeps the best that was measured.
+    """Tries the plans with the best predictions, two steps each, and keeps the best that was measured.
 
     Args:
         run: the training.
-        task: what is planned.
-        steps: at most so many training steps.
+        task: what is to be planned.
+        steps: the most training steps that the search takes.
 
     Attributes:
-        trials: what was tried so far for the largest batch.
-        outgrown: what was tried before a larger one came.
-        planning_s: seconds of each search on paper.
+        trials: the plans tried so far for the largest batch.
+        outgrown: the plans tried before a larger batch came.
+        planning_s: seconds that each search by prediction took.
 
     Raises:
-        BudgetError: no plan fits on paper.
+        BudgetError: no plan fits by prediction.
     """
 
     name = "search"
@@ -76,11 +76,11 @@ class SearchPhase:
 
     @property
     def best(self) -> Trial:
-        """The best of what was tried; of what is untried, the first."""
+        """The best trial that has run; the first trial if none has."""
         return best_trial(self.trials, self.task.budget_bytes) or self.trials[0]
 
     def forward_starts(self, shape: tuple[int, ...]) -> None:
-        """A micro-batch of this step."""
+        """Note the size of a micro-batch of this step."""
         planned = self.task.size
         size = None if planned is None else BatchSize.of(shape, planned.pairs > 0)
         if size is not None:
@@ -109,7 +109,7 @@ class SearchPhase:
         return False
 
     def _measured(self) -> tuple[MeasuredStep, BatchSize | None]:
-        """What the step took, its time as that of the planned size; and its largest batch, of all ranks."""
+        """Return the measured step, its time scaled to the planned size, and all ranks' largest batch."""
         sizes, self._sizes = self._sizes, []
         steps = from_all_ranks((self._run.measured_here(), sizes))
         measured = MeasuredStep.worst([step for step, _ in steps])
@@ -127,7 +127,7 @@ class SearchPhase:
         return measured, largest
 
     def _grows(self, size: BatchSize) -> bool:
-        """Plan for larger batches; return whether there is a plan for them."""
+        """Plan for batches of up to ``size``; return whether a plan fits them."""
         before, planned = self.task, self._waiting
         self.task = before.grown(size)
         logger.info(
@@ -155,7 +155,7 @@ class SearchPhase:
         self._run.switch(found.plan, guarded=True)
 
     def _learn(self, trial: Trial, fits: bool) -> bool:
-        """Correct the paper by what ``trial`` used; return whether there is anything more to try."""
+        """Correct predictions by what ``trial`` used; return whether there are more plans to try."""
         task, profile, predicted = self.task, self.task.profile, trial.prediction
         if self._trial_sizes <= {task.size}:
             profile = learned(profile, trial.plan, shown_by(trial))

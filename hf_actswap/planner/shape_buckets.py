@@ -1,17 +1,17 @@
-"""How large a batch is, the few sizes that are distinguished, and a recorded step scaled to another size.
+"""Sizes of batches, their rounding to a few buckets, and a recorded step scaled to another batch size.
 
-Pure functions. A **bucket** is named by its upper edge: sizes are rounded up on a geometric grid below the
-largest one that is planned for, at most `MOST_BUCKETS` of them, so that what is found for the edge fits every
-batch of the bucket. A batch of the recorded shape is in the top bucket.
+Pure functions. A **bucket** is named by its upper edge: sizes are rounded up to a geometric grid of at most
+`MOST_BUCKETS` edges, of which the largest is the size that is planned for. So a plan found for the edge fits
+every batch of the bucket. A batch of the recorded shape is in the top bucket.
 
-A scaled profile predicts no less than is true at the new size, to within what a profile cannot tell apart:
+A scaled profile predicts no less memory than the new size needs, as far as a profile can tell:
 
-* saved storages grow with the batch's tokens where their size is a multiple of them, attention scores with
-  its pairs of tokens; others stay as large as they are. Weights are no saved storages of a profile;
-* of the base bytes, what was there before the step is fixed, and so are the gradients that backward has made
-  so far, what lies on the device from some moment on (casts of weights), and what an op needs that is as
-  large as its weights (`ModuleWeights.passing_bytes`). The rest grows;
-* times grow with tokens. What is outside forward and backward stays.
+* a saved storage grows with the batch's tokens if its size is a multiple of them, attention scores with the
+  pairs of tokens; others keep their size. The saved storages of a profile contain no weights;
+* of an op event's base bytes (`OpEvent`), these parts keep their size: what was there before the step,
+  gradients that backward has made so far, what stays from some moment on (casts of weights), and temporary
+  memory as large as the op's weights (`ModuleWeights.passing_bytes`). The rest grows;
+* times grow with tokens, except the time outside forward and backward.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from .profile import Profile
 
 MOST_BUCKETS = 6
 _RATIO = 0.5**0.5
-"""From one edge to the next: a batch is served by a plan for at most 1.42 times its tokens."""
+"""Ratio of two neighbouring edges: above the lowest, a plan is for at most 1.42 times a batch's tokens."""
 
 Module = tuple[Scope | None, str]
-"""Scope, and path of a module in it."""
+"""The name of a module: its scope, and its path inside the scope."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleWeights:
-    """What the weights of one module, those of its children apart, need on the device for a while.
+    """Device memory that a module's own weights (not its children's) need in a step, beside themselves.
 
     Args:
         new_gradient_bytes: gradients that its backward allocates, and that stay.
-        passing_bytes: what is there only while it runs, and does not depend on the batch: weights that were
-            gathered or dequantised, gradients that are added to others.
+        passing_bytes: memory in use only while it runs, whatever the batch: gathered or dequantised weights,
+            gradients that are added to existing ones.
     """
 
     new_gradient_bytes: int = 0
@@ -67,7 +67,7 @@ class BatchSize:
         return BatchSize(tokens, tokens * shape[-1] if scores else 0) if shape and tokens else None
 
     def covers(self, other: BatchSize) -> bool:
-        """Whether what fits this size fits ``other``."""
+        """Return whether a plan for this size fits ``other``: it has no more tokens and no more pairs."""
         return self.tokens >= other.tokens and self.pairs >= other.pairs
 
     def joined(self, other: BatchSize | None) -> BatchSize:
@@ -88,7 +88,7 @@ def tokens_of(shape: tuple[int, ...]) -> int:
 def bucket_of(size: BatchSize, top: BatchSize) -> BatchSize:
     """Return the upper edge of the bucket of a size that ``top`` covers.
 
-    The grid of pairs is that of tokens squared: batches that differ in sequence alone fall on its diagonal.
+    The grid of pairs has the ratio of tokens squared, so that a longer sequence is rounded alike in both.
     """
     return BatchSize(_edge(size.tokens, top.tokens, _RATIO), _edge(size.pairs, top.pairs, _RATIO**2))
 
@@ -100,12 +100,12 @@ def _edge(value: int, top: int, ratio: float) -> int:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """A profile, and what is known of the model that trained.
+    """A recorded profile, and what scaling it to other batch sizes needs.
 
     Args:
-        profile: recorded.
-        weights: of its modules.
-        baseline_bytes: on the device before the forward; 0: not known.
+        profile: the recorded profile.
+        weights: memory that the weights of each module need.
+        baseline_bytes: device memory in use before the forward; 0: not known.
     """
 
     profile: Profile
@@ -114,13 +114,13 @@ class RecordedStep:
 
     @property
     def size(self) -> BatchSize | None:
-        """Of the batch; ``None``: its shape was not known."""
+        """Size of the recorded batch; ``None``: its shape was not known."""
         return BatchSize.of(self.profile.batch_shape, bool(scores_of(self.profile)))
 
     def at(self, size: BatchSize) -> Profile:
         """Return the profile of a batch of another size.
 
-        Where that has fewer tokens and more pairs, or the other way round, the larger of both counts.
+        If it has fewer tokens but more pairs, or the reverse, the larger number of each counts.
 
         Raises:
             ValueError: the shape of the recorded batch is not known.
@@ -157,15 +157,15 @@ class RecordedStep:
 
 
 def _shape_of(tokens: int, recorded: tuple[int, ...]) -> tuple[int, ...]:
-    """For people: as many sequences as were recorded, where that is possible."""
+    """Return a batch's shape for display, with as many sequences as were recorded where possible."""
     return (1, tokens) if tokens % recorded[0] else (recorded[0], tokens // recorded[0])
 
 
 def scores_of(profile: Profile) -> frozenset[int]:
     """Return the numbers of the saved storages that hold attention scores: they grow with pairs of tokens.
 
-    What the attention core makes, a multiple of batch x sequence x sequence, and as large as nothing that is
-    made elsewhere: that would grow with tokens.
+    The attention core makes them, their size is a multiple of batch x sequence x sequence, and no storage
+    made elsewhere has the same size (such a size would grow with tokens).
     """
     if len(profile.batch_shape) != 2:
         return frozenset()
@@ -188,7 +188,7 @@ def _in_attention_core(call: OpCall) -> bool:
 
 def _scaled_saved(profile: Profile, by_tokens: Fraction, by_pairs: Fraction) -> SavedBytes:
     scores, tokens = scores_of(profile), tokens_of(profile.batch_shape)
-    multiples = {tokens, tokens - profile.batch_shape[0]} - {0}  # labels are shifted: one position less
+    multiples = {tokens, tokens - profile.batch_shape[0]} - {0}  # shifted labels have one position less
     storages = []
     for number, storage in enumerate(profile.saved.storages):
         if number in scores:
@@ -217,12 +217,12 @@ def _up(value: int, factor: Fraction) -> int:
 
 
 class _Bases:
-    """Scales what is on the device in an op event beside saved storages.
+    """Scales the base bytes of op events: device memory in use beside saved storages.
 
     Args:
-        step: recorded.
-        factor: new size over recorded one. Where the size shrinks, fixed is the most that can be; where it
-            grows, the least.
+        step: the recorded step.
+        factor: new size over recorded size. Below 1 as many bytes as possible count as fixed, above 1 as few
+            as possible.
     """
 
     def __init__(self, step: RecordedStep, factor: Fraction) -> None:
@@ -236,12 +236,12 @@ class _Bases:
         self._op_events = op_events
 
     def forward(self) -> dict[int, int]:
-        """By number of the op event."""
+        """Return the scaled base bytes in forward, by number of the op event."""
         bases = [op_event.forward_base_bytes for op_event in self._op_events]
         return self._scaled(self._ahead, bases, [0] * len(bases))
 
     def backward(self) -> dict[int, int]:
-        """By number of the op event, of those that backward visits."""
+        """Return the scaled base bytes in backward, by number of the op events that backward visits."""
         bases = [self._op_events[at].backward_base_bytes for at in self._back]
         seen: set[Module] = set()
         gradients = []
@@ -266,7 +266,7 @@ class _Bases:
         return found
 
     def _module(self, call: OpCall) -> Module | None:
-        """The nearest one that has weights which a call is, or is in."""
+        """Return the innermost module with weights that runs ``call``; ``None``: there is none."""
         scope, path, _ = call
         while (scope, path) not in self._step.weights:
             if not path:
@@ -280,7 +280,10 @@ class _Bases:
 
 
 def _rises(scopes: Sequence[Scope | None], bases: Sequence[int]) -> list[int]:
-    """By how much the floor has risen from layer to layer: what is never less from then on is no op's own."""
+    """Return, for each base, by how much the floor has risen since the first layer.
+
+    A layer's floor is the least base in it and in all layers after it: memory below it belongs to no op.
+    """
     least: dict[Scope | None, int] = {}
     for scope, base in zip(scopes, bases, strict=True):
         if isinstance(scope, int):

@@ -1,17 +1,16 @@
-"""Stable: the plan runs as any other, and nothing is profiled. What is looked at costs microseconds.
+"""The stable phase: the plan runs as any other, and nothing is profiled. Two checks cost microseconds.
 
-* The **batch's size**, ahead of each forward. A batch of at most as many tokens as the plan was made for
-  needs at most its memory: the plan serves it, or one of its bucket's own (`bucket_plans`). A larger one runs
-  under the guard: it cannot fail for want of memory where moving something can help, and its step is planned
-  for anew.
-* The **peak**, after each step: the allocator's own number. A miss of the budget is planned for anew, and so
-  is a step that ran out of memory and needed a `retry`; a bucket's plan under which that happens is
+* The **batch's size**, ahead of each forward. A batch with no more tokens than the plan was made for needs no
+  more memory, so it runs under this plan or its bucket's own (`bucket_plans`). A larger batch runs under the
+  guard, which moves tensors if memory runs out; after its step the planner plans anew.
+* The **peak**, after each step, as the allocator reports it. If it misses the budget, or if a step ran out of
+  memory and needed a `retry`, the planner plans anew. If this happens under a bucket's plan, that plan is
   dropped instead.
 
 Ranks must agree before they change plans, and a collective at each step would cost every step. So several
-ranks look together every `CHECK_STEPS` steps; until then each survives alone. Planning anew is bounded, for a
-training whose batches never stop growing must get on too: after `MOST_PLANS` the guard stays on for what is
-larger than was planned for.
+ranks exchange their checks every `CHECK_STEPS` steps; until then each handles running out of memory alone. A
+training whose batches never stop growing must get on too: after `MOST_PLANS` plans the planner plans no more,
+and larger batches run under the guard.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ MOST_PLANS = 8
 
 
 class Stable:
-    """The stage in which the plan that was found stays on, until a batch or a peak asks for a new one.
+    """The phase in which the plan that was found stays on, until a batch or a peak needs a new one.
 
     Args:
         run: the training; the plan is on the model.
         budget_bytes: the most that a step may use.
         size: the largest batch that the plan was made for; ``None``: not known, and no batch is too large.
-        plans: how many were made so far.
-        stays_guarded: whether the guard stays on, because the plan does not fit; only what is larger is
-            planned for anew then.
+        plans: how many plans were made so far.
+        stays_guarded: whether the guard stays on, because the plan does not fit; only larger batches then
+            make the planner plan anew.
         smaller: the plans of smaller batches; ``None``: there are none.
 
     Attributes:
-        plan: the largest one, which is on the model when this is made.
-        missed_by_bytes: the most that a step wanted beyond the budget, or beyond what the device had; of all
-            ranks once `step_ended` has returned true.
+        plan: the plan for the largest batches, which is on the model when the phase begins.
+        missed_by_bytes: the most that a step wanted beyond the budget, or beyond what the device had; the
+            most of all ranks once `step_ended` has returned true.
     """
 
     name = "stable"
@@ -69,14 +68,14 @@ class Stable:
         self.missed_by_bytes = 0
 
     def step_starts(self) -> None:
-        """What an evaluation since the last step has left to the allocator is not this step's peak."""
+        """Free what an evaluation since the last step has left cached: it is not this step's peak."""
         meter = self._run.meter
         if meter.reserved_peak_bytes() > self._budget_bytes:
             meter.give_back()
             meter.reset_peak()
 
     def forward_starts(self, shape: tuple[int, ...]) -> None:
-        """A micro-batch of this shape comes."""
+        """Choose plan and guard for a micro-batch of ``shape``."""
         planned, smaller = self._size, self.smaller
         size = None if planned is None else BatchSize.of(shape, planned.pairs > 0)
         fits = planned is None or size is None or planned.covers(size)
@@ -96,7 +95,7 @@ class Stable:
             self._run.rescue(True)
 
     def ran_out(self, failure: Failure) -> None:
-        """The device had less than the plan needs: the rest of this step is under the guard."""
+        """Note that memory ran out under the plan, and run the rest of this step under the guard."""
         if self.smaller is None or not self.smaller.drop_used():
             self.missed_by_bytes = max(self.missed_by_bytes, failure.wanted_bytes or 1)
         self._run.rescue(True)
@@ -108,7 +107,7 @@ class Stable:
             over_bytes = self._run.meter.reserved_peak_bytes() - self._budget_bytes
             if over_bytes > 0 and self.smaller is not None and self.smaller.drop_used():
                 self._run.meter.give_back()  # what that plan held is not the next one's peak
-            elif not self._larger_now:  # a larger batch says nothing of the plan
+            elif not self._larger_now:  # a larger batch's peak says nothing about the plan
                 self.missed_by_bytes = max(self.missed_by_bytes, over_bytes)
             if self._run.guarded:
                 self._run.rescue(False)

@@ -1,4 +1,4 @@
-"""Begins a planned training: finds the device, looks for what does not go together, reads the plan file."""
+"""Starts the planner for a model: checks what it cannot be combined with, and reads the plan file."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ from .states.optimizer_states import OptimizerStates
 logger = logging.getLogger(__name__)
 
 COUNTING_ALLOCATORS = ("native", "cudaMallocAsync", "hipMallocAsync")
-"""Allocators of PyTorch itself: they say what is in use and raise ``torch.OutOfMemoryError``.
+"""PyTorch's own allocators: they report how much is in use and raise ``torch.OutOfMemoryError``.
 
-A pluggable one does neither (PyTorch's ``CUDAPluggableAllocator.cpp``: ``getDeviceStats`` raises, and the
-error of the library behind it is passed on as it is; pytorch issues 133280 and 133281).
+A pluggable allocator does neither (PyTorch's ``CUDAPluggableAllocator.cpp``: ``getDeviceStats`` raises, and
+errors of the library behind it are passed on unchanged; pytorch issues 133280 and 133281).
 """
 
 _NO_CACHING = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
@@ -60,20 +60,20 @@ def start_planner(
     meter: Meter | None = None,
     ladder: Iterable[MemoryPlan] | None = None,
 ) -> Planner:
-    """Begin to plan for a model in training; every rank must call it.
+    """Put a planner on a model in training and return it; every rank must call it.
 
     Args:
-        training: the model, and what is written for it.
-        put, put_tiles: put a plan, and tiles, on the model.
+        training: the model, its optimizer and what the user wrote for them.
+        put, put_tiles: functions that put a plan, and tiles, on the model.
         host: the host memory of all plans, which the optimizer's states share (``memory_saving``).
-        transfer: how bytes move; by default streams on an accelerator, blocking copies on the CPU.
-        meter: of device memory; by default the allocator's own, and on the CPU a count of storages, which
-            rejects what exceeds ``budget_gib`` as an accelerator would.
-        ladder: see `Run`.
+        transfer: how bytes are copied; by default streams on an accelerator, blocking copies on the CPU.
+        meter: measures device memory; by default it asks the allocator. On the CPU it counts storages, and
+            rejects ops that exceed ``budget_gib`` as an accelerator would.
+        ladder: plans with more and more in tiles, tried where no plan fits; ``None``: no tiles are added.
 
     Raises:
-        PlanError: something is on or in use that does not go with the planner; the plan file is malformed;
-            ``memory_saving`` without an optimizer, or with one that cannot be served.
+        PlanError: the model, its checkpointing or the allocator cannot be combined with the planner; the
+            plan file is malformed; ``memory_saving`` has no optimizer, or one whose states cannot be moved.
     """
     model, structure, fixed, memory = training.model, training.structure, training.fixed, training.memory
     optimizer = training.optimizer
@@ -126,7 +126,7 @@ def start_planner(
 
 
 def _watch(planner: Planner, training: PlannedTraining, least: LeastBudget) -> None:
-    """Have the model's forward say its batch's shape, and the optimizer when a step ends, until removed."""
+    """Hook the model, to see each batch, and the optimizer, to end steps; `Planner.remove` unhooks both."""
     model, optimizer = unwrapped(training.model), training.optimizer
     batches = model.register_forward_pre_hook(Hook(least.forward_starts), with_kwargs=True)
     planner.on_remove(batches.remove)
@@ -136,7 +136,7 @@ def _watch(planner: Planner, training: PlannedTraining, least: LeastBudget) -> N
 
 
 def _of_both(found: Iterable[Tile], written: Iterable[Tile]) -> tuple[Tile, ...]:
-    """What a plan file has in tiles, and what is written, which wins."""
+    """Return the tiles of a plan file and those that the user wrote; for the same op the user's win."""
     return tuple({(tile.scope, tile.op_path): tile for tile in (*found, *written)}.values())
 
 
@@ -196,9 +196,9 @@ def _made_for(training: PlannedTraining, device: torch.device, shape: tuple[int,
 def _known_plan(
     memory: MemoryConfig, structure: ModelStructure, here: MadeFor
 ) -> tuple[FilePlan | None, bool]:
-    """Return the plan of the file, if one is there that fits the run, and whether the planner may write it.
+    """Return the file's plan if it fits this run, else ``None``, and whether the planner may write the file.
 
-    The same on every rank.
+    Every rank gets the same answer.
     """
     answer: tuple[FilePlan | None, bool] = (None, True)
     problem: ActSwapError | None = None
@@ -249,14 +249,14 @@ def problems_of_planner(
     allocator: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> list[Problem]:
-    """Return why no plan can be looked for while ``model`` trains; empty where nothing is in the way.
+    """Return the reasons why the planner cannot run with ``model``; an empty list if there are none.
 
     Args:
-        model: on its device, bare or wrapped.
+        model: the model on its device, bare or in its wrappers.
         shape: its structure.
         mode: ``memory.mode``.
-        allocator: the name of its device's allocator; ``None``: `allocator_name`.
-        environment: of the process; ``None``: ``os.environ``.
+        allocator: name of the device's allocator; ``None``: what `allocator_name` returns.
+        environment: the process's environment variables; ``None``: ``os.environ``.
     """
     root = unwrapped(model)
     layers = shape.layer_modules(root)
@@ -275,8 +275,8 @@ def problems_of_planner(
 def allocator_name(device: torch.device) -> str:
     """Return the name of a device's allocator: one of `COUNTING_ALLOCATORS`, ``pluggable`` or another.
 
-    Only CUDA and ROCm have names. Elsewhere ``native`` means that it counts what is in use, ``pluggable``
-    that it does not. Of the CPU's nothing is asked: there `CountingMeter` counts.
+    Only CUDA and ROCm name their allocators. Elsewhere ``native`` means that the allocator reports how much
+    is in use, ``pluggable`` that it does not. The CPU's counts as ``native``: `CountingMeter` needs nothing.
     """
     if device.type == "cuda":
         return torch.cuda.get_allocator_backend()
@@ -290,7 +290,7 @@ def allocator_name(device: torch.device) -> str:
 
 
 _A_SWAP = MemoryPlan((PlanRow("embedding", OUTPUT, "swap", windows=Windows.of_prefetch(1)),), num_layers=0)
-"""The least that any plan of the planner may hold: the input of a layer is swapped."""
+"""The smallest plan that the planner may find, which checkpointing must allow: a layer's input is swapped."""
 
 
 def _one_process(model: nn.Module) -> Problem | None:
@@ -301,7 +301,7 @@ def _one_process(model: nn.Module) -> Problem | None:
 
 
 def _compiled_whole(shape: ModelStructure) -> Problem | None:
-    """A model in one region has one fate, and the guard could only run all of it again."""
+    """Return the problem of a model compiled whole: it has one fate, and the guard could only rerun it."""
     if not shape.compiled:
         return None
     hint = (

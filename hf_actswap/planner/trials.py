@@ -1,4 +1,4 @@
-"""What was tried on the machine, and which of it is best."""
+"""The plans that were tried on the machine, what was measured of them, and which is best."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .profile import Prediction
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step, the worst of all ranks.
+    """What was measured of one step, on one rank or as the worst of all ranks.
 
     Args:
-        step_ms: from the first forward to the end of the step.
+        step_ms: time from the first forward to the end of the step.
         peak_bytes: the most device memory in use.
         reserved_peak_bytes: the most that the allocator held.
-        evicted_bytes: what had to be moved because memory ran out.
-        offloaded_bytes: what the plan swapped, of the rank that swapped most.
+        evicted_bytes: bytes that the guard moved because memory ran out.
+        offloaded_bytes: bytes that the plan swapped.
     """
 
     step_ms: float
@@ -29,7 +29,7 @@ class MeasuredStep:
 
     @staticmethod
     def worst(steps: Sequence[MeasuredStep]) -> MeasuredStep:
-        """Return the largest of each over ranks."""
+        """Return the largest value of each field over the steps of all ranks."""
         return MeasuredStep(
             max(step.step_ms for step in steps),
             max(step.peak_bytes for step in steps),
@@ -41,12 +41,12 @@ class MeasuredStep:
 
 @dataclass
 class Trial:
-    """A plan on the machine.
+    """A plan that is tried on the machine.
 
     Args:
-        plan: what was tried.
-        prediction: of it.
-        steps: in the order in which they ran. The first also prepares: kernels, page-locked memory.
+        plan: the plan.
+        prediction: its prediction.
+        steps: its measured steps, in order. The first also prepares: kernels, page-locked memory.
     """
 
     plan: MemoryPlan
@@ -55,16 +55,16 @@ class Trial:
 
     @property
     def step_ms(self) -> float:
-        """The fastest step."""
+        """The time of the fastest step."""
         return min((step.step_ms for step in self.steps), default=float("inf"))
 
     @property
     def reserved_peak_bytes(self) -> int:
-        """The most that the allocator held in any step."""
+        """The most bytes that the allocator held in any step."""
         return max((step.reserved_peak_bytes for step in self.steps), default=0)
 
     def fits(self, budget_bytes: int) -> bool:
-        """Whether every step kept within the budget, and nothing had to be evicted."""
+        """Return whether every step kept within the budget, and nothing had to be evicted."""
         return all(step.reserved_peak_bytes <= budget_bytes and not step.evicted_bytes for step in self.steps)
 
 
@@ -73,9 +73,9 @@ class Outcome:
     """What a step takes with the plan that was found, and without any.
 
     Args:
-        peak_bytes, step_ms: with the plan; device memory in use.
-        without_peak_bytes, without_step_ms: where everything is kept; the time is predicted.
-        source: where the peak without a plan comes from.
+        peak_bytes, step_ms: device memory in use at the peak and time of a step, with the plan.
+        without_peak_bytes, without_step_ms: the same if everything is kept; the time is predicted.
+        source: where the peak without a plan comes from, in words.
     """
 
     peak_bytes: int
@@ -86,9 +86,9 @@ class Outcome:
 
 
 def best_trial(trials: Sequence[Trial], budget_bytes: int) -> Trial | None:
-    """Return the fastest that fits; none does: the one that used the least memory; ``None``: no trials.
+    """Return the fastest trial that fits, else the one that used least memory; ``None``: none has run.
 
-    Ties go to the earlier one.
+    Ties go to the earlier trial.
     """
     tried = [trial for trial in trials if trial.steps]
     fitting = [trial for trial in tried if trial.fits(budget_bytes)]

@@ -1,10 +1,10 @@
-"""Warm-up: nothing is decided; steps are recorded, and running out of memory is survived.
+"""The warm-up phase: no plan is on, steps are recorded, and running out of memory is survived.
 
 Kernels are loaded, the optimizer makes its states, the allocator finds its blocks. The last two steps are
 recorded: memory in the first of them, times in the second, because asking the allocator after each op takes
-longer than a small op runs. Where there is one step only, or a step has several micro-batches (the last one
-counts, when gradients are there), one step serves for both. If the two had batches of different sizes, the
-memory is that of the first, and the times are scaled to its tokens.
+longer than a small op runs. One step serves for both if there is only one, or if a step has several
+micro-batches (then the last is recorded, when gradients exist). If the two steps had batches of different
+sizes, the memory is that of the first, and the times are scaled to its tokens.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from .shape_buckets import Module, ModuleWeights, RecordedStep, tokens_of
 logger = logging.getLogger(__name__)
 
 LEAST_COMPILED_STEPS = 3
-"""Of a first warm-up, where layers are compiled. Their first step compiles them and measures kernels, whose
-buffers are no memory of a step: the step whose memory is recorded must be a later one, and not the last,
-whose times are."""
+"""Least number of steps of the first warm-up where layers are compiled. The first step compiles and measures
+kernels, whose buffers are not a step's memory. So memory is recorded in a later step, and in one before the
+last, in which times are recorded."""
 
 _GATHERED = 3
-"""Of sharded weights: a layer's, gathered, the next layer's beside it, and gradients not yet scattered."""
+"""How often FSDP2 holds a layer's whole weights at once: gathered, the next layer's, gradients to scatter."""
 
 _DEQUANTISED = 4
 """Bytes of a dequantised weight for each byte of a quantised one (4 bits to 16)."""
 
 
 def first_steps(run: Run) -> int:
-    """Return the steps of the first warm-up: as many as asked for, but see `LEAST_COMPILED_STEPS`."""
+    """Return how many steps warm-up has: ``warmup_steps``, at least `LEAST_COMPILED_STEPS` if compiled."""
     asked = run.memory.warmup_steps
     compiled = run.structure.compiled or any(layer.compiled for layer in run.structure.layers)
     if not compiled or asked >= LEAST_COMPILED_STEPS:
@@ -64,21 +64,21 @@ def first_steps(run: Run) -> int:
 
 
 class WarmUp:
-    """The first steps: nothing is decided, running out of memory is survived, the last steps are recorded.
+    """The phase of the first steps, without a plan, of which the last one or two are recorded.
 
     Args:
         run: the training.
-        steps: how many, at least 1.
+        steps: how many steps, at least 1.
     """
 
     name = "warm-up"
     peak_bytes: int | None = None
-    """The most that was in use in the last step, the worst of all ranks, once that has ended. ``None``:
+    """Peak device memory of the last step, the worst of all ranks, known when that step has ended. ``None``:
     memory was recorded in that step, something had to be evicted, or its batch was of another size."""
 
     def __init__(self, run: Run, steps: int) -> None:
         self._run, self._steps_left = run, steps
-        self._forwards_before = self._forwards = 0  # until a step has been counted
+        self._forwards_before = self._forwards = 0  # 0 until a step's forwards have been counted
         self._recorder: StepRecorder | None = None
         self._held: HeldForwards | None = None
         self._memory: Profile | None = None
@@ -93,7 +93,7 @@ class WarmUp:
         return max(self._steps_left, 0)
 
     def forward_starts(self, _shape: tuple[int, ...] = ()) -> None:
-        """A micro-batch of this step."""
+        """Count a micro-batch of this step; ahead of the recorded one, note what is on the device."""
         self._forwards += 1
         run = self._run
         first = self._forwards == self._forwards_before + 1
@@ -102,7 +102,7 @@ class WarmUp:
             self._weights = module_weights(unwrapped(run.model), run.structure)
 
     def step_ended(self) -> RecordedStep | None:
-        """Return what was recorded, once all ranks have it; every rank must call it."""
+        """End a step; after the last, return what was recorded. Every rank must call it."""
         self._steps_left -= 1
         self._forwards_before, self._forwards = max(self._forwards - self._run.chunks, 0), 0
         recorder, profile = self._stopped(), None
@@ -130,7 +130,7 @@ class WarmUp:
 
     @uninterrupted()
     def _stopped(self) -> StepRecorder | None:
-        """Stop recording; return what recorded, if anything did."""
+        """Stop recording; return the recorder, if there was one."""
         recorder, self._recorder = self._recorder, None
         held, self._held = self._held, None
         if recorder is not None:
@@ -142,7 +142,7 @@ class WarmUp:
 
     @uninterrupted()
     def _next(self) -> None:
-        """Prepare the step that comes: the last two are recorded, without a plan."""
+        """Prepare the next step; the last two steps are recorded."""
         run = self._run
         if self._steps_left > 2:
             run.switch(None, guarded=True)
@@ -181,15 +181,15 @@ class WarmUp:
 
 
 def more_states_bytes(times: Profile, memory: Profile) -> int:
-    """Return what the optimizer has allocated since the memory was recorded."""
+    """Return the bytes of optimizer states that ``times``, the later profile, has beyond ``memory``."""
     return times.optimizer_state_bytes - memory.optimizer_state_bytes
 
 
 def with_memory_of(times: Profile, memory: Profile) -> Profile:
-    """Return the bytes of an earlier step, with the times of ``times`` if both ran the same ops.
+    """Return a profile with the bytes of ``memory`` and the times of ``times``, a later step.
 
-    What the optimizer has allocated since is there in later steps, and is added. Times of a batch of another
-    size are scaled to that whose bytes they get.
+    If the two ran different ops, the times are those of ``memory`` too. Optimizer states allocated since are
+    added to the bytes. If the batches differ in size, times are scaled to that of ``memory``.
     """
     more, states_bytes = more_states_bytes(times, memory), times.optimizer_state_bytes
     if [op_event.call for op_event in times.op_events] != [op_event.call for op_event in memory.op_events]:
@@ -227,15 +227,15 @@ def _at_shape_of(memory: Profile, times: Profile) -> Profile:
 
 
 class HeldForwards:
-    """Makes what the forwards of a recorded step save evictable, those that are not recorded.
+    """Makes the tensors evictable that a step's unrecorded forwards save.
 
-    Of a step's micro-batches the recorder takes one, and no plan is on meanwhile. Without this the others
-    would keep what they save as ever, and a step that does not fit would not survive. Start it before the
-    recorder, and stop it after.
+    The recorder follows only one of a step's micro-batches, and no plan is on meanwhile. Without this class
+    the tensors saved by the others could not be evicted, and a step that does not fit would not survive.
+    Start it before the recorder, and stop it after the recorder.
 
     Args:
-        module: whose call is a forward.
-        hold: makes what takes the place of a saved tensor.
+        module: the module whose call is a forward.
+        hold: makes the ticket that takes the place of a saved tensor.
         recorded: whether the recorder follows the forward that has just begun.
     """
 
@@ -247,11 +247,11 @@ class HeldForwards:
         self._undo: list[Undo] = []
 
     def start(self) -> None:
-        """Hold what forwards save from now on."""
+        """Put tickets in place of the tensors that forwards save from now on."""
         self._undo = wrap_call(self._module, self._forward_starts, self._forward_ends)
 
     def stop(self) -> None:
-        """Leave nothing behind; also in mid-step, after an exception. Safe to call again."""
+        """Remove all hooks, also in mid-step after an exception. Safe to call again."""
         self._forward_ends()
         undo, self._undo = self._undo, []
         for step in reversed(undo):
@@ -269,18 +269,18 @@ class HeldForwards:
             pop_leaked_hooks(saving.pack_hook)
 
     def _pack(self, tensor: torch.Tensor) -> Ticket:
-        """Held detached: else a node's own output would keep it alive."""
+        """Return the ticket of the detached tensor: undetached, a node's own output would keep it alive."""
         return self._hold(tensor.detach())
 
 
 def module_weights(root: nn.Module, structure: ModelStructure) -> dict[Module, ModuleWeights]:
-    """Return what the weights of modules need on the device while a step runs, beside lying there.
+    """Return the device memory that each module's weights need during a step, beside the weights themselves.
 
-    For the modules of all scopes, as things are ahead of a forward.
+    Call it ahead of a forward. It covers the modules of all scopes.
 
     Args:
         root: the model inside its wrappers.
-        structure: of it.
+        structure: structure of the model.
     """
     seen: set[int] = set()
     found: dict[Module, ModuleWeights] = {}
@@ -305,7 +305,7 @@ def module_weights(root: nn.Module, structure: ModelStructure) -> dict[Module, M
 
 
 def _scope_modules(root: nn.Module, structure: ModelStructure) -> Iterator[tuple[Scope, nn.Module]]:
-    """In the order of backward: a weight that two modules share gets its gradient from the first."""
+    """Yield scopes with their modules in backward's order: the first allocates a shared weight's gradient."""
     wrap_call: dict[Scope, str | None] = {"head": structure.head, "final_norm": structure.final_norm}
     for scope, path in wrap_call.items():
         if path is not None:
@@ -321,6 +321,6 @@ def _weight_bytes(module: nn.Module, recurse: bool) -> int:
 
 
 def _ranks_of(weight: torch.Tensor) -> int:
-    """Over how many ranks a weight is sharded: ``nbytes`` is that of all of it."""
+    """Return over how many ranks a weight is sharded; ``weight.nbytes`` counts all shards."""
     mesh = getattr(weight, "device_mesh", None)
     return 1 if mesh is None else int(mesh.size())

@@ -1,1 +1,1 @@
-"""A step under a plan, on paper: its time and its memory."""
+"""Predicts the time and the memory of a step under a plan, by simulation."""

@@ -1,9 +1,10 @@
-"""Compiled layers that save less than by themselves: a profile as it would be then.
+"""Compiled layers that save less than by default: predicts the profile that they would have.
 
-A profile is recorded with layers as the compiler compiles them by itself. Two things make them save less: a
-share of their activation memory, of which PyTorch's solver makes the best it can, and ops that it is asked to
-run again. Each variant's cost and saving is a `FrontierPoint`: a guess first, then what steps have shown. Of
-shares that no step has shown the guess is moved by as much as its neighbours were wrong.
+A profile is recorded with layers as the compiler compiles them by default. Two things make them save less: a
+limit on the share of their activation memory, within which PyTorch's solver does its best, and ops that the
+compiler is asked to run again. The cost and saving of each variant is a `FrontierPoint`: a guess at first,
+then what steps have measured. The guess for a share that no step has measured is corrected by the errors of
+the measured shares next to it.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from ...plan.saved_bytes import SavedStorage
 from ..profile import FrontierPoint, OpEvent, Profile
 
 SHARES = (0.8, 0.65, 0.5, 0.35, 0.2, 0.1, 0.0)
-"""What is offered below 1. A layer has about 15 saved tensors of about equal size: no finer ones."""
+"""The shares below 1 that plans may use; no finer ones, as a layer saves about 15 tensors of equal size."""
 
 _AGAIN = ((0.0, 1.43), (0.2, 0.51), (0.5, 0.22), (1.0, 0.0))
-"""(share, how much longer backward, over forward). One H200, 16 layers of 7B shape, 8,192 tokens: 329 ms
-without, of which forward is a third; 353 at 0.5, 385 at 0.2, 486 where all is run again."""
+"""(share, time that is added to backward, divided by that of forward). One H200, 16 layers of 7B shape, 8,192
+tokens: 329 ms by default, a third of it forward; 353 at 0.5, 385 at 0.2, 486 where everything runs again."""
 
 _PASSING, _PASSING_SLOPE = 0.75, 1.8
-"""What is built again is on the device beside what was saved. The same runs: 16.9, 9.2, 5.3 and 2.5 GiB."""
+"""Rebuilt tensors are on the device beside saved ones (`passing_of`). Same runs: 16.9, 9.2, 5.3, 2.5 GiB."""
 
 _LEVELS = 0.2, 5.0
-"""A guess is moved by factors between these."""
+"""The least and the largest factor by which a guess is corrected."""
 
 
 def point_of_share(profile: Profile, share: float) -> FrontierPoint:
-    """Return what a share makes of a layer: as measured, or guessed and corrected by the measured ones."""
+    """Return the point of a share: as measured, or guessed and corrected by the measured points."""
     if share >= 1:
         return FrontierPoint()
     guess = _guessed(share)
@@ -52,9 +53,9 @@ def point_of_share(profile: Profile, share: float) -> FrontierPoint:
 
 
 def offered_points(profile: Profile) -> tuple[FrontierPoint, ...]:
-    """Return what compiled layers can do beside what they do by themselves.
+    """Return the ways to compile layers beside the default; each layer must be compiled on its own.
 
-    Nothing where the layers are not compiled one by one: then the compiler's region is the whole model.
+    There are none if the model is compiled as a whole.
     """
     if not profile.compiled_layers or not compiled_one_by_one(profile):
         return ()
@@ -64,20 +65,20 @@ def offered_points(profile: Profile) -> tuple[FrontierPoint, ...]:
 
 
 def passing_of(saved: float) -> float:
-    """Guess what a layer that saves so much of all has on the device while it runs (`FrontierPoint`)."""
+    """Return a guess of `FrontierPoint.passing` for a layer with `FrontierPoint.saved`."""
     return _PASSING * max(0.0, 1 - _PASSING_SLOPE * saved)
 
 
 def compiled_one_by_one(profile: Profile) -> bool:
-    """Whether each compiled layer is a region of its own."""
+    """Return whether each compiled layer is a compiled region of its own."""
     calls = {op_event.call for op_event in profile.op_events}
     return all((layer, "", None) in calls for layer in profile.compiled_layers)
 
 
 def points_in(profile: Profile, plan: MemoryPlan) -> tuple[tuple[int, FrontierPoint], ...]:
-    """Return (layer, point) of the compiled layers that save less under ``plan`` than by themselves.
+    """Return (layer, point) of the compiled layers that save less under ``plan`` than by default.
 
-    Ops that are run again in a combination of which nothing is known are taken to change nothing.
+    A combination of recomputed ops of which nothing is known is assumed to change nothing.
     """
     rows: dict[int, list[tuple[str, str, float]]] = {}
     for row in plan.rows:
@@ -98,7 +99,7 @@ def points_in(profile: Profile, plan: MemoryPlan) -> tuple[tuple[int, FrontierPo
 
 
 def without_points(profile: Profile, plan: MemoryPlan) -> MemoryPlan:
-    """Return ``plan`` without what it tells the compiler."""
+    """Return ``plan`` without the rows and parameters that tell the compiler what to save."""
     return replace(
         plan,
         rows=tuple(
@@ -110,7 +111,7 @@ def without_points(profile: Profile, plan: MemoryPlan) -> MemoryPlan:
 
 
 def with_points(profile: Profile, points: Mapping[int, FrontierPoint]) -> Profile:
-    """Return ``profile`` with these layers as their points say."""
+    """Return ``profile`` with the bytes and times of these layers changed to those of their points."""
     all_bytes = bytes_of_layers(profile)
     saved = replace(profile.saved, storages=tuple(_storage(item, points) for item in profile.saved.storages))
     op_events = tuple(_op_event(op_event, points, all_bytes) for op_event in profile.op_events)
@@ -118,7 +119,7 @@ def with_points(profile: Profile, points: Mapping[int, FrontierPoint]) -> Profil
 
 
 def bytes_of_layers(profile: Profile) -> Mapping[int, int]:
-    """Return the bytes that each layer saves by itself, apart from its input and its output."""
+    """Return the bytes that each layer saves by default, without its input and its output."""
     found: dict[int, int] = {}
     for storage in profile.saved.storages:
         scope = _owner(storage)
@@ -128,7 +129,7 @@ def bytes_of_layers(profile: Profile) -> Mapping[int, int]:
 
 
 def _owner(storage: SavedStorage) -> int | None:
-    """The layer that makes it, and which alone reads it."""
+    """Return the layer that makes a storage and alone reads it; ``None``: there is none."""
     scope = storage.uses[0].producer[0]
     alone = all(use.at[0] == scope and use.producer[0] == scope for use in storage.uses)
     return scope if alone and isinstance(scope, int) else None
@@ -173,7 +174,7 @@ def _guessed(share: float) -> FrontierPoint:
 
 
 def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
-    """Between the neighbours of ``at``; beyond the ends as there. ``points`` ascend."""
+    """Return the value at ``at`` by linear interpolation, constant beyond the ends. ``points`` ascend."""
     below = [point for point in points if point[0] <= at] or [points[0]]
     above = [point for point in points if point[0] >= at] or [points[-1]]
     (low, first), (high, last) = below[-1], above[0]

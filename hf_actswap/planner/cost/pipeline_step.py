@@ -1,10 +1,11 @@
-"""A step of a pipeline on paper: the passes of all stages, each stage in the order of its schedule.
+"""Simulates a step of a pipeline: the passes of all stages, each stage in the order of its schedule.
 
-A pass begins when its stage is free and what it reads is there: a forward after that of the chunk before, a
-backward after that of the chunk behind. What stages send each other takes no time. Within a pass operators
-are equally long, `OPS` of them; several chunks of a stage are equal parts of it. What swaps moves as in the
-engine: by its own order of passes and queues (`engine.passes`, `engine.schedule`), on a link whose directions
-slow each other down, also while the stage waits for others.
+A pass is a forward or a backward of one micro-batch on one chunk of layers. It begins when its stage is free
+and its input is there: a forward after that of the chunk before, a backward after that of the chunk behind.
+What stages send each other takes no time. A stage's forward, and its backward, has `OPS` operators of equal
+length; several chunks of a stage are equal parts of it. Swapped storages move as in the engine: by its own
+order of passes and queues (`engine.passes`, `engine.schedule`), on a link whose directions slow each other
+down, also while the stage waits for others.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _INSTANT = Link(1e15, 1e15, 1e15, 1e15, 0.0)
 
 
 class Moving(NamedTuple):
-    """A storage of a micro-batch that swaps; operators count from 0 to `OPS`.
+    """A swapped storage of one micro-batch; operators count from 0 to `OPS`.
 
     Args:
-        size_bytes: that move.
+        size_bytes: bytes that move.
         born_op: operator of the forward that saves it.
         read_op: the highest operator whose backward reads it.
-        windows: in these operators.
+        windows: release and prefetch, in these operators.
     """
 
     size_bytes: int
@@ -54,12 +55,12 @@ class StageWork:
     """A micro-batch on one stage, without waits.
 
     Args:
-        forward_ms, backward_ms: of all chunks of the stage; recomputation is part of backward.
-        moving: what swaps.
-        link: of host and device.
-        forward_bytes, backward_bytes: in use at each operator, the storages that swap left out.
-        kept_bytes: that the micro-batch holds until its backward, losses left out.
-        loss_bytes: that its loss holds until its backward.
+        forward_ms, backward_ms: time of all chunks of the stage; recomputation is part of backward.
+        moving: the swapped storages.
+        link: rates of host and device.
+        forward_bytes, backward_bytes: device memory in use at each operator, without swapped storages.
+        kept_bytes: bytes that the micro-batch holds until its backward, without losses.
+        loss_bytes: bytes that its loss holds until its backward.
     """
 
     forward_ms: float
@@ -73,7 +74,7 @@ class StageWork:
 
     @property
     def moved_bytes(self) -> int:
-        """Of all storages that swap."""
+        """Bytes of all swapped storages."""
         return sum(item.size_bytes for item in self.moving)
 
 
@@ -82,11 +83,11 @@ class StageOnPaper:
     """One stage, whatever its plan.
 
     Args:
-        profile: of one micro-batch on it, with all gradients there.
-        order: its passes.
-        in_flight: micro-batches that it has forwarded at most, and not their backwards.
-        loss_bytes: that the loss of a micro-batch holds until its backward.
-        buffer_bytes: in which hidden states and their gradients are received.
+        profile: profile of one micro-batch on the stage, with all gradients allocated.
+        order: the passes of the stage, in order.
+        in_flight: the most micro-batches of which forward has run and backward has not.
+        loss_bytes: bytes that the loss of a micro-batch holds until its backward.
+        buffer_bytes: bytes of the buffers in which hidden states and their gradients are received.
     """
 
     profile: Profile
@@ -107,11 +108,11 @@ class StageRun:
     """What a stage does in a step.
 
     Args:
-        busy_ms: its passes take, waits for copies included.
-        stall_ms: compute waits for copies.
+        busy_ms: time of its passes, waits for copies included.
+        stall_ms: time for which compute waits for copies.
         ends_ms: when each of its passes ends.
-        peak_bytes: the most device memory, of passes.
-        swapped_bytes: the most of what swaps that is on the device.
+        peak_bytes: the most device memory in use during passes.
+        swapped_bytes: the most bytes of swapped storages that are on the device.
     """
 
     busy_ms: float
@@ -126,9 +127,9 @@ class PipelineStep:
     """A step under one plan for each stage.
 
     Args:
-        plans, works, runs: by stage.
-        step_ms: of all micro-batches, and what is outside of forward and backward.
-        peaks_bytes: the most device memory, by stage.
+        plans, works, runs: plan, work and run of each stage.
+        step_ms: time of all micro-batches, and of what is outside forward and backward.
+        peaks_bytes: the most device memory in use, by stage.
     """
 
     plans: tuple[MemoryPlan, ...]
@@ -140,13 +141,13 @@ class PipelineStep:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """All stages.
+    """All stages of a pipeline.
 
     Args:
-        stages: in their order.
-        chunks: of each stage.
-        crosses: whether windows cross the ends of passes.
-        frees: see `run_step`.
+        stages: the stages in their order.
+        chunks: number of chunks of each stage.
+        crosses: whether windows reach into other passes.
+        frees: whether a backward frees what its micro-batch held (not all of it under zero bubble).
     """
 
     stages: tuple[StageOnPaper, ...]
@@ -156,14 +157,14 @@ class Pipeline:
 
     @property
     def count(self) -> int:
-        """Micro-batches of a step."""
+        """Number of micro-batches in a step."""
         return len({one.micro_batch for one in self.stages[0].order})
 
     def step(self, plans: Sequence[MemoryPlan], states_moved: bool = False) -> PipelineStep:
         """Predict a step.
 
         Args:
-            plans: by stage.
+            plans: the plan of each stage.
             states_moved: whether optimizer states are on the host.
         """
         works = tuple(
@@ -186,10 +187,10 @@ def stage_work(
     """Return what a micro-batch does on a stage under a plan.
 
     Args:
-        profile: of one micro-batch on the stage.
-        plan: of the stage.
+        profile: profile of one micro-batch on the stage.
+        plan: plan of the stage.
         states_moved: whether optimizer states are on the host.
-        loss_bytes: see `StageWork`.
+        loss_bytes: bytes that the loss of a micro-batch holds until its backward.
     """
     alone = Simulator(profile).predict(plan, _INSTANT, states_moved)
     forward_ms = alone.forward_end_ms
@@ -224,7 +225,7 @@ def stage_work(
 
 
 def _by_op(points: Sequence[MemoryPoint], start_ms: float, length_ms: float) -> tuple[int, ...]:
-    """The most bytes in use at each operator of a pass, in the order of time, what swaps left out."""
+    """Return the most bytes in use at each operator of a pass, in time order, without swapped storages."""
     found, now, at = [], 0, 0
     for op in range(OPS):
         end_ms = start_ms + (op + 1) * length_ms / OPS
@@ -243,13 +244,13 @@ def run_step(
     crosses: bool = True,
     frees: bool = True,
 ) -> tuple[StageRun, ...]:
-    """Run a step of all stages.
+    """Simulate a step of all stages.
 
     Args:
-        works: of the stages.
-        orders: their passes.
-        chunks: of each stage.
-        crosses: whether windows cross the ends of passes.
+        works: the work of each stage.
+        orders: the passes of each stage, in order.
+        chunks: number of chunks of each stage.
+        crosses: whether windows reach into other passes.
         frees: whether a backward frees what its micro-batch held (not all of it under zero bubble).
 
     Raises:
@@ -274,7 +275,7 @@ def run_step(
 
 
 class _Group:
-    """A swapped storage on paper: what `PassOrder` asks of a `SwapGroup`."""
+    """A simulated swapped storage, with what `PassOrder` asks of a `SwapGroup`."""
 
     def __init__(self, stage: _Stage, item: Moving, number: int) -> None:
         self._stage, self._place, self._number = stage, "device", number
@@ -284,7 +285,7 @@ class _Group:
         stage.link.enqueue(stage.link.out, number, item.size_bytes, stage.now_ms)
 
     def release(self) -> None:
-        """Wait for the copy out."""
+        """Wait for the copy out, and free the device memory."""
         if self._place == "device":
             self._stage.wait(self._stage.link.out, self._number)
             self._place = "host"
@@ -299,18 +300,18 @@ class _Group:
             self._stage.swapped_bytes += self.size_bytes
 
     def read(self) -> None:
-        """Backward needs it."""
+        """Wait until it is back on the device, because backward needs it."""
         self.fetch()
         if self._place == "back":
             self._stage.wait(self._stage.link.back, self._number)
 
     def free(self) -> None:
-        """It is not read any more."""
+        """Free it: nothing reads it any more."""
         self._stage.swapped_bytes -= self.size_bytes
 
 
 class _Backward:
-    """As a `Backward`: the clock of a forward that has ended, and who is called at its hooks."""
+    """A simulated `Backward`: the clock of a forward that has ended, and what is called at its hooks."""
 
     def __init__(self, last_op: int) -> None:
         self._last_op = last_op
@@ -318,20 +319,20 @@ class _Backward:
 
     @property
     def clock(self) -> Any:
-        """See `now`."""
+        """This object itself: it has the method `now`."""
         return self
 
     def now(self) -> int:
-        """The operator built last."""
+        """Return the operator that forward built last."""
         return self._last_op
 
     def watch(self, watcher: Callable[[int], Any]) -> None:
-        """Call it at each operator."""
+        """Let ``watcher`` be called at each operator."""
         self.watcher = watcher
 
 
 class _Stage:
-    """Runs the passes of one stage."""
+    """Simulates the passes of one stage."""
 
     def __init__(
         self, work: StageWork, order: Sequence[Pass], chunks: int, crosses: bool, frees: bool
@@ -353,7 +354,7 @@ class _Stage:
             self._born.setdefault(item.born_op, []).append(item)
 
     def run(self, ready_ms: float, part: int) -> float:
-        """Run the next pass, of a part of the stage's layers; return when it ends."""
+        """Run the next pass, on chunk number ``part`` of the stage; return when it ends, in ms."""
         one = self.left.popleft()
         start_ms = self.now_ms = max(self.now_ms, ready_ms)
         ops = range(OPS * part // self._chunks, OPS * (part + 1) // self._chunks)
@@ -373,7 +374,7 @@ class _Stage:
         return self.now_ms
 
     def _learn_lengths(self, chunks: Iterable[int]) -> None:
-        """Tell how long forwards are, as a step before has."""
+        """Tell `PassOrder` how long forwards are; in the engine an earlier step has shown it."""
         length = OPS // self._chunks
         for chunk in chunks:
             self._passes.begin((Pass(chunk, 0, False), Pass(chunk, 0, True)))
@@ -383,13 +384,13 @@ class _Stage:
             self._passes.forward_ended(queue, (), backward)
 
     def wait(self, lane: Lane, number: int) -> None:
-        """Compute waits for a copy."""
+        """Let compute wait for a copy."""
         ended_ms = self.link.wait(lane, number, self.now_ms)
         self._stall_ms += ended_ms - self.now_ms
         self.now_ms = ended_ms
 
     def result(self) -> StageRun:
-        """All passes have run."""
+        """Return what the stage has done; call it when all passes have run."""
         return StageRun(
             self._busy_ms, self._stall_ms, tuple(self._ends), self._peak_bytes, self._most_swapped
         )

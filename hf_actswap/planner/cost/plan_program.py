@@ -1,4 +1,4 @@
-"""From fates scope by scope to what a step does: which copies move, with which windows, who reads what."""
+"""Assembles fates scope by scope into a step: which copies move, with which windows, and what reads them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .step_walk import BackwardWalk, ForwardWalk, MovingCopy, StepProgram
 from .storage_tickets import CopyOut
 
 _UNHIDDEN = Windows.of_prefetch(1)
-"""Of a swap whose windows are chosen by measurement, where nothing is measured (`engine.auto_windows`)."""
+"""Windows of a swap that are to be chosen by measurement (`engine.auto_windows`), if nothing is measured."""
 
 
 @dataclass(frozen=True)
 class Assembled:
-    """A program, and what stays.
+    """A step's program, and the storages that stay.
 
     Args:
-        program: to be walked through.
-        moved: storages with copies, or that a region may hold.
+        program: the program to simulate.
+        moved: storages that have copies, or that a region may hold.
         kept_until: number of a storage -> place of backward until which a region, or a copy that could not
             start, keeps it.
     """
@@ -38,10 +38,10 @@ def assemble(order: StepOrder, fates: Sequence[ScopeFate], plan: MemoryPlan, lin
     """Put the fates of all scopes together.
 
     Args:
-        order: of the profile.
-        fates: of its scopes under ``plan``.
-        plan: says windows and the cap on host memory.
-        link: by which windows are chosen where the plan leaves that to measurement; ``None``: windows of 1.
+        order: the profile in the order of its step.
+        fates: the fates of its scopes under ``plan``.
+        plan: has the windows, and the cap on host memory.
+        link: rates by which windows are chosen if the plan leaves them to measurement; ``None``: all are 1.
     """
     moved = [item for fate in fates for item in fate.moved]
     copies = {(item.storage, copy.number): copy for item in moved for copy in item.copies}
@@ -63,7 +63,7 @@ def assemble(order: StepOrder, fates: Sequence[ScopeFate], plan: MemoryPlan, lin
 
 
 def _wants(fates: Sequence[ScopeFate], copies: Mapping[CopyId, CopyOut]) -> dict[CopyId, tuple[int, int]]:
-    """For each copy the operator of backward that needs it first, and how often it is read."""
+    """Return for each copy the operator whose backward needs it first, and how often it is read."""
     wanted = {name: (copy.op, 0) for name, copy in copies.items()}
     for fate in fates:
         for name, op in fate.wants:
@@ -104,7 +104,7 @@ class _Assembler:
         self._reads, self._swap_reads = reads, swap_reads
 
     def program(self, windows: Mapping[CopyId, Windows | None]) -> StepProgram:
-        """The program in which the copies that have windows move."""
+        """Return the program in which the copies that have windows move."""
         moving = {
             name: MovingCopy(copy, chosen, *self._wanted[name])
             for name, copy in self._copies.items()
@@ -113,7 +113,7 @@ class _Assembler:
         return StepProgram(self._order, self._packs, moving, self._reads, self._swap_reads, self._hooks)
 
     def within_host(self, windows: Mapping[CopyId, Windows | None]) -> dict[CopyId, Windows | None]:
-        """Drop the copies for which there is no host memory any more, as the engine meets them."""
+        """Drop the copies for which host memory is used up, in the order in which the engine meets them."""
         left = self._plan.host_memory_bytes
         found = dict(windows)
         for name, copy in self._copies.items():
@@ -128,7 +128,7 @@ class _Assembler:
     def chosen(
         self, windows: Mapping[CopyId, Windows | None], link: Link | None
     ) -> dict[CopyId, Windows | None]:
-        """Choose windows as the engine would from a step in which copies took no time."""
+        """Choose windows as the engine would after it has measured a step, here one with instant copies."""
         if link is None or not self._packs:
             return self.within_host({name: given or _UNHIDDEN for name, given in windows.items()})
         program = self.program({name: given or _UNHIDDEN for name, given in windows.items()})
@@ -150,7 +150,7 @@ class _Assembler:
         }
 
     def _points(self) -> tuple[list[Pack], list[Sequence[int]]]:
-        """Where the engine gets control: of a layer that is run again whole only at its input."""
+        """Return packs and hooks where the engine gets control; a layer recomputed whole has one of each."""
         order = self._order
         places = order.places
         hooks: list[Sequence[int]] = [order.ops_of_event[op_event] for op_event in places.order]

@@ -1,7 +1,7 @@
-"""A plan's fates scope by scope: regions and when they run, copies, and what stays.
+"""A plan's fates scope by scope: regions and when they run, copies, and which storages stay.
 
-Nothing here depends on times, and on no rows but those of the scope and of the scopes with which it shares
-storages: so it is computed once for each such set of rows, however many plans have them.
+Nothing here depends on times, and only the rows of a scope, and of scopes with which it shares storages,
+matter. So the result is computed once for each such set of rows, however many plans have them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .step_order import StepOrder
 from .storage_tickets import CopyOut, HeldTicket, RegionKey, TicketRules
 
 CopyId = tuple[int, int]
-"""Number of a storage, and of the copy among its copies."""
+"""(number of a storage, number of one of its copies)."""
 
 _NEVER = 1 << 60
 
@@ -24,10 +24,10 @@ class RunStep:
     """One op event that a region runs again.
 
     Args:
-        op_event: its number.
-        ms: compute's time.
-        built_bytes: that are made here and handed out.
-        passing_bytes: on the device only while the region runs, temporaries included.
+        op_event: number of the op event.
+        ms: compute time.
+        built_bytes: bytes of the tensors made here that the region is run for.
+        passing_bytes: bytes on the device only while the region runs, temporaries included.
     """
 
     op_event: int
@@ -41,8 +41,8 @@ class Built:
     """A storage that a region makes again.
 
     Args:
-        storage: its number.
-        size_bytes: of it.
+        storage: number of the storage.
+        size_bytes: its size.
         tickets: how often it is read before it is dropped.
     """
 
@@ -53,18 +53,19 @@ class Built:
 
 @dataclass(eq=False, slots=True)
 class RunAgain:
-    """A region.
+    """A region: a call that runs again in backward.
 
     Args:
-        key: of it.
-        first_event: where it begins in forward.
-        last_op: operator until which it may want what it is called with.
-        steps: what runs.
-        inputs: what it reads before it runs, in order: host copies and what other regions build.
-        built: by storage.
-        first_place, last_place: of backward: when it first must have run, and when it is not held any more.
-        ms, built_bytes: of all steps.
-        peak_bytes, peak_event: the most that is on the device for it while it runs, and in which op event.
+        key: key of the region.
+        first_event: op event in which it begins in forward.
+        last_op: the last operator of forward in it; backward reaches this one first, and may need its inputs.
+        steps: the op events that run again.
+        inputs: what it reads before it runs, in order: host copies, and storages that other regions build.
+        built: the storages that it builds, by number.
+        first_place: place of backward by which it must have run.
+        last_place: place of backward after which its inputs are not held any more.
+        ms, built_bytes: sums over all steps.
+        peak_bytes, peak_event: the most bytes on the device for it while it runs, and in which op event.
     """
 
     key: RegionKey
@@ -83,12 +84,12 @@ class RunAgain:
 
 @dataclass(eq=False, slots=True)
 class StorageFate:
-    """What becomes of one storage.
+    """The fate of one storage.
 
     Args:
         storage: its number in the profile.
-        tickets: all of them, in order.
-        copies: to the host.
+        tickets: all its tickets, in order.
+        copies: its copies to the host.
         kept_place: place of backward until which its own tickets keep it; -1: none of them does.
     """
 
@@ -100,21 +101,21 @@ class StorageFate:
 
 @dataclass(eq=False, slots=True)
 class ScopeFate:
-    """Of one scope.
+    """The fates of the storages and calls of one scope.
 
     Args:
         checkpointed: the scope, if it is a layer that is recomputed whole.
-        storages: that it makes first.
-        kept: (birth, last place, bytes) of those that simply stay.
-        dropped: (birth, last op event of forward, bytes) of those that are built again.
-        moved: those with copies, or that a region may hold.
-        dropped_bytes: of what is built again.
-        regions: in the order of forward.
-        reads: (place, region, what) by the nodes themselves.
-        holds: (storage, place) that regions keep, until that place.
-        swap_reads: (place, copy) by the nodes themselves.
-        wants: (copy, operator) of backward that needs it first.
-        swap_holds: (copy, place): until when a region would keep it if it were not swapped.
+        storages: fates of the storages that the scope makes.
+        kept: (first op event, last place of backward, bytes) of storages that simply stay.
+        dropped: (first op event, last op event of forward, bytes) of storages that are built again.
+        moved: fates of storages that have copies, or that a region may hold.
+        dropped_bytes: bytes of the storages that are built again.
+        regions: its regions, in the order of forward.
+        reads: (place, region, storage) of rebuilt storages that nodes themselves read.
+        holds: (storage, place): a region keeps the storage until that place.
+        swap_reads: (place, copy) of copies that nodes themselves read.
+        wants: (copy, operator): the operator whose backward needs the copy; a copy may have several.
+        swap_holds: (copy, place): until when a region would keep the storage if it were not swapped.
     """
 
     checkpointed: Scope | None = None
@@ -135,9 +136,9 @@ def scope_fate(order: StepOrder, rules: TicketRules, scope: Scope) -> ScopeFate:
     """Return what a plan does in one scope.
 
     Args:
-        order: of the profile.
-        rules: of a plan that has at least the rows of this scope and of those that share storages with it.
-        scope: one of the profile's.
+        order: the profile in the order of its step.
+        rules: rules of a plan that has at least the rows of this scope and of those that share its storages.
+        scope: a scope of the profile.
     """
     fate = ScopeFate(scope if scope in rules.recomputed.whole_layers else None)
     known = {number: rules.of_storage(number) for number in order.touching.get(scope, ())}
@@ -181,7 +182,7 @@ def _regions(
     known: Mapping[int, tuple[list[HeldTicket], list[CopyOut]]],
     fate: ScopeFate,
 ) -> list[RunAgain]:
-    """Draw up the regions of a scope; those that are not needed are gone at once, as in the engine."""
+    """Return the regions of a scope; those that nothing needs are left out, as in the engine."""
     found: dict[RegionKey, RunAgain] = {}
     inputs: dict[RegionKey, list[tuple[int, int, HeldTicket]]] = {}
     readers: dict[RegionKey, list[tuple[int, HeldTicket]]] = {}
@@ -214,7 +215,7 @@ def _read_by(
     ticket: HeldTicket,
     found: Mapping[RegionKey, RunAgain],
 ) -> None:
-    """Somebody needs what ``region`` builds: a node, or a region that comes later in forward."""
+    """Note that a node, or a region later in forward, needs storage ``number``, which ``region`` builds."""
     if ticket.holder is not None and ticket.holder not in found:
         return
     item = region.built.get(number)
@@ -258,7 +259,7 @@ def _op_events(order: StepOrder, key: RegionKey) -> list[int]:
 
 
 def _lay_out(order: StepOrder, rules: TicketRules, region: RunAgain, tickets: list[HeldTicket]) -> None:
-    """What runs again, how long, and with how much memory."""
+    """Set which op events of a region run again, for how long, and with how much memory."""
     key, op_events = region.key, _op_events(order, region.key)
     if isinstance(key, int):
         region.last_op = order.op_events[key].first_op + max(order.op_events[key].num_ops - 1, 0)
@@ -269,7 +270,7 @@ def _lay_out(order: StepOrder, rules: TicketRules, region: RunAgain, tickets: li
         region.last_op = max(pack.op for pack in packs)
         if key[0] in rules.recomputed.whole_layers:
             region.last_op = order.last_op(key[0])
-        # It stops as soon as the last tensor is there: before the op that saves it runs, unless it made it.
+        # The run stops as soon as the last tensor is there: before the op that saves it, unless that made it.
         op_events = [
             op_event
             for op_event in op_events
@@ -301,7 +302,7 @@ def _steps(order: StepOrder, region: RunAgain, op_events: list[int]) -> Iterable
     temporary = {op_event: order.temporary_bytes[op_event] for op_event in op_events}
     for number, item in region.built.items():
         lifetime = order.lifetimes[number]
-        if lifetime.last_place < 0 and lifetime.made_in in built:  # not saved: it counts as temporary
+        if lifetime.last_place < 0 and lifetime.made_in in built:  # not saved: a temporary of the profile
             built[lifetime.made_in] += item.size_bytes
             temporary[lifetime.made_in] = max(temporary[lifetime.made_in] - item.size_bytes, 0)
     for op_event in op_events:

@@ -1,12 +1,12 @@
-"""What a plan would cost in time and memory, before it is applied: a step of the engine on paper.
+"""Predicts what a plan would cost in time and memory before it is applied: it simulates the engine's step.
 
-A pure function of a profile, a plan and a link. Moments are as in `step_order`: nothing has an order within
-an op event, so that it reads at its start and frees at its end. What is predicted of the empty plan is what
-was measured.
+A pure function of a profile, a plan and a link. Moments are as in `step_order`: within an op event nothing
+has an order, so it reads at its start and frees at its end. The prediction for the empty plan is what was
+measured.
 
-Taken for granted, and not in a profile: a layer that is run again needs the same temporary memory as in
-forward; a sliced tensor (``slice``) is kept whole; compiled layers that save less than by themselves are
-scaled (`compiled_shares`). Without a link copies take no time.
+Assumptions that no profile holds: a layer that runs again needs the same temporary memory as in forward; a
+sliced tensor (``slice``) is kept whole; compiled layers that are compiled to save less are scaled
+(`compiled_shares`). Without a link copies take no time.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _OUTSIDE: OpCall = (None, "", None)
 def predict(
     profile: Profile, plan: MemoryPlan, link: Link | None = None, optimizer_states_moved: bool = False
 ) -> Prediction:
-    """Predict one step.
+    """Predict one step under a plan.
 
     Args:
-        profile: of the step without a policy.
-        plan: for the same model.
-        link: of host and device; ``None``: the profile's. If that has none either, copies take no time.
+        profile: profile of the step without a policy.
+        plan: a plan for the same model.
+        link: rates of host and device; ``None``: the profile's. If that has none either, copies take no time.
         optimizer_states_moved: whether optimizer states are on the host during forward and backward; the
             optimizer then takes at least as long as they need to come and to go.
     """
@@ -50,9 +50,9 @@ def predict(
 
 
 def outside(profile: Profile, link: Link | None, optimizer_states_moved: bool) -> tuple[float, int]:
-    """Return how long what is neither forward nor backward takes, in ms, and the bytes in use there.
+    """Return the time of a step outside forward and backward, in ms, and the bytes in use meanwhile.
 
-    Optimizer states that are on the host (``optimizer_states_moved``) come and go then.
+    Optimizer states that are on the host (``optimizer_states_moved``) come and go in this time.
     """
     away_bytes = profile.optimizer_state_bytes if optimizer_states_moved else 0
     outside_ms = profile.outside_ms
@@ -63,18 +63,18 @@ def outside(profile: Profile, link: Link | None, optimizer_states_moved: bool) -
 
 
 def fates_of(profile: Profile, plan: MemoryPlan) -> tuple[StorageOutcome, ...]:
-    """Return what becomes of each storage of a profile; ``unsaved``: it is neither saved nor held.
+    """Return the fate of each storage of a profile; ``unsaved``: the storage is neither saved nor held.
 
-    A storage of which a part moves and a part stays is kept.
+    A storage of which a part moves and a part stays counts as kept.
     """
     return Simulator(profile).fates_of(plan)
 
 
 class Simulator:
-    """Predicts steps of one profile: what does not depend on the plan is computed once.
+    """Predicts steps of one profile under many plans, and computes once what does not depend on the plan.
 
     Args:
-        profile: of the step without a policy.
+        profile: profile of the step without a policy.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -95,9 +95,9 @@ class Simulator:
         optimizer_states_moved: bool = False,
         curve: bool = True,
     ) -> Prediction:
-        """Predict one step; see the function.
+        """Predict one step, as the function `predict` does.
 
-        Without ``curve`` it is faster, and `Prediction.memory` is empty.
+        Without ``curve`` this is faster, and `Prediction.memory` is empty.
         """
         if points := points_in(self.profile, plan):
             plain = without_points(self.profile, plan)
@@ -133,13 +133,13 @@ class Simulator:
         )
 
     def _sharing_of(self, points: tuple[tuple[int, FrontierPoint], ...]) -> Simulator:
-        """The simulator of the profile in which compiled layers save less."""
+        """Return the simulator of the profile in which these compiled layers save less."""
         if points not in self._sharing:
             self._sharing[points] = Simulator(with_points(self.profile, dict(points)))
         return self._sharing[points]
 
     def fates_of(self, plan: MemoryPlan) -> tuple[StorageOutcome, ...]:
-        """Return what becomes of each storage; see the function."""
+        """Return the fate of each storage, as the function `fates_of` does."""
         if points := points_in(self.profile, plan):
             return self._sharing_of(points).fates_of(without_points(self.profile, plan))
         fates = self._fates(plan)
@@ -157,11 +157,11 @@ class Simulator:
         return tuple(found)
 
     def _fates(self, plan: MemoryPlan) -> list[ScopeFate]:
-        """The fates scope by scope, from memory where the same rows were asked for before."""
+        """Return the fates scope by scope; those of rows that were asked for before are cached."""
         rows: defaultdict[Scope, list[PlanRow]] = defaultdict(list)
         for row in plan.rows:
             rows[row.scope].append(row)
-        # Windows are looked up when copies are put together.
+        # Windows are not part of the key: `assemble` looks them up.
         keys = {scope: tuple((row.op_path, row.ordinal, row.fate) for row in rows[scope]) for scope in rows}
         found = []
         for scope, neighbours in self._neighbours.items():
@@ -177,7 +177,7 @@ class Simulator:
         return found
 
     def _held_in(self, scope: Scope, plan: MemoryPlan, rows: object) -> dict[int, Use]:
-        """What recomputed modules of a scope hold of ops that are not run again."""
+        """Return the results that recomputed modules of a scope hold of ops inside that do not run again."""
         key = scope, rows
         known = self._held.get(key)
         if known is None:
@@ -215,20 +215,20 @@ def _copy_times(ahead: ForwardWalk, back: BackwardWalk, duplex: DuplexLink | Non
 
 
 class MemoryWalk:
-    """What is on the device in each moment.
+    """Computes how much memory is in use on the device at each moment.
 
     Args:
-        order: of the profile.
-        fates: scope by scope.
-        assembled: of these.
-        ahead, back: forward and backward, walked through.
-        moved_state_bytes: of optimizer states that are not there.
+        order: the profile in the order of its step.
+        fates: fates scope by scope.
+        assembled: the step's program, made of these fates.
+        ahead, back: the walks through forward and backward, done.
+        moved_state_bytes: bytes of optimizer states that are on the host.
 
     Attributes:
         peak_bytes: the most in use in forward and backward.
-        peak_at: what ran then.
-        peak_gradient_bytes: of the peak, gradients that were complete.
-        kept_bytes: storages that stay until backward reads them, in all.
+        peak_at: the call that ran then.
+        peak_gradient_bytes: part of the peak: gradients that were complete.
+        kept_bytes: bytes of all storages that stay until backward reads them.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class MemoryWalk:
         self.peak_gradient_bytes = gradients[reached[place]] if gradients and reached else 0
 
     def points(self) -> tuple[MemoryPoint, ...]:
-        """The curve: a point at each change."""
+        """Return memory over time: a point at each change."""
         rows = zip(
             [*self._forward_ms(), *self._back.moments.start_ms],
             [*self._base, *self._back_base],
@@ -288,7 +288,7 @@ class MemoryWalk:
         return tuple(found)
 
     def _add_moved(self, assembled: Assembled) -> None:
-        """Storages that move, or that a region holds; of those that are not saved forward's part is base."""
+        """Add storages that move or that a region holds; in forward the base contains those not saved."""
         forward_end = len(self._order.op_events)
         for item in assembled.moved:
             lifetime = self._order.lifetimes[item.storage]
@@ -306,7 +306,7 @@ class MemoryWalk:
             part[min(max(end, birth), forward_end + 1)] -= lifetime.size_bytes
 
     def _peak(self) -> tuple[int, OpCall, int]:
-        """The peak, what ran then, and the place of backward: the first stands for all of forward."""
+        """Return the peak, the call that ran then, and its place in backward (0 for a peak in forward)."""
         op_events, back = self._order.op_events, self._back.moments
         ahead = list(map(sum, zip(self._base, self._kept, self._swapped, self._dropped, strict=True)))
         behind = list(

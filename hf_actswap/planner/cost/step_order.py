@@ -1,7 +1,7 @@
-"""Where in a step the storages of a profile are made, read and freed: what does not depend on a plan.
+"""Finds where in a step the storages of a profile are made, read and freed, as far as no plan changes it.
 
-A step is counted in **moments**: each op event of the forward is one, the end of forward is one, and each op
-event that backward comes by is one, in the order of `OpEvent.backward_place` (its number among those is its
+A step is counted in **moments**: each op event of forward is one, the end of forward is one, and each op
+event that backward visits is one, in the order of `OpEvent.backward_place` (its number in this order is its
 *place*). Within a moment nothing has an order: what an op event makes or reads is on the device from its
 start to its end.
 """
@@ -23,13 +23,13 @@ from ..record.lifetimes import Places, lifetimes
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    """Autograd saves a tensor: the engine gets control.
+    """A moment at which autograd saves (packs) a tensor, and the engine gets control.
 
     Args:
-        order: of the use; what is no use of the profile comes half way to the next.
-        op_event: in which.
-        op: operator of the node.
-        at_end: whether the op event itself makes what is saved, and so has run by then.
+        order: order of the use; a tensor that is no use of the profile comes half way to the next use.
+        op_event: op event in which it happens.
+        op: operator of the node that saves.
+        at_end: whether the op event itself makes the tensor, and so has run by then.
     """
 
     order: float
@@ -39,10 +39,10 @@ class Pack:
 
 
 class StepOrder:
-    """A profile as the simulator reads it.
+    """A profile with the indices that the simulator needs.
 
     Args:
-        profile: of a step.
+        profile: the profile of a step.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -55,17 +55,17 @@ class StepOrder:
         self.start_ms = list(accumulate((op_event.forward_ms for op_event in self.op_events), initial=0.0))
         self.lifetimes = lifetimes(profile.saved, self.op_events, self.places)
         self._op_of_order: dict[int, int] = {}
-        for pack_order, op in profile.hooks:  # a use comes ahead of what is saved behind it and is none
+        for pack_order, op in profile.hooks:  # the first entry of an order is that of its use
             self._op_of_order.setdefault(pack_order, op)
         self.packs = self._packs()
         self.ops_of_event: list[tuple[int, ...]] = [()] * len(self.op_events)
-        """Operators at which each op event packs, falling: backward's hooks in it."""
+        """For each op event its packs' operators, from high to low: backward's hooks in it."""
         for pack in reversed(self.packs):
             if pack.op not in self.ops_of_event[pack.op_event]:
                 self.ops_of_event[pack.op_event] += (pack.op,)
         self._pack_events = [pack.op_event for pack in self.packs]
         self.born_in: list[list[int]] = [[] for _ in self.op_events]
-        """Saved storages by the op event that makes them."""
+        """For each op event, the numbers of the saved storages that it makes."""
         for number, lifetime in enumerate(self.lifetimes):
             if lifetime.last_place >= 0 and lifetime.made_in >= 0:
                 self.born_in[lifetime.made_in].append(number)
@@ -82,7 +82,7 @@ class StepOrder:
                 self.touching.setdefault(scope, []).append(number)
 
     def use_op(self, use: Use, op_event: int) -> int:
-        """The operator at which the engine meets a use: of a call, the one before its first node."""
+        """Return the operator at which the engine meets a use; for a call's inputs that before its nodes."""
         return (
             self.saved_op(use.order, op_event)
             if use.kind == "saved"
@@ -90,12 +90,12 @@ class StepOrder:
         )
 
     def saved_op(self, order: int, op_event: int) -> int:
-        """The operator that saves, and so reads in backward; if it is not known, the last of its op event."""
+        """Return the operator that saves, and so reads in backward; if unknown, the last of its op event."""
         last = self.op_events[op_event].first_op + max(self.op_events[op_event].num_ops - 1, 0)
         return self._op_of_order.get(order, last)
 
     def inside(self, scope: Scope, path: str) -> list[int]:
-        """Op events at and below a path of a scope."""
+        """Return the op events at and below a path of a scope."""
         return [
             number
             for number in self.scope_events.get(scope, ())
@@ -103,11 +103,11 @@ class StepOrder:
         ]
 
     def packs_between(self, first: int, last: int) -> list[Pack]:
-        """Packs in op events from ``first`` to ``last``."""
+        """Return the packs in op events from ``first`` to ``last``."""
         return self.packs[bisect_left(self._pack_events, first) : bisect_right(self._pack_events, last)]
 
     def last_op(self, scope: Scope) -> int:
-        """The last operator of a scope."""
+        """Return the last operator of a scope."""
         op_event = self.op_events[self.scope_events[scope][-1]]
         return op_event.first_op + max(op_event.num_ops - 1, 0)
 
@@ -128,7 +128,7 @@ class StepOrder:
         return sorted(found, key=lambda pack: (pack.order, pack.op))
 
     def _functions(self) -> frozenset[int]:
-        """Op events that are calls of functions, and not what runs between them."""
+        """Return the op events that are calls of functions, and not what runs between functions."""
         return frozenset(
             op_event
             for storage, lifetime in zip(self.profile.saved.storages, self.lifetimes, strict=True)
@@ -138,7 +138,7 @@ class StepOrder:
         )
 
     def _temporary_bytes(self) -> list[int]:
-        """What each op event needs while it runs forward, beyond what stays: what it needs when run again."""
+        """Return the bytes that each op event needs beyond what stays, in forward and when it runs again."""
         stays = list(accumulate(reversed([op_event.forward_base_bytes for op_event in self.op_events]), min))[
             ::-1
         ]
@@ -150,7 +150,7 @@ class StepOrder:
 def timeline(
     forward: Sequence[tuple[int, float]], forward_end_ms: float, backward: Sequence[tuple[int, float]]
 ) -> Timeline:
-    """Return a timeline of hooks (operator, ms); operators that do not rise, or fall, are one moment."""
+    """Return a timeline of hooks (operator, ms); hooks out of order join the moment of the one before."""
     rising: list[tuple[int, float]] = []
     for op, ms in forward:
         if not rising or op > rising[-1][0]:

@@ -1,12 +1,13 @@
-"""Walks through one step under a plan, in the engine's order: what waits, and what is on the device when.
+"""Simulates one step under a plan, in the engine's order: when compute waits, and what is on the device.
 
-The engine acts at hooks, so that *which* moment something happens in does not depend on times. Times say only
-how long compute waits there. Copies are queued by the engine's own queues (`engine.schedule`) and take the
-times of a link; copies of one direction run one after another.
+The engine acts at hooks, so *in which* moment something happens does not depend on times. Times only say how
+long compute waits there. Copies are queued by the engine's own queues (`engine.schedule`) and take the time
+that a link needs; copies in one direction run one after another.
 
-In forward: at each pack the releases that are due, then the copy out that starts there; at its end all that
-has not been released. In backward: at each op event the prefetches whose point is reached, then what it
-reads: a copy back is waited for, or started if it was not; what was dropped is built again, its inputs first.
+In forward, each pack (autograd saves a tensor) makes the releases that are due, then starts its copy out; at
+the end of forward the remaining releases follow. In backward, each op event starts the prefetches whose point
+is reached, then reads its tensors: it waits for a copy back, which it starts if nothing has; what was dropped
+is built again, its inputs first. Operators are autograd nodes, in order of creation.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class MovingCopy:
     """A copy that a step carries out.
 
     Args:
-        copy: to the host.
-        windows: release and prefetch.
-        want_op: operator of backward that needs it first.
+        copy: the copy to the host.
+        windows: windows of release and prefetch.
+        want_op: the operator whose backward needs it first.
         tickets: how often it is read; 0: its host memory is freed at once.
     """
 
@@ -46,15 +47,15 @@ class MovingCopy:
 
 @dataclass(frozen=True)
 class StepProgram:
-    """A plan's fates, ready to be walked through.
+    """A plan's fates, ready to be simulated. Places count op events in the order of backward.
 
     Args:
-        order: of the profile.
-        packs: of forward, in order.
-        moving: what is copied.
-        reads: by place, regions whose results nodes read.
-        swap_reads: by place, copies that nodes read.
-        hooks: by place, falling operators at which backward calls the engine.
+        order: the profile in the order of its step.
+        packs: the packs of forward, in order.
+        moving: the copies that the step carries out.
+        reads: by place, the regions whose results nodes read, with these results.
+        swap_reads: by place, the copies that nodes read.
+        hooks: by place, the falling operators at which backward calls the engine.
     """
 
     order: StepOrder
@@ -67,7 +68,7 @@ class StepProgram:
 
 @dataclass
 class Moments:
-    """Of backward, regions that run again in between: one entry for each."""
+    """Lists with an entry for each moment of backward, those of regions that run again included."""
 
     op_events: list[int] = field(default_factory=list)
     start_ms: list[float] = field(default_factory=list)
@@ -78,16 +79,16 @@ class Moments:
 
 
 class ForwardWalk:
-    """Forward, up to its end.
+    """Simulates forward, up to its end.
 
     Args:
-        program: what happens.
-        link: ``None``: copies take no time.
+        program: the fates to simulate.
+        link: the link between device and host; ``None``: copies take no time.
 
     Attributes:
-        moments: of each copy, the first in which its device memory is free.
-        released_ms: and when that is.
-        waits: (op event, ms): compute waits before, or within, an op event.
+        moments: for each copy, the first moment in which its device memory is free.
+        released_ms: for each copy, the time of that.
+        waits: (op event, ms): how long compute waits before, or within, an op event.
     """
 
     def __init__(self, program: StepProgram, link: DuplexLink | None) -> None:
@@ -103,10 +104,10 @@ class ForwardWalk:
         self.forward_end_ms = program.order.start_ms[-1] + self.stall_ms
 
     def copy_times(self, link: DuplexLink | None) -> _Times:
-        """When each copy out began and ended; to be asked when the step is over."""
+        """Return when each copy out began and ended; call it when the whole step has been simulated."""
         if link is None:
             return {name: (ms, ms) for name, ms in self.queued_ms.items()}
-        for name in self.queued_ms:  # what nothing waited for
+        for name in self.queued_ms:  # copies for which nothing has waited
             link.wait(link.out, self.numbers[name], self.queued_ms[name])
         return _lane_times(link.out, self.numbers, self.queued_ms)
 
@@ -146,14 +147,14 @@ class ForwardWalk:
 
 
 class BackwardWalk:
-    """Backward, from the end of forward.
+    """Simulates backward, from the end of forward.
 
     Args:
-        program: what happens.
-        link: the one of forward.
-        numbers: of the copies on it.
-        start_ms: the end of forward.
-        each_step: whether regions that run again have a moment for each of their op events, or one in all.
+        program: the fates to simulate.
+        link: the link of forward; ``None``: copies take no time.
+        numbers: the number of each copy on the link.
+        start_ms: when forward ended.
+        each_step: whether a region that runs again has a moment for each of its op events, or one in all.
     """
 
     def __init__(
@@ -180,11 +181,11 @@ class BackwardWalk:
         self._walk()
 
     def copy_times(self, link: DuplexLink | None) -> dict[CopyId, tuple[float, float, float]]:
-        """When each copy back began and ended, and when it was first read; when the step is over."""
+        """Return when each copy back began and ended, and when it was first read."""
         if link is None:
             times: _Times = {name: (ms, ms) for name, ms in self._fetched.items()}
         else:
-            for name in self._fetched:  # what nothing waited for
+            for name in self._fetched:  # copies for which nothing has waited
                 link.wait(link.back, self._numbers[name], self.now_ms)
             times = _lane_times(link.back, self._numbers, self._fetched)
         return {name: (*times[name], self.read_ms.get(name, self.now_ms)) for name in times}
@@ -232,8 +233,8 @@ class BackwardWalk:
             self._link.enqueue(self._link.back, self._numbers[name], size_bytes, self.now_ms)
 
     def _read_copy(self, name: CopyId) -> None:
-        """Compute reads a copy that has come back."""
-        if name not in self._program.moving:  # it was kept after all
+        """Let compute read a swapped storage: fetch it if nothing has, and wait for the copy back."""
+        if name not in self._program.moving:  # it was not swapped after all
             return
         self._fetch(name)
         if name not in self._ready:
@@ -246,7 +247,7 @@ class BackwardWalk:
         self._reading.append(name)
 
     def _let_go(self) -> None:
-        """Who read is done; what nothing will read again is gone."""
+        """Count the current reads as done, and free what nothing will read again."""
         for item in self._reading:
             if isinstance(item, Built):
                 left = self._tickets[id(item)] = self._tickets.get(id(item), item.tickets) - 1
@@ -259,14 +260,14 @@ class BackwardWalk:
         self._reading.clear()
 
     def _build(self, region: RunAgain, place: int, boundary_bytes: int) -> None:
-        """Run a region again, unless it has."""
+        """Run a region again, unless this has happened."""
         if id(region) in self._run:
             return
         self._run.add(id(region))
         for wanted in region.inputs:
             if isinstance(wanted[1], Built):
                 self._build(wanted[0], place, boundary_bytes)
-        # What nodes of this op event read is theirs until it ends; what the region read goes when it has run.
+        # Reads by this op event's nodes last until it ends; reads by the region end when it has run.
         node_reads, self._reading = self._reading, []
         for wanted in region.inputs:
             if isinstance(wanted[1], Built):
@@ -293,7 +294,7 @@ class BackwardWalk:
 
 
 def _lane_times(lane: Lane, numbers: Mapping[CopyId, int], queued_ms: Mapping[CopyId, float]) -> _Times:
-    """When each copy of a lane began and ended: one after another, in the order in which they were queued."""
+    """Return when each copy of a lane began and ended; they run one after another, in the order queued."""
     found: _Times = {}
     free_ms = 0.0
     for name, at_ms in queued_ms.items():

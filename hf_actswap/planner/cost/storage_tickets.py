@@ -1,11 +1,12 @@
-"""What autograd keeps of each storage under a plan, and what regions hold: the engine's tickets on paper.
+"""Predicts the tickets that the engine makes for each storage under a plan, for nodes and for regions.
 
-Who is asked, and with which fate, is the engine's (`engine/forward_pass.py`, `engine/hooks.py`,
-`engine/naming_mode.py`) as `plan.saved_bytes` states it. Added here is *who reads a ticket*: the node that
-saved the tensor, or a region that needs it in order to run again; and *who rebuilds* what was dropped.
+Which tensors get a ticket, and with which fate, follows the engine (`engine/forward_pass.py`,
+`engine/hooks.py`, `engine/naming_mode.py`), as `plan.saved_bytes` states it. Added here is *who reads a
+ticket*: the node that saved the tensor, or a region that needs it in order to run again; and *who rebuilds*
+what was dropped.
 
-A **region** is known by its key: (layer, module path) for a recomputed module or a layer recomputed whole,
-the number of the op event for a recomputed function.
+A **region** is a call that runs again. Its key is (layer, module path) for a recomputed module or a layer
+recomputed whole, and the number of the op event for a recomputed function.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class HeldTicket(NamedTuple):
     """One ticket of a storage.
 
     Args:
-        kind: the tensor stays, is on the host, or is built again.
-        order: of the use at which it was made.
-        op_event: of that use.
-        holder: region that has it as an input; ``None``: the nodes of ``op_event`` read it.
-        source: region that builds it.
+        kind: whether the tensor stays, is on the host, or is built again.
+        order: order of the use at which the ticket was made.
+        op_event: number of the op event of that use.
+        holder: key of the region that has it as an input; ``None``: the nodes of ``op_event`` read it.
+        source: key of the region that builds the tensor again.
         copy: number of the host copy among those of the storage; -1: none.
     """
 
@@ -49,12 +50,12 @@ class CopyOut:
     """One copy of (a part of) a storage to the host.
 
     Args:
-        number: among those of the storage.
-        call: who produced it.
-        size_bytes: that move.
-        order, op_event, op: of the use at which it starts.
+        number: its number among the copies of the storage.
+        call: the call that produced the storage.
+        size_bytes: bytes that are copied.
+        order, op_event, op: order, op event and operator of the use at which it starts.
         at_end: whether the op event has run by then.
-        windows: ``None``: chosen by measurement.
+        windows: release and prefetch; ``None``: to be chosen by measurement.
     """
 
     number: int
@@ -68,11 +69,11 @@ class CopyOut:
 
 
 class TicketRules:
-    """Of one plan, for the storages of one profile.
+    """Says which tickets and copies one plan gives the storages of one profile.
 
     Args:
-        order: of the profile.
-        plan: fates.
+        order: the profile in the order of its step.
+        plan: the plan.
         held: number of a storage -> the use at which a recomputed module holds it (`held_results`).
     """
 
@@ -118,18 +119,18 @@ class TicketRules:
         return tickets, copies
 
     def is_function_region(self, op_event: int) -> bool:
-        """Whether the call of a function is run again on its own."""
+        """Return whether an op event is the call of a function that runs again on its own."""
         known = self._functions.get(op_event)
         if known is None:
             known = self._functions[op_event] = self._is_function_region(op_event)
         return known
 
     def scope_of(self, region: RegionKey) -> Scope | None:
-        """In which a region lies."""
+        """Return the scope in which a region lies."""
         return self._order.op_events[region].call[0] if isinstance(region, int) else region[0]
 
     def runs_again(self, scope: Scope, root: str, op_event: int) -> bool:
-        """Whether an op event of a recomputed module runs when the module does; kept ops inside do not."""
+        """Return whether an op event runs again with its recomputed module; kept ops inside do not."""
         path, ordinal = self._order.op_events[op_event].call[1:]
         recomputed = self.recomputed
         if not recomputed.keeps_inside(scope, root):
@@ -160,7 +161,7 @@ class TicketRules:
         )
 
     def _in_checkpoint(self, use: Use, op_event: int, made_in: int, copies: list[CopyOut]) -> HeldTicket:
-        """In a layer that is run again whole everything is built, but for what it was called with."""
+        """Return the ticket of a tensor saved in a layer that runs again whole: built, except its inputs."""
         scope = use.at[0]
         if scope is None or (made_in >= 0 and self._order.op_events[made_in].call[0] == scope):
             return HeldTicket("built", use.order, op_event, source=(scope if scope is not None else 0, ""))
@@ -183,7 +184,7 @@ class TicketRules:
     def _source(
         self, use: Use, op_event: int, made_in: int, made: tuple[OpCall, int] | None
     ) -> RegionKey | None:
-        """The region that builds what is saved, or read, at this use."""
+        """Return the key of the region that builds the tensor of this use again; ``None``: there is none."""
         scope, path, _ = use.producer
         row = self.recomputed.row(use.producer)
         if row is None or scope is None or row.fate not in RUN_AGAIN:

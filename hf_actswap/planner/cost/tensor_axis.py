@@ -1,15 +1,15 @@
-"""What the ranks of one divided model tell each other in a step, and how long that takes: on paper.
+"""Predicts the collectives of a step of a tensor-parallel model: their bytes, and how long they take.
 
-Read off the model as `parallel` divides it; a test holds the bytes against those that are counted. Time is
+They are read off the model as `parallel` divides it; a test compares the bytes with counted ones. Time is
 that of a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms"; the factors of
 ``nccl-tests``): ``(n - 1) / n`` of the larger side at the rate of the fabric, twice that for an all-reduce,
-and a latency for each. All ranks are taken to be in one machine.
+and a latency for each. All ranks are assumed to be in one machine.
 
-What the layers overlap counts with what is longer: in backward the input of column-parallel projections is
-gathered again beside the products that make its gradient, and that gradient is summed beside the products
-that make the weights' gradients (`parallel.column_input`). Each of the two is taken to last as long as the
-projections do in forward, which do the same arithmetic. Everything else is waited for, and is added. Nothing
-of it is in a `Profile`: fake tensors communicate nothing.
+Where layers overlap a collective with compute, the longer of the two counts. In backward the input of
+column-parallel projections is gathered again beside the products that make its gradient, and that gradient is
+summed beside the products that make the weights' gradients (`parallel.column_input`). Each of these products
+is assumed to take as long as the projections in forward, which do the same arithmetic. Compute waits for all
+other collectives, so their time is added. A `Profile` from fake tensors contains no communication.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ..record.devices import Fabric
 
 Phase = Literal["forward", "backward", "after backward"]
 Kind = Literal["all_gather", "re-gather", "reduce_scatter", "all_reduce", "all_to_all"]
-"""``re-gather``: what forward has gathered, once more in backward."""
+"""``re-gather``: backward gathers once more what forward has gathered."""
 
 _FLOAT32_BYTES = 4
 _LOSS_VALUES = 3
-"""For each token: the largest logit, and two sums."""
+"""Values that the ranks' loss exchanges for each token: the largest logit, and two sums."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class Exchange:
     """One collective over the tensor axis.
 
     Args:
-        phase: of the step.
-        kind: of collective.
-        whole_bytes: of its larger side.
-        beside_ms: compute that is under way meanwhile.
+        phase: the part of the step in which it runs.
+        kind: which collective it is.
+        whole_bytes: bytes of its larger side.
+        beside_ms: time of the compute that runs meanwhile.
     """
 
     phase: Phase
@@ -55,23 +55,23 @@ class Exchange:
     beside_ms: float = 0.0
 
     def ring_bytes(self, ranks: int) -> float:
-        """Return what a rank sends."""
+        """Return the bytes that one rank sends."""
         return (2 if self.kind == "all_reduce" else 1) * self.whole_bytes * (ranks - 1) / ranks
 
     def ms(self, ranks: int, fabric: Fabric) -> float:
-        """Return how long it takes."""
+        """Return how long the collective takes, in ms."""
         return self.ring_bytes(ranks) / fabric.bytes_per_ms + fabric.latency_ms
 
 
 @dataclass(frozen=True, slots=True)
 class Exchanged:
-    """All exchanges of a step.
+    """The sums over all exchanges of a step.
 
     Args:
-        sent_bytes: by a rank.
-        collectives: how many.
-        ms: that they take.
-        added_ms: of it, what no compute hides.
+        sent_bytes: bytes that one rank sends.
+        collectives: how many collectives run.
+        ms: time that they take.
+        added_ms: part of that time that no compute hides.
     """
 
     sent_bytes: int
@@ -96,10 +96,10 @@ def tensor_axis(model: nn.Module, structure: ModelStructure, profile: Profile) -
     """Return the exchanges of one step of a divided model.
 
     Args:
-        model: one rank's, as `parallel.patch_model` leaves it; on ``meta``, too.
-        structure: of it.
-        profile: of a step without a plan, whose batch and times count. Activations are taken to be of the
-            weights' dtype: under autocast they may be half of that.
+        model: one rank's model, as `parallel.patch_model` leaves it; it may be on ``meta``.
+        structure: structure of the model.
+        profile: a step without a plan, which gives batch and times. Activations are assumed to have the
+            weights' dtype: under autocast they may be half as large.
     """
     return tuple(_Axis(model, structure, profile).exchanges()) if structure.communicates else ()
 
@@ -122,7 +122,7 @@ class _Axis:
         self._divided = any(
             "all_gather" in path for layer in structure.layers for path in layer.communications
         )
-        """Whether the sequence is: sequence parallelism."""
+        """Whether the sequence is divided too: sequence parallelism."""
 
     def exchanges(self) -> Iterator[Exchange]:
         plain, summed = self._hidden * self._size_bytes, self._hidden * self._sum_bytes
@@ -149,7 +149,7 @@ class _Axis:
             yield Exchange("after backward", "all_reduce", (values + flags) * self._size_bytes)
 
     def _input(self, plain: int, summed: int, beside_ms: float) -> Iterator[Exchange]:
-        """What column-parallel projections read together."""
+        """Yield the exchanges for one input that column-parallel projections share."""
         if not self._divided:
             yield Exchange("backward", "all_reduce", summed, beside_ms)
             return
@@ -158,7 +158,7 @@ class _Axis:
         yield Exchange("backward", "reduce_scatter", summed, beside_ms)
 
     def _inputs(self, layer: LayerStructure) -> list[float]:
-        """Each input that projections of a layer share: ms of their products in forward."""
+        """Return, for each input that projections of a layer share, the ms of their products in forward."""
         root = self._model.get_submodule(layer.module_path)
         shared: dict[str, float] = {}
         for path, module in root.named_modules():
@@ -170,7 +170,7 @@ class _Axis:
         return [*shared.values(), *([0.0] * count)][:count]
 
     def _replicated(self) -> Iterator[tuple[int, int]]:
-        """Weights of which several ranks hold the same part: how many ranks, and the bytes."""
+        """Yield, for weights whose parts several ranks hold alike, how many ranks, and the bytes."""
         for module in self._model.modules():
             if isinstance(module, ColumnParallelLinear):
                 replicas: Sequence[int] = module.partitions["weight"].replicas

@@ -1,1 +1,1 @@
-"""What a step does: recorded as it runs, or computed from shapes."""
+"""Makes the profile of a step: recorded as it runs, or computed from shapes."""

@@ -1,13 +1,13 @@
-"""A step on paper as one rank of several has it, or with weights and gradients that rest in other types.
+"""Changes a profile from shapes to one rank's of several, or to other types of weights and gradients.
 
-The step on fake tensors holds whole weights, and gradients in the weights' own type. What a training keeps of
-them is put in their place in each op event; beside that only the optimizer's time changes in the profile.
+A step on fake tensors holds whole weights, and gradients in the weights' own type. Here their bytes are
+replaced, in each op event, by what a training keeps; beside that only the optimizer's time changes.
 
-What each stage shards over N ranks: 1 the optimizer's states, 2 gradients too, 3 weights too (Rajbhandari et
-al., ZeRO, 2020, section 3 and figure 1). Around the shards FSDP2's rules hold (torch/distributed/fsdp): what
-is outside the layers is gathered from its forward to the end of backward; of the layers, the running one and
-the one that is gathered ahead; gradients of a layer are whole until they are scattered, while the next layer
-runs. That is counted in every op event, also where no second layer is.
+The stages of ZeRO shard over N ranks: 1 the optimizer's states, 2 gradients too, 3 weights too (Rajbhandari
+et al., ZeRO, 2020, section 3 and figure 1). Shards follow FSDP2's rules (torch/distributed/fsdp): weights
+outside the layers are gathered from their forward to the end of backward; of the layers, those of the running
+one and of the one that is gathered ahead; gradients of a layer are whole until they are scattered, while the
+next layer runs. This is counted in every op event, also where there is no second layer.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ..profile import Profile
 
 @dataclass(frozen=True)
 class Baseline:
-    """What rests on the device of one rank.
+    """How one rank keeps weights and gradients on its device.
 
     Args:
-        layer_bytes: of the largest layer's weights, as they rest.
-        other_bytes: of all weights outside the layers.
-        weight_bytes: of all weights.
-        gradient_scale: bytes that a complete gradient takes, over what backward makes of it.
-        stage: of ZeRO, 0 to 3: 1 shards the optimizer's states, 2 also gradients, 3 also weights.
+        layer_bytes: bytes of the largest layer's weights, in the type in which they are kept.
+        other_bytes: bytes of all weights outside the layers.
+        weight_bytes: bytes of all weights.
+        gradient_scale: bytes in which a complete gradient is kept, divided by those that backward makes.
+        stage: stage of ZeRO, 0 to 3: 1 shards the optimizer's states, 2 also gradients, 3 also weights.
         ranks: number of ranks over which they are sharded.
-        passing: what the ops of a module need while they run, beside what rests: (scope, path in the layer)
-            -> bytes. Quantised weights, made whole.
+        passing: temporary bytes that the ops of a module need in addition, such as dequantised weights:
+            (scope, path in the layer) -> bytes.
     """
 
     layer_bytes: int
@@ -46,7 +46,7 @@ class Baseline:
 
     @property
     def running_bytes(self) -> int:
-        """Weights on the device in forward and backward: the shard, and what is gathered."""
+        """Bytes of weights on the device in forward and backward: the shard, and what is gathered."""
         if self.stage < 3:
             return self.weight_bytes
         gathered = min(self.other_bytes + 2 * self.layer_bytes, self.weight_bytes)
@@ -54,12 +54,12 @@ class Baseline:
 
 
 def with_baseline(profile: Profile, baseline: Baseline) -> Profile:
-    """Return the profile of the same step with what rests in the place of what rested.
+    """Return the profile of the same step with weights, gradients and states kept as ``baseline`` says.
 
     Args:
-        profile: computed from shapes, so that it knows weights and gradients; without gradients of an earlier
-            micro-batch.
-        baseline: of one rank.
+        profile: a profile computed from shapes, so that it knows weights and gradients; without gradients of
+            an earlier micro-batch.
+        baseline: how one rank keeps them.
     """
     ranks = baseline.ranks
     states = _shard(profile.optimizer_state_bytes, ranks if baseline.stage else 1)
@@ -96,7 +96,7 @@ def with_baseline(profile: Profile, baseline: Baseline) -> Profile:
 
 
 def _gradients(profile: Profile, baseline: Baseline) -> tuple[int, ...]:
-    """`Profile.gradient_bytes` as they rest: shards of what is scattered, the rest whole."""
+    """Return `Profile.gradient_bytes` as they are kept: shards of what is scattered, the rest whole."""
     if baseline.stage < 2:
         return tuple(int(size * baseline.gradient_scale) for size in profile.gradient_bytes)
     found = [0] * len(profile.gradient_bytes)

@@ -1,4 +1,4 @@
-"""Compute's time in a recorded step: asked of the device, or added up op by op where nothing is computed."""
+"""Measures compute time in a recorded step: by the device's events, or as a sum over ops on fake tensors."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from ...engine.transfer import Stamp, Transfer
 
 
 class Clock(Protocol):
-    """Marks places in compute's order of work, which are read when the step is over."""
+    """Makes time stamps in compute's order of work; their times are read when the step is over."""
 
     def stamp(self) -> Stamp:
-        """Mark the present place."""
+        """Return a stamp of the present place in compute's order of work."""
 
     def ran(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """An aten op ran."""
+        """Note that an aten op ran; a clock that computes times adds the op's."""
 
     def synchronize(self) -> None:
-        """Wait until all places have been passed."""
+        """Wait until compute has passed all stamps."""
 
 
 class DeviceClock:
-    """The device's own time.
+    """A clock that reads the device's own time.
 
     Args:
-        transfer: of the device.
+        transfer: makes stamps on the device.
     """
 
     def __init__(self, transfer: Transfer) -> None:
         self._transfer = transfer
 
     def stamp(self) -> Stamp:
-        """Mark the present place."""
+        """Return a stamp of the present place in compute's order of work."""
         return self._transfer.stamp()
 
     def ran(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """The device knows."""
+        """Do nothing: the device measures the op's time itself."""
 
     def synchronize(self) -> None:
-        """Wait until all places have been passed."""
+        """Wait until compute has passed all stamps."""
         self._transfer.synchronize()

@@ -1,13 +1,13 @@
-"""What devices reach: rates for profiles that are computed from shapes.
+"""Rates that devices reach, for profiles that are computed from shapes.
 
-Achieved rates, not those of the data sheets. The H200's are fitted to measured steps (Llama-shaped layers,
-bf16, torch 2.11: 16 layers of 8,192 tokens 388 ms, 6 layers of 32,768 tokens 837 ms; copies of 54.9 GB/s out
-and 55.1 back, 49.8 each at once). The others stand in the H200's relation to their own data sheets, so that
-they are estimates: measure where you can. (MI300X: 192 GB, 5.3 TB/s, 1,307 TFLOP/s in bf16 and 163 in fp32,
-PCIe 5, AMD's data sheet.)
+These are achieved rates, not those of data sheets. The H200's are fitted to measured steps (Llama-shaped
+layers, bf16, torch 2.11: 16 layers of 8,192 tokens 388 ms, 6 layers of 32,768 tokens 837 ms; copies of 54.9
+GB/s out and 55.1 back, 49.8 each at once). Rates of other devices are estimates: their data sheets' rates,
+reduced in the same ratio as the H200's. Measure where you can. (MI300X: 192 GB, 5.3 TB/s, 1,307 TFLOP/s in
+bf16 and 163 in fp32, PCIe 5, AMD's data sheet.)
 
-Between devices nothing has been measured: there it *is* the data sheets' rate (`Fabric`), which no collective
-quite reaches.
+Links between devices have not been measured: their rates *are* those of data sheets (`Fabric`), which no
+collective quite reaches.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Fabric:
-    """What connects the devices of one machine, by its maker's data sheet; not measured.
+    """The link between the devices of one machine, by its maker's data sheet; not measured.
 
     Args:
-        name: of the link.
-        bytes_per_ms: in one direction, half of what a data sheet gives for both.
-        latency_ms: of one collective; taken to be some kernel launches, as no data sheet gives it.
+        name: name of the link.
+        bytes_per_ms: rate in one direction, half of what a data sheet gives for both.
+        latency_ms: latency of one collective, assumed to be some kernel launches: no data sheet gives it.
     """
 
     name: str
@@ -38,18 +38,18 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """One kind of device.
+    """The rates of one kind of device.
 
     Args:
-        name: as the user writes it.
-        memory_bytes: what a process can use.
-        half_flop_per_ms: matrix products in bf16 and fp16.
-        full_flop_per_ms: matrix products in fp32 and what is wider.
-        attention_flop_per_ms: fused attention, in half precision, forward and backward.
-        bytes_per_ms: device memory, read and written by elementwise kernels.
+        name: name of the device as the user writes it.
+        memory_bytes: memory that a process can use.
+        half_flop_per_ms: arithmetic of matrix products in bf16 and fp16.
+        full_flop_per_ms: arithmetic of matrix products in fp32 and wider types.
+        attention_flop_per_ms: arithmetic of fused attention, in half precision, forward and backward.
+        bytes_per_ms: device memory that elementwise kernels read and write.
         launch_ms: least duration of a kernel.
-        link: to host memory; ``None``: copies do not overlap compute.
-        fabric: to the other devices of the machine; ``None``: nothing is known of it.
+        link: rates to host memory; ``None``: copies do not overlap compute.
+        fabric: link to the other devices of the machine; ``None``: not known.
     """
 
     name: str
@@ -64,7 +64,7 @@ class DeviceRates:
 
 
 def _link(gigabytes_per_second: float) -> Link:
-    """A link that loses a tenth of its rate where both directions are busy."""
+    """Return a link that loses a tenth of its rate while both directions are busy."""
     alone = gigabytes_per_second * 1e6
     return Link(alone, alone, 0.905 * alone, 0.905 * alone)
 
@@ -79,7 +79,7 @@ def _accelerator(
     link: Link,
     fabric: Fabric,
 ) -> DeviceRates:
-    """Rates in TFLOP/s and TB/s, which are 10^9 per ms."""
+    """Return a device's rates, given in TFLOP/s and TB/s, which are 10^9 per ms."""
     memory_bytes = int(gib * _GIB)
     tera = 1e9
     return DeviceRates(
@@ -97,7 +97,7 @@ _PCIE_4 = Fabric("PCIe 4 x16", 64e6 / 2)
 _XGMI = Fabric("Infinity Fabric", 896e6 / 2)
 """Data sheets of A100 80GB SXM (NVLink 600 GB/s), H100 and H200 SXM (900 GB/s), HGX B200 (1.8 TB/s a GPU),
 L40S (PCIe Gen4 x16: 64 GB/s, no NVLink), MI300X (seven links of 128 GB/s); the RTX 4090 has PCIe 4.0 x16 and
-no NVLink either. All are both ways together."""
+no NVLink either. All these rates are of both directions together."""
 
 DEVICES: tuple[DeviceRates, ...] = (
     _accelerator("H200", 139.0, 660, 50, 545, 3.2, _H200_LINK, _NVLINK_4),
@@ -113,7 +113,7 @@ DEVICES: tuple[DeviceRates, ...] = (
 
 
 def nearest_device(name: str) -> str:
-    """Return the known device that ``name`` is, else the one whose copies overlap compute as its own do."""
+    """Return the name of the known device that ``name`` means; for an unknown one that of `DEVICES[0]`."""
     return device_kind(name) or DEVICES[0].name
 
 
@@ -121,11 +121,11 @@ def device_rates(name: str) -> DeviceRates:
     """Return the rates of a device.
 
     Args:
-        name: any usual one (`config.sizes.DEVICE_KINDS`), or numbers of one's own as the device reaches
-            them (`OWN_DEVICE`). Then fp32 and attention stand in the H200's relation to half precision.
+        name: a usual name (`config.sizes.DEVICE_KINDS`), or rates that the user's device reaches, written as
+            in `OWN_DEVICE`. Their ratios of fp32 and attention to half precision are taken from the H200.
 
     Raises:
-        PlanError: no such device; lists those that are known.
+        PlanError: there is no such device; the error lists the known ones.
     """
     kind = device_kind(name)
     known = {rates.name: rates for rates in DEVICES}

@@ -1,12 +1,12 @@
-"""Where in a step without a plan the storages of a profile are made, read and freed.
+"""Finds where in a step without a plan the storages of a profile are made, read and freed.
 
-A storage is made in the op event of its first use. Forward has done with it after the op event of its last
-use; with an argument of a module, at the module's end, for its caller holds it. Backward frees it after the
-last place that reads it, or at its end where it never comes by the op event that saved it. What is not saved
-(a result that only the next op reads) is part of an op event's base bytes.
+A storage is made in the op event of its first use. Forward needs it until the op event of its last use; an
+argument of a module until the module's end, because its caller holds it. Backward frees it after the last
+place that reads it, or at the end of backward if that never visits the op event that saved it. What is not
+saved (a result that only the next op reads) is part of an op event's base bytes.
 
-The recorder takes what is on the device by this rule off the measured peaks, which gives the base bytes of
-op events, and the simulator adds it to them again.
+The recorder subtracts the bytes that are on the device by this rule from the measured peaks, which gives the
+base bytes of op events. The simulator adds them again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...plan.saved_bytes import OpCall, SavedBytes
 
 
 class PlacedEvent(Protocol):
-    """What is read here of an `OpEvent`, also of one that is still being recorded."""
+    """The attributes of an `OpEvent` that are read here; rows of a step under recording have them too."""
 
     @property
     def call(self) -> OpCall:
@@ -29,23 +29,23 @@ class PlacedEvent(Protocol):
 
     @property
     def last_order(self) -> int:
-        """The number of the last use that belongs to it."""
+        """The order of the last use that belongs to it."""
 
     @property
     def backward_place(self) -> int:
-        """Its number in the order of backward; -1 where backward does not come by."""
+        """Its number in the order of backward; -1 where backward does not visit it."""
 
 
 @dataclass(frozen=True, slots=True)
 class StorageLifetime:
-    """One storage of a profile.
+    """When one storage of a profile is made, used and freed; op events are given by number.
 
     Args:
-        size_bytes: of it.
+        size_bytes: size of the storage.
         birth: op event of its first use.
         made_in: op event that makes it; -1: none of those that use it.
-        forward_end: last op event of forward that has it in use.
-        op_events: of each of its uses, in their order.
+        forward_end: last op event of forward that needs it.
+        op_events: the op event of each of its uses, in their order.
         last_place: last place of backward that reads it without a policy; -1: nothing saves it, and it is
             part of the base bytes.
     """
@@ -59,10 +59,10 @@ class StorageLifetime:
 
 
 class Places:
-    """The op events in the order of backward.
+    """The op events in the order of backward; the number of one in this order is its place.
 
     Args:
-        op_events: in the order of forward.
+        op_events: the op events in the order of forward.
     """
 
     def __init__(self, op_events: Sequence[PlacedEvent]) -> None:
@@ -74,7 +74,7 @@ class Places:
         self.last = len(self.order) - 1
 
     def of_reader(self, op_event: int) -> int:
-        """When backward reads what ``op_event`` saved; what it does not come by lasts until its end."""
+        """Return the place that reads what ``op_event`` saved; the last one if backward never visits it."""
         place = self.of_event[op_event]
         return self.last if place < 0 else place
 
@@ -85,9 +85,9 @@ def lifetimes(
     """Return the lifetime of each storage.
 
     Args:
-        saved: storages and their uses.
-        op_events: of the step, in the order of forward.
-        places: of these op events.
+        saved: the storages and their uses.
+        op_events: the op events of the step, in the order of forward.
+        places: the places of these op events.
     """
     last_orders = list(accumulate((op_event.last_order for op_event in op_events), max))
     module_ends: dict[tuple[object, str], int] = {}
@@ -115,8 +115,8 @@ def event_of(last_orders: Sequence[int], order: int) -> int:
     """Return the number of the op event to which a use belongs.
 
     Args:
-        last_orders: `OpEvent.last_order` of each op event, or of the one before where it has no uses.
-        order: of the use.
+        last_orders: `OpEvent.last_order` of each op event, or of the one before if it has no uses.
+        order: order of the use.
     """
     return min(bisect_right(last_orders, order - 1), len(last_orders) - 1)
 
@@ -125,13 +125,13 @@ def saved_on_device(known: Sequence[StorageLifetime], places: Places) -> tuple[l
     """Return the bytes of saved storages on the device while each op event runs: in forward, and in backward.
 
     Args:
-        known: from `lifetimes`.
-        places: of the op events. Where backward does not come by, the second number is 0.
+        known: what `lifetimes` returned.
+        places: places of the op events. If backward does not visit one, its second number is 0.
     """
     born, gone_after = [0] * len(places.of_event), [0] * (places.last + 2)
     for lifetime in known:
         if lifetime.last_place >= 0:
             born[lifetime.birth] += lifetime.size_bytes
             gone_after[lifetime.last_place] += lifetime.size_bytes
-    there = list(accumulate(reversed(gone_after)))[::-1]  # the last one is 0, and -1 means it
+    there = list(accumulate(reversed(gone_after)))[::-1]  # the last item is 0; place -1 reads it
     return list(accumulate(born)), [there[place] for place in places.of_event]

@@ -1,14 +1,14 @@
-"""The op events of a step, row by row while it runs.
+"""Records the op events of a step, row by row while it runs.
 
-A row ends where execution gets to another call *and* something has run since the last one: what only looks at
-a tensor in another way (views, casts to what it is already) makes no row of its own, and its nodes and uses
-belong to the row after it. So rows follow each other without gaps in time, in nodes and in uses. At each
-end there is one stamp and one look at the meter; none per aten op.
+A row ends when execution gets to another call *and* something has run since the row began. Ops that compute
+nothing (views, casts to the type that a tensor has) make no row of their own: their nodes and uses belong to
+the row after them. So rows follow each other without gaps in time, in nodes and in uses. At the end of each
+row there is one time stamp and one query of the meter, and none per aten op.
 
-Autograd runs the nodes of a graph in descending order of their numbers, so that backward visits each row
-once, in reverse. Nodes that no row made belong to the row where backward is: gradients that accumulate,
-layers that are run again, a forward that came after, and a backward that a node runs by itself, as tiles do
-(`engine.tiled_calls`). A backward that the forward runs by itself is the forward's (`engine.chunked_logits`).
+Autograd runs the nodes of a graph in descending order of their numbers, so backward visits each row once, in
+reverse. Nodes that no row made belong to the row in which backward is: gradients that accumulate, layers that
+run again, a later forward, and a backward that a node runs inside, as tiles do (`engine.tiled_calls`). A
+backward that runs inside the forward belongs to the forward (`engine.chunked_logits`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .lifetimes import Places, lifetimes, saved_on_device
 
 @dataclass(slots=True)
 class _Visit:
-    """Backward in a row; ``peak_bytes`` ``None``: nothing ran."""
+    """A visit of backward to a row; ``peak_bytes`` ``None``: nothing ran in it."""
 
     place: int
     start: Stamp
@@ -56,17 +56,17 @@ class _Row:
 
 
 class OpEventLog:
-    """Writes rows. Of one forward and its backward.
+    """Writes the rows of one forward and its backward.
 
     Args:
-        meter: of device memory, or ``None``: it is not measured.
-        clock: of compute.
-        order: gives the number of the use that was written down last.
-        sees_ops: whether `ran` tells of every op. If not, a row ends wherever nodes were made.
-        nodes: operators that a call counts as, whatever it makes: compiled layers.
-        away_bytes: what would be on the device, were there room; added to what is.
-        gradient_bytes: weights' gradients that are complete by now.
-        chunks: forwards that are recorded as one, each with a backward of its own, in reverse.
+        meter: measures device memory; ``None``: it is not measured.
+        clock: makes time stamps.
+        order: returns the order of the use that was recorded last.
+        sees_ops: whether `ran` is called for every op. If not, a row ends wherever nodes were made.
+        nodes: number of operators that a call counts as, however many nodes it makes: compiled layers.
+        away_bytes: returns the bytes that are on the host for lack of room; they count as on the device.
+        gradient_bytes: returns the bytes of weights' gradients that are complete by now.
+        chunks: number of forwards that are recorded as one; their backwards come in reverse order.
     """
 
     def __init__(
@@ -98,27 +98,27 @@ class OpEventLog:
         self.turned = False
         """Whether backward has begun."""
         self.peak_bytes = 0
-        """The most in use, in forward and backward."""
+        """The most device memory in use, in forward and backward."""
         self.outside_ms_of: tuple[Stamp, Stamp] | None = None
         self.outside_peak_bytes = 0
         self.gradients_below: tuple[int, ...] = ()
-        """`Profile.gradient_bytes`, once `op_events` has been asked for."""
+        """`Profile.gradient_bytes`, once `op_events` has been called."""
         self.on_backward: Callable[[], None] | None = None
         """Called when backward begins, from the thread that runs it."""
 
     def start(self) -> None:
-        """Forward starts, or the next of several chunks."""
+        """Begin to record a forward, or that of the next chunk."""
         self._first_node, self.in_forward = next_node_number(), True
         self._busy = self._communicates = self._random = False
         self._look()
         self._since = self._clock.stamp()
 
     def pause(self) -> None:
-        """A chunk's forward has ended, and another one follows: what runs until then is not its own."""
+        """End a chunk's forward; what runs until the next chunk's `start` is not recorded."""
         self._finish_forward(next_node_number())
 
     def enters(self, call: OpCall) -> None:
-        """Execution has got to another call."""
+        """Note that execution has got to another call: a new row begins if anything has run."""
         if self._since is None or self._turned:
             return
         if self._is_busy():
@@ -126,7 +126,7 @@ class OpEventLog:
         self._call = call
 
     def ran(self, communicates: bool = False, random: bool = False) -> None:
-        """An op that does something has run."""
+        """Note that an op has run that computes, with whether it communicates or draws random numbers."""
         self._busy = True
         row = self._visited
         if row is None:
@@ -137,12 +137,12 @@ class OpEventLog:
             row.random |= random
 
     def packs(self) -> None:
-        """Autograd saves a tensor."""
+        """Note that autograd saves a tensor."""
         if self._since is not None and not self._turned:
             self._packs.append((self._order(), packing_node_number()))
 
     def reached(self, node: int) -> None:
-        """Backward runs a node."""
+        """Note that backward runs the node of this number."""
         if self._since is None or self._ended or self.in_forward:
             return
         if not self._turned:
@@ -161,7 +161,7 @@ class OpEventLog:
             self._visit(self._rows[at])
 
     def end_backward(self) -> None:
-        """Backward has ended, of the last chunk or of one before it."""
+        """Note that a backward has ended: that of the forward, or of one chunk."""
         if self._turned and not self._ended and self._backward is not None:
             self._leave_row()
             self._visited, self._busy = None, False
@@ -171,7 +171,7 @@ class OpEventLog:
             self._ended = not self._backwards_left
 
     def end(self) -> None:
-        """The step has ended, with backward or without."""
+        """End recording with the step, whether backward has run or not."""
         if self._since is None:
             return
         if not self._turned and not self._ended:
@@ -185,11 +185,11 @@ class OpEventLog:
         self._since = None
 
     def op_events(self, saved: SavedBytes) -> tuple[OpEvent, ...]:
-        """Return the rows as op events. All stamps must have been passed."""
+        """Return the rows as op events. Compute must have passed all stamps (`Clock.synchronize`)."""
         start_op = self._rows[0].first_op if self._rows else 0
         places = Places(self._rows)
         forward, backward = saved_on_device(lifetimes(saved, self._rows, places), places)
-        below: dict[int, tuple[int, int]] = {}  # by place; a visit in which nothing ran is as the one before
+        below: dict[int, tuple[int, int]] = {}  # a visit in which nothing ran has the one before's
         peaks = sorted(
             (visit.place, number, visit.peak_bytes, visit.gradient_bytes)
             for number, row in enumerate(self._rows)
@@ -223,7 +223,7 @@ class OpEventLog:
         )
 
     def hooks(self) -> tuple[tuple[int, int], ...]:
-        """Return `Profile.hooks`. What a compiled layer saves belongs to its last operator."""
+        """Return `Profile.hooks`. Tensors that a compiled layer saves belong to its last operator."""
         found = []
         for order, node in self._packs:
             row = self._rows[max(bisect_right(self._first_nodes, node) - 1, 0)]
@@ -236,7 +236,7 @@ class OpEventLog:
         return self._busy if self._sees_ops else next_node_number() != self._first_node
 
     def _look(self) -> int:
-        """The most in use since the last look."""
+        """Return the most device memory in use since the last call."""
         if self._meter is None:
             return 0
         peak_bytes = self._meter.peak_bytes() + self._away_bytes()
@@ -244,7 +244,7 @@ class OpEventLog:
         return peak_bytes
 
     def _close(self, end_node: int) -> None:
-        """Write the running row down; the next one starts here."""
+        """End the current row and record it; the next one starts here."""
         assert self._since is not None
         now, made = self._clock.stamp(), end_node - self._first_node
         num_ops = (self._nodes.get(self._call) or made) if made else 0
@@ -269,7 +269,7 @@ class OpEventLog:
         self._busy = self._communicates = self._random = False
 
     def _finish_forward(self, end_node: int) -> None:
-        """Write the last row down, or give what is left, in which nothing ran, to the one before."""
+        """Record forward's last row; if nothing ran in it, add its nodes and uses to the one before."""
         end_node = max(end_node, self._first_node)
         if not self._rows or self._busy or (not self._sees_ops and end_node > self._first_node):
             self._close(end_node)
@@ -281,7 +281,7 @@ class OpEventLog:
         self._since = self._clock.stamp()
 
     def _backward_begins(self, node: int) -> None:
-        """Backward begins, with the node that was built last: its thread does not know the counter."""
+        """End forward at ``node``, built last and run first: backward's thread has its own node counter."""
         self._turned, self.turned, self._backward = True, True, running_backward()
         self._finish_forward(node + 1)
         if self.on_backward is not None:

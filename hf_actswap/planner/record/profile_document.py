@@ -1,7 +1,8 @@
-"""Profiles as JSON: recorded on one machine, read by a person, planned from on another.
+"""Writes and reads profiles as JSON, so that a plan can be made on another machine.
 
 A profile of a large model has thousands of uses and op events, so the document is compact: calls of ops are
-in one table, everything else names them by number; uses and op events are rows of values in a fixed order.
+in one table, and everything else names them by number; uses and op events are rows of values in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -80,18 +81,18 @@ def profile_from_json(text: str, source: str = "") -> Profile:
     """Read a profile back.
 
     Args:
-        text: of the document.
-        source: where it is from, for the message.
+        text: text of the document.
+        source: name of its file, for error messages.
 
     Raises:
-        PlanError: not a profile, written by another format, or malformed; names every fault (of very many
-            the first ones).
+        PlanError: the text is no profile, has another format, or is malformed; the error names every fault
+            (if there are very many, the first ones).
     """
     return profile_from_document(JsonReader(text, "profile", PlanError, source))
 
 
 def profile_from_document(reader: JsonReader) -> Profile:
-    """Read a profile from a document that may hold other sections too; raises all faults of the reader."""
+    """Return the profile in a document that may hold other sections too; raise one error for all faults."""
     reader.check_format(FORMAT, FORMAT_VERSION)
     for name, columns in (("op_event_columns", _OP_EVENT), ("use_columns", _USE)):
         found = reader.document.get(name)
@@ -122,7 +123,7 @@ def profile_from_document(reader: JsonReader) -> Profile:
 
 
 def _numbered(reader: JsonReader, table: Sequence[Any], expected: str) -> Read:
-    """Read a place in a table where the value itself is declared."""
+    """Return a reader of values that the document gives by their number in ``table``."""
 
     def read(path: Path, value: Any) -> Any:
         if isinstance(value, int) and 0 <= value < len(table):
@@ -143,14 +144,14 @@ def _storage(reader: JsonReader, path: Path, value: Any) -> SavedStorage | None:
 
 
 def _text(value: Any) -> str:
-    """A table has a row on each line."""
+    """Return ``value`` as JSON; a table has each row on its own line."""
     if isinstance(value, list) and value and isinstance(value[0], list):
         return "[\n" + ",\n".join(json.dumps(row, separators=(",", ":")) for row in value) + "\n]"
     return json.dumps(value, separators=(",", ":"))
 
 
 def _check_order(reader: JsonReader, op_events: Sequence[OpEvent]) -> None:
-    """Op events must follow each other without gaps, in uses and in operators."""
+    """Report op events that do not follow each other without gaps, in uses and in operators."""
     order, op = 1, 0
     for index, op_event in enumerate(op_events):
         for name, expected in (("first_order", order), ("first_op", op)):

@@ -1,9 +1,9 @@
-"""One training step under watch: what it saves, how long its ops take, how much memory they need.
+"""Records a training step: what it saves, how long its ops take, how much memory they need.
 
-The model trains as ever: the same numbers, the same random numbers. What is there while the step runs, and
-gone after it: hooks on modules, saved-tensor hooks and a function mode in the model's forward, a dispatch
-mode around the step. The first forward is recorded, and the backward through it; where a stage of a pipeline
-has several chunks, one forward of each.
+The model trains as without this: the same numbers, the same random numbers. While the step runs there are
+hooks on modules, saved-tensor hooks and a function mode in the model's forward, and a dispatch mode around
+the step; after it all are gone. One forward is recorded, and the backward through it; if a stage of a
+pipeline has several chunks, one forward of each.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ logger = logging.getLogger(__name__)
 class StepRecorder:
     """Records one forward and backward of a model without a plan.
 
-    A compiled layer is one op event; where there are any, aten ops are not watched, because a dispatch mode
-    would make the compiler stand aside.
+    A compiled layer is one op event. If there are any, aten ops are not watched, because a dispatch mode
+    would keep layers from being compiled.
 
     Args:
-        model: as it trains, wrapped or not.
-        structure: of this model. Only the decoder's layers are distinguished.
-        meter: of device memory; it runs already. ``None``: memory is not measured.
-        clock: of compute.
-        hold: makes what takes the place of a saved tensor; `engine.tickets.restore` gets it back.
+        model: the model as it trains, wrapped or not.
+        structure: structure of the model. Only the decoder's layers are distinguished.
+        meter: measures device memory, and has been started. ``None``: memory is not measured.
+        clock: makes time stamps.
+        hold: makes the ticket that takes a saved tensor's place; `engine.tickets.restore` gets it back.
         compiles: whether compiled modules run compiled (on fake tensors they do not).
-        device: where the model computes; ``None``: where its first parameter is.
-        forwards_before: forwards with gradients that go by before the one that is recorded (micro-batches).
-        away_bytes: what ``hold`` has moved off the device at present, and would be there without a shortage.
-        gradient_bytes: weights' gradients that are complete by now; ``None``: they are not counted.
-        chunks: forwards that are recorded as one: of a pipeline's stage, whose backwards come in reverse.
+        device: the device on which the model computes; ``None``: that of its first parameter.
+        forwards_before: number of forwards with gradients (micro-batches) before the one that is recorded.
+        away_bytes: returns the bytes that ``hold`` has moved to the host for lack of room.
+        gradient_bytes: returns the bytes of complete gradients of weights; ``None``: they are not counted.
+        chunks: number of forwards that are recorded as one, on a pipeline's stage with several chunks.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class StepRecorder:
 
     @property
     def compiled_layers(self) -> frozenset[int]:
-        """Layers that run as one op."""
+        """The layers that run compiled, as one op each."""
         if not self._compiles:
             return frozenset()
         layers = enumerate(self._structure.layers)
@@ -123,12 +123,12 @@ class StepRecorder:
 
     @property
     def in_forward(self) -> bool:
-        """Whether it follows a forward at present."""
+        """Whether a forward is being recorded at present."""
         return self._inside is not None
 
     @property
     def complete(self) -> bool:
-        """Whether a forward was recorded, and a backward through it."""
+        """Whether a forward has been recorded, and a backward through it has begun."""
         return not self._chunks_left and self._log.turned
 
     def start(self) -> None:
@@ -141,7 +141,7 @@ class StepRecorder:
             self._watch.__enter__()
 
     def stop(self) -> None:
-        """Leave nothing behind; also in mid-step, after an exception. Safe to call again."""
+        """Remove all hooks and modes, also in mid-step after an exception. Safe to call again."""
         if not self._started:
             return
         self._started = False
@@ -179,20 +179,20 @@ class StepRecorder:
         weight_bytes: int = 0,
         source: Literal["measured", "shapes"] = "measured",
     ) -> Profile:
-        """Return what was recorded. Waits for the device.
+        """Return what was recorded, as a profile. Waits for the device.
 
         Args:
-            device: its name.
-            device_bytes: what a process can use on it; ``None``: what the meter says.
-            link: as measured; ``None``: copies do not overlap compute.
-            optimizer_state_bytes: of this rank, on the device.
-            outside_ms: of a step outside forward and backward; ``None``: from the end of backward to `stop`.
-            outside_base_bytes: the most device memory in use there; ``None``: the same.
-            weight_bytes: of this rank, on the device; 0: not known.
-            source: see `Profile`.
+            device: name of the device.
+            device_bytes: memory that a process can use on it; ``None``: what the meter reports.
+            link: measured rates of the link; ``None``: copies do not overlap compute.
+            optimizer_state_bytes: bytes of this rank's optimizer states on the device.
+            outside_ms: time outside forward and backward; ``None``: from the end of backward to `stop`.
+            outside_base_bytes: the most device memory in use in that time; ``None``: as measured in it.
+            weight_bytes: bytes of this rank's weights on the device; 0: not known.
+            source: ``measured``, or ``shapes`` on fake tensors.
 
         Raises:
-            RuntimeError: it still records, or there was no forward with gradients.
+            RuntimeError: `stop` has not been called, or there was no forward with gradients.
         """
         if self._started or self._saved is None or self._chunks_left:
             raise RuntimeError("no step was recorded: call start, run forward and backward, call stop")
@@ -274,7 +274,7 @@ class StepRecorder:
         self._log.enters(call)
 
     def _pack(self, tensor: torch.Tensor) -> Ticket:
-        """Held detached: else a node's own output would keep it alive, and a view its base."""
+        """Return the ticket of the detached tensor: else an output keeps its node alive, a view its base."""
         self._log.packs()
         return self._hold(tensor.detach())
 
@@ -290,7 +290,7 @@ class StepRecorder:
 
 
 def signature(saved: SavedBytes) -> str:
-    """Return a digest of what a step saves: the same for steps whose tensors agree, real or on fakes."""
+    """Return a digest of what a step saves: equal for steps that save the same, also on fake tensors."""
     digest = hashlib.sha256()
     for storage in saved.storages:
         digest.update(f"{storage.size_bytes};".encode())
@@ -300,7 +300,7 @@ def signature(saved: SavedBytes) -> str:
 
 
 def batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """Return (batch, sequence) of a call: of its ids, else of the first tensor of two dims or more."""
+    """Return (batch, sequence) of a call: of its ids, else of the first tensor with at least two dims."""
     for leaf in tree_leaves((kwargs.get("input_ids"), args, kwargs)):
         if isinstance(leaf, torch.Tensor) and leaf.dim() >= 2:
             return tuple(leaf.shape[:2])
@@ -308,21 +308,21 @@ def batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...
 
 
 class OpListener(Protocol):
-    """Who wants to know what runs."""
+    """Is told which nodes and ops run (see `OpWatch`)."""
 
     def reached(self, node: int) -> None:
-        """Backward runs this node."""
+        """Note that backward runs the node of this number."""
 
     def ran(self, communicates: bool, random: bool) -> None:
-        """An op that does something has run."""
+        """Note that an op has run that computes, with whether it communicates or draws random numbers."""
 
 
 class OpWatch(TorchDispatchMode):
-    """Tells of each aten op, in forward and in backward.
+    """A dispatch mode that reports each aten op that computes, in forward and in backward.
 
     Args:
-        op_events: receives each use.
-        clock: receives each use too.
+        op_events: is told of each op, and of the node that runs it.
+        clock: is told of each op too.
     """
 
     def __init__(self, op_events: OpListener, clock: Clock) -> None:
@@ -331,11 +331,11 @@ class OpWatch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled regions stay compiled: else what first runs under the mode would never be compiled."""
+        """Return true: compiled regions stay compiled. Else what first runs in the mode never compiles."""
         return True
 
     def is_innermost(self) -> bool:
-        """Whether it can be left now."""
+        """Return whether this mode can be left now: no other was entered after it."""
         stack = _get_current_dispatch_mode_stack()
         return bool(stack) and stack[-1] is self
 
@@ -348,7 +348,7 @@ class OpWatch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if runs_its_own_dispatch(types):
-            return NotImplemented  # and the ops that the subclass makes of it are seen
+            return NotImplemented  # the ops into which the subclass turns it are seen instead
         if not computes(func):
             return func(*args, **kwargs)
         node = running_node_number()
@@ -356,7 +356,7 @@ class OpWatch(TorchDispatchMode):
             self._op_events.reached(node)
         result = func(*args, **kwargs)
         if any(leaf.device.type == "meta" for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)):
-            return result  # a look at shapes (`engine.chunked_logits`)
+            return result  # it only computed shapes (`engine.chunked_logits`)
         self._op_events.ran(is_collective(func), op_draws(func, args, kwargs))
         self._clock.ran(func, args, kwargs, result)
         return result

@@ -1,12 +1,12 @@
-"""A profile without a device: the step runs on fake tensors, and op times are computed from shapes.
+"""Makes a profile without a device: the step runs on fake tensors, and op times are computed from shapes.
 
-Forward and backward both run, so that what autograd saves, what ops need beside it and when it is released
-are met as in a real step; nothing is computed and no memory is touched. The fakes are the CPU's, whatever
-the device: fused attention saves the same there (its output and the softmax statistics).
+Forward and backward both run, so saved tensors, temporary memory and releases occur as in a real step; but
+nothing is computed and no memory is touched. The fake tensors are on the CPU, whatever the device: fused
+attention saves the same there (its output and the softmax statistics).
 
-What runs in tiles on the model runs in tiles here too, so that the profile is that of the step in tiles: a
-tile's input is all that it saves, its forward runs once more within its backward, and one piece is there at a
-time. Products that are summed in fp32 are those of an accelerator, without copies in fp32.
+What runs in tiles on the model runs in tiles here too, so the profile is that of the step in tiles: a tile
+saves only its input, its forward runs once more within its backward, and one piece is there at a time.
+Products that are summed in fp32 are counted as on an accelerator, without copies in fp32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CPU = torch.device("cpu")
 
 _HALF = (torch.bfloat16, torch.float16)
 _GATHERS = frozenset({"embedding", "index_select", "gather", "index", "nll_loss_forward", "slice_backward"})
-"""What they read is as much as they give, not all that they are given."""
+"""Ops that read only as many bytes of their inputs as they return."""
 
 _NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
 
@@ -48,19 +48,20 @@ def profile_from_shapes(
     optimizer_state_bytes: int = 0,
     gradients_exist: bool = False,
 ) -> Profile:
-    """Return the profile of one micro-batch, of which nothing is computed.
+    """Return the profile of one micro-batch, run on fake tensors.
 
     No hook on the model runs, none of its tensors is touched, no random number is drawn; autocast is as it is
     when this is called. Compiled modules run eagerly.
 
     Args:
-        model: inside its wrappers, as the model structure names it; may be on ``meta``. In training mode if
-            it has dropout.
-        structure: of this model.
-        batch: what the model is called with; with ``labels`` if there is to be a loss. Of tensors (also
-            fake ones, also on ``meta``) shape and type count.
-        device_name: of `devices.DEVICES`.
-        optimizer_state_bytes: on the device in every op event; they say how long the optimizer takes, too.
+        model: the model inside its wrappers, as the model structure names it; may be on ``meta``. It must be
+            in training mode if it has dropout.
+        structure: structure of this model.
+        batch: arguments of the model's call; with ``labels`` if there is to be a loss. Of tensors (also fake
+            ones, also on ``meta``) only shape and type count.
+        device_name: a device, as `devices.device_rates` takes it.
+        optimizer_state_bytes: optimizer states on the device in every op event; the optimizer's time follows
+            from them too.
         gradients_exist: whether backward adds to gradients that are there already (gradient accumulation).
 
     Raises:
@@ -99,7 +100,7 @@ def profile_from_shapes(
         finally:
             meter.stop()
     trained_bytes = sum(tensor.nbytes for tensor in trained)
-    moved_bytes = 2 * optimizer_state_bytes + 3 * trained_bytes  # states, weights both ways; gradients once
+    moved_bytes = 2 * optimizer_state_bytes + 3 * trained_bytes  # weights both ways, gradients once
     return recorder.profile(
         device=rates.name,
         device_bytes=rates.memory_bytes,
@@ -112,7 +113,7 @@ def profile_from_shapes(
 
 
 class _Step(nn.Module):
-    """Forward and backward of a model: what backward runs again finds the same weights in the modules."""
+    """Runs a model's forward and backward as one call, so that recomputation finds the same weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ class _Step(nn.Module):
 
 
 def _counter_of_gradients(trained: Sequence[torch.Tensor]) -> Callable[[], int]:
-    """Return what says how many bytes of gradients are complete: each when autograd has accumulated it."""
+    """Return a function that returns how many bytes of gradients autograd has accumulated so far."""
     there = {id(tensor): tensor.nbytes for tensor in trained if tensor.grad is not None}
 
     def accumulated(tensor: torch.Tensor) -> None:
@@ -146,7 +147,7 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _result(output: Any) -> torch.Tensor | None:
-    """The loss, or the first result that has a gradient, where there is no loss."""
+    """Return the loss, or without one the first result that requires a gradient."""
     loss = getattr(output, "loss", None)
     leaves = [loss] if isinstance(loss, torch.Tensor) else tree_leaves(output)
     return next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad), None)
@@ -154,22 +155,22 @@ def _result(output: Any) -> torch.Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class RooflineStamp:
-    """A time since the clock was made, in ms."""
+    """A time in ms since its `RooflineClock` was made."""
 
     ms: float
 
     def ms_since(self, earlier: RooflineStamp) -> float:
-        """Time from ``earlier`` to here, in ms; both must have been passed (synchronize first)."""
+        """Return the time from ``earlier`` to this stamp, in ms."""
         return self.ms - earlier.ms
 
 
 class RooflineClock:
-    """Adds up what ops would take on a device, by their shapes. See `Clock`.
+    """A `Clock` that adds up how long ops would take on a device, by their shapes.
 
-    Each takes the slower of arithmetic and memory, and never less than a launch.
+    Each op takes the longer of the times for its arithmetic and its memory, and no less than a launch.
 
     Args:
-        rates: of the device.
+        rates: rates of the device.
     """
 
     def __init__(self, rates: DeviceRates) -> None:
@@ -177,16 +178,16 @@ class RooflineClock:
         self._now_ms = 0.0
 
     def stamp(self) -> RooflineStamp:
-        """Mark the present place."""
+        """Return a stamp of the present time."""
         return RooflineStamp(self._now_ms)
 
     def synchronize(self) -> None:
-        """Nothing is in flight."""
+        """Do nothing: no op is in flight."""
 
     def ran(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """An aten op ran."""
+        """Add the time of an aten op that ran."""
         name = _op_name(func)
         if name in _NO_KERNEL:
             return
@@ -210,7 +211,7 @@ class RooflineClock:
 
 
 def attention_flops(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the arithmetic of fused attention, half of it where it is causal; ``None``: another op.
+    """Return the FLOPs of a fused attention op, half of them if it is causal; ``None`` for other ops.
 
     Forward has two products of (length x length x width), backward five.
     """
@@ -227,7 +228,7 @@ def attention_flops(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Map
 
 @lru_cache(maxsize=4096)
 def _attention_layout(func: Callable[..., Any]) -> tuple[tuple[str, ...], bool] | None:
-    """Names of the arguments, and whether it is the backward op."""
+    """Return a fused attention op's argument names, and whether it is the backward; ``None``: another op."""
     name = _op_name(func)
     if not name.startswith("_scaled_dot_product_") or "math" in name:
         return None
@@ -237,13 +238,13 @@ def _attention_layout(func: Callable[..., Any]) -> tuple[tuple[str, ...], bool] 
 
 @lru_cache(maxsize=4096)
 def _op_name(func: Callable[..., Any]) -> str:
-    """``aten::mm.default`` is ``mm``; in-place and out-of-place forms share a name."""
+    """Return an op's short name: ``mm`` for ``aten::mm.default``; in-place forms have the same name."""
     schema = getattr(func, "_schema", None)
     name = schema.name if schema is not None else getattr(func, "__name__", "")
     return str(name).rpartition("::")[2].rstrip("_")
 
 
 def _touched_bytes(tensor: torch.Tensor) -> int:
-    """What a kernel reads or writes of a tensor: an expanded dimension once."""
+    """Return the bytes that a kernel reads or writes of a tensor; an expanded dimension counts once."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return prod(size for size, step in steps if step or not size) * tensor.element_size()

@@ -1,1 +1,1 @@
-"""Surviving a device that runs out of memory."""
+"""Lets training survive when the device runs out of memory."""

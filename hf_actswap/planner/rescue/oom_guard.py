@@ -1,21 +1,21 @@
-"""Survives out-of-memory op by op: make room by evicting what is idle, and run the op again.
+"""Lets ops survive running out of memory: evicts idle tensors to the host, and runs the op again.
 
-The planner's first steps keep everything, for they have to see it, and may not fit. `OomGuard` is a dispatch
-mode: it sees each op of the forward, of the backward (whose threads carry the modes of the thread that called
-it) and of the optimizer. What runs out of memory is run again once room has been made; so are the reloads of
-evicted tensors, which are ops too.
+The planner's first steps keep everything, because it must be recorded, and may not fit. `OomGuard` is a
+dispatch mode: it sees each op of the forward, of the backward (whose threads carry the modes of the thread
+that called it) and of the optimizer. An op that runs out of memory is run again once tensors were evicted;
+so are the reloads of evicted tensors, which are ops too.
 
-Some ops cannot be run again, and room is made before them, as far as it is known what they need:
+Some ops cannot be run again. Memory is freed before them, as far as it is known what they need:
 
-* those that write into their arguments (in place, ``out=``, foreach, fused optimizers): half of it may have
-  been done. Most of them allocate nothing. Batch norm writes running statistics without saying so;
+* ops that write into their arguments (in place, ``out=``, foreach, fused optimizers): they may have stopped
+  halfway. Most of them allocate nothing. Batch norm writes running statistics without declaring it;
 * collectives: the other ranks have done their part;
-* everything while a graph of the accelerator is captured: memory cannot be copied away then.
+* all ops while a graph of the accelerator is captured: memory cannot be copied to the host then.
 
-What is not an op is not seen. `op_hook` brackets an opaque extension op, `guard_compiled` the compiled
-regions, which run compiled under this mode too. (Were `OomGuard.ignore_compile_internals` false, the compiler
-would skip them, and a function that was skipped once runs eagerly *for ever after*: pytorch#190286.) What
-cannot be bracketed is ``storage.resize_`` (FSDP's unsharding), which asks the allocator directly.
+Only ops are seen. `op_hook` marks extension ops, and `guard_compiled` wraps compiled regions, which run
+compiled under this mode too. (If `OomGuard.ignore_compile_internals` returned false, the compiler would skip
+them, and a function that was skipped once runs eagerly *for ever after*: pytorch#190286.) Not covered is
+``storage.resize_`` (FSDP's unsharding), which asks the allocator directly.
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ from .random_states import RandomStates
 logger = logging.getLogger(__name__)
 
 _LEAST_EVICTED_BYTES = 2**20
-"""Where the error does not say what was wanted; doubled until it is enough."""
+"""Evicted where the error does not say how much was wanted; doubled until it is enough."""
 
 
 _Key = tuple[str, tuple[int, ...]]
 """Name of an op, and the bytes of each of its inputs."""
 _FLATTENING = ("allgather_", "reduce_scatter_", "alltoall_")
-"""Collectives on lists, which the backend may flatten into a tensor of its own first."""
+"""Name prefixes of collectives on lists of tensors, which the backend may first copy into one tensor."""
 _BRACKETS: Mapping[str, Literal["begin", "end"]] = {
     "hf_actswap::op_begin": "begin",
     "hf_actswap::op_end": "end",
 }
-"""The marks of `op_hook`."""
+"""The two marks of `op_hook`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """What is known of one overload of an op before it is run: read off its schema, once for each op.
+    """Properties of one overload of an op, read off its schema once for each op.
 
     Args:
-        name: with overload.
-        why_once: why it must not be run twice; empty: it may.
+        name: name of the op with its overload.
+        why_once: why it must not be run twice; empty: it may be.
         random: whether it may draw random numbers.
-        allocates: whether it makes tensors although it must not be run twice.
+        allocates: whether it makes tensors.
         gathers: whether its results are larger than its inputs by the number of ranks.
         resizes: whether it grows its first argument to the size of its second.
-        bracket: which mark of an `op_hook` it is.
+        bracket: which mark of an `op_hook` it is; ``None``: it is no mark.
     """
 
     name: str
@@ -81,7 +81,7 @@ class OpTraits:
     bracket: Literal["begin", "end"] | None
 
     def needs_bytes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-        """Guess what an op allocates that must not be run twice: as much as it reads."""
+        """Guess how many bytes an op that must not be run twice allocates: as many as it reads."""
         if not self.allocates:
             return 0
         if self.resizes:
@@ -90,12 +90,12 @@ class OpTraits:
         return _tensor_bytes((args, kwargs)) * ranks
 
     def key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Key:
-        """What a call is remembered by."""
+        """Return the key under which the memory that a call needs is remembered."""
         return self.name, tuple(tensor.nbytes for tensor in _tensors((args, kwargs)))
 
 
 def _traits_of(op: Any) -> OpTraits:
-    """Read the traits of an ``OpOverload``; of anything else (a higher-order operator): it runs once."""
+    """Return an ``OpOverload``'s traits; of anything else (a higher-order operator) only why it runs once."""
     schema = getattr(op, "_schema", None)
     if schema is None:
         return OpTraits(str(op), why_run_once(op), False, False, False, False, None)
@@ -112,7 +112,7 @@ def _traits_of(op: Any) -> OpTraits:
 
 
 class Evicts(Protocol):
-    """Has something on the device that can go."""
+    """Holds tensors on the device that can be evicted to the host."""
 
     device: torch.device
 
@@ -121,27 +121,28 @@ class Evicts(Protocol):
 
 
 class OomGuard(TorchDispatchMode):
-    """A dispatch mode that makes room when an op runs out of memory, and runs it again.
+    """A dispatch mode that evicts tensors when an op runs out of memory, and runs the op again.
 
-    Results are bitwise the same: an op that runs again sees the same numbers and draws the same ones.
+    Results are bitwise the same: an op that runs again reads the same values and draws the same random
+    numbers.
 
     Args:
-        meter: of the device; if it is a mode itself it must be started before the guard, and stopped after.
-        idle: what can be evicted.
-        least_budget: called, where nothing helps, with the bytes that are needed at least; returns what else
-            there is to say of the budget that would do.
+        meter: measures device memory; if it is a mode, start it before the guard, and stop it after.
+        idle: holds the tensors that can be evicted.
+        least_budget: called with the least bytes that are known to be needed, where nothing helps; returns a
+            sentence about the budget that would do, or an empty string.
 
     Attributes:
-        caught: times that an op ran out of memory and was run again.
-        made_room: times that room was made before an op.
-        evicted_bytes: in all.
-        ops: for the log: by name, how often they ran out of memory, or had room made.
-        running: between `start` and `stop`.
-        least_budget_bytes: device memory that has turned out to be needed at least; 0: nothing is known.
+        caught: how often an op ran out of memory and was run again.
+        made_room: how often memory was freed before an op.
+        evicted_bytes: bytes evicted so far.
+        ops: how often each op, by name, ran out of memory or had memory freed before it.
+        running: whether the guard has been started and not stopped.
+        least_budget_bytes: the least device memory that turned out to be needed; 0: not known.
     """
 
     supports_higher_order_operators = True
-    """A compiled backward that draws the random numbers of its forward again is one to this mode."""
+    """Compiled backwards that repeat the forward's random numbers reach this mode as such an operator."""
 
     def __init__(self, meter: Meter, idle: Evicts, least_budget: Callable[[int], str] = lambda _: "") -> None:
         super().__init__()
@@ -157,29 +158,29 @@ class OomGuard(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled regions stay compiled."""
+        """Return true: compiled regions stay compiled."""
         return True
 
     def start(self) -> None:
-        """Guard what this thread does from now on, and the backwards that it calls."""
+        """Guard the ops of this thread from now on, and those of the backwards that it calls."""
         if not self.running:
             self.running = True
             self.__enter__()
 
     def stop(self) -> None:
-        """End it, in the reverse order of `start`. Safe to call again."""
+        """Stop guarding; several modes stop in the reverse order of their start. Safe to call again."""
         if self.running:
             self.running = False
             self.__exit__(None, None, None)
 
     def op_begins(self, name: str, call: int, inputs: Sequence[torch.Tensor]) -> None:
-        """An opaque op starts (`op_hook`): make as much room as its last call turned out to need."""
+        """Free memory before an extension op (`op_hook`): as much as its last call turned out to need."""
         key = name, tuple(tensor.nbytes for tensor in inputs)
         self.make_room(name, self._room.get(key, 0))
         self._called[call] = key, self._ever_bytes()
 
     def op_ends(self, call: int, outputs: Sequence[torch.Tensor], failed: bool, wanted_bytes: int) -> None:
-        """It has ended, perhaps because it ran out of memory."""
+        """Note how much memory an extension op needed; ``failed``: it ran out of memory."""
         if call not in self._called:  # the guard was not there when it began
             return
         key, before_bytes = self._called.pop(call)
@@ -196,12 +197,12 @@ class OomGuard(TorchDispatchMode):
         kwargs: Mapping[str, Any],
         written: Sequence[torch.Tensor],
     ) -> tuple[Any, int]:
-        """Run what is a function of its arguments as if it were an op, and again if it must be.
+        """Run a function of its arguments as if it were one op; run it again if it runs out of memory.
 
         Args:
-            name: for the log; calls of the same name and argument sizes are taken to be alike.
-            function, args, kwargs: what to run.
-            written: what it might change; where it has, it is not run again.
+            name: name for the log; calls with the same name and argument sizes are assumed to be alike.
+            function, args, kwargs: the call to run.
+            written: tensors that it might change; if it has changed one, it is not run again.
 
         Returns:
             Its result, and the bytes that it allocated and did not free.
@@ -230,7 +231,7 @@ class OomGuard(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if types and runs_its_own_dispatch(types):
-            return NotImplemented  # its inner ops come by one by one
+            return NotImplemented  # the ops into which the subclass turns it are seen one by one
         kwargs = kwargs or {}
         traits = self._traits.get(func)
         if traits is None:
@@ -252,7 +253,7 @@ class OomGuard(TorchDispatchMode):
         failure: Failure | None,
         states: Callable[[], None] | None,
     ) -> Any:
-        """Evict and run until it succeeds or nothing is left. No handler is open: tracebacks hold tensors."""
+        """Evict and run until it succeeds or nothing is left. Not in ``except``: tracebacks hold tensors."""
         asked_bytes, result = 0, None
         while failure is not None:
             wanted_bytes = failure.wanted_bytes or _LEAST_EVICTED_BYTES
@@ -282,7 +283,7 @@ class OomGuard(TorchDispatchMode):
         raise self._error(traits.name, failure, why)
 
     def make_room(self, name: str, wanted_bytes: int) -> None:
-        """Evict what ``wanted_bytes`` miss now; ``name``: of what is about to run."""
+        """Evict until ``wanted_bytes`` are free, if possible, before the op ``name`` runs."""
         if not wanted_bytes or self._random.capturing():
             return
         missing_bytes = self._meter.allocated_bytes() + wanted_bytes - self._meter.limit_bytes()
@@ -291,7 +292,7 @@ class OomGuard(TorchDispatchMode):
             self._note(name, "made room before")
 
     def _ever_bytes(self) -> int:
-        """In use if nothing had been evicted: grows by what an op allocates, whatever goes meanwhile."""
+        """Return the bytes that would be in use without evictions: they grow by what an op allocates."""
         return self._meter.allocated_bytes() + self.evicted_bytes
 
     def _evict(self, wanted_bytes: int) -> int:
@@ -300,7 +301,7 @@ class OomGuard(TorchDispatchMode):
         return freed_bytes
 
     def _tidy(self, first: bool) -> None:
-        """Where the allocator holds much more than is in use, fragments are in the way."""
+        """Empty the allocator's cache if much of it is unused: fragments may be in the way."""
         if first and self._device.type != "cpu":
             reserved_bytes = torch.accelerator.memory_reserved(self._device)
             if self._meter.allocated_bytes() < 0.8 * reserved_bytes:
@@ -311,7 +312,7 @@ class OomGuard(TorchDispatchMode):
         logger.debug("%s %s; %d bytes evicted so far", what, name, self.evicted_bytes)
 
     def _error(self, name: str, failure: Failure, why: str) -> RuntimeError:
-        """The kind of error that it was, with what a person can do something about."""
+        """Return an error of the original kind, whose text names the memory needed and why nothing helped."""
         used_bytes, limit_bytes = self._meter.allocated_bytes(), self._meter.limit_bytes()
         least_bytes = used_bytes + (failure.wanted_bytes or 0)
         self.least_budget_bytes = max(self.least_budget_bytes, least_bytes)
@@ -324,7 +325,7 @@ class OomGuard(TorchDispatchMode):
         )
 
     def _bracket(self, which: str, func: Any, args: tuple[Any, ...]) -> None:
-        """An `op_hook`'s mark: passed to the modes below, too."""
+        """Handle a mark of `op_hook`, and pass it to the modes below too."""
         if which == "begin":
             self.op_begins(*args)
         func(*args)
@@ -333,15 +334,15 @@ class OomGuard(TorchDispatchMode):
 
 
 def guard_compiled(guard: OomGuard, modules: Iterable[nn.Module]) -> list[Undo]:
-    """Let ``guard`` run the calls of those among ``modules`` that are compiled; return what undoes it.
+    """Let ``guard`` run the calls of the compiled ones of ``modules``; return functions that undo this.
 
-    A compiled region is one op, its backward another. It allocates by itself, without the dispatcher, and a
-    part of it cannot be run again. The whole can: it is a function of its inputs. So the call of a compiled
+    A compiled region is one op, and its backward another. It allocates without the dispatcher, and a part of
+    it cannot be run again. The whole region can, as a function of its inputs. So the call of a compiled
     module is run again as a single op is, unless the failed attempt has changed a buffer or an input. Its
-    backward runs inside autograd and gets one attempt: room is made before it, as much as its forward took
-    and the gradients that it will allocate.
+    backward runs inside autograd and gets one attempt: memory is freed before it, as much as its forward took
+    and as its new gradients need.
 
-    Put it on after whatever else wraps the calls (`wrap_call`), and take it off before.
+    Call this after all else that wraps the calls (`wrap_call`), and undo it before that is taken off.
     """
     return [_guarded(guard, module) for module in modules if is_compiled(module)]
 
@@ -382,5 +383,5 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _tensor_bytes(values: Any) -> int:
-    """Bytes of all tensors in ``values``, nested as it may be; one that appears twice counts twice."""
+    """Return the bytes of all tensors in nested ``values``; one that appears twice counts twice."""
     return sum(tensor.nbytes for tensor in _tensors(values))

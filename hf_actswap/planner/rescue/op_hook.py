@@ -1,4 +1,4 @@
-"""The bracket around extension ops that no dispatch mode sees."""
+"""A context manager that shows the planner extension ops which no dispatch mode sees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMESPACE = "hf_actswap"
 
 
 def _nothing(*_: Any) -> None:
-    """What a mark does, on every device and in tracing."""
+    """Do nothing: the kernel of both marks, on every device and in tracing."""
 
 
 def _register(mark: str, signature: str) -> Any:
@@ -30,11 +30,11 @@ _op_end = _register("op_end", "(int call, Tensor[] outputs, bool out_of_memory, 
 
 
 class op_hook:  # read as a verb, like `torch.no_grad`
-    """Brackets an extension op that nothing else sees, so that the planner can see it.
+    """Marks begin and end of an extension op that nothing else sees, so that the planner can see it.
 
-    What a custom C++ or Triton op does passes no dispatcher: no mode learns that it ran, or of its memory.
-    The bracket says so, with two marks that are ops themselves, and do nothing: every dispatch mode sees
-    them, on every thread that it reaches:
+    A custom C++ or Triton op does not pass the dispatcher: no dispatch mode learns that it runs, or of its
+    memory. This context manager tells them with two marks, which are ops that do nothing: every dispatch mode
+    sees them, on every thread that it reaches:
 
     ```python
     with op_hook("gmm_forward", inputs=(x, weight)) as hook:
@@ -42,15 +42,15 @@ class op_hook:  # read as a verb, like `torch.no_grad`
         hook.outputs(y)
     ```
 
-    Under an `OomGuard`, room is made before the op for as much as its last call with inputs of these sizes
-    turned out to need. Inputs stay on the device until the end, for the hook holds them, and what is held is
-    not idle. Without a guard a bracket costs some microseconds. An autograd function needs none: what it
-    saves is seen by whoever sees saved tensors, and the ops in its forward and backward are ops.
+    Under an `OomGuard`, memory is freed before the op: as much as its last call with inputs of these sizes
+    turned out to need. Inputs stay on the device until the end, because the hook holds them, and the guard
+    evicts nothing that is held. Without a guard the marks cost some microseconds. An autograd function needs
+    no hook: saved-tensor hooks see what it saves, and dispatch modes see the ops in its forward and backward.
 
     Args:
-        name: of the op; calls of the same name and input sizes are taken to be alike.
-        inputs: tensors that it reads.
-        outputs: tensors that it is given to write into.
+        name: name of the op; calls with the same name and input sizes are assumed to be alike.
+        inputs: tensors that the op reads.
+        outputs: existing tensors into which the op writes.
     """
 
     __slots__ = ("_call", "_inputs", "_name", "_outputs")
@@ -65,7 +65,7 @@ class op_hook:  # read as a verb, like `torch.no_grad`
             self._outputs = []
 
     def outputs(self, *tensors: torch.Tensor) -> None:
-        """Say what it made."""
+        """Tell which tensors the op has made."""
         self._outputs += tensors
 
     def __enter__(self) -> op_hook:

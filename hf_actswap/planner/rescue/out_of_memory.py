@@ -1,7 +1,7 @@
-"""What is known of an out-of-memory error once its handler has been left.
+"""Keeps what an out-of-memory error says, for use after its handler has been left.
 
-An exception's traceback holds the frames that it came through, and they hold tensors (pytorch#18853): so
-nothing is evicted and nothing run again inside an ``except`` block, and of the exception only text is kept.
+An exception's traceback holds the frames that it came through, and these hold tensors (pytorch#18853). So
+nothing is evicted or run again inside an ``except`` block, and only the text of the exception is kept.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import torch
 _WANTED = re.compile(r"(?:[Tt]ried to allocate|asks for) ([\d,]+(?:\.\d+)?) (bytes|[KMGT]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _OF_LIBRARIES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
-"""Memory that libraries ask of the driver themselves; raised as ``RuntimeError``."""
+"""Texts of errors of libraries that ask the driver for memory themselves; raised as ``RuntimeError``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An op ran out of memory.
+    """What an out-of-memory error says.
 
     Args:
         kind: class of the error.
-        text: its first line.
-        wanted_bytes: what it asked for; ``None``: the error does not say.
+        text: the first line of its text.
+        wanted_bytes: bytes that were asked for; ``None``: the error does not say.
     """
 
     kind: type[RuntimeError]
@@ -37,7 +37,7 @@ class Failure:
 def attempt(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[Any, Failure | None]:
-    """Call ``function``; return its result, or ``None`` and why memory ran out. Other errors are raised."""
+    """Call ``function``; return (result, None) or, if memory ran out, (None, failure). Raise other errors."""
     try:
         return function(*args, **kwargs), None
     except RuntimeError as error:
@@ -48,7 +48,7 @@ def attempt(
 
 
 def failure_of(error: BaseException) -> Failure | None:
-    """Return what an error says of memory that ran out; ``None``: it is another error."""
+    """Return what an out-of-memory error says; ``None`` for any other error."""
     if not isinstance(error, RuntimeError):
         return None
     text = next(iter(str(error).splitlines()), "")

@@ -1,4 +1,4 @@
-"""The random numbers that an op draws, drawn again when it runs again."""
+"""Saves random generator states, so that an op that runs again draws the same random numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class RandomStates:
     """Saves the state of the generator that an op on one device draws from.
 
     Args:
-        device: with its index.
+        device: the device, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -19,14 +19,14 @@ class RandomStates:
         self._default: torch.Generator | None = torch.default_generator if device.type == "cpu" else None
 
     def capturing(self) -> bool:
-        """Whether a graph of the accelerator is being captured: its generator has no state to save then."""
+        """Return whether a CUDA graph is being captured: its generator has no state to save meanwhile."""
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def saved(self, generator: torch.Generator | None) -> Callable[[], None] | None:
-        """Return what restores the present state.
+        """Return a function that restores the present state; ``None`` while a graph is captured.
 
         Args:
-            generator: that the op was given; ``None``: the device's own.
+            generator: the generator that the op was given; ``None``: the device's default one.
         """
         if self.capturing():
             return None

@@ -1,1 +1,1 @@
-"""The fastest plan within the limits."""
+"""Searches for the fastest plan within the limits."""

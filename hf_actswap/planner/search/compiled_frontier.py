@@ -1,16 +1,17 @@
-"""The frontier of compiled layers: guessed before a step shows it, then as the steps of trials show it.
+"""Ways to compile a layer so that it saves less: guessed costs at first, then corrected by measured trials.
 
-A point is a set of ops that a compiled layer may be asked to run again, and what they cost and save.
-PyTorch's own solver looks for these ops by counting operations. Two combinations are good in every decoder
-layer, and it does not always find them (at 32,768 tokens it prefers to run attention again):
+A point of this frontier (`FrontierPoint`) is a set of ops that a compiled layer may be asked to run again,
+with what they cost and save. PyTorch's own solver looks for such ops by counting operations. Two combinations
+are good in every decoder layer, and it does not always find them (at 32,768 tokens it prefers to run
+attention again):
 
-* the feed-forward block and the outputs of the norms: wide, and few operations for each byte;
-* the attention's projections too; what the attention core makes is dear, and stays.
+* the feed-forward block and the outputs of the norms: wide, with few operations for each byte;
+* the attention's projections too, while the costly result of the attention core stays.
 
-A trial has one or two points in it, and its step shows three sums: how long it lasted, what it swapped, and
-its peak. Each sum is compared with the paper's, and the difference is laid to the points in proportion: time
-to what is run again, bytes that moved to what is saved, and of the peak what is left then to what is on the
-device only for a while. (Where nothing moved the peak tells of what is saved.)
+The plan of a trial has one or two points, and its steps give three sums: time, swapped bytes, and peak. Each
+is compared with its prediction, and the difference is attributed to the points in proportion: time to what
+runs again, swapped bytes to what is saved, and what then remains of the peak to temporary memory. (If nothing
+is swapped, the peak corrects what is saved.)
 """
 
 from __future__ import annotations
@@ -31,23 +32,24 @@ from ..profile import CompileVariant, FrontierPoint, Prediction, Profile
 from ..trials import Trial
 
 _FACTORS = 0.2, 5.0
-"""By how much one step may change a point at most: a step that was disturbed must not spoil it."""
+"""The least and largest factor by which one trial changes a point: a disturbed step must not spoil it."""
 
 _MOST_PASSING = 1.5
 
 _BESIDE_PRODUCTS, _CORE = 1.4, 1.6
-"""Time of a layer's forward over that of its products: without the attention core, and what the core adds for
-each of its operations over one of theirs. One H200, 7B shape: 1.7 at 8,192 tokens, 2.4 at 32,768."""
+"""Time of a layer's forward without the attention core, as a multiple of that of its matrix products; and
+time of one operation of the core, as a multiple of that of one operation of these products. Measured sums on
+one H200, 7B shape: 1.7 times the products at 8,192 tokens, 2.4 at 32,768."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """What a step of a trial has shown.
+    """What the steps of a trial have measured.
 
     Args:
-        step_ms: of a step in which nothing was compiled or made ready; ``None``: there was none.
-        peak_bytes: in use at most, what had to be evicted included.
-        offloaded_bytes: that moved to the host.
+        step_ms: time of a step in which nothing was compiled or prepared; ``None``: there was none.
+        peak_bytes: the most device memory in use, plus what had to be evicted.
+        offloaded_bytes: bytes that moved to the host.
     """
 
     step_ms: float | None
@@ -56,7 +58,7 @@ class Shown:
 
 
 def shown_by(trial: Trial) -> Shown:
-    """Return what the steps of a trial have shown; the first one compiles, and its time says nothing."""
+    """Return what the steps of a trial have measured; the time of the first, which compiles, is left out."""
     return Shown(
         min((step.step_ms for step in trial.steps[1:]), default=None),
         max(step.peak_bytes + step.evicted_bytes for step in trial.steps),
@@ -65,12 +67,12 @@ def shown_by(trial: Trial) -> Shown:
 
 
 def learned(profile: Profile, plan: MemoryPlan, shown: Shown) -> Profile:
-    """Return ``profile`` with a frontier on which ``plan`` does what was shown; itself: nothing to learn.
+    """Return ``profile`` with its frontier corrected by a trial; ``profile`` itself if there is no point.
 
     Args:
-        profile: by which the plan was found.
-        plan: that was tried.
-        shown: of it.
+        profile: the profile by which the plan was found.
+        plan: the plan that was tried.
+        shown: what its steps have measured.
     """
     points = dict(points_in(profile, plan))
     if not points:
@@ -123,7 +125,7 @@ def _moved(point: FrontierPoint, time_factor: float, bytes_factor: float) -> Fro
 
 
 def _with_peak(profile: Profile, plan: MemoryPlan, shown: Shown) -> Profile:
-    """Lay what is left of the peak's difference to the point of the layer in which it is."""
+    """Attribute what is left of the peak's difference to the point of the layer in which the peak is."""
     predicted = predict(profile, plan)
     points, scope = dict(points_in(profile, plan)), predicted.peak_at[0]
     all_bytes = bytes_of_layers(profile).get(scope, 0) if isinstance(scope, int) else 0
@@ -150,10 +152,10 @@ def _clipped(factor: float) -> float:
 
 
 def variants_of(structure: ModelStructure, root: nn.Module, tokens: int) -> tuple[FrontierPoint, ...]:
-    """Return guessed points for layers that are compiled one by one; none where layers or names differ.
+    """Return guessed points for layers that are compiled one by one; none if the layers differ.
 
     Args:
-        structure: of the model.
+        structure: structure of the model.
         root: the model inside its wrappers.
         tokens: length of a sequence.
     """
@@ -174,12 +176,12 @@ def _is_possible(point: FrontierPoint, layers: Iterable[LayerStructure], structu
 
 @dataclass(frozen=True)
 class _WeightProduct:
-    """A product with a weight.
+    """A matrix product with a weight.
 
     Args:
-        key: of its call.
-        source: who makes its input.
-        in_features, out_features: of the weight.
+        key: key of its call.
+        source: key of the call that makes its input.
+        in_features, out_features: sizes of the weight.
     """
 
     key: OpKey
@@ -189,7 +191,7 @@ class _WeightProduct:
 
     @property
     def operations(self) -> int:
-        """For each token, over 2."""
+        """Half the operations for each token: multiplications alone."""
         return self.in_features * self.out_features
 
 
@@ -235,7 +237,7 @@ def _products(calls: Iterable[Call], module: nn.Module) -> Iterator[_WeightProdu
 
 
 def _features(products: Sequence[_WeightProduct]) -> int:
-    """Features that are saved for each token: each input once, and each output."""
+    """Return how many features are saved for each token: each product's input once, and its output."""
     inputs = {item.source: item.in_features for item in products}
     return sum(inputs.values()) + sum(item.out_features for item in products)
 
@@ -245,12 +247,12 @@ def _inside(products: Iterable[_WeightProduct], path: str) -> list[_WeightProduc
 
 
 def _is_read(layer: LayerStructure, product: _WeightProduct, path: str) -> bool:
-    """Whether something inside ``path`` reads it; else it is not needed again."""
+    """Return whether a call inside ``path`` reads the product's result; else it need not run again."""
     return any(product.key in call.inputs and is_below(call.key[0], path) for call in layer.calls)
 
 
 def _handed_on(calls: Iterable[Call], path: str) -> set[OpKey]:
-    """What the ops inside ``path`` make and others read."""
+    """Return the keys of calls inside ``path`` whose results are read outside of it."""
     return {
         key
         for call in calls

@@ -1,13 +1,13 @@
-"""The search: keep, swap or recompute for each op of each layer, so that the step is shortest in the budget.
+"""Searches for a plan: keep, swap or recompute for each op of each layer, so that the step is shortest.
 
-1. The step is cut into segments, equal layers share one graph (`layer_graph`).
-2. For each kind of layer: the options that can be part of a best plan (`layer_options`).
-3. One option for each layer, by a mixed-integer program over the whole step (`layer_milp`).
-4. Windows for what is swapped, and the rows (`planned_rows`).
-5. The simulator says what that really takes (`simulate`). Where its peak is above the budget, or far below,
-   the program gets a smaller or larger one, and 3 to 5 run again. What is best by the simulator wins.
+1. The step is cut into segments; equal layers share one graph (`layer_graph`).
+2. For each kind of layer, the options that can be part of a best plan are listed (`layer_options`).
+3. A mixed-integer program over the whole step chooses one option for each layer (`layer_milp`).
+4. Windows are chosen for what is swapped, and the plan's rows are written (`planned_rows`).
+5. The step is simulated under the plan (`simulate`). If its peak is above the budget, or far below, the
+   program gets a smaller or larger budget, and 3 to 5 run again. The best simulated plan wins.
 
-The same input gives the same plan on every rank: no clock and no chance takes part.
+The same input gives the same plan on every rank: the result depends on no clock and no random number.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from .layer_segments import effective_min_bytes, segments_of
 from .planned_rows import Choice, plan_of, windows_of
 
 SAFETY = 1.05
-"""Copies are taken to last this many times as long as measured."""
+"""Copies are assumed to take this many times as long as measured."""
 
 _ROUNDS, _ROUNDS_OF_OTHERS, _LEAST_ROUNDS = 6, 3, 8
 _NEAR = 0.01
 """A peak this near below the budget, as a share of what a plan can change, is good enough."""
 
 _HASTE = (0.95, 0.8)
-"""Between compiled layers hooks are a layer apart. A window that would just miss one costs a layer of memory
-for as long; cut short it costs a wait. Both are simulated."""
+"""Safety factors of shorter windows, tried too if layers are compiled. Hooks are then a layer apart: a window
+that just misses one costs memory for a whole layer, a shorter one costs a wait. Both are simulated."""
 
 _MOST_SHARES = 96
-"""Parts into which a layer's swap may be divided, over all layers: few layers are cut finer."""
+"""Number of parts, over all layers, into which swapped bytes may be divided: the fewer layers, the finer."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A plan and what it is predicted to do.
+    """A plan that was found, with its prediction.
 
     Args:
-        plan: rows written by hand, and found ones.
-        prediction: of it.
-        bound_ms: as the program sees it, no plan's step is shorter.
-        seconds: that the search took.
+        plan: has the rows written by hand, and those that were found.
+        prediction: its prediction.
+        bound_ms: a lower bound of the step's time under any plan, as the integer program counts it.
+        seconds: duration of the search.
     """
 
     plan: MemoryPlan
@@ -88,16 +88,16 @@ def find_plan(
     """Return the plan with the shortest predicted step that keeps within the limits.
 
     Args:
-        profile: of the step without a policy.
-        fixed: what the user wrote; not decided again.
-        limits: budgets.
-        safety: copies are taken to last this many times as long as the link says.
-        rounds: programs that are solved at most, to come near the budget.
+        profile: profile of the step without a policy.
+        fixed: fates that the user wrote; they are not decided again.
+        limits: the limits.
+        safety: copies are assumed to take this many times as long as the link says.
+        rounds: the most programs that are solved to come near the budget.
         without: variants of compiled layers (`FrontierPoint.variant`) that are left out.
-        insists: whether to look for the least that fits when nothing does.
+        insists: whether to search for the plan of the least peak if nothing has fitted so far.
 
     Raises:
-        BudgetError: nothing fits; it names the least that does.
+        BudgetError: nothing fits; the error names the least budget that would do.
         PlanError: scipy is missing.
         ValueError: ``safety`` is below 1.
     """
@@ -110,16 +110,16 @@ def find_plan(
 
 
 def least_peak_bytes(profile: Profile, fixed: MemoryPlan, limits: Limits) -> int:
-    """Return the least peak that the search reaches; see `least_peak`."""
+    """Return the least peak in bytes that the search reaches, with the arguments of `least_peak`."""
     return least_peak(profile, fixed, limits).peak_bytes
 
 
 def least_peak(profile: Profile, fixed: MemoryPlan, limits: Limits) -> Prediction:
-    """Return the step with the least peak that the search reaches, whatever it costs.
+    """Return the predicted step with the least peak that the search reaches, however long it takes.
 
     Args:
-        profile, fixed: see `find_plan`.
-        limits: its ``device_bytes`` plays no part.
+        profile, fixed: as in `find_plan`.
+        limits: the limits; ``device_bytes`` is ignored.
 
     Raises:
         PlanError: scipy is missing.
@@ -130,8 +130,8 @@ def least_peak(profile: Profile, fixed: MemoryPlan, limits: Limits) -> Predictio
 def candidates(profile: Profile, fixed: MemoryPlan, limits: Limits, count: int) -> list[Found]:
     """Return up to ``count`` different plans that fit, the fastest by prediction first.
 
-    They differ in what they trust: slower links, a smaller budget, no swap at all. If the machine is not as
-    the profile says, another one than the first may be best on it.
+    They are found under different assumptions: slower links, a smaller budget, no swap at all. If the machine
+    is not as the profile says, another plan than the first may be best on it.
 
     Raises:
         BudgetError: nothing fits.
@@ -153,7 +153,7 @@ def candidates(profile: Profile, fixed: MemoryPlan, limits: Limits, count: int) 
 
 
 def _variants_of_others(profile: Profile, found: list[Found]) -> Iterator[Collection[CompileVariant]]:
-    """Yield what to leave out next: guessed variants of compiled layers that an earlier plan shows anyway."""
+    """Yield the variants to leave out next: guessed ones that a trial of an earlier plan will measure."""
     while True:
         points = [point for item in found for _, point in points_in(profile, item.plan)]
         yield {point.variant for point in points if not point.measured}
@@ -170,10 +170,10 @@ def _variations(limits: Limits) -> Iterator[tuple[Limits, float]]:
 
 
 class Search:
-    """What one profile, one set of fixed rows and one set of limits have in common.
+    """The searches for one profile, one set of fixed rows and one set of limits, with what they share.
 
     Args:
-        profile, fixed, limits, safety, without: see `find_plan`.
+        profile, fixed, limits, safety, without: as in `find_plan`.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Search:
         self._points = tuple(point for point in offered_points(profile) if point.variant not in without)
 
     def best(self, rounds: int = _ROUNDS, insists: bool = True) -> _Tried:
-        """Return the fastest plan that fits; ``rounds``, ``insists``: see `find_plan`."""
+        """Return the fastest plan that fits; ``rounds`` and ``insists`` are those of `find_plan`."""
         limit = self._limits.device_bytes
         unplanned = self._simulated(self._fixed, None)
         if unplanned.prediction.peak_bytes <= limit:
@@ -215,10 +215,10 @@ class Search:
         return min(fitting, key=lambda tried: (tried.prediction.step_ms, tried.prediction.peak_bytes))
 
     def least(self) -> _Tried:
-        """Return the plan with the least peak: the program's own, then below that until nothing fits.
+        """Return the plan with the least peak: the program's own, then lower ones until nothing fits.
 
-        Where copies hide behind nothing, times say nothing of it. They are left out then: who asks for the
-        least that was named gets it, though the same step takes other times in the next run.
+        Without a link, times do not affect the least peak, and each op counts 1 ms. So a budget that an error
+        has named suffices in the next run too, although its measured times differ.
         """
         if self._profile.link is None and any(
             op_event.forward_ms != 1.0 for op_event in self._profile.op_events
@@ -242,7 +242,7 @@ class Search:
         return least
 
     def _approached(self, limit: int, unplanned: _Tried, rounds: int) -> Iterator[_Tried]:
-        """Yield what fits, of plans whose peaks come closer and closer to the limit."""
+        """Solve for plans whose peaks come closer and closer to the limit; yield those that fit."""
         target, too_small = limit, 0
         near = max(int((unplanned.prediction.peak_bytes - limit) * _NEAR), 1)
         seen: set[int] = set()
@@ -291,12 +291,12 @@ class Search:
         return self._options
 
     def _is_free(self, layer: int) -> bool:
-        """Whether it is a compiled layer of which nothing is written by hand."""
+        """Return whether this is a compiled layer for which nothing is written by hand."""
         rows = (row for row in self._fixed.rows if row.scope == layer and row.op_path != OUTPUT)
         return layer in self._profile.compiled_layers and not any(rows)
 
     def _realised(self, solution: Solution) -> list[_Tried]:
-        """Return the plan of a solution, then the same with windows that are cut short."""
+        """Return the plan of a solution, then the same plan with shorter windows."""
         segments = map(as_chosen, self.segments, solution.options)
         choice = Choice(tuple(segments), solution.options)
         return [self._with_windows(choice, solution, link_rate) for link_rate in self._link_rates]
@@ -316,7 +316,7 @@ class Search:
         return tried
 
     def with_curve(self, plan: MemoryPlan) -> Prediction:
-        """Return the prediction of a plan, its memory over the step included."""
+        """Return the prediction of a plan, with its memory over time (`Prediction.memory`)."""
         moved = self._limits.frees_optimizer_states
         return self._limits.with_others(self._simulator.predict(plan, optimizer_states_moved=moved))
 

@@ -1,8 +1,8 @@
-"""What one combination of fates costs a layer: a walk through its forward and its backward.
+"""Computes what one combination of fates costs a layer: a walk through its forward and its backward.
 
-Backward runs one op event after the other; what its nodes read is held, or fetched back, or rebuilt when it
-is first needed, with all that this needs. So the time that is run again, the bytes that stay, the moments at
-which copies can start and must have ended, and the most that is alive at once fall out of one walk.
+Backward runs one op event after the other. What its nodes read is held, fetched back, or rebuilt at the first
+need, together with the inputs that rebuilding needs. One walk gives the time of what runs again, the bytes
+that stay, when copies can start and must have ended, and the most bytes alive at once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .layer_graph import RECOMPUTE, SWAP, GraphStorage, LayerGraph
 
 @dataclass(frozen=True, slots=True)
 class LinkRate:
-    """How fast copies are taken to be, in bytes per ms; both 0: there is no link, and its time is not known.
+    """Assumed rates of copies; both 0: there is no link, and copies take no time.
 
     Args:
-        out_bytes_per_ms, in_bytes_per_ms: each way.
-        latency_ms: of each copy.
+        out_bytes_per_ms, in_bytes_per_ms: rates to the host and back.
+        latency_ms: time that each copy takes in addition.
     """
 
     out_bytes_per_ms: float
@@ -31,7 +31,7 @@ class LinkRate:
 
     @staticmethod
     def of(link: Link | None, safety: float) -> LinkRate:
-        """Return the rate of a link whose copies last ``safety`` times as long as it says."""
+        """Return the rates of a link, with copies that take ``safety`` times as long as it says."""
         if link is None:
             return LinkRate(0.0, 0.0, 0.0)
         return LinkRate(
@@ -39,30 +39,31 @@ class LinkRate:
         )
 
     def out_ms(self, size_bytes: int) -> float:
-        """Duration of a copy out."""
+        """Return the duration of a copy to the host."""
         return size_bytes / self.out_bytes_per_ms + self.latency_ms if self.out_bytes_per_ms else 0.0
 
     def in_ms(self, size_bytes: int) -> float:
-        """Duration of a copy back."""
+        """Return the duration of a copy back."""
         return size_bytes / self.in_bytes_per_ms + self.latency_ms if self.in_bytes_per_ms else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One variant of a layer.
+    """One combination of fates for a layer, with its costs.
 
     Args:
-        fates: of the calls of its graph; of a layer recomputed whole, those of calls before it count.
-        whole: whether it is recomputed whole.
-        recompute_ms: run again.
-        kept_bytes: on the device from its forward to its backward.
-        swapped_bytes, swapped_input_bytes: that move, the latter of what was handed to the layer.
-        out_ms, in_ms: the link's time for them.
-        backlog_ms: the link's time that is left at least when the layer's forward ends.
-        lead_ms: the link's time that is needed at least before the layer's backward starts.
-        forward_peak_bytes, backward_peak_bytes: while it runs, beyond the segment's least base.
-        point: the variant of a compiled layer; ``None``: it is compiled as it is.
-        again_ms: by how much longer its backward lasts for that.
+        fates: one fate for each call of its graph; if it is recomputed whole, only calls before it count.
+        whole: whether the layer is recomputed whole.
+        recompute_ms: time of what runs again.
+        kept_bytes: bytes on the device from its forward to its backward.
+        swapped_bytes: bytes that move to the host.
+        swapped_input_bytes: those of them that the layer was handed as input.
+        out_ms, in_ms: time of the link for copies out and back.
+        backlog_ms: least time of copies out that is left when the layer's forward ends.
+        lead_ms: least time of copies back that is needed before the layer's backward starts.
+        forward_peak_bytes, backward_peak_bytes: peak while it runs, beyond the segment's least base.
+        point: how a compiled layer is compiled instead; ``None``: as by default.
+        again_ms: how much longer its backward lasts because of ``point``.
     """
 
     fates: tuple[str, ...]
@@ -82,18 +83,18 @@ class Option:
 
     @property
     def extra_ms(self) -> float:
-        """Run again, by whomever."""
+        """Time of what runs again, by the engine or inside a compiled layer."""
         return self.recompute_ms + self.again_ms
 
 
 def evaluate(graph: LayerGraph, fates: Sequence[str], link_rate: LinkRate, whole: bool = False) -> Option:
-    """Return what one combination of fates costs.
+    """Return one combination of fates with its costs.
 
     Args:
-        graph: of the layer.
-        fates: one for each call.
-        link_rate: of copies.
-        whole: whether the layer is recomputed whole: then only calls before it have a say.
+        graph: graph of the layer.
+        fates: one fate for each call of the graph.
+        link_rate: rates of copies.
+        whole: whether the layer is recomputed whole; then only the fates of calls before it count.
     """
     costs = LayerCosts(graph, fates, whole)
     costs.backward()
@@ -134,14 +135,14 @@ def evaluate(graph: LayerGraph, fates: Sequence[str], link_rate: LinkRate, whole
 
 
 class LayerCosts:
-    """Walks through a layer's backward, and rebuilds what is needed when it is needed first.
+    """Walks through a layer's backward, and rebuilds what is dropped when it is first needed.
 
     Attributes:
-        held: storages that are held, each with the call that makes it and when it is read first, in ms since
-            the layer's backward began.
-        backward_start_ms: when the nodes of each op event begin, the latter of what runs again before them.
-        recompute_ms: run again.
-        backward_peak_bytes: alive in backward, with the bases.
+        held: number of each storage that is held -> the call that makes it, and when it is first read, in ms
+            since the layer's backward began.
+        backward_start_ms: when backward reaches each op event, before what runs again for it.
+        recompute_ms: time of what runs again.
+        backward_peak_bytes: most bytes alive in backward, base bytes included.
     """
 
     def __init__(self, graph: LayerGraph, fates: Sequence[str], whole: bool) -> None:
@@ -155,7 +156,7 @@ class LayerCosts:
         self._ran: set[int] = set()
 
     def backward(self) -> None:
-        """All of it, in the order of backward."""
+        """Walk through all of backward, in its order."""
         graph = self._graph
         wanted: dict[int, list[tuple[int, int]]] = {}
         for number in sorted(range(len(graph.storages)), key=lambda at: graph.storages[at].rank):
@@ -171,7 +172,7 @@ class LayerCosts:
             self._now_ms += graph.backward_ms[place]
         for places in wanted.keys() - set(
             graph.backward_order
-        ):  # backward does not come by: held until the end
+        ):  # backward does not visit these op events: held until the end
             for number, maker in wanted[places]:
                 if not self._is_rebuilt(maker):
                     self.held.setdefault(number, (maker, self._now_ms))
@@ -179,14 +180,14 @@ class LayerCosts:
         self._count_peak()
 
     def moves(self, number: int, maker: int) -> bool:
-        """Whether a held storage is swapped."""
+        """Return whether a held storage is swapped."""
         return self._fates[maker] == SWAP and self._graph.storages[number].moves
 
     def readers(self, number: int) -> list[tuple[int, bool]]:
-        """Op events in which a held storage is asked for, each with whether its nodes save it.
+        """Return the op events in which the engine meets a held storage, each with whether its nodes save it.
 
-        Else a call is meant that runs again with it, and asks before its first node. The first of all starts
-        the copy out, the last is the consumer for the engine.
+        If they do not, its call runs again with the storage, and meets it before its first node. The first
+        of these op events starts the copy out; the last one's backward is the first to read it.
         """
         graph, storage = self._graph, self._graph.storages[number]
         if self._whole:
@@ -198,12 +199,12 @@ class LayerCosts:
         return sorted(found) or [(storage.born, True)]
 
     def ready_after(self, number: int, maker: int) -> int:
-        """How many op events have run when its copy out can start: a call's result is there at its end."""
+        """Return how many op events have run when the copy out can start; a result: its own call too."""
         place, saved = self.readers(number)[0]
         return place + (saved and place == self._graph.calls[maker].place)
 
     def forward_peak(self) -> int:
-        """The most that is alive in forward, with the bases."""
+        """Return the most bytes alive in forward, base bytes included."""
         graph = self._graph
         last = len(graph.forward_ms)
         ends = [
@@ -239,7 +240,7 @@ class LayerCosts:
             self._now_ms += self._graph.forward_ms[place]
 
     def _rebuild_whole(self) -> None:
-        """As ``torch.utils.checkpoint`` does: up to the last call that saves something; it need not run."""
+        """Rebuild as ``torch.utils.checkpoint`` does: up to the last call that saves, which need not run."""
         graph = self._graph
         inside = [
             (place, maker, number)

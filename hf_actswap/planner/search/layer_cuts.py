@@ -1,8 +1,8 @@
-"""Which calls of a layer to run again, at every price of a byte held: minimum cuts.
+"""Finds which calls of a layer to run again, for every price of a held byte: minimum cuts.
 
-The side of the source is run again. A call there costs its time (an edge to the sink). A storage that is read
-in backward, or by a call run again, costs its bytes times the price, unless its maker is run again too (an
-edge to the maker). So a cut is a consistent choice, and its capacity is what that choice costs.
+Calls on the source's side of a cut run again, and cost their time (an edge to the sink). A storage that is
+read in backward, or by a call that runs again, costs its bytes times the price, unless its maker runs again
+too (an edge to the maker). So a cut is a consistent choice, and its capacity is the cost of that choice.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ try:
     import numpy as np
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-except ImportError:  # said when somebody plans: nothing else needs it
+except ImportError:  # `need_scipy` raises: only planning needs scipy
     csr_array = None
 
 _SCALE = 2**30
 _DEPTH = 7
 _FREE_MS = 1e-6
-"""Nothing is run again that need not be, even if it took no time."""
+"""Added to the time of each call, so that calls which take no time do not run again needlessly."""
 
 
 def need_scipy() -> None:
-    """Raise if the planner's solver is missing.
+    """Raise if scipy, the planner's solver, is missing.
 
     Raises:
-        PlanError: it says how to install it.
+        PlanError: scipy is missing; the error says how to install it.
     """
     if csr_array is None:
         raise PlanError(
@@ -65,7 +65,7 @@ def _between(
     found: dict[frozenset[int], tuple[float, int]],
     depth: int,
 ) -> None:
-    """Look for cuts between two, at the price at which these cost the same."""
+    """Add cuts between ``few`` and ``many`` to ``found``, beginning at the price where both cost the same."""
     (few_ms, few_bytes), (many_ms, many_bytes) = found[few], found[many]
     if depth == 0 or few_bytes <= many_bytes:
         return
@@ -81,7 +81,7 @@ def _between(
 
 
 class _Cuts:
-    """The network of one graph, whose capacities depend on the price."""
+    """The flow network of one layer's graph, whose capacities depend on the price of a byte."""
 
     def __init__(self, graph: LayerGraph) -> None:
         self._graph = graph
@@ -102,10 +102,10 @@ class _Cuts:
         sizes = [graph.storages[number].size_bytes for number, _ in self._pairs]
         least = min((size for size in sizes if size), default=1)
         self.highest = max(sum(self._ms), 1.0) / max(least, 2**16)
-        """A price at which nothing but bytes counts."""
+        """A price (ms per byte) so high that only bytes count."""
 
     def at(self, price: float) -> frozenset[int]:
-        """Return the calls to run again where a byte held costs ``price`` ms; of equals the fewest."""
+        """Return the calls to run again where a held byte costs ``price`` ms; of equal sets the smallest."""
         graph, edges = self._graph, []
         sizes = {pair: graph.storages[pair[0]].size_bytes * price for pair in self._pairs}
         unit = (_SCALE // 4) / max(sum(self._ms) + sum(sizes.values()), 1e-9)
@@ -124,7 +124,7 @@ class _Cuts:
         return self._source_side(edges)
 
     def cost(self, again: frozenset[int]) -> tuple[float, int]:
-        """Return the time and the bytes held of a choice, each storage once."""
+        """Return the recompute time and the held bytes of a choice; each storage counts once."""
         graph, held, seen = self._graph, set(), set()
         wanted = list(self._saved)
         while wanted:

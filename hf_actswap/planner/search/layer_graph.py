@@ -1,9 +1,9 @@
-"""What the search decides about, layer by layer: calls, the storages they make, and who reads these.
+"""The graphs on which the search decides: calls of a layer, the storages they make, and what reads these.
 
-The step falls into *segments*: what runs before the layers, each layer, what runs after them. A storage
-belongs to the segment that makes it; the hidden state that a layer hands on belongs to the segment that reads
-it, because only there it is known whether anybody holds it. Everything in a graph is counted from the
-segment's own start, so that layers of the same kind have equal graphs and share what is computed for one.
+The step consists of *segments*: what runs before the layers, each layer, what runs after them. A storage
+belongs to the segment that makes it. The hidden state that a layer hands on belongs to the segment that reads
+it, because only there it is known whether anything holds it. All numbers in a graph count from the segment's
+own start, so that layers of the same kind have equal graphs and share what is computed for one.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ KEEP, SWAP, RECOMPUTE = "k", "s", "r"
 """Fates of a call in an option."""
 
 _SAME_TIMES = 0.1
-"""Layers whose times differ by less share one graph."""
+"""Layers whose times differ by at most this share have one graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphCall:
-    """Something that makes storages.
+    """A call that makes storages.
 
     Args:
-        from_before: whether it runs before the segment: the hidden state comes from it.
-        path, ordinal: as in plan rows.
-        fates: what can become of what it makes, of `KEEP`, `SWAP`, `RECOMPUTE`; one: it is decided already.
+        from_before: whether it runs before the segment, and hands its hidden state to it.
+        path, ordinal: op path and number of the call, as in plan rows.
+        fates: possible fates of the storages that it makes (letters of `KEEP`, `SWAP`, `RECOMPUTE`); if there
+            is one only, it is decided already.
         place: number of its op event in the segment; -1: it has none.
     """
 
@@ -39,14 +40,14 @@ class GraphCall:
 
 @dataclass(frozen=True, slots=True)
 class GraphStorage:
-    """A storage.
+    """A storage of a segment.
 
     Args:
-        size_bytes: of all of it.
+        size_bytes: size of the whole storage.
         born, last_used: numbers of the op events of its first and last use in forward.
-        saved: (number of the op event whose nodes read it in backward, the call that makes it).
-        moves: whether a swap moves it.
-        rank: in the order in which nodes save storages.
+        saved: pairs (number of the op event whose nodes read it in backward, number of its maker's call).
+        moves: whether a swap moves it: it is not too small.
+        rank: its place in the order in which nodes save storages.
     """
 
     size_bytes: int
@@ -62,13 +63,13 @@ class LayerGraph:
     """One kind of segment.
 
     Args:
-        calls: who makes storages.
-        storages: of the segment.
-        reads: for each call, what it must have in order to run again: (storage, the call that makes it).
-        forward_ms, backward_ms: of each op event.
-        backward_order: op events in the order of backward.
-        forward_base_bytes, backward_base_bytes: of each op event, beyond the segment's least.
-        whole: whether it can be recomputed as one.
+        calls: the calls that make storages.
+        storages: the storages of the segment.
+        reads: for each call its inputs when it runs again: (storage number, number of its maker's call).
+        forward_ms, backward_ms: times of each op event.
+        backward_order: numbers of op events in the order of backward.
+        forward_base_bytes, backward_base_bytes: base bytes of each op event, beyond the segment's least.
+        whole: whether the segment can be recomputed as a whole.
     """
 
     calls: tuple[GraphCall, ...]
@@ -83,7 +84,7 @@ class LayerGraph:
 
     @property
     def shape(self) -> object:
-        """All of it but times and bases."""
+        """All of the graph except times and base bytes; equal for segments of one kind."""
         return self.calls, self.storages, self.reads, self.backward_order, self.whole
 
 
@@ -92,10 +93,10 @@ class Segment:
     """A segment of the step.
 
     Args:
-        layer: its index; -1: before the layers; the number of layers: after them.
-        graph: of its kind.
+        layer: index of its layer; -1: before the layers; the number of layers: after them.
+        graph: the graph of its kind.
         makers: for each call of the graph, its name in plan rows.
-        forward_base_bytes, backward_base_bytes: the least base while it runs.
+        forward_base_bytes, backward_base_bytes: the least base bytes while it runs.
     """
 
     layer: int
@@ -106,7 +107,7 @@ class Segment:
 
 
 def grouped(segments: list[Segment]) -> list[Segment]:
-    """Give segments of one shape and nearly the same times one graph: the mean times, the highest bases."""
+    """Give segments of one shape and nearly equal times one graph, with mean times and the highest bases."""
     kinds: dict[object, list[list[Segment]]] = {}
     for segment in segments:
         alike = kinds.setdefault(segment.graph.shape, [])

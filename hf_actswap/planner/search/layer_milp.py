@@ -1,21 +1,22 @@
-"""One option for each layer: a mixed-integer linear program over the whole step.
+"""Chooses one option for each layer: a mixed-integer linear program over the whole step.
 
 Rows, for the segments l = 0, 1, ... in the order of forward (times in ms, bytes in MiB):
 
-* K(l) bytes kept of what lies before l: K(l+1) = K(l) + kept.
-* B(l) backlog of the link when l starts: B(l+1) >= B(l) + out - forward, and at least what l's own last
-  copies leave. What is left at the end of forward is waited for.
-* N(l) lead of the link when backward comes to l: N(l) >= N(l-1) + in - backward - recomputation, and at least
-  what l's own first reads need. What is needed before backward begins is waited for.
+* K(l), the bytes kept by segments before l: K(l+1) = K(l) + kept.
+* B(l), the link's backlog of copies out when l starts: B(l+1) >= B(l) + out - forward, and at least what l's
+  own last copies leave. Compute waits for what is left at the end of forward.
+* N(l), the link's lead of copies back when backward reaches l: N(l) >= N(l-1) + in - backward -
+  recomputation, and at least what l's own first reads need. Compute waits for the lead that is needed before
+  backward begins.
 * Forward of l: K(l) + bytes in the backlog + the option's peak <= budget.
 * Backward of l: K(l) + bytes that are back already for the layers before + the option's peak <= budget.
 * Bytes on the host, and bytes swapped in each stage.
 * On a stage of a pipeline, what other micro-batches hold adds to both peaks: `Caps.waiting` times K at the
   end of forward, and `Caps.resident` times what is swapped.
 
-The linear program without integers gives the bound; it also says which options are worth a variable, and in
-which variants layers are compiled: each costs the compiler 10 to 30 seconds, so that a plan has at most
-`MOST_VARIANTS` of them beside the one that is there.
+The linear program without integers gives the bound. It also tells which options are worth a variable, and in
+which variants layers are compiled: each costs the compiler 10 to 30 seconds, so a plan has at most
+`MOST_VARIANTS` beside the default one.
 """
 
 from __future__ import annotations
@@ -38,25 +39,25 @@ from .layer_graph import Segment
 try:
     from scipy.optimize import Bounds, LinearConstraint, linprog, milp
     from scipy.sparse import csr_array, vstack
-except ImportError:  # `need_scipy` says so
+except ImportError:  # `need_scipy` raises
     milp = None
 
 _STDOUT = 1  # its file descriptor
 
 MIB = 2.0**20
 GAP, STEP_GAP = 0.01, 0.0005
-"""A solution is above the best by this share of its cost at most, or by this share of the step's compute."""
+"""A solution costs at most this share more than the best one, or this share of the step's compute time."""
 
 _EXACT_COLUMNS = 250
 _COLUMNS, _COLUMNS_A_LAYER = 130, 8
-"""What is left where there are more: in all, but at least so many for each layer."""
+"""If there are more columns, so many remain: in all, but at least so many for each layer."""
 
 _NODES = 60
 
 MOST_VARIANTS = 2
-"""So many different points of the frontier in one plan (`Option.point`)."""
+"""The most different ways in which one plan has layers compiled (`Option.point`)."""
 _POINTS_GAP, _POINTS_NODES = 0.005, 1
-"""Of layers with such points: the frontier is not known better, and equal layers make many equal choices."""
+"""Step gap and nodes if there are such points: their costs are rough, and equal layers make equal choices."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,11 @@ class Caps:
     """Limits of a solution.
 
     Args:
-        device_bytes: at any time of the step; ``None``: as little as possible, whatever it costs.
-        host_bytes: in all; ``None``: no cap.
-        stage_bytes: swapped in each stage of ``layers_per_stage`` layers; ``None``: no cap.
+        device_bytes: the most device memory at any time; ``None``: use as little as possible, at any cost.
+        host_bytes: the most host memory in all; ``None``: no cap.
+        stage_bytes: the most bytes swapped in each stage of ``layers_per_stage`` layers; ``None``: no cap.
         layers_per_stage: decoder layers of a stage.
-        waiting, resident: see `Limits`.
+        waiting, resident: memory of a pipeline's other micro-batches, as in `Limits`.
     """
 
     device_bytes: int | None
@@ -84,11 +85,11 @@ class Solution:
     """One option for each segment.
 
     Args:
-        options: in the order of the segments.
-        cost_ms: recomputation and stalls, as the program counts them.
-        bound_ms: no solution costs less.
-        device_bytes: its largest memory, as the program counts it.
-        columns: variables of the integer program.
+        options: the chosen options, in the order of the segments.
+        cost_ms: time of recomputation and stalls, as the program counts them.
+        bound_ms: a lower bound: no solution costs less.
+        device_bytes: peak of device memory, as the program counts it.
+        columns: number of integer variables.
     """
 
     options: tuple[Option, ...]
@@ -104,10 +105,10 @@ def solve(
     """Return the cheapest choice within the caps, or ``None`` if there is none.
 
     Args:
-        segments: in the order of forward.
-        options: of each segment.
-        link_rate: of copies.
-        caps: what to keep within.
+        segments: the segments in the order of forward.
+        options: the options of each segment.
+        link_rate: rates of copies.
+        caps: the limits.
 
     Raises:
         PlanError: scipy is missing.
@@ -127,7 +128,7 @@ def solve(
         program = program.with_columns(reduced)
     chosen = program.solved(bound)
     if chosen is None and program.columns < sum(len(variants) for variants in options):
-        program = _Program(segments, options, link_rate, caps)  # what was left out was needed
+        program = _Program(segments, options, link_rate, caps)  # options that were left out are needed
         chosen = program.solved(bound)
     if chosen is None:
         return None
@@ -136,7 +137,7 @@ def solve(
 
 
 def _of_few_variants(options: Sequence[Sequence[Option]], shares: np.ndarray) -> list[list[Option]]:
-    """Leave out all variants of compiled layers but the `MOST_VARIANTS` that have the largest shares."""
+    """Leave out variants of compiled layers but for the `MOST_VARIANTS` with the largest relaxed shares."""
     weights: dict[CompileVariant, float] = {}
     for option, share in zip(itertools.chain(*options), shares, strict=True):
         if option.point is not None:
@@ -151,11 +152,11 @@ def _of_few_variants(options: Sequence[Sequence[Option]], shares: np.ndarray) ->
 def _solver_silent() -> Iterator[None]:
     """Drop the lines that HiGHS writes to stdout for its developers, whatever its options say (scipy 1.17).
 
-    It writes them from C. What anybody else writes to the process's stdout meanwhile comes after.
+    It writes them from C. Whatever else is written to the process's stdout meanwhile appears afterwards.
     """
     try:
         own = os.dup(_STDOUT)
-    except OSError:  # there is none
+    except OSError:  # there is no stdout
         yield
         return
     c_library = ctypes.CDLL(None)
@@ -175,7 +176,7 @@ def _solver_silent() -> Iterator[None]:
 
 
 class _Program:
-    """The program's matrix; ``some``: other options were left out, so that no proof is worth its time."""
+    """The program's matrix; ``some``: options were left out, so proving the optimum is not worth the time."""
 
     def __init__(
         self,
@@ -207,7 +208,10 @@ class _Program:
         self._shared_caps()
 
     def relaxed(self) -> tuple[float, np.ndarray, np.ndarray] | None:
-        """Return a bound of the cost (0: it plays no part), each column's reduced cost, and its share."""
+        """Solve without integers: return a bound of the cost, each option's reduced cost, and its share.
+
+        The bound is 0 where device memory is minimised and not cost. ``None``: there is no solution.
+        """
         matrix, low, high = self._matrix()
         equal = low == high
         # One side of each inequality is infinite.
@@ -229,7 +233,7 @@ class _Program:
         return bound, np.asarray(found.lower.marginals[: self.columns]), found.x[: self.columns]
 
     def with_columns(self, reduced: np.ndarray) -> _Program:
-        """Return the program with each segment's most promising options only."""
+        """Return the program with only the options of each segment that have the lowest reduced costs."""
         fewer = []
         most = max(_COLUMNS_A_LAYER, _COLUMNS // len(self._options))
         for place, variants in enumerate(self._options):
@@ -239,10 +243,10 @@ class _Program:
         return _Program(self._segments, fewer, self._link_rate, self._caps, some=True)
 
     def solved(self, bound: float) -> tuple[tuple[Option, ...], float, float] | None:
-        """Return options, cost and memory; ``None``: there is no solution.
+        """Return the chosen options, their cost in ms, and memory in MiB; ``None``: there is no solution.
 
         Args:
-            bound: no solution costs less.
+            bound: a lower bound of the cost in ms.
         """
         compute_ms = sum(sum(item.graph.forward_ms) + sum(item.graph.backward_ms) for item in self._segments)
         slack_ms = self._step_gap * compute_ms
@@ -267,7 +271,7 @@ class _Program:
         return tuple(picked), self._cost_ms(found.x), float(found.x[self._device])
 
     def _flow(self, place: int, segment: Segment) -> None:
-        """A choice, and the recursions of K, B and N."""
+        """Add rows for a segment's choice of one option, and for its recursions of K, B and N."""
         graph = segment.graph
         kept, backlog, lead = self._kept + place, self._backlog + place, self._lead + place
         self._row(self._each(place, lambda option: 1.0), 1.0, 1.0)
@@ -282,7 +286,7 @@ class _Program:
         self._row({lead + 1: 1.0, **self._each(place, lambda option: -option.lead_ms)}, 0.0, np.inf)
 
     def _memory(self, place: int, segment: Segment) -> None:
-        """Both peaks."""
+        """Add rows for a segment's peaks in forward and in backward."""
         kept, out, back = self._kept + place, self._backlog + place, self._lead + place
         base = segment.forward_base_bytes / MIB
         peaks = self._each(place, lambda option: base + option.forward_peak_bytes / MIB)
@@ -343,7 +347,7 @@ class _Program:
         low, high = np.zeros(self._width), np.full(self._width, np.inf)
         high[: self.columns] = 1.0
         for first in (self._kept, self._backlog, self._lead):
-            high[first] = 0.0  # nothing before the first segment
+            high[first] = 0.0  # nothing is kept or copied before the first segment
         if self._caps.device_bytes is not None:
             high[self._device] = self._caps.device_bytes / MIB
         return Bounds(low, high)
@@ -359,7 +363,7 @@ class _Program:
         times = np.zeros(self._width)
         times[: self.columns] = [option.extra_ms for variants in self._options for option in variants]
         times[[self._backlog + len(self._segments), self._lead + len(self._segments)]] = 1.0
-        # Among equals the one that moves less, and keeps less.
+        # Among equal options the one that moves less wins.
         times[: self.columns] += [
             1e-6 * (option.out_ms + option.in_ms) for variants in self._options for option in variants
         ]

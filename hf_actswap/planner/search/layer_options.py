@@ -1,12 +1,11 @@
-"""What one layer can do, and what each variant costs: milliseconds, bytes kept, bytes that move, and its
-peaks.
+"""Lists the options of one layer with their costs: milliseconds, bytes kept, bytes that move, and peaks.
 
-There are too many combinations of fates to list, but few of them can be best. With a price p for each byte
-held, the best set of calls to run again is a minimum cut: a call run again costs its time, and asks for its
+There are too many combinations of fates to list, but few of them can be best. With a price p for each held
+byte, the best set of calls to run again is a minimum cut: a call that runs again costs its time and needs its
 inputs; what is held costs its bytes. As p rises from 0, cuts change at a few prices only, and these cuts are
-all that a mixture over many layers needs (the lower hull of time against bytes). For each of them, several
-shares of what is held are swapped. A layer with few calls is enumerated instead. A compiled layer has, beside
-what it does by itself, its options at each point of the frontier.
+all that a mixture over many layers needs (the lower hull of time against bytes). For each cut, several shares
+of what is held are swapped. For a layer with few calls all combinations are listed instead. A compiled layer
+has options for each point of its frontier (`FrontierPoint`) beside those of its default compilation.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .layer_cuts import best_runs
 from .layer_graph import KEEP, RECOMPUTE, SWAP, LayerGraph, Segment
 
 _ENUMERATED = 700
-"""Layers with fewer combinations than this are enumerated."""
+"""For layers with at most so many combinations of fates, all are listed."""
 
 _MOST_SHARES = 12
 
@@ -32,13 +31,13 @@ _MOST_SHARES = 12
 def options_of(
     graph: LayerGraph, link_rate: LinkRate, shares: int, points: Sequence[FrontierPoint] = ()
 ) -> list[Option]:
-    """Return the variants that can be part of a best plan, in a fixed order.
+    """Return the options of a layer that can be part of a best plan, in a fixed order.
 
     Args:
-        graph: of the layer.
-        link_rate: of copies.
-        shares: how many parts of what is held may move; more than `_MOST_SHARES` are not tried.
-        points: what a compiled layer can do beside what it does by itself.
+        graph: graph of the layer.
+        link_rate: rates of copies.
+        shares: in how many parts the held bytes are divided for swap, at most `_MOST_SHARES`.
+        points: other ways to compile a compiled layer.
     """
     combinations = prod(len(call.fates) for call in graph.calls)
     if combinations <= _ENUMERATED:
@@ -57,7 +56,7 @@ def options_of(
 
 
 def _likely(graph: LayerGraph, shares: int) -> list[tuple[str, ...]]:
-    """Return the fates of each cut, with nothing, parts, or all of what it holds swapped."""
+    """Return the fates of each minimum cut, with none, some or all of the bytes that it holds swapped."""
     found: list[tuple[str, ...]] = []
     for again in best_runs(graph):
         base = tuple(
@@ -77,7 +76,7 @@ def _likely(graph: LayerGraph, shares: int) -> list[tuple[str, ...]]:
 
 
 def _held_bytes(graph: LayerGraph, fates: Sequence[str]) -> dict[int, int]:
-    """Bytes held of what each call makes, those that can move."""
+    """Return the bytes held of each call's storages, by number of the call; only those that can move."""
     costs = LayerCosts(graph, fates, whole=False)
     costs.backward()
     found: dict[int, int] = {}
@@ -97,7 +96,7 @@ def _prefix(order: Sequence[int], sizes: dict[int, int], share: float) -> Sequen
 
 
 def _undominated(options: list[Option]) -> list[Option]:
-    """Drop what another option beats in every respect."""
+    """Drop each option that another one equals or beats in every respect."""
     metrics = np.array(
         [
             (
@@ -133,11 +132,11 @@ def own_call(graph: LayerGraph) -> int | None:
 
 
 def at_point(graph: LayerGraph, point: FrontierPoint) -> LayerGraph:
-    """Return the graph of a compiled layer of which only a part is saved.
+    """Return the graph of a compiled layer that is compiled so that it saves less.
 
     Args:
-        graph: of the layer as the compiler compiles it by itself.
-        point: what is saved, and what that costs.
+        graph: graph of the layer as it is compiled by default.
+        point: the way to compile it, with what it saves and costs.
     """
     own = own_call(graph)
     if own is None:
@@ -166,7 +165,7 @@ def at_point(graph: LayerGraph, point: FrontierPoint) -> LayerGraph:
 
 
 def with_point(graph: LayerGraph, option: Option, point: FrontierPoint) -> Option:
-    """Return ``option``, which was evaluated on the graph at ``point``, as one of ``graph``."""
+    """Return ``option``, evaluated on the graph at ``point``, with the point and the time that it adds."""
     own = own_call(graph)
     place = None if own is None else graph.calls[own].place
     again_ms = 0.0 if place is None else point.again * graph.forward_ms[place]
@@ -174,5 +173,5 @@ def with_point(graph: LayerGraph, option: Option, point: FrontierPoint) -> Optio
 
 
 def as_chosen(segment: Segment, option: Option) -> Segment:
-    """Return the segment as ``option`` makes it."""
+    """Return ``segment`` with the graph at the option's point, if it has one."""
     return segment if option.point is None else replace(segment, graph=at_point(segment.graph, option.point))

@@ -1,7 +1,7 @@
-"""From a profile to the graphs of its segments.
+"""Builds the graphs of a step's segments from its profile.
 
-Who can rebuild what, and what that holds, is the rule of `plan.settle`: what autograd saves of a call that
-runs again is dropped, and what that call reads is held in its place, unless it is rebuilt too.
+Recomputation follows the rule of `plan.settle`: what autograd saves of the results of a call that runs again
+is dropped, and the inputs of the call are held in its place, unless they are rebuilt too.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def segments_of(profile: Profile, fixed: MemoryPlan, limits: Limits) -> list[Seg
     """Return the segments in the order of forward, equal graphs shared.
 
     Args:
-        profile: of the step.
-        fixed: what is decided already.
-        limits: the size of the smallest tensor that moves, and whether optimizer states are away.
+        profile: profile of the step.
+        fixed: fates that are decided already.
+        limits: of these, the size of the smallest tensor that moves, and whether optimizer states are away.
     """
     states = profile.optimizer_state_bytes if limits.frees_optimizer_states else 0
     whose = list(_whose(profile))
@@ -42,14 +42,14 @@ def segments_of(profile: Profile, fixed: MemoryPlan, limits: Limits) -> list[Seg
 
 
 def effective_min_bytes(fixed: MemoryPlan, limits: Limits) -> int:
-    """Return under which size nothing moves: the limits' word, unless rows written by hand have theirs."""
+    """Return the size under which no tensor moves: the limits', unless rows written by hand swap."""
     if any(row.fate == "swap" for row in fixed.rows):
         return fixed.min_tensor_bytes
     return max(fixed.min_tensor_bytes, limits.min_tensor_bytes)
 
 
 def _whose(profile: Profile) -> Iterator[int]:
-    """Yield the segment of each op event: by name, and what has none belongs to what ran before it."""
+    """Yield the segment of each op event by its scope; without one it belongs to what ran before it."""
     current, last = -1, profile.num_layers
     for op_event in profile.op_events:
         scope = op_event.call[0]
@@ -85,17 +85,17 @@ class _UsesBySegment:
             self.shared.add(number)
 
     def op_event(self, use: Use) -> int:
-        """Number of the op event of a use."""
+        """Return the number of the op event of a use."""
         return event_of(self._last_orders, use.order)
 
 
 def is_handed_on(producer: OpCall) -> bool:
-    """Whether it is the hidden state that one layer hands to the next, or the embedding to the first."""
+    """Return whether ``producer`` made a hidden state that a layer, or the embedding, hands to the next."""
     return producer[1] == OUTPUT and producer[0] not in ("final_norm", "head")
 
 
 class _Builder:
-    """Builds one segment."""
+    """Builds the graph of one segment; ``op_events`` are the numbers of its op events."""
 
     def __init__(
         self,
@@ -159,10 +159,10 @@ class _Builder:
         rows = [row for row in self._fixed.rows if row.scope == self._layer and row.op_path != OUTPUT]
         free = self._is_layer and not rows and not any(op_event.communicates for op_event in self._op_events)
         compiled = self._layer in self._profile.compiled_layers and (self._layer, "", None) in self._by_call
-        return free and not compiled  # there it is a share of 0
+        return free and not compiled  # a compiled layer does this with a share of 0
 
     def _look(self, uses: Mapping[int, list[tuple[int, Use]]]) -> None:
-        """See which calls are functions, which of them overwrite, and which make something that moves."""
+        """Note which calls are functions, which overwrite tensors, and which make tensors that can move."""
         for number, found in uses.items():
             storage = self._profile.saved.storages[number]
             written = len({use.version for use in storage.uses}) > 1
@@ -184,7 +184,7 @@ class _Builder:
     ) -> GraphStorage | None:
         foreign = number in self._uses.shared and self._home(found[0][1].producer) != self._layer
         if foreign:
-            return None  # it stays for its own layer's sake
+            return None  # it counts in the segment that makes it, where it stays
         places = [self._local[op_event] for op_event, _ in found]
         saved: list[tuple[int, int]] = []
         returned: OpCall | None = None
@@ -218,7 +218,7 @@ class _Builder:
         return scope if isinstance(scope, int) else self._layer
 
     def _reader(self, use: Use) -> int | None:
-        """The call that holds its inputs when it is called here, if it is one that can run again."""
+        """Return the number of the call that reads a storage at ``use``, if that call can run again."""
         scope, path, ordinal = use.at
         if scope != self._layer or not self._is_layer:
             return None
@@ -278,7 +278,7 @@ def _useful(
 ) -> tuple[
     list[int], tuple[GraphCall, ...], tuple[GraphStorage, ...], tuple[tuple[tuple[int, int], ...], ...]
 ]:
-    """Leave out calls of which nothing can be held, and what nothing can hold; number the rest anew."""
+    """Leave out storages that nothing can hold, and calls that make only such; number the rest anew."""
     wanted = {
         pair for number, storage in enumerate(storages) for pair in ((number, m) for _, m in storage.saved)
     }

@@ -1,8 +1,9 @@
-"""From the chosen options to a plan: the fewest rows that say the same, with windows.
+"""Turns the chosen options into a plan: the fewest rows that say the same, with windows.
 
-Windows say when what a plan swaps moves: released as soon as its copy is out, fetched back as late as
-possible. As `engine.windows` chooses them, on hooks whose times know what is run again in backward. What is
-swapped is chosen already, so what the link cannot bring in time is asked for when backward begins.
+Windows say when swapped tensors move: device memory is released as soon as the copy out has ended, and copies
+back start as late as possible. They are chosen as in `engine.windows`, with the predicted times of hooks,
+recomputation in backward included. What is swapped is decided already, so copies that the link cannot bring
+back in time start when backward begins.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _FATES: Mapping[str, Fate] = {KEEP: "keep", SWAP: "swap", RECOMPUTE: "recompute"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One option for each segment.
+    """The chosen option of each segment.
 
     Args:
-        segments: in the order of forward, as their options make them (`layer_options.as_chosen`).
-        options: of each.
+        segments: the segments in the order of forward, after `layer_options.as_chosen`.
+        options: the option of each segment.
     """
 
     segments: tuple[Segment, ...]
@@ -40,13 +41,13 @@ class Choice:
 def plan_of(
     choice: Choice, fixed: MemoryPlan, windows: Mapping[OpCall, Windows], min_tensor_bytes: int
 ) -> MemoryPlan:
-    """Return the rows of ``fixed``, and those that ``choice`` adds to them.
+    """Return a plan with the rows of ``fixed`` and those that follow from ``choice``.
 
     Args:
-        choice: what was found.
-        fixed: what was written by hand; its flags are carried over.
-        windows: of what is swapped, by who makes it.
-        min_tensor_bytes: of the plan.
+        choice: the chosen options.
+        fixed: the fates written by hand; the other fields of this plan are carried over.
+        windows: windows of swapped tensors, by the call that makes them.
+        min_tensor_bytes: smaller tensors are not swapped under the plan.
     """
     rows: list[PlanRow] = []
     for segment, option in zip(choice.segments, choice.options, strict=True):
@@ -90,7 +91,7 @@ def _rows(segment: Segment, option: Option, windows: Mapping[OpCall, Windows]) -
 
 
 def _told(rows: Sequence[PlanRow], layer: int, point: FrontierPoint) -> list[PlanRow]:
-    """Add to the rows of a compiled layer those that the compiler is given."""
+    """Return the rows of a compiled layer with those added that tell the compiler what to save."""
     given: list[PlanRow] = []
     if point.share < 1:
         parameters = {COMPILE_BUDGET: point.share}
@@ -112,7 +113,7 @@ def widest(windows: Sequence[Windows]) -> Windows | None:
 
 @dataclass(eq=False, slots=True)
 class _Copy:
-    """One storage that moves."""
+    """The copies of one swapped storage: when and at which operators they can start and must have ended."""
 
     maker: OpCall
     ready_ms: float
@@ -126,17 +127,17 @@ class _Copy:
 
     @property
     def out_order(self) -> tuple[float, int, int]:
-        """Ascending in the order of copies out: what a layer hands on goes after what it saves."""
+        """Sort key for the order of copies out: what a layer hands on goes after what it saves."""
         return self.ready_ms, self.segment, self.rank
 
     @property
     def back_order(self) -> tuple[float, int, int]:
-        """Ascending from the last copy back to the first."""
+        """Sort key for copies back, from the last to the first."""
         return -self.read_ms, -self.segment, -self.rank
 
 
 class _Moves:
-    """Hooks and copies of a choice."""
+    """The hooks and copies of a step under a choice."""
 
     def __init__(self, choice: Choice, profile: Profile, link_rate: LinkRate) -> None:
         self._link_rate = link_rate
@@ -157,7 +158,7 @@ class _Moves:
         )
 
     def hooks(self) -> Hooks:
-        """Where the engine gets control. What no hook of forward releases is released at its end."""
+        """Return the hooks where the engine gets control; at the end of forward it releases what is left."""
         forward = [(op, ms) for ms, op in sorted(self._forward)]
         found = timeline(forward, self._forward_end_ms, [(op, ms) for ms, op in self._backward])
         return Hooks(replace(found, forward=(*found.forward[:-1], (self._end_op, self._forward_end_ms))))
@@ -165,16 +166,16 @@ class _Moves:
     def _add(
         self, choice: Choice, number: int, op_events: list[OpEvent], forward_ms: float, backward_ms: float
     ) -> float:
-        """Add one segment; return when its backward ends."""
+        """Add the hooks and copies of one segment; return when its backward ends."""
         segment, option = choice.segments[number], choice.options[number]
         graph = segment.graph
         costs = LayerCosts(graph, option.fates, option.whole)
         costs.backward()
         begin_ms = list(accumulate(graph.forward_ms, initial=forward_ms))
-        asks = [max(op_event.first_op - 1, 0) for op_event in op_events]  # a call, before its first node
-        saves = [op_event.first_op + max(op_event.num_ops - 1, 0) for op_event in op_events]  # its last node
+        asks = [max(op_event.first_op - 1, 0) for op_event in op_events]  # before a call's first node
+        saves = [op_event.first_op + max(op_event.num_ops - 1, 0) for op_event in op_events]  # last node
         ops = (asks, saves)
-        if option.whole:  # one hook at its start, and to prefetching one moment: its last operator
+        if option.whole:  # one hook in forward, at its start, and one in backward, at its last operator
             self._forward.append((begin_ms[0], saves[0]))
             self._backward.append((backward_ms, saves[-1]))
         else:
@@ -208,7 +209,7 @@ class _Moves:
 
 
 def _hooks(graph: LayerGraph) -> dict[int, bool]:
-    """Op events in which something is saved, each with whether that is only its own result, at its end."""
+    """Return the op events that save a storage, each with whether they save only results of their own."""
     found: dict[int, bool] = {}
     for storage in graph.storages:
         for place, maker in storage.saved:
@@ -217,12 +218,12 @@ def _hooks(graph: LayerGraph) -> dict[int, bool]:
 
 
 def windows_of(choice: Choice, profile: Profile, link_rate: LinkRate) -> Mapping[OpCall, Windows]:
-    """Return windows for what a choice swaps, by who makes it: wide enough for all that this call makes.
+    """Return windows by the call that makes swapped storages, wide enough for all that it makes.
 
     Args:
-        choice: what was found.
-        profile: of the step.
-        link_rate: of copies.
+        choice: the chosen options.
+        profile: profile of the step.
+        link_rate: rates of copies.
     """
     moves = _Moves(choice, profile, link_rate)
     if not moves.copies:

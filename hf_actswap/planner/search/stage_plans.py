@@ -1,13 +1,14 @@
-"""The search for a pipeline: one plan for each stage, within one budget for each device.
+"""Searches for the plans of a pipeline: one for each stage, within one budget for each device.
 
-A stage is searched as any model is (`find_plan`), with three numbers more. All micro-batches in flight hold
-what is kept. Of what swaps, as much is on the device as windows of the others reach (`engine.passes.REACH`).
-Where forwards and backwards of others lie between, a copy has a whole cycle of the slowest stage (a forward
-and a backward) instead of its own pass, so the link is taken to be that much faster.
+Each stage is searched as any model is (`find_plan`), with three differences. All micro-batches in flight hold
+what is kept. Swapped tensors of other micro-batches are on the device as far as windows reach
+(`engine.passes.REACH`). If passes of other micro-batches run between a forward and its backward, a copy has a
+whole cycle of the slowest stage (a forward and a backward) instead of its own pass; so the link is assumed to
+be that much faster.
 
-The simulated step (`cost.pipeline_step`) says what comes of it. Where a peak is above the budget, or far
-below, that stage gets a smaller or larger one; where a stage that waits for copies is slower than the others,
-its link counts as slower; and the search runs again.
+Then the step is simulated (`cost.pipeline_step`). A stage whose peak is above the budget, or far below, gets
+a smaller or larger budget. If a stage waits for copies and is slower than the others, its link is assumed to
+be slower. Then these stages are searched again.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from .find_plan import SAFETY, Search, find_plan
 
 _ROUNDS = 5
 _NEAR = 0.03
-"""As a share: a peak this near below the budget is good enough, a stage slower by more is too slow."""
+"""A peak below the budget by at most this share is good enough; a stage slower by more is too slow."""
 
 _SLOWER = 0.75
-"""A link that stages wait for is taken to be so much slower in the next round."""
+"""Factor of the assumed rate of a link in the next round, if its stage waits for it."""
 
 
 @dataclass
@@ -39,10 +40,10 @@ class _Searched:
     """One stage while it is searched.
 
     Args:
-        stage: on paper.
-        fixed: what is not decided again.
-        limits: of its search; the budget changes from round to round.
-        rate_share: of the link, what is counted on.
+        stage: the stage.
+        fixed: fates that are decided already.
+        limits: limits of its search; the budget changes from round to round.
+        rate_share: share of the link's rate that the search assumes.
     """
 
     stage: StageOnPaper
@@ -51,11 +52,11 @@ class _Searched:
     rate_share: float = 1.0
 
     def search(self, cycle_ms: float, crosses: bool) -> MemoryPlan:
-        """Return the plan that fits best, or else the one with the least peak.
+        """Return the fastest plan that fits, or else the one with the least peak.
 
         Args:
-            cycle_ms: a forward and a backward of the slowest stage.
-            crosses: whether windows cross the ends of passes.
+            cycle_ms: time of a forward and a backward of the slowest stage.
+            crosses: whether windows reach into other passes.
         """
         stage, profile = self.stage, self.stage.profile
         between = crosses and stage.in_flight > 1
@@ -75,13 +76,13 @@ class _Searched:
         return replace(found, rows=tuple(rows))
 
     def is_due(self, plan: MemoryPlan, excess_bytes: int, run: StageRun, cycles_ms: float) -> bool:
-        """Correct what it is searched with; return whether it is to be searched again.
+        """Correct budget and assumed rate by a simulated step; return whether to search the stage again.
 
         Args:
-            plan: of the last step.
-            excess_bytes: of its peak, above the budget.
-            run: of the step.
-            cycles_ms: of all micro-batches on the slowest stage, without waits for copies.
+            plan: the stage's plan in that step.
+            excess_bytes: by how much its peak exceeded the budget; negative: it was below.
+            run: what the stage did in that step.
+            cycles_ms: time of all micro-batches on the slowest stage, without waits for copies.
         """
         too_small = excess_bytes < -_NEAR * self.limits.device_bytes and plan.rows != self.fixed.rows
         too_slow = run.busy_ms > (1 + _NEAR) * cycles_ms and run.stall_ms > _NEAR * cycles_ms
@@ -97,11 +98,11 @@ def plan_stages(pipeline: Pipeline, fixed: Sequence[MemoryPlan], limits: Limits)
 
     Args:
         pipeline: the stages.
-        fixed: what the user wrote, by stage.
-        limits: of each device.
+        fixed: fates that the user wrote, by stage.
+        limits: limits of each device.
 
     Raises:
-        BudgetError: no plan of a stage was found that fits; it names the least of each.
+        BudgetError: for some stage no plan was found that fits; the error names the least peak of each.
         PlanError: scipy is missing.
     """
     budget, moved = limits.device_bytes, limits.frees_optimizer_states
@@ -136,7 +137,7 @@ def plan_stages(pipeline: Pipeline, fixed: Sequence[MemoryPlan], limits: Limits)
 
 
 def _link_over(profile: Profile, link: Link, cycle_ms: float, share: float) -> Link:
-    """The link that moves in a forward, and in a backward, what it moves in a cycle of the slowest stage."""
+    """Return a link that moves in a forward, or a backward, what ``link`` moves in ``cycle_ms``."""
     forward_ms = sum(op_event.forward_ms for op_event in profile.op_events)
     out = share * link.out_beside_in_bytes_per_ms * cycle_ms / forward_ms
     back = share * link.in_beside_out_bytes_per_ms * cycle_ms / (profile.compute_ms - forward_ms)
@@ -144,7 +145,7 @@ def _link_over(profile: Profile, link: Link, cycle_ms: float, share: float) -> L
 
 
 def _best_of_each(found: Sequence[PipelineStep], budget: int) -> list[MemoryPlan]:
-    """Of each stage the plan whose passes took least where its peak was within the budget, else the least."""
+    """Return for each stage its fastest plan whose peak was within the budget, else that of least peak."""
     best = []
     for number in range(len(found[0].plans)):
         _, _, at = min(

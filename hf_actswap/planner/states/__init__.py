@@ -1,1 +1,1 @@
-"""Optimizer states on the host between the optimizer's steps."""
+"""Keeps optimizer states on the host between the optimizer's steps."""

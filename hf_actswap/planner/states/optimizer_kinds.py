@@ -1,4 +1,4 @@
-"""Which optimizers can be served, and how."""
+"""Which optimizers can have their states on the host, and which can step part by part."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STREAMED: frozenset[type] = frozenset(
         torch.optim.RMSprop,
     }
 )
-"""A step computes each parameter from its own gradient and states, and from its group's numbers."""
+"""Optimizers that compute each parameter from its own gradient and states, and its group's settings alone."""
 
 _ADAMS = (torch.optim.Adam, torch.optim.NAdam, torch.optim.RAdam)
 """AdamW is an Adam."""
@@ -48,7 +48,7 @@ def state_bytes_beside_weights(optimizer: torch.optim.Optimizer) -> int:
 def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
     """Return the bytes of states that are on the device in every step; ``None``: not known yet.
 
-    Those of Adam's family are known before its first step; of others, those that are there.
+    For Adam's family they are known before its first step; for others the existing states count.
     """
     there_bytes = state_bytes_beside_weights(optimizer)
     if not isinstance(optimizer, _ADAMS):
@@ -57,19 +57,19 @@ def expected_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
         (3 if group.get("amsgrad") else 2) * sum(weight.nbytes for weight in group["params"])
         for group in optimizer.param_groups
     )
-    return max(there_bytes, int(moments))  # in its first step a part of them is there
+    return max(there_bytes, int(moments))  # during the first step only a part exists
 
 
 def is_streamed(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it can step a part of its parameters at a time with the same bits as all."""
+    """Return whether stepping its parameters part by part gives bitwise the same as stepping all at once."""
     return type(optimizer) in STREAMED
 
 
 def reject(optimizer: torch.optim.Optimizer, transfer: Transfer) -> None:
-    """Raise what an optimizer that cannot be served deserves.
+    """Raise if the states of ``optimizer`` cannot be moved to the host.
 
     Raises:
-        PlanError: with each reason.
+        PlanError: they cannot; the error lists each reason.
     """
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     problems = []

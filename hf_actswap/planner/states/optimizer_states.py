@@ -1,28 +1,28 @@
-"""Optimizer states on the host during forward and backward (``preference: memory_saving``).
+"""Keeps optimizer states on the host during forward and backward (``preference: memory_saving``).
 
-What a step costs without this is weights, gradients and states at once, and states beside activations all the
-time. Here states are in host memory from one step to the next, and pass through the device in the step,
-bucket by bucket. Time, for the storages of states in the order of the parameters:
+Without this, weights, gradients and states are on the device at once, and states also beside activations.
+Here states are in host memory from one step to the next, and pass through the device during the optimizer's
+step, bucket by bucket. The storages of states move in the order of the parameters:
 
 * **Step.** Buckets of parameters are stepped one after another by the optimizer's own code, each with its
-  states on the device, the next ones on their way in, the ones before on their way out. Not more than
-  ``resident_bytes`` of states are on the device at once (a single parameter's states always are).
-* **Forward.** What the step left on its way out is released layer by layer, all of it before the last layer.
-* **Backward.** As many bytes as may be resident come back little by little, as gradients appear: with the
-  activations falling by as much as the states grow, there is no new peak. In gradient accumulation this is
-  done in the last backward, by how many there were before the last step.
+  states on the device, while the next states are copied in and the last ones out. At most ``resident_bytes``
+  of states are on the device at once (a single parameter's states always are).
+* **Forward.** What the step left being copied out is released layer by layer, all of it before the last one.
+* **Backward.** Up to ``resident_bytes`` come back little by little, as gradients appear: with activations
+  falling by as much as states grow, there is no new peak. In gradient accumulation this happens in the last
+  backward, which is known from the number of backwards before the last step.
 
-So ``resident_bytes`` trades memory for time: with a tenth of all states (the default) most of the copies run
-in the step, both ways at once, as fast as the link is; with all of them the step waits for nothing that the
-link could carry during forward and backward. It may be set between any two steps.
+So ``resident_bytes`` trades memory for time: with a tenth of all states (the default) most copies run during
+the step, both ways at once, at the speed of the link; with all of them the step waits for no copy that the
+link could make during forward and backward. It may be set between any two steps.
 
 Stepping a part of the parameters at a time gives the same bits as stepping all, because these optimizers
 (`STREAMED`, their classes and no subclasses) compute each parameter from its own gradient and states. Any
 other optimizer gets all of its states back before the step.
 
-Whoever looks into ``optimizer.state`` finds a parameter's states on the device, where they stay until the
-next forward; ``state_dict()`` has copies in ordinary host memory of what is away. A state tensor kept from
-before the forward is NaN while its values are away.
+Code that looks into ``optimizer.state`` finds a parameter's states on the device, where they stay until the
+next forward; ``state_dict()`` has copies, in ordinary host memory, of states that are on the host. A state
+tensor kept from before the forward is NaN while its values are on the host.
 """
 
 from __future__ import annotations
@@ -53,24 +53,24 @@ logger = logging.getLogger(__name__)
 
 Undo = Callable[[], None]
 DEFAULT_SHARE = 10
-"""Of all states, one part in so many may be on the device."""
+"""By default, one part in this many of all states may be on the device."""
 
 
 class OptimizerStates:
     """Keeps the states of an optimizer in host memory between its steps, and brings them for each step.
 
     Args:
-        optimizer: may be wrapped (Accelerate); it need not have states yet.
-        transfer: moves bytes; of the device that the parameters are on.
-        pool: of host memory; what has no room stays on the device, is counted and logged.
-        model: whose forwards count; what the training loop calls, as wrapped as it is there.
-        layers: its decoder layers in order. Without them what is still leaving is released when a forward
-            begins, which then waits for it.
-        resident_bytes: of states on the device at most, in the step and close to it; ``None``: a tenth.
+        optimizer: the optimizer; it may be wrapped (Accelerate), and need not have states yet.
+        transfer: copies bytes to and from the device of the parameters.
+        pool: host memory; states for which it has no room stay on the device, are counted and logged.
+        model: the model as the training loop calls it, in its wrappers.
+        layers: its decoder layers in order. Without them, states that are still being copied out are released
+            when a forward begins, which then waits for the copies.
+        resident_bytes: the most bytes of states on the device, in the step and near it; ``None``: a tenth.
         min_tensor_bytes: smaller storages stay on the device.
 
     Raises:
-        PlanError: the optimizer cannot be served; the problem says why.
+        PlanError: the states of this optimizer cannot be moved; the error says why.
     """
 
     def __init__(
@@ -107,31 +107,31 @@ class OptimizerStates:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The one inside all wrappers."""
+        """The optimizer inside all wrappers."""
         return self._optimizer
 
     @property
     def residence(self) -> StateResidence:
-        """Where each storage is."""
+        """Tracks where each storage of states is."""
         return self._residence
 
     @property
     def state_bytes(self) -> int:
-        """Of the states that move, all of them; 0 before there are any."""
+        """Bytes of all states that move; 0 before there are any."""
         return self._residence.total_bytes
 
     @property
     def device_bytes(self) -> int:
-        """Of the states that move, those that take up device memory now."""
+        """Bytes of device memory that moving states take up now."""
         return self._residence.device_bytes
 
     @property
     def most_resident_bytes(self) -> int:
-        """What `resident_bytes` comes to now."""
+        """The most bytes of states on the device, as `resident_bytes` or its default amounts to now."""
         if self.resident_bytes is not None:
             return max(1, self.resident_bytes)
         known = self._residence.total_bytes
-        # Before the first step: as if there were to be two states of each parameter's size.
+        # Before the first step, two states of each parameter's size are assumed.
         total = known or 2 * sum(item.nbytes for item in of_optimizer(self._optimizer))
         return max(1, total // DEFAULT_SHARE)
 
@@ -140,7 +140,7 @@ class OptimizerStates:
         return replace(self._counters.snapshot(self._pool), host_bytes=self._residence.total_bytes)
 
     def attach(self) -> None:
-        """Put everything on the optimizer and the model; states that exist begin to leave. Not twice."""
+        """Put all hooks on optimizer and model; existing states begin to leave. Safe to call again."""
         if self._undo:
             return
         optimizer = self._optimizer
@@ -160,7 +160,7 @@ class OptimizerStates:
         self.send_all()
 
     def remove(self) -> None:
-        """Bring every state to the device, and take everything off. Safe to call again."""
+        """Bring every state to the device, and take all hooks off. Safe to call again."""
         if not self._undo:
             return
         self._step.show()
@@ -173,21 +173,21 @@ class OptimizerStates:
         self._optimizer.state = self._watch().plain()
 
     def take_stock(self) -> None:
-        """Look at all states; see `StateResidence.refresh`."""
+        """Update the storages from the optimizer's present states (`StateResidence.refresh`)."""
         states = self._watch()
         keys = [key for key, _ in states.unwatched_items()]
         gone = [key for key in self._residence.known() if key not in states]
         self._residence.refresh((*gone, *keys), states)
 
     def send_all(self) -> None:
-        """Let what is on the device begin to leave."""
+        """Start copies out of all states that are on the device."""
         for storage in self._residence.all():
             self._residence.turn_back(storage)
             self._residence.leave(storage)
         self._pending_bytes = self._residence.leaving_bytes
 
     def _loaded(self, loads: list[Callable[[], Hashable]]) -> None:
-        """After ``load_state_dict``; see `StateCheckpoints`."""
+        """Put loaded states in place one by one, after ``load_state_dict`` (see `StateCheckpoints`)."""
         states = self._watch()
         for load in loads:
             key = load()
@@ -199,14 +199,14 @@ class OptimizerStates:
         self.send_all()
 
     def _watch(self) -> WatchedStates:
-        """Whoever replaced ``optimizer.state`` meanwhile: it is watched again."""
+        """Return the watched ``optimizer.state``; if it has been replaced, watch the new one."""
         if not isinstance(self._optimizer.state, WatchedStates):
             self._states = WatchedStates(self._optimizer.state, self._looked)
             self._optimizer.state = self._states
         return self._states
 
     def _looked(self, key: Hashable | None) -> None:
-        """Somebody looks at a parameter's states, or at all."""
+        """Bring a parameter's states to the device before they are accessed; ``None``: all states."""
         if self._step.running:
             return
         if key is None and self._checkpoints.saving:
@@ -220,10 +220,10 @@ class OptimizerStates:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         self._step.show()
         self._checkpoints.reset()
-        if self._depth:  # of an optimizer that calls the step of its base class
+        if self._depth:  # an optimizer that calls the step of its base class
             self._depth += 1
             return None
-        # Hooks of others that run behind ours must find all parameters.
+        # Other hooks that run after ours must find all parameters.
         last = next(reversed(optimizer._optimizer_step_pre_hooks)) == self._pre_hook.id
         streams = last and is_streamed(optimizer)
         new = with_closure(args, kwargs, call_first if streams else self._inside)
@@ -243,7 +243,7 @@ class OptimizerStates:
         return new
 
     def _inside(self, closure: Closure) -> Closure:
-        """The forwards of a closure are part of the step."""
+        """Return ``closure`` wrapped so that its forwards count as part of the step."""
 
         def inside() -> Any:
             self._in_closure = True
@@ -268,7 +268,7 @@ class OptimizerStates:
     def _forward_starts(self, *_: object) -> None:
         if self._in_closure:
             return
-        self._depth = 0  # it is not, if a step was broken off
+        self._depth = 0  # a step that an exception ended may have left more
         self._step.show()
         self._checkpoints.reset()
         hooks = _ordered(self._optimizer._optimizer_step_pre_hooks)
@@ -281,7 +281,7 @@ class OptimizerStates:
                 self._residence.release(0)
 
     def _most_returning_bytes(self) -> int:
-        if self._depth:  # in a closure, with all states where the step wants them
+        if self._depth:  # a backward in a closure: the step has all states where it needs them
             return 0
         return self.most_resident_bytes if is_streamed(self._optimizer) else self.state_bytes
 
@@ -298,7 +298,7 @@ class OptimizerStates:
 
 
 def _ordered(hooks: dict[int, Any]) -> OrderedDict[int, Any]:
-    """What PyTorch keeps its hooks in, whatever it says of them."""
+    """Return ``hooks`` as the `OrderedDict` that PyTorch keeps them in, although it declares a dict."""
     assert isinstance(hooks, OrderedDict)
     return hooks
 
@@ -308,24 +308,24 @@ def _nothing(*_: object) -> None:
 
 
 def _outside_compiled(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """A hook inside compiled code would be compiled with it."""
+    """Return the layers that are not inside a compiled module: a hook there would be compiled too."""
     compiled = [module for module in model.modules() if is_compiled(module)]
     inside = {id(inner) for module in compiled for inner in module.modules() if inner is not module}
     return [layer for layer in layers if id(layer) not in inside]
 
 
 class StateReturns:
-    """Counts gradients, and starts as large a part of the copies as of the gradients of a backward are there.
+    """Starts copies of states back to the device during the last backward before a step.
 
-    So the states on the device grow as activations fall. Which backward is the last before the step is told
-    by how many gradients there were before the last step; before the first step nothing is started. With
-    fewer micro-batches than last time the rest comes back in the step, with more the next forward sends it
-    away.
+    It counts gradients: the share of the copies that has started is that of the backward's gradients that
+    are complete. So states on the device grow as activations fall. The number of gradients before the last
+    step tells which backward will be the last; before the first step nothing is started. With fewer
+    micro-batches than last time the rest comes back in the step; with more the next forward sends it away.
 
     Args:
-        residence: of the states.
-        order: returns their storages as the step wants them.
-        most_bytes: returns what may be on the device at most.
+        residence: tracks and moves the storages of the states.
+        order: returns these storages in the order in which the step needs them.
+        most_bytes: returns the most bytes of states that may be on the device.
     """
 
     def __init__(
@@ -339,10 +339,10 @@ class StateReturns:
         self._called: set[int] = set()
         self._waiting: deque[StateStorage] | None = None
         self.stream: torch.Stream | None = None
-        """Compute's in the step: FSDP2 hands gradients over on another, and the blocks must be the step's."""
+        """Compute's stream in the step, to which blocks must belong; FSDP2's gradients come on another."""
 
     def gradient_ready(self, parameter: torch.Tensor) -> None:
-        """A hook on the accumulation of each gradient."""
+        """Count a gradient that has been accumulated, and start the copies due; a hook of each parameter."""
         self._calls += 1
         self._called.add(id(parameter))
         if not self._per_backward:
@@ -352,14 +352,14 @@ class StateReturns:
             self._start(int(self._most_bytes() * min(1.0, done / self._per_backward)))
 
     def step_starts(self) -> None:
-        """The gradients until now were those of one step."""
+        """Begin to count anew: the gradients until now were those of one step."""
         self._calls_before, self._per_backward = self._calls, len(self._called)
         self._calls = 0
         self._called.clear()
         self._waiting = None
 
     def forward_starts(self) -> None:
-        """What came back has gone again."""
+        """Forget which copies have started: a forward sends the states away again."""
         self._waiting = None
 
     def _start(self, wanted_bytes: int) -> None:

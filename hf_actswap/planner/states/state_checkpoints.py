@@ -1,8 +1,8 @@
-"""``state_dict()`` and ``load_state_dict()`` of an optimizer whose states are away.
+"""Saves and loads (``state_dict``, ``load_state_dict``) an optimizer whose states are on the host.
 
-Both work where the device has no room for all states at once: what is away is saved as a copy in ordinary
-host memory, and what is loaded goes to the device and out again parameter by parameter. (PyTorch's own
-``load_state_dict`` puts all of it on the device first.)
+Both work where the device has no room for all states at once. States on the host are saved as copies in
+ordinary host memory. Loaded states go to the device and out again parameter by parameter. (PyTorch's own
+``load_state_dict`` puts all of them on the device first.)
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class StateCheckpoints:
-    """Hooks on an optimizer's two methods.
+    """Hooks on ``state_dict`` and ``load_state_dict`` of an optimizer.
 
     Args:
-        optimizer: whose.
-        residence: of its states.
-        transfer: moves them.
-        min_tensor_bytes: of a loaded tensor that takes the way round.
-        loaded: called when the optimizer has its loaded states, less those that take the way round, with what
-            puts these in place: functions that each return their key in ``optimizer.state``.
+        optimizer: the optimizer.
+        residence: tracks and moves the storages of its states.
+        transfer: copies them.
+        min_tensor_bytes: loaded tensors of at least this size are set aside, and put in place afterwards.
+        loaded: called after a load, without the tensors set aside, with functions that each put one of these
+            in place and return its key in ``optimizer.state``.
 
     Attributes:
-        saving: until PyTorch's code has looked at all states in order to save them.
+        saving: whether a save has begun and PyTorch's code has not yet accessed the states.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class StateCheckpoints:
         self.saving = False
 
     def attach(self) -> list[Callable[[], None]]:
-        """Put the hooks on; return what takes them off."""
+        """Put the hooks on; return functions that take them off."""
         optimizer = self._optimizer
         handles = [
             optimizer.register_state_dict_pre_hook(self._saving_starts),
@@ -63,7 +63,7 @@ class StateCheckpoints:
         return [handle.remove for handle in handles]
 
     def reset(self) -> None:
-        """A save or a load that was broken off is over."""
+        """Forget a save or a load that has not come to its end."""
         self.saving = False
         self._aside.clear()
         self._numbers.clear()
@@ -79,7 +79,7 @@ class StateCheckpoints:
         return {**saved, "state": {key: copies.of(value) for key, value in saved["state"].items()}}
 
     def _loading_starts(self, optimizer: torch.optim.Optimizer, saved: StateDict) -> StateDict:
-        """Set large tensors aside: PyTorch's code gets empty ones, of which it decides the dtype."""
+        """Set large tensors aside; PyTorch's code gets empty ones instead, and decides their dtype."""
         self.reset()
         state = {}
         if not is_streamed(optimizer):
@@ -98,7 +98,7 @@ class StateCheckpoints:
         return {**saved, "state": state}
 
     def _own(self, value: Any) -> Any:
-        """PyTorch takes over the very tensors that fit: ours will refer to other memory, those must not."""
+        """Return ``value`` with new tensor objects: PyTorch keeps fitting ones, and ours change storages."""
 
         def own(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.clone() if tensor.nbytes < self._min_tensor_bytes else tensor.detach()
@@ -117,7 +117,7 @@ class StateCheckpoints:
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Change the tensors in dictionaries, lists and tuples."""
+    """Return ``value`` with each tensor in it changed, also in nested dictionaries, lists and tuples."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -138,9 +138,9 @@ def _load(
 
 
 class _Copies:
-    """What a state dictionary has in place of the optimizer's own tensors, each storage once.
+    """Makes the tensors of a state dictionary, in place of the optimizer's own; each storage is copied once.
 
-    Small tensors are copied as well: a dictionary that is kept is all of one time.
+    Small tensors are copied as well, so that all values in a dictionary that is kept are of one step.
     """
 
     def __init__(self, residence: StateResidence, min_tensor_bytes: int) -> None:
@@ -154,7 +154,7 @@ class _Copies:
         self._copied: dict[int, torch.Tensor] = {}
 
     def of(self, value: Any) -> Any:
-        """Return ``value`` with other tensors in place of its own."""
+        """Return ``value`` with its tensors replaced by copies."""
         return _mapped(value, self._of_tensor)
 
     def _of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -162,10 +162,10 @@ class _Copies:
         if not found:
             return tensor.clone() if tensor.nbytes < self._min_tensor_bytes else tensor
         ((storage, geometry),) = found
-        if isinstance(tensor, DTensor):  # gathering it wants it on the device
+        if isinstance(tensor, DTensor):  # gathering it needs it on the device
             self._residence.bring(storage, will_change=False)
         if storage.place == "device":
-            return tensor.detach()  # the values of now: the next step works on another storage
+            return tensor.detach()  # keeps the present values: the next step works on another storage
         if id(storage) not in self._copied:
             self._copied[id(storage)] = storage.host_copy()
         return geometry.on(self._copied[id(storage)].untyped_storage())

@@ -1,4 +1,4 @@
-"""Which of an optimizer's states are on the device, and how many bytes of it they take up."""
+"""Tracks which of an optimizer's states are on the device, counts their bytes, and moves them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ NO_HOST_MEMORY = "no host memory for optimizer states"
 
 
 class StateResidence:
-    """Finds the storages of states and moves them.
+    """Finds the storages of an optimizer's states and moves them.
 
     Args:
-        transfer: moves bytes.
-        pool: of the host memory that they go to.
-        counters: count.
-        device: where states live.
-        min_tensor_bytes: smaller storages stay there.
+        transfer: copies bytes.
+        pool: the host memory to which states move.
+        counters: count the copies.
+        device: the device of the states.
+        min_tensor_bytes: smaller storages stay on the device.
 
     Attributes:
-        device_bytes: of the storages that have a host block, what is on the device.
-        total_bytes: of the storages that have a host block.
-        absent: what tensors refer to that are away.
+        device_bytes: bytes of the storages with a host block that are on the device.
+        total_bytes: bytes of all storages with a host block.
+        absent: placeholders to which tensors refer while their values are on the host.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class StateResidence:
         self.absent = Absent(device)
         self._of: dict[Hashable, list[StateStorage]] = {}
         self._home: dict[int, StateStorage] = {}
-        """By the address of the storage object, of what is on the device."""
+        """The storages that are on the device, by the address of the storage object."""
         self._leaving: deque[StateStorage] = deque()
         self.device_bytes = self.total_bytes = 0
         self._warned = False
@@ -59,7 +59,7 @@ class StateResidence:
         return self._of.get(key, [])
 
     def of_all(self, keys: Iterable[Hashable]) -> list[StateStorage]:
-        """Return those of several parameters, each once, in order."""
+        """Return the storages of several parameters' states, each once, in order."""
         return list(dict.fromkeys(item for key in keys for item in self.of(key)))
 
     def all(self) -> list[StateStorage]:
@@ -72,18 +72,18 @@ class StateResidence:
 
     @property
     def leaving_bytes(self) -> int:
-        """On the device, and being copied out."""
+        """Bytes that are on the device and are being copied out."""
         return sum(item.size_bytes for item in dict.fromkeys(self._leaving) if item.place == "leaving")
 
     def refresh(self, keys: Iterable[Hashable], states: WatchedStates) -> None:
-        """Look at what the optimizer keeps now; new storages get a host block, gone ones give theirs back.
+        """Update the storages of states: new ones get a host block, those that are gone give theirs back.
 
         A storage that is also held from outside these states (a flat buffer, a parameter, a kept state
-        dictionary) stays: it would not be freed, and whoever holds it may mean to share what is written.
+        dictionary) stays on the device: it would not be freed, and its holder may rely on seeing new values.
 
         Args:
-            keys: in ``states``.
-            states: of the optimizer.
+            keys: the keys in ``states`` to update.
+            states: the optimizer's states.
         """
         found = {key: self._tensors(states.unwatched(key)) for key in keys}
         addresses = (tensor.untyped_storage()._cdata for tensors in found.values() for tensor in tensors)
@@ -96,15 +96,15 @@ class StateResidence:
         return list({id(item): item for item in here}.values())
 
     def forget_all(self) -> None:
-        """Give back every host block; what is away is lost."""
+        """Give back every host block; states that are on the host are lost."""
         for storage in self.all():
             self._discard(storage)
         self._of.clear()
 
     def leave(self, storage: StateStorage) -> None:
-        """From ``device``: start the copy out, unless the host has the bytes already.
+        """Start the copy out of a storage; if the host has its bytes already, free it at once.
 
-        Nothing unless it is on the device.
+        Does nothing unless it is on the device.
         """
         if storage.place != "device":
             return
@@ -116,7 +116,7 @@ class StateResidence:
             self._gone(storage, address)
 
     def release(self, down_to_bytes: int) -> None:
-        """Release what has been leaving longest, until ``device_bytes`` is not more or none is left."""
+        """Free leaving storages, the oldest first, until ``device_bytes`` is at most ``down_to_bytes``."""
         while self._leaving and self.device_bytes > down_to_bytes:
             storage = self._leaving.popleft()
             if storage.place == "leaving":
@@ -125,19 +125,19 @@ class StateResidence:
                 self._gone(storage, address)
 
     def start_return(self, storage: StateStorage) -> None:
-        """From ``host``: start the copy in. Nothing unless it is on the host."""
+        """Start the copy in of a storage. Does nothing unless it is on the host."""
         if storage.place == "host":
             storage.start_return()
             self.device_bytes += storage.size_bytes
 
     def turn_back(self, storage: StateStorage) -> None:
-        """From ``returning``: it was not read, so it may go again. Nothing unless it is returning."""
+        """Drop the copy in of a storage that nothing has read. Does nothing unless it is returning."""
         if storage.place == "returning":
             storage.turn_back()
             self.device_bytes -= storage.size_bytes
 
     def bring(self, storage: StateStorage, will_change: bool = True) -> None:
-        """To the device, from wherever it is; ``will_change``: the host's copy counts no more."""
+        """Bring a storage to the device from any place; ``will_change``: the host's copy becomes invalid."""
         before = storage.on_device_bytes
         if storage.place != "device":
             storage.bring()
@@ -152,7 +152,7 @@ class StateResidence:
         after: list[StateStorage] = []
         for storage in before:
             entries = storage.tensors.pop(key, [])
-            if storage.place in ("host", "returning"):  # the tensors tell nothing of their storage
+            if storage.place in ("host", "returning"):  # its tensors refer to placeholders
                 still = [entry for entry in entries if id(entry[0]) in found and self.absent.is_(entry[0])]
                 if still:
                     storage.tensors[key] = still
@@ -172,7 +172,7 @@ class StateResidence:
                 self._discard(storage)
 
     def _storage_of(self, tensor: torch.Tensor, held: Counter[int]) -> StateStorage | None:
-        """The one that holds ``tensor``, which is on the device; ``None``: it stays there."""
+        """Return the storage that holds ``tensor``, which is on the device; ``None``: it does not move."""
         raw = tensor.untyped_storage()
         size_bytes = raw.nbytes()
         if size_bytes < self._min_tensor_bytes:

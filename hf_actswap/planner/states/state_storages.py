@@ -1,8 +1,8 @@
 """One storage of optimizer states, on the device or on the host.
 
-The states' tensor objects never change: what they refer to does. A tensor that is away refers to a single NaN
-(of integers: to a single largest value) in its own shape: whoever kept it from before reads what cannot be
-mistaken for a state; what he writes is lost, or the attempt raises.
+The states' tensor objects stay the same; the storages to which they refer change. While its values are on the
+host, a tensor refers to a single NaN (of integers: to a single largest value), expanded to its shape. Code
+that has kept the tensor cannot take what it reads for a state; what it writes is lost, or the write raises.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Place = Literal["device", "leaving", "host", "returning"]
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """How a tensor lies in its storage; offset and strides in elements.
+    """Type, shape, strides and offset of a tensor in its storage; strides and offset in elements.
 
-    `engine.views.View` shows a saved tensor on another block, of part of the storage, and counts in bytes for
-    that; a state's tensor gets a storage of the same size back, and `set_` takes elements.
+    (`engine.views.View` does the same for saved tensors, in bytes, as these may get a part of a storage back.
+    A state's tensor gets a whole storage back, and `set_` takes elements.)
     """
 
     dtype: torch.dtype
@@ -37,20 +37,20 @@ class Geometry:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
-        """Return that of a strided tensor."""
+        """Return the geometry of a strided tensor."""
         return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor that lies so in ``storage``."""
+        """Return a tensor with this geometry in ``storage``."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.shape, self.strides)
 
 
 class Absent:
-    """What tensors refer to that are away; one element per dtype.
+    """The placeholders to which tensors refer while their values are on the host: one element per dtype.
 
     Args:
-        device: where.
+        device: the device of the placeholders.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class Absent:
         self._elements: dict[torch.dtype, torch.Tensor] = {}
 
     def like(self, geometry: Geometry) -> torch.Tensor:
-        """Return a tensor of this dtype and shape."""
+        """Return a placeholder of the dtype and shape of ``geometry``."""
         dtype = geometry.dtype
         if dtype not in self._elements:
             known = not (dtype.is_floating_point or dtype.is_complex)
@@ -69,24 +69,24 @@ class Absent:
         return self._elements[dtype].expand(geometry.shape)
 
     def is_(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` refers to this."""
+        """Return whether ``tensor`` refers to a placeholder."""
         element = self._elements.get(tensor.dtype)
         return element is not None and tensor.untyped_storage()._cdata == element.untyped_storage()._cdata
 
 
 class StateStorage:
-    """A storage of states, moved as a whole, whatever tensors share it.
+    """A storage of optimizer states, which moves as a whole, whichever tensors share it.
 
-    Unlike `engine.evictable.EvictableStorage`, which autograd's tickets own and which leaves once at most,
-    because memory is short: a state's storage goes out and comes back in each step, ahead of time and beside
-    compute, and its tensors are other people's objects, which are pointed elsewhere meanwhile.
+    It goes to the host and comes back in each step, ahead of time and beside compute. Its tensors belong to
+    the optimizer, and refer to placeholders meanwhile. (`engine.evictable.EvictableStorage`, in contrast, is
+    owned by autograd's tickets and leaves at most once, when memory runs out.)
 
     Args:
-        storage: on the device.
-        host: a block of its size; given back by the owner.
-        transfer: moves it.
-        counters: count.
-        absent: what its tensors refer to meanwhile.
+        storage: the storage, on the device.
+        host: a host block of its size, which the caller takes from a pool and gives back.
+        transfer: copies it.
+        counters: count the copies.
+        absent: placeholders for its tensors.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class StateStorage:
         self.host = host
         self.place: Place = "device"
         self.tensors: dict[Hashable, list[tuple[torch.Tensor, Geometry]]] = {}
-        """By the key in ``optimizer.state``: plain tensors of which the storage is made up."""
+        """By the key in ``optimizer.state``: plain tensors that share the storage."""
         self.unchanged = False
-        """Whether the host has the same bytes; known only of what is on the device."""
+        """Whether the host has the same bytes; known only while the storage is on the device."""
         host.hold(torch.uint8, torch.Size([self.size_bytes]))
         self._transfer, self._counters, self._absent = transfer, counters, absent
         self._copy: Copy | None = None
@@ -111,11 +111,11 @@ class StateStorage:
 
     @property
     def on_device_bytes(self) -> int:
-        """Device memory that it takes up."""
+        """Bytes of device memory that it takes up."""
         return 0 if self.place == "host" else self.size_bytes
 
     def leave(self) -> None:
-        """From ``device``: start the copy out, unless the host has the bytes already."""
+        """Start the copy out, or leave at once if the host has the bytes already; call it at ``device``."""
         if self.unchanged:
             self._let_go()
             return
@@ -126,21 +126,21 @@ class StateStorage:
         self._held, self.place = source, "leaving"
 
     def stay(self) -> None:
-        """From ``leaving``: somebody will read it, or write."""
+        """Stay on the device after all, because it will be read or written; call it at ``leaving``."""
         self._wait()
         self._held, self.place, self.unchanged = None, "device", False
 
     def release(self) -> None:
-        """From ``leaving``: once the copy is complete, the device memory is free."""
+        """Wait for the copy out and free the device memory; call it at ``leaving``."""
         self._wait()
         self._held = None
         self._let_go()
 
     def start_return(self) -> None:
-        """From ``host``: start the copy in.
+        """Start the copy in; call it at ``host``.
 
         Raises:
-            torch.OutOfMemoryError: there is no room for it; it is still on the host.
+            torch.OutOfMemoryError: the device has no room; the storage is still on the host.
         """
         self._held, self._copy = self._transfer.reload(self.host, _COMPLETE)
         self._counters.prefetches += 1
@@ -148,7 +148,7 @@ class StateStorage:
         self.place = "returning"
 
     def arrive(self) -> None:
-        """From ``returning``: the tensors refer to their values again."""
+        """Wait for the copy in and let the tensors refer to their values again; call it at ``returning``."""
         block = self._held
         assert block is not None
         self._wait()
@@ -158,12 +158,12 @@ class StateStorage:
         self._held, self.place, self.unchanged = None, "device", True
 
     def turn_back(self) -> None:
-        """From ``returning``: it was not read, so it may go again."""
+        """Drop the copy in, which nothing has read, and be on the host again; call it at ``returning``."""
         self._wait()
         self._held, self.place = None, "host"
 
     def bring(self) -> None:
-        """From anywhere to the device."""
+        """Come to the device from any place, and wait for the copy if there is one."""
         if self.place == "host":
             self._counters.late_prefetches += 1
             self.start_return()
@@ -173,17 +173,17 @@ class StateStorage:
             self.stay()
 
     def abandon(self) -> None:
-        """It is not needed any more: wait for its copies to end."""
+        """Wait for running copies to end and forget the tensors: the storage is not needed any more."""
         self._wait()
         self._held, self.place = None, "device"
         self.tensors.clear()
 
     def address(self) -> int:
-        """Of the storage object; from ``device`` or ``leaving``."""
+        """Return the address of the storage object; call it at ``device`` or ``leaving``."""
         return int(self._storage()._cdata)
 
     def drop_strangers(self, address: int) -> None:
-        """Forget tensors that somebody has made refer to another storage than the one at ``address``."""
+        """Forget tensors that by now refer to another storage than the one at ``address``."""
         for key, entries in list(self.tensors.items()):
             own = [entry for entry in entries if entry[0].untyped_storage()._cdata == address]
             if own:
@@ -194,7 +194,7 @@ class StateStorage:
     def host_copy(self) -> torch.Tensor:
         """Return its bytes in ordinary memory: uint8, shape (bytes,).
 
-        From ``host`` or ``returning``, after a synchronization.
+        Call it at ``host`` or ``returning``, after a synchronization.
         """
         copy = torch.empty(self.size_bytes, dtype=torch.uint8)
         torch.cat(self.host.pieces, out=copy)
@@ -220,7 +220,7 @@ class StateStorage:
 
 
 class _Complete:
-    """A copy out that was waited for."""
+    """A copy out that has ended."""
 
     def wait(self) -> None:
         return None
@@ -234,13 +234,13 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Walk a parameter's state, through dictionaries, lists and tuples.
+    """Yield the tensors in a parameter's state, also in nested dictionaries, lists and tuples.
 
     Yields:
-        Tensors; of a ``DTensor`` this rank's part. Other subclasses are left out.
+        Plain tensors; for a ``DTensor`` this rank's part. Other subclasses are left out.
     """
     if isinstance(value, torch.Tensor):
-        with torch.no_grad():  # then it is the part itself, not a view of it
+        with torch.no_grad():  # without gradients `to_local` returns the part itself, not a view
             local = value.to_local() if isinstance(value, DTensor) else value
         if type(local) in (torch.Tensor, torch.nn.Parameter) and local.layout is torch.strided:
             yield local

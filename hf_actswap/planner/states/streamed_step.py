@@ -1,7 +1,7 @@
-"""An optimizer's step, bucket by bucket, by its own code on a part of the parameters at a time.
+"""Runs an optimizer's step bucket by bucket: the optimizer's own code on a part of the parameters at a time.
 
-It runs in the optimizer's pre-hook, and the call proper then finds no parameters: so it is the same for
-whatever has been put around ``optimizer.step`` (schedulers, Accelerate, a gradient scaler, other hooks).
+This happens in the optimizer's step pre-hook; the step call itself then finds no parameters. So it works with
+everything that wraps ``optimizer.step`` (schedulers, Accelerate, a gradient scaler, other hooks).
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from .watched_states import WatchedStates
 
 Closure = Callable[[], Any]
 Bucket = list[list[torch.Tensor]]
-"""Parameters of each group."""
+"""Some parameters of each parameter group."""
 
 _PARTS = 4
-"""Of what may be resident: one bucket in the step, one coming, one leaving, and one to choose from."""
+"""Number of buckets that fit the resident bytes: one is stepped, one comes, one leaves, one is in reserve."""
 
 
 class StreamedStep:
     """Replaces the optimizer's step over all parameters by its own step over one bucket of them at a time.
 
     Args:
-        optimizer: one of those that `is_streamed`.
-        residence: of its states.
+        optimizer: an optimizer for which `is_streamed` is true.
+        residence: tracks and moves the storages of its states.
 
     Attributes:
-        running: while the optimizer's code is at work.
+        running: whether the optimizer's own code runs at present.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, residence: StateResidence) -> None:
@@ -42,18 +42,18 @@ class StreamedStep:
 
     @property
     def hidden(self) -> bool:
-        """Whether the groups have been emptied for the call proper."""
+        """Whether the parameter groups have been emptied for the step call itself."""
         return self._parameters is not None
 
     def show(self) -> None:
-        """Let the groups have their parameters again. Safe to call at any time."""
+        """Give the parameter groups their parameters back. Safe to call at any time."""
         parameters, self._parameters = self._parameters, None
         if parameters is not None:
             for group, own in zip(self._optimizer.param_groups, parameters, strict=True):
                 group["params"] = own
 
     def order(self, states: WatchedStates) -> list[StateStorage]:
-        """Return the storages in the order in which the step wants them."""
+        """Return the storages in the order in which the step needs them."""
         return self._residence.of_all(key for key in of_optimizer(self._optimizer) if key in states)
 
     def run(
@@ -61,14 +61,14 @@ class StreamedStep:
         states: WatchedStates,
         resident_bytes: int,
     ) -> None:
-        """Step all parameters that have gradients, and let the call proper find none.
+        """Step all parameters that have gradients, then empty the groups for the step call itself.
 
         Args:
-            states: of the optimizer.
-            resident_bytes: of states on the device at most, unless one parameter has more.
+            states: the optimizer's states.
+            resident_bytes: the most bytes of states on the device, unless one parameter has more.
 
         Raises:
-            Exception: of the optimizer, which has then stepped the buckets before.
+            Exception: whatever the optimizer raises; it has then stepped earlier buckets.
         """
         step = type(self._optimizer).step.__wrapped__  # type: ignore[attr-defined]
         buckets = list(self._buckets(max(1, resident_bytes // _PARTS)))
@@ -99,7 +99,7 @@ class StreamedStep:
             self.running = False
 
     def _bring(self, needed: list[StateStorage], ahead: deque[StateStorage], resident_bytes: int) -> None:
-        """Have a bucket's states on the device, and others on their way as far as there is room."""
+        """Bring a bucket's states to the device, and start copies of later ones as far as there is room."""
         residence = self._residence
         for storage in needed:
             if storage.place == "host":
@@ -117,7 +117,7 @@ class StreamedStep:
             residence.bring(storage)
 
     def _buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """Parameters that have gradients, in order, cut where their states come to ``bucket_bytes``."""
+        """Yield parameters that have gradients, in order, with states of up to ``bucket_bytes`` each time."""
         count = len(self._optimizer.param_groups)
         bucket: Bucket = [[] for _ in range(count)]
         held_bytes = 0
@@ -134,7 +134,7 @@ class StreamedStep:
         yield bucket
 
     def _state_bytes(self, parameter: torch.Tensor) -> int:
-        """Without states yet: as if there were to be two of the parameter's size."""
+        """Return the bytes of a parameter's states; without any yet, twice the bytes of the parameter."""
         known = self._residence.of(parameter)
         return sum(item.size_bytes for item in known) if known else 2 * parameter.nbytes
 
@@ -142,7 +142,7 @@ class StreamedStep:
 def with_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any], around_it: Callable[[Closure], Closure]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a step's arguments with another closure, if there is one."""
+    """Return the arguments of a step with ``around_it`` applied to their closure, if there is one."""
     if len(args) > 1 and args[1] is not None:
         return (args[0], around_it(args[1]), *args[2:]), kwargs
     if kwargs.get("closure") is not None:
@@ -151,7 +151,7 @@ def with_closure(
 
 
 def call_first(closure: Closure) -> Closure:
-    """Call it, as all of these optimizers do first; its result is what the call proper gets."""
+    """Call ``closure``, as these optimizers do first; return a closure that returns the same loss."""
     with torch.enable_grad():
         loss = closure()
     return lambda: loss

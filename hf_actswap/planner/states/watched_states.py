@@ -1,4 +1,4 @@
-"""``optimizer.state`` while states are away: who looks a parameter up finds its states on the device."""
+"""A dictionary for ``optimizer.state`` that reports accesses, so that states can come back before them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 
 
 class WatchedStates(defaultdict[Any, Any]):
-    """A `collections.defaultdict` that tells of each look at a value before it answers.
+    """A `collections.defaultdict` that calls a function before each access to a value.
 
-    Pickled and copied it is a plain one, with all states.
+    Pickling or copying it gives a plain `defaultdict` with all states.
 
     Args:
-        states: what it holds at first.
-        looked: called with a key that is present, or with ``None`` when somebody looks at all values.
+        states: its first contents.
+        looked: called with the key that is accessed, if present, or with ``None`` if all values are.
     """
 
     def __init__(self, states: dict[Any, Any], looked: Callable[[Hashable | None], None]) -> None:
@@ -22,11 +22,11 @@ class WatchedStates(defaultdict[Any, Any]):
         self._looked = looked
 
     def unwatched_items(self) -> ItemsView[Any, Any]:
-        """As ``items()``, unnoticed."""
+        """Return ``items()`` without calling ``looked``."""
         return super().items()
 
     def unwatched(self, key: Any) -> Any:
-        """As ``get(key)``, unnoticed."""
+        """Return ``get(key)`` without calling ``looked``."""
         return super().get(key)
 
     def __getitem__(self, key: Any) -> Any:
@@ -35,7 +35,7 @@ class WatchedStates(defaultdict[Any, Any]):
         return super().__getitem__(key)
 
     def __iter__(self) -> Iterator[Any]:
-        return super().__iter__()  # that `dict(states)` asks for each value
+        return super().__iter__()  # overridden so that `dict(states)` calls `__getitem__` for each key
 
     def get(self, key: Any, default: Any = None) -> Any:
         if key in self:
@@ -65,7 +65,7 @@ class WatchedStates(defaultdict[Any, Any]):
         return super().values()
 
     def plain(self) -> defaultdict[Any, Any]:
-        """Return one that is not watched, with all states."""
+        """Return a plain `defaultdict` with all states."""
         self._looked(None)
         return defaultdict(self.default_factory, super().items())
 

@@ -92,7 +92,7 @@ class RunFacts:
     stages: Sequence[StageFacts] = ()
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {**asdict(self), "compared": [{**asdict(item), "ratio": item.ratio} for item in self.compared]}
 
 

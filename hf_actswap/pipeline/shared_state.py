@@ -3,7 +3,7 @@
 A parameter that several stages hold (tied embeddings: the first and the last) gets the sum of their gradients
 on each of them, so that their optimizers make the same step; it counts once in the norm. The norm is computed
 as `torch.nn.utils.clip_grad_norm_` does in one process, from the norms of all parameters in the model's
-order, so that it is equal bit for bit. Beside tensor parallelism it is the norm of the stages' norms.
+order, so that it is equal bit for bit. With tensor parallelism it is the norm of the stages' norms.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class StageGradients:
         }
 
     def _own(self) -> dict[str, torch.Tensor]:
-        """The trained parameters of this rank."""
+        """Return the trained parameters of this rank by name."""
         return {name: tensor for name, tensor in self._staged.own_state().items() if tensor.requires_grad}
 
     def sum_shared(self) -> None:

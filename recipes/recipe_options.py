@@ -1,4 +1,4 @@
-"""What a run of the recipe can be told beside the Trainer's own arguments, and the defaults of the recipe."""
+"""The recipe's arguments beside the Trainer's own, and the defaults of the recipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "ddp_find_unused_parameters": False,
     "prediction_loss_only": True,
 }
-"""Where the recipe differs from the Trainer; `derived_defaults` adds what depends on other arguments."""
+"""Defaults of Trainer arguments in the recipe; `derived_defaults` adds those that depend on others."""
 
 
 class RecipeError(ValueError):

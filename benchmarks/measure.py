@@ -226,7 +226,7 @@ def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | Plann
     if applied:
         result.first_step_pinning_ms = applied.stats().pinning_ms - pinned_ms
     if isinstance(applied, Planned):
-        result.warmup_steps = min(result.warmup_steps, 2)  # it has trained already
+        result.warmup_steps = min(result.warmup_steps, 2)  # the planner has trained already
     result.step_ms += [timed_step_ms(step) for _ in range(result.warmup_steps - 1)]
     before = applied.stats() if applied else None
     if step.device.type != "cpu":

@@ -87,7 +87,7 @@ def _swap_by_op() -> tuple[PlanRow, ...]:
     return (*_swap(""), *_swap("self_attn"))
 
 
-# A row that nothing matches puts the hooks on and leaves every tensor where it is.
+# With a row that matches nothing the hooks are installed, but every tensor is kept.
 _ELSEWHERE = (PlanRow("head", "", "swap", windows=Windows.of_prefetch(10)),)
 _HUGE_BYTES = 2**40
 

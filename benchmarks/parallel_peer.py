@@ -122,7 +122,7 @@ class Collectives(TorchDispatchMode):
         """Count the gathers that a column-parallel layer starts in backward as `REGATHER`."""
         module: Any = importlib.import_module(
             "hf_actswap.parallel.column_input"
-        )  # the package's name is a function
+        )  # as an attribute of the package, this name is a function
         own = module.begin_gather
 
         def begin(*args: Any) -> Any:

@@ -72,7 +72,7 @@ MEASURED: dict[str, dict[str, tuple[float, float]]] = {
 
 BY_HAND: dict[str, Any] = {
     "eager": {},
-    "hf-checkpointing": {"recompute_config": {"recompute": True}},  # the same step
+    "hf-checkpointing": {"recompute_config": {"recompute": True}},  # predicts the same step
     "actswap-everything-auto": swap_everything("auto"),
     "actswap-elementwise": ELEMENTWISE,
     "actswap-mixed": MIXED,

@@ -84,7 +84,7 @@ _MODULES = {
     "stage_from_config": "integrations",
     "stage_from_pretrained": "integrations",
 }
-"""Where each public name is defined."""
+"""The module that defines each public name."""
 
 _PACKAGES = ("config", "engine", "errors", "integrations", "parallel", "plan", "planner", "report")
 """Modules that are attributes of this package after ``import hf_actswap``, as in ``hf_actswap.parallel``."""

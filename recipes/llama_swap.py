@@ -2,10 +2,11 @@
 
     accelerate launch recipes/llama_swap.py [CONFIG.yaml|CONFIG.json] [--argument value ...]
 
-Without any argument: wikitext-2 from the Hub, a small Llama from random weights, the default swap strategy.
-With a file: its sections for hf_actswap (the documents' files as they are) and any argument of the recipe or
-of the Trainer; the command line overrides the file. ``--actswap none`` trains with a plain Trainer. With
-``parallel_config`` in the file several processes hold one model. More in `README.md` beside this file.
+Without arguments it trains a small Llama with random weights on wikitext-2 from the Hub, with the default
+swap strategy. A file may have sections of hf_actswap (files of MindFormers' documents work unchanged) and any
+argument of the recipe or of the Trainer; the command line overrides the file. ``--actswap none`` trains with
+a plain Trainer. With ``parallel_config`` in the file several processes hold one model. For more see
+`README.md` beside this file.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ def build_model(
         raise RecipeError(f"The model cannot be built: {error}") from error
     if len(tokenizer) > built.get_input_embeddings().weight.shape[0]:
         built.resize_token_embeddings(len(tokenizer))
-    built.config.use_cache = False  # keys and values of the past serve generation only
+    built.config.use_cache = False  # a key-value cache serves generation only
     return built
 
 

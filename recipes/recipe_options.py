@@ -76,7 +76,7 @@ SIZE_OPTIONS = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "inter
 
 @dataclass
 class DataArguments:
-    """Which text, and how it is cut."""
+    """Which text is read, and how it is cut into blocks of tokens."""
 
     dataset: str = field(
         default=DEFAULT_DATASET,

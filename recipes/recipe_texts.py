@@ -57,7 +57,7 @@ def load_texts(data: DataArguments) -> Texts:
 
 
 def looks_local(name: str) -> bool:
-    """Whether ``name`` is a path rather than a Hub id: it exists, or is written as only a path is."""
+    """Whether ``name`` is a path, not a Hub id: it exists, is absolute, or has the form of a path only."""
     path = Path(name)
     return path.exists() or path.is_absolute() or name.startswith((".", "~")) or path.suffix in LOADERS
 

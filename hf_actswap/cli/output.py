@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # commands look at their options before torch is imported
 Document = Mapping[str, Any]
 
 _STDOUT, _STDERR = 1, 2  # file descriptors
-_YES = ("1", "ON", "YES", "TRUE")  # as huggingface_hub, which takes long to import
+_YES = ("1", "ON", "YES", "TRUE")  # as in huggingface_hub, which takes long to import
 _LAYER = re.compile(r"(\.(?:layers|h)\.)\d+")
 
 

@@ -425,7 +425,7 @@ class ArgumentsCallback(ActSwapCallback):
         given = next((item for item in others if isinstance(item, ActSwapCallback)), None)
         if given is None:
             return False
-        trainer.callback_handler.callbacks = others  # another list: the event goes on through this one
+        trainer.callback_handler.callbacks = others  # a new list: the event still iterates over the old one
         if self._source not in (None, given._source) and trainer.is_world_process_zero():
             with console_logging(logger):
                 logger.warning(_IGNORED)

@@ -231,7 +231,7 @@ class PipelineTraining(ModelInParts):
         """
         batch, model, items = trainer._prepare_inputs(inputs), trainer.model, None
         if all(batch.get(name) is not None for name in trainer.label_names):
-            items = trainer._get_num_items_in_batch([batch], trainer.args.device)  # asks all data ranks
+            items = trainer._get_num_items_in_batch([batch], trainer.args.device)  # a collective
 
         def call(batch: Mapping[str, Any], is_last: bool) -> Any:
             if is_last:

@@ -84,7 +84,7 @@ def pin_together(source: str, rank: int, world_size: int) -> str:
 
 
 _WORKER_FORMAT = "-%(levelname)s - %(message)s"
-"""As in the log excerpts of the MindFormers documents, so that their ``grep`` commands print their lines."""
+"""Format of the log lines in MindFormers' documents, so that the ``grep`` commands there find our lines."""
 
 
 @contextmanager

@@ -178,7 +178,7 @@ def _opened_without(
     model.__class__, model.all_tied_weights_keys = kind, tied
     model._keys_to_ignore_on_load_unexpected -= quiet
     if not absent.isdisjoint((*tied, *tied.values())):
-        model.tie_weights()  # on meta
+        model.tie_weights()  # those on meta
     found: PreTrainedModel = model.eval()
     return found
 

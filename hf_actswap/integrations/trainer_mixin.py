@@ -86,7 +86,7 @@ class ActSwapTrainerMixin:
             callback = ActSwapCallback(self.args)
             self.add_callback(callback)  # type: ignore[attr-defined]
             callback.on_init_end(self.args, self.state, self.control)  # type: ignore[attr-defined]
-        if self.place_model_on_device and _partly_read(self.model):  # not FSDP's loading by one rank
+        if self.place_model_on_device and _partly_read(self.model):  # under FSDP, weights on meta are usual
             raise PipelineError([_PARTLY_READ])
         if self.parallel is not None:
             self.parallel.take_fused_head()  # for an evaluation before the training
@@ -158,7 +158,7 @@ class ActSwapTrainerMixin:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
         # `push_to_hub` calls save_model within save_model: the weights gathered before are used up by then.
-        # Not `only_rank`: with save_on_each_node several ranks write.
+        # Not gathered for one rank only: with save_on_each_node several ranks write.
         self._whole_weights = self.parallel.whole_weights(self.args.should_save)
         try:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]

@@ -22,7 +22,7 @@ REPORTS_TO = "actswap"
 """The name in ``report_to`` under which transformers finds `ArgumentsCallback`: a Trainer makes one callback
 for each name in that field of its arguments; there is no other way from arguments to a callback."""
 
-INTEGRATION_TO_CALLBACK[REPORTS_TO] = ArgumentsCallback  # only arguments of the class below hold the name
+INTEGRATION_TO_CALLBACK[REPORTS_TO] = ArgumentsCallback  # only the class below reports to this name
 
 
 @dataclass

@@ -90,7 +90,7 @@ class PipelineRuntime:
             else:
                 schedule.step(micro_batch=numbers)
         except RuntimeError as error:
-            if error.__cause__ is not None:  # torch describes the arguments of a stage that has failed
+            if error.__cause__ is not None:  # torch's error only describes the arguments of the stage
                 raise error.__cause__ from None
             raise
         finally:
@@ -111,7 +111,7 @@ class PipelineRuntime:
             On every rank, what the last stage's call returned: tensors in tuples, lists and dicts. Any other
             value in it is ``None``.
         """
-        stages, shape = self.staged.layout.pp, _shape_of(batch)  # without gradients sequences are whole
+        stages, shape = self.staged.layout.pp, _shape_of(batch)  # without gradients no sequence is divided
         found = None
         for chunk in self.staged.own_chunks:
             received = None

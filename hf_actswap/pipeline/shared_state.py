@@ -29,7 +29,7 @@ class StageGradients:
     Args:
         staged: the model, after `StagedModel.cut`.
         group: the ranks of the pipeline, in the order of the stages.
-        device: of this rank.
+        device: device of this rank.
         tensor_group: the tensor-parallel ranks of this stage; ``None``: this rank holds the stage alone.
     """
 

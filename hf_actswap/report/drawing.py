@@ -95,7 +95,7 @@ class Drawing:
     """Shapes, later ones above earlier ones.
 
     Args:
-        width, height: in px; y grows downwards.
+        width, height: size in px; y grows downwards.
         title: what the picture shows, for those who cannot see it.
         shapes: the shapes of the picture.
     """
@@ -258,7 +258,7 @@ class Scale:
 
     Args:
         most: the largest value.
-        start_px, end_px: where ``least`` and ``most`` lie.
+        start_px, end_px: positions of ``least`` and ``most``.
         least: the smallest value.
     """
 

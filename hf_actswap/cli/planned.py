@@ -120,7 +120,7 @@ class Planned:
 
 
 def memory_in_force(config: ActSwapConfig, budget: int | None) -> MemoryConfig:
-    """Return the ``memory`` section; mode ``off`` becomes ``smart_swap``; ``budget`` (bytes) overrides it."""
+    """Return the ``memory`` section, its mode ``smart_swap`` if ``off``, its budget ``budget`` if given."""
     memory = config.memory
     if memory.mode == "off":
         memory = replace(memory, mode="smart_swap")

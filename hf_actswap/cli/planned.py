@@ -120,7 +120,10 @@ class Planned:
 
 
 def memory_in_force(config: ActSwapConfig, budget: int | None) -> MemoryConfig:
-    """Return the ``memory`` section, its mode ``smart_swap`` if ``off``, its budget ``budget`` if given."""
+    """Return the ``memory`` section to plan with.
+
+    Mode ``off`` becomes ``smart_swap``, and a ``budget`` (bytes) replaces the section's own.
+    """
     memory = config.memory
     if memory.mode == "off":
         memory = replace(memory, mode="smart_swap")

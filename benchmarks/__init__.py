@@ -1,7 +1,7 @@
 """Benchmarks. Not part of the installed package; see `README.md` here.
 
-Importing this package sets what PyTorch reads from the environment, so that all rows and all tests on an
-accelerator run under the same settings, unless the environment says otherwise. Import it ahead of PyTorch.
+Importing this package sets environment variables that PyTorch reads, unless they are set already. So all rows
+and all tests on an accelerator run under the same settings. Import it before PyTorch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 SETTINGS = {
-    # What swap frees and takes again must not fragment.
+    # Memory that swap frees and allocates again must not fragment.
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     # Without a workspace of fixed size matrix products may differ in their last bits from stream to stream,
     # and PyTorch's deterministic mode does not run them.

@@ -1,10 +1,10 @@
-"""The function calls of one decoder layer, by the names that a plan uses, and what a byte of each is worth.
+"""Records the function calls of one decoder layer, and the time to recompute a byte of each saved result.
 
-The same function mode that names ops for a plan follows one forward; a `Clock` says what each call costs, by
-running it again on the spot with its real inputs, or by arithmetic from the shapes. A byte is worth the time
-to have its tensor again, over the bytes that it takes. A tensor is rebuilt by its own op and by those before
-it whose results nobody holds. Held are: what autograd saves, the input of the layer, and the two tensors of
-the residual stream, of which autograd saves copies.
+Calls have the names that a plan uses: the same function mode follows one forward. A `Clock` gives the time of
+each call, by running it again at once with its real inputs, or by arithmetic from the shapes. The time per
+byte is the time to compute a tensor again, divided by its bytes. To compute it again, its own op runs and all
+ops before it whose results are not held. Held are: tensors that autograd saves, the input of the layer, and
+the two tensors of the residual stream, of which autograd saves copies.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class Work:
     """What a call computes, from its shapes.
 
     Args:
-        kind: a matrix product, the attention core, or anything else: those are bound by memory traffic.
-        flops: floating-point operations, a multiplication with its addition as two; 0 where traffic counts.
-        traffic_bytes: read and written, each tensor once.
+        kind: a matrix product, the attention core, or anything else, which is bound by memory traffic.
+        flops: floating-point operations, a multiplication with its addition as two; 0 if traffic bounds it.
+        traffic_bytes: bytes read and written, each tensor once.
     """
 
     kind: Kind
@@ -57,12 +57,12 @@ class Call:
     """One call that produces a tensor.
 
     Args:
-        key: its name.
-        function: what was called.
-        work: from the shapes.
-        out_bytes: of the storages that it produces.
-        widens: whether it casts to a wider type: its result holds all that its input holds.
-        ms: of one run.
+        key: its op path and ordinal.
+        function: name of the function that was called.
+        work: what it computes, from the shapes.
+        out_bytes: bytes of the storages that it produces.
+        widens: whether it casts to a wider type, so that its input can be taken from its result.
+        ms: time of one run.
     """
 
     key: CallKey
@@ -74,7 +74,7 @@ class Call:
 
 
 class Clock(Protocol):
-    """Says how many ms one run of a call takes."""
+    """Measures or computes how many ms one run of a call takes."""
 
     def ms(self, work: Work, run: Callable[[], Any]) -> float:
         """Return the ms of ``run``, which does ``work``."""
@@ -83,7 +83,7 @@ class Clock(Protocol):
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device is taken to reach, in the units of its data sheet.
+    """A `Clock` by arithmetic: the rates that a device is assumed to reach, in the units of its data sheet.
 
     Args:
         gemm_tflops, attention_tflops: 10^12 floating-point operations a second.
@@ -95,7 +95,7 @@ class Rates:
     hbm_tb_per_s: float
 
     def ms(self, work: Work, _run: Callable[[], Any]) -> float:
-        """Return operations over rate; of what is bound by memory, bytes over rate. Runs nothing."""
+        """Return operations over rate, or, for work bound by memory, bytes over rate. Runs nothing."""
         if work.kind == "elementwise":
             return work.traffic_bytes / (self.hbm_tb_per_s * 1e9)
         rate = self.attention_tflops if work.kind == "attention" else self.gemm_tflops
@@ -103,11 +103,11 @@ class Rates:
 
 
 class Stopwatch:
-    """Runs each call again and takes the median.
+    """A `Clock` that runs each call again and takes the median time.
 
     Args:
-        device: events on an accelerator, the wall clock on the CPU.
-        runs: of each call, after three that are not timed.
+        device: device of the calls; an accelerator is timed by events, the CPU by the wall clock.
+        runs: number of timed runs of each call, after three that are not timed.
     """
 
     def __init__(self, device: torch.device, runs: int) -> None:
@@ -129,7 +129,7 @@ class Stopwatch:
         return times
 
     def _on_device(self, run: Callable[[], Any]) -> list[float]:
-        """One synchronisation for all runs: the host must stay ahead, or its own time would be counted."""
+        """Time all runs with one synchronisation: the host must stay ahead, or its time would be counted."""
         marks = [[torch.Event(self._device, enable_timing=True) for _ in "se"] for _ in range(self._runs)]
         for start, end in marks:
             start.record()
@@ -145,10 +145,10 @@ class CallFollower(TorchFunctionMode):
     Args:
         module: the layer.
         layer: its structure.
-        clock: of the calls.
+        clock: gives the time of each call.
 
     Attributes:
-        calls: in order, those that produce a storage of their own; views cost nothing.
+        calls: the calls that produce a new storage, in order; views cost nothing and are left out.
     """
 
     def __init__(self, module: nn.Module, layer: LayerStructure, clock: Clock) -> None:
@@ -221,11 +221,11 @@ def work_of(
     """Return what a call computes.
 
     Args:
-        function: its name.
-        inputs: of a matrix product (..., rows, inner) first; of attention query, key, value first, each
-            (batch, heads, length, width).
+        function: name of the function.
+        inputs: its tensors; those of a matrix product begin with (..., rows, inner), those of attention with
+            query, key and value, each (batch, heads, length, width).
         outputs: the tensors that it produces.
-        causal: half of the scores are computed.
+        causal: whether attention is causal, so that half of the scores are computed.
     """
     traffic_bytes = sum(map(_read_bytes, inputs)) + sum(map(_read_bytes, outputs))
     if function in _MATRIX_PRODUCTS:
@@ -238,7 +238,7 @@ def work_of(
 
 
 def _read_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that a kernel must move for a tensor: what is expanded is read once."""
+    """Return the bytes that a kernel must move for a tensor; an expanded one is read once."""
     return min(tensor.numel() * tensor.element_size(), int(tensor.untyped_storage().nbytes()))
 
 
@@ -251,22 +251,21 @@ _PS_PER_MS = 1e9
 
 @dataclass(frozen=True)
 class ByteRow:
-    """One call of a layer.
+    """One call of a layer: its time, the bytes of its results, and the time to compute them again.
 
     Args:
-        op, ordinal: its name.
-        kind: what bounds it.
-        saved_bytes: of its tensors that autograd saves, each storage once: what it alone saves.
-        out_bytes: of the tensors that it produces, saved or not.
-        root: autograd does not save it as it is, but recomputation starts from it and holds it: the hidden
-            state that the layer hands on, and the one between attention and feed-forward.
-        ms: of one run of it.
-        flops, traffic_bytes: of one run, from the shapes.
-        inputs: names of the calls whose tensors it reads; ``input:0`` is the layer's input.
-        reruns: the calls that run to have its tensor again, itself among them.
-        rerun_ms: of those, together.
-        ps_per_byte: ``rerun_ms`` over the bytes that are freed for it, in picoseconds; ``None``: nothing of
-            it is held.
+        op, ordinal: op path and ordinal of the call.
+        kind: a matrix product, attention, or elementwise.
+        saved_bytes: bytes of its results that autograd saves, each storage once.
+        out_bytes: bytes of its results, saved or not.
+        root: autograd does not save the result itself, but recomputation starts from it and holds it: the
+            hidden state that the layer returns, and the one between attention and feed-forward.
+        ms: time of one run.
+        flops, traffic_bytes: operations and memory traffic of one run, from the shapes.
+        inputs: names of the calls whose results it reads; ``input:0`` is the layer's input.
+        reruns: names of the calls that run to compute its result again, itself included.
+        rerun_ms: time of these calls.
+        ps_per_byte: ``rerun_ms`` divided by the bytes that are freed, in picoseconds; ``None``: none are.
     """
 
     op: str
@@ -289,25 +288,25 @@ class ByteRow:
 
     @property
     def held_bytes(self) -> int:
-        """What giving it up would free."""
+        """Bytes that are freed if the result is not kept."""
         return self.saved_bytes or (self.out_bytes if self.root else 0)
 
 
 def name_of(key: CallKey) -> str:
-    """Return ``op:ordinal``."""
+    """Return the name of a call, ``op:ordinal``."""
     return f"{key[0]}:{key[1]}"
 
 
 def byte_rows(
     calls: Sequence[Call], saved: SavedBytes, layer: LayerStructure, layer_index: int = 0
 ) -> list[ByteRow]:
-    """Join what calls cost with what autograd saves of them.
+    """Join the times of calls with the bytes that autograd saves of their results.
 
     Args:
-        calls: of one layer.
-        saved: of a forward of the same shapes.
+        calls: the calls of one layer.
+        saved: what autograd saves in a forward of the same shapes.
         layer: the layer's structure.
-        layer_index: in ``saved``.
+        layer_index: index of the layer in ``saved``.
 
     Raises:
         ValueError: autograd saves a tensor of an op that is not among the calls.
@@ -360,10 +359,11 @@ def _saved_bytes_of(saved: SavedBytes, layer_index: int) -> dict[CallKey, int]:
 def _inputs_of(
     saved: SavedBytes, layer: LayerStructure, layer_index: int
 ) -> dict[CallKey, tuple[CallKey, ...]]:
-    """What each call reads; weights and what comes from outside, but the layer's input, are left out.
+    """Return for each call the calls whose results it reads, and the layer's input.
 
-    The model structure says who reads the layer's input, which is unowned in ``saved``. The rest is read from
-    ``saved``, whose shapes are the real ones: whether a reshape copies depends on them.
+    Weights and other tensors from outside are left out. The model structure says which calls read the layer's
+    input, which has no producer in ``saved``. The rest is read from ``saved``: its shapes are the real ones,
+    on which it depends whether a reshape copies.
     """
     found: dict[CallKey, dict[CallKey, None]] = {}
     for call in layer.calls:
@@ -394,12 +394,12 @@ def _reruns(
 
 @dataclass(frozen=True)
 class Choice:
-    """What giving up some tensors of a layer comes to.
+    """Memory and time of a layer of which some tensors are not kept.
 
     Args:
-        held_bytes: that autograd and the calls that will run again hold; the input of the layer among them
-            where it is needed.
-        rerun_ms: of the calls that run again.
+        held_bytes: bytes held by autograd and for the calls that run again, with the layer's input if they
+            need it.
+        rerun_ms: time of the calls that run again.
     """
 
     held_bytes: int
@@ -407,12 +407,13 @@ class Choice:
 
 
 def without(rows: Sequence[ByteRow], dropped: Collection[str], input_bytes: int) -> Choice:
-    """Return what is held and what runs again if the tensors ``dropped`` are rebuilt in backward.
+    """Return held bytes and rerun time of a layer if the results of some calls are recomputed in backward.
 
     Args:
-        rows: of one layer.
-        dropped: names of rows; what is rebuilt from a dropped tensor has it rebuilt first.
-        input_bytes: of the layer's input.
+        rows: all rows of the layer.
+        dropped: names of the rows whose results are not kept; they are also recomputed for others that read
+            them.
+        input_bytes: bytes of the layer's input.
     """
     by_name = {row.name: row for row in rows}
     sizes = {row.name: row.held_bytes for row in rows} | {name_of(LAYER_INPUT): input_bytes}
@@ -431,6 +432,6 @@ def without(rows: Sequence[ByteRow], dropped: Collection[str], input_bytes: int)
 
 
 def row_of(result: Mapping[str, Any]) -> ByteRow:
-    """Return the row of an entry of a results file, which holds more beside it."""
+    """Return the `ByteRow` in an entry of a results file; the entry has other fields too."""
     values = {item.name: result[item.name] for item in fields(ByteRow)}
     return ByteRow(**{**values, "inputs": tuple(values["inputs"]), "reruns": tuple(values["reruns"])})

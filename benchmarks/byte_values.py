@@ -56,7 +56,8 @@ ELEMENTWISE = (
     "mlp.act_fn.silu:0",
     "mlp.mul:0",
 )
-"""What a Llama layer saves of elementwise ops, but the rotation, which reads as much as it saves."""
+"""Calls of elementwise ops of a Llama layer whose results are saved, without the rotation of q and k, which
+reads as much as it saves."""
 _NO_LINK = "no link: a CPU copies inside one memory (draw one with --link-gb-per-s)"
 
 
@@ -80,7 +81,7 @@ def forward_ms(panel: Sequence[Result]) -> float:
 
 
 def title(panel: Sequence[Result]) -> str:
-    """Return one line that says what the numbers are of, and whether they were measured."""
+    """Return one line with model, shape and device, and whether the numbers were measured."""
     row = panel[0]
     origin = "measured" if row["source"] == "measured" else "ARITHMETIC, not measured"
     return f"{row['model']}, one layer, {row['tokens']:,} tokens, {row['dtype']}; {row['device']}: {origin}"
@@ -94,7 +95,7 @@ def link_text(row: Result) -> str:
 
 
 def held_rows(panel: Sequence[Result]) -> list[Result]:
-    """Return the rows with something to give up, the dearest byte first."""
+    """Return the rows with held bytes, those with the most time per byte first."""
     return sorted((row for row in panel if row["held_bytes"]), key=lambda row: -row["ps_per_byte"])
 
 
@@ -137,11 +138,11 @@ READERS_NAMES: Mapping[str, str] = {
     "post_attention_layernorm.to:1": "2nd norm: before the weight",
     "post_attention_layernorm.mul:1": "2nd norm: output",
 }
-"""What a reader calls the tensors of a Llama layer; the few bytes of norm statistics are left out."""
+"""Names of a Llama layer's tensors for readers; the few bytes of norm statistics are left out."""
 
 
 def page_values(rows: Sequence[Result]) -> str:
-    """Return the Markdown table of a page: size in hidden states, and picoseconds per byte of each shape."""
+    """Return a Markdown table for `docs/choosing.md`: sizes in hidden states, and picoseconds per byte."""
     panels = list(by_shape(rows).values())
     header = ["tensor", "op", "size, u", *(f"ps/B at {panel[0]['tokens']:,} tokens" for panel in panels)]
     by_name = [{row["name"]: row for row in panel} for panel in panels]
@@ -163,9 +164,9 @@ _ATTENTION_TENSORS = (
 
 
 def page_situations(rows: Sequence[Result]) -> str:
-    """Return the Markdown table of a page: what the three configurations of it come to, by the same numbers.
+    """Return a Markdown table for `docs/choosing.md`: memory, copies and time of its three configurations.
 
-    The backward of a layer is taken to be twice its forward.
+    A layer's backward is assumed to take twice as long as its forward.
     """
     panels = list(by_shape(rows).values())
     header = ["per layer"]
@@ -237,11 +238,11 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class LinkRate:
-    """The rate of the link that is drawn.
+    """The rate of the link between device and host, for tables and pictures.
 
     Args:
         gb_per_s: 10^9 bytes a second from device to host; ``None``: there is no link and none was named.
-        source: ``measured``, ``argument`` or ``none``.
+        source: where the rate is from: ``measured``, ``argument`` or ``none``.
     """
 
     gb_per_s: float | None
@@ -280,9 +281,9 @@ def layer_rows(shape: Workload, device: torch.device, clock: Clock) -> list[Byte
     """Return the rows of one decoder layer.
 
     Args:
-        shape: of the layer and its input.
-        device: where it runs; on ``meta`` nothing does, and attention is taken to be as on the CPU.
-        clock: says what a call costs.
+        shape: shape of the layer and its input.
+        device: device of the layer; on ``meta`` nothing runs, and attention is assumed to be the CPU's.
+        clock: gives the time of each call.
     """
     step = DecoderStack(replace(shape, layers=1), device)
     named = model_structure(step.model)
@@ -294,7 +295,7 @@ def layer_rows(shape: Workload, device: torch.device, clock: Clock) -> list[Byte
 
 def _calls(step: DecoderStack, named: ModelStructure, clock: Clock) -> list[Call]:
     with torch.no_grad():
-        step.forward()  # the device awake, its libraries loaded
+        step.forward()  # warm-up: wakes the device and loads its libraries
     follower = CallFollower(step.decoder_layers[0], named.layers[0], clock)
     with follower.following():
         step.forward()
@@ -302,7 +303,7 @@ def _calls(step: DecoderStack, named: ModelStructure, clock: Clock) -> list[Call
 
 
 def _calls_on_fakes(step: DecoderStack, named: ModelStructure, clock: Clock) -> list[Call]:
-    """The calls as on the CPU, from shapes alone; made as `record_saved` makes its forward."""
+    """Return the calls of a forward on fake CPU tensors, which runs as `record_saved` runs it."""
     follower = CallFollower(step.decoder_layers[0], named.layers[0], clock)
     with one_sequence_each(), fakes_only():
         state = fake_weights(step.model, _CPU)
@@ -325,7 +326,7 @@ def _result(shape: Workload, row: ByteRow, origin: Mapping[str, Any]) -> dict[st
 
 
 def _origin(device: torch.device, kind: str, rates: Rates, link_argument: float | None) -> dict[str, Any]:
-    """What is the same in every row; the link is measured here."""
+    """Return the fields that are the same in every row; measures the link."""
     checkout = commit(REPOSITORY)
     environment: dict[str, Any] = {"versions": versions(), "tracked_files_changed": checkout["dirty"]}
     if kind == "arithmetic":

@@ -1,6 +1,6 @@
-"""A process that reports line by line while it runs, and that can be ended whatever it does.
+"""Starts a process that reports line by line while it runs, and ends it whatever it does.
 
-Without PyTorch, so that what reports from inside of pytest costs nothing.
+This module does not import PyTorch, so that reporting from inside pytest costs nothing.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from contextlib import suppress
 from pathlib import Path
 
 REPORTS_VARIABLE = "HF_ACTSWAP_REPORTS"
-"""Tells a `Child` the number of its pipe."""
+"""Environment variable with the file descriptor of the pipe to which a child's process reports."""
 _TOLD_BYTES = 20_000
-"""Of what a process wrote before it ended."""
+"""The most bytes that `Child.stop` returns of a process's output: the end of it."""
 _SECONDS_TO_END = 3.0
-"""Of a process, or for the stacks of one that hangs."""
+"""Time that a process gets to end by itself or to write the stacks of its threads."""
 
 
 class Child:
-    """A process that reports line by line, to a pipe whose number the environment tells it.
+    """A process that reports line by line to a pipe, whose number it reads from ``REPORTS_VARIABLE``.
 
     Args:
-        command: what it runs.
-        stderr: the file that all else that it writes is appended to.
-        environment: of the process, beside ours.
-        folder: where it runs; ``None``: where we do.
+        command: program and arguments of the process.
+        stderr: file to which its standard output and error are appended.
+        environment: environment variables, added to those of this process.
+        folder: its working folder; ``None``: that of this process.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Child:
                 env={**os.environ, **environment, REPORTS_VARIABLE: str(writing)},
                 text=True,
                 pass_fds=(writing,),
-                process_group=0,  # not a session of its own, so that whoever ends ours ends it, too
+                process_group=0,  # not a session of its own, so that it ends with the session of this process
             )
         os.close(writing)
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -66,34 +66,34 @@ class Child:
         self._lines.put(None)
 
     def send(self, line: str) -> None:
-        """Write a line to its standard input; where it is gone, what it does not answer says so."""
+        """Write a line to its standard input; if the process is gone, only `next_line` shows it."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(f"{line}\n")
             self._process.stdin.flush()
 
     def next_line(self, limit_s: float | None) -> str | None:
-        """Return what it reports next, or ``None``: it has ended.
+        """Return the next line that the process reports, or ``None`` if it has ended.
 
         Raises:
-            queue.Empty: nothing came in time.
+            queue.Empty: no line came within ``limit_s`` seconds.
         """
         return self._lines.get(timeout=limit_s)
 
     def stop(self, says: bool = False) -> tuple[int | None, str]:
-        """End it and what it started; return its exit status and the end of what it wrote.
+        """End the process and its children; return its exit status and the end of its output.
 
-        One that the driver does not let go is left behind.
+        A process that hangs in the driver and cannot be killed is left behind.
 
         Args:
-            says: let it write where its threads are, first.
+            says: whether to let it first write the stacks of its threads.
         """
         process = self._process
         if says and process.poll() is None:
             os.killpg(process.pid, signal.SIGUSR1)
         with suppress(OSError):
             assert process.stdin is not None
-            process.stdin.close()  # which a worker that is idle ends at
+            process.stdin.close()  # an idle worker ends then
         with suppress(subprocess.TimeoutExpired):
             process.wait(_SECONDS_TO_END)
         with suppress(ProcessLookupError):
@@ -107,7 +107,7 @@ class Child:
 
 
 def reports_to() -> Callable[[str], None]:
-    """Return what a `Child` reports a line with."""
+    """Return the function by which the process of a `Child` reports a line."""
     stream = os.fdopen(int(os.environ[REPORTS_VARIABLE]), "w", encoding="utf-8")
 
     def report(line: str) -> None:

@@ -1,8 +1,8 @@
-"""Whether two steps gave the same bits: kernels that can, and a comparison that does not keep the bits.
+"""Compares the bits of two steps: runs deterministic kernels, and compares fingerprints of tensors.
 
-The gradients of a 7B-shaped stack are gigabytes: to keep eager's on the device would change what is measured,
-and to fetch them for every row would take most of the run's minutes. A fingerprint is two sums over the bits
-of a tensor, one of them weighted by position, modulo 2^64, made where the tensor lives.
+The gradients of a 7B-shaped stack are gigabytes: to keep eager's on the device would change the measurement,
+and to copy them to the host for every row would take most of the run's time. A fingerprint is two sums over
+the bits of a tensor, one of them weighted by position, modulo 2^64, computed on the tensor's device.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Fingerprint = tuple[int, int]
 
 @contextmanager
 def deterministic(fill: bool = True) -> Iterator[None]:
-    """Run kernels that give the same bits each time; what was set before is set again at the end.
+    """Within the block run kernels that give the same bits each time; then restore the earlier settings.
 
-    Strict, because with ``warn_only`` PyTorch's attention stays as it is (pytorch#182551; read in 2.11's
-    ``sdp_utils.cpp`` and ``attention_backward.cu``): backward of flash and of memory-efficient attention adds
-    up in any order unless the mode is strict, and cuDNN's attention, which is the default on Hopper with
-    cuDNN above 9.15, is left out of the choice only then. Strict, flash attention adds up in order, at the
-    price of a workspace in float32, and memory-efficient attention does not split the keys. So no backend has
-    to be named, and what a mask or a head size excludes falls to the next one, which repeats its bits too.
-    The mode is global and is read when backward runs: forward and backward both belong inside. What has no
-    deterministic kernel raises ``RuntimeError``; a dense Llama with its loss and PyTorch's optimizers has
-    nothing of the kind (``NLLLoss`` of the documentation's list means its two-dimensional form). Matrix
-    products need ``CUBLAS_WORKSPACE_CONFIG``, which importing `benchmarks` sets.
+    The mode is strict, because with ``warn_only`` PyTorch's attention stays as it is (pytorch#182551; read in
+    2.11's ``sdp_utils.cpp`` and ``attention_backward.cu``): backward of flash and of memory-efficient
+    attention adds up in any order unless the mode is strict, and only then is cuDNN's attention, the default
+    on Hopper with cuDNN above 9.15, not chosen. In strict mode flash attention adds up in order, with a
+    workspace in float32, and memory-efficient attention does not split the keys. So no backend has to be
+    named: if a mask or a head size excludes one, the next one repeats its bits too. The mode is global and is
+    read when backward runs: forward and backward both belong inside. An op without a deterministic kernel
+    raises ``RuntimeError``; a dense Llama with its loss and PyTorch's optimizers has none (``NLLLoss`` in the
+    documentation's list means its two-dimensional form). Matrix products need ``CUBLAS_WORKSPACE_CONFIG``,
+    which importing `benchmarks` sets.
 
     Args:
-        fill: uninitialised memory reads as NaN meanwhile, which shows who reads it. Costs a kernel for each
-            allocation: not where steps are timed, or memory is short.
+        fill: whether uninitialised memory is filled with NaN, which reveals reads of it. It costs a kernel
+            for each allocation: leave it off if steps are timed or memory is short.
     """
     before = torch.are_deterministic_algorithms_enabled()
     warned_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -72,7 +72,7 @@ def fingerprints(tensors: Mapping[str, torch.Tensor]) -> dict[str, Fingerprint]:
 
 
 def useless(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the tensors a comparison with which would prove nothing: all zeros, or not finite."""
+    """Return the names of tensors that prove nothing when compared: all zeros, or not finite."""
     return [name for name, value in tensors.items() if not value.isfinite().all() or not value.any()]
 
 

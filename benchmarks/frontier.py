@@ -4,12 +4,12 @@
     python benchmarks/frontier.py --preset cpu --rows actswap-mixed --layers 2
     python benchmarks/frontier.py --longest --rows eager actswap-everything-auto
 
-Measures in this process, as long as it takes: for the CPU, and for a row or two. On an accelerator
-`gpu_day.py` measures the same rows within a time, each under a limit. Rows that the results file holds
-already are not measured again without ``--again``.
+It measures in this process, without a time limit: for the CPU, or for a row or two. On an accelerator
+`gpu_day.py` measures the same rows with time limits. Rows that are in the results file already are not
+measured again without ``--again``.
 
-Exit status 1: a row that must be exact is not, a row failed, or eager itself cannot be trusted. What the
-numbers mean: `README.md` beside this file. The rows stand in `rows.py`.
+Exit status 1: a row that must be exact is not, a row failed, or eager itself cannot be trusted. `README.md`
+beside this file says what the numbers mean. The rows are defined in `rows.py`.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _draw(records: Records, path: Path) -> None:
 
 
 def _is_bad(record: Record) -> bool:
-    """A broken row, or an eager one that nothing can be compared with (out of memory is no fault)."""
+    """Whether a row is broken, or eager but unfit for comparisons (running out of memory is no fault)."""
     if record.failed or not isinstance(record, Result):
         return record.failed
     untrusted = record.method == EAGER.name and record.status == "measured" and not record.exact
@@ -165,7 +165,7 @@ def _parse(argv: Sequence[str] | None, rows: Sequence[Row]) -> argparse.Namespac
 
 
 def _workloads(arguments: argparse.Namespace, device: torch.device) -> list[Workload]:
-    """The presets that suit the device, changed as asked, and scaled down to its memory."""
+    """Return the presets for the device, changed as the options say, and scaled down to its memory."""
     suited = DEFAULT_PRESETS["cpu" if device.type == "cpu" else "accelerator"]
     asked = {name: getattr(arguments, name) for name in _CHANGES}
     changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
@@ -177,7 +177,7 @@ def _workloads(arguments: argparse.Namespace, device: torch.device) -> list[Work
 
 
 def _is_complete(arguments: argparse.Namespace) -> bool:
-    """Whether nothing narrows the run, so that it may stand among the recorded ones."""
+    """Whether no option narrows the run, so that it may be kept among the recorded ones."""
     return all(getattr(arguments, name) is None for name in ("preset", *_CHANGES, "rows", "compile"))
 
 
@@ -187,12 +187,12 @@ def _default_path(arguments: argparse.Namespace, device: str) -> Path:
 
 
 def print_table(workload: Workload, results: Sequence[Result], console: Console | None = None) -> None:
-    """Print one line per measured row, and below what is to be said of rows.
+    """Print one line per measured row, and below the reasons and differences of rows that have some.
 
     Args:
-        workload: for the title.
-        results: eager first.
-        console: where to; by default the standard output.
+        workload: the workload, for the title.
+        results: the rows, eager first.
+        console: where to print; by default the standard output.
     """
     console = console or Console()
     if not console.is_terminal:

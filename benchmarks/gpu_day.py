@@ -5,12 +5,12 @@
     python benchmarks/gpu_day.py --list                 what there is, and what of it is in the results
     python benchmarks/gpu_day.py --device cpu           a dry run on the CPU, tiny
 
-A row that the results hold is not measured again, whatever commit it is of, without ``--again``; one that had
-no time, or failed at another commit, is. Each result is written as soon as it is there. A row that fails,
-hangs or takes its process along is recorded with its traceback, and the next one begins (`harness` says how).
-Results go into the folder that ``HF_ACTSWAP_RESULTS`` names (by default ``results/`` here): five files.
-``HF_ACTSWAP_COMMIT`` says which commit it is where there is no git; ``HF_ACTSWAP_TRL`` names a folder with
-TRL's one module where TRL is not installed, ``HF_ACTSWAP_LIGER`` one with ``liger_kernel``.
+A row that is in the results is not measured again without ``--again``, whatever its commit. A row that had no
+time, or failed at another commit, is. Each result is written at once. A row that fails, hangs or kills its
+process is recorded with its traceback, and the next one begins (`harness` says how). Results go into the
+folder that ``HF_ACTSWAP_RESULTS`` names (by default ``results/`` here): five files. ``HF_ACTSWAP_COMMIT`` is
+the commit if there is no git; ``HF_ACTSWAP_TRL`` names a folder with TRL's one module if TRL is not
+installed, ``HF_ACTSWAP_LIGER`` one with ``liger_kernel``.
 
 Exit status 1: something failed. `verdict.py` then judges the results.
 """
@@ -58,26 +58,26 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-"""Of all processes that measure or test, beside `benchmarks.SETTINGS`."""
+"""Environment variables of all processes that measure or test, beside `benchmarks.SETTINGS`."""
 SLACK_S = 12.0
-"""What still runs so long after a stage's time is ended."""
+"""Seconds after the end of a stage's time at which work that still runs is ended."""
 _IMPORTS_S = 10.0
-"""Of this process, which count to the first stage's time."""
+"""Time of this process's imports, which counts as time of the first stage."""
 _MOST_LOG_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one call measures.
+    """What is measured in one stage.
 
     Args:
-        title: for people.
-        limit_s: seconds that it may take.
-        tests: run before the rows.
-        rows: preset, and rows in the order in which they matter; one whose estimate does not fit into what
-            is left is left out, and the next may fit.
-        trainings: kinds of `benchmarks.trainings`.
-        longest: preset, and rows whose longest sequence is searched.
+        title: title for the log.
+        limit_s: seconds that the stage may take.
+        tests: suites of tests that run before the rows.
+        rows: presets, each with its rows, the most important first; a row whose estimate exceeds the time
+            that is left is left out, and the next may fit.
+        trainings: kinds of trainings in `benchmarks.trainings`.
+        longest: presets, each with the rows whose longest sequence is searched.
     """
 
     title: str
@@ -93,7 +93,7 @@ TIMED_TESTS = (
     "tests/engine/test_link.py",
     "tests/planner/test_gpu_planner.py::test_recording_costs_little_and_the_profile_is_kept",
 )
-"""Whose times others on the device would falsify."""
+"""Tests that measure times, which other work on the device would falsify."""
 GPU_TESTS = (
     "tests/engine/test_gpu_stress.py",
     "tests/engine/test_gpu.py",
@@ -120,7 +120,7 @@ CLAIMS = (
     "actswap_plan_checkpointing",
     "actswap-default-auto",
 )
-"""Rows of the claims, first what decides most."""
+"""Rows on which the claims are judged, the most important first."""
 CLAIMS_8K = (
     *CLAIMS,
     "actswap-mix-eager",
@@ -213,7 +213,7 @@ STAND_INS: dict[str, Workload] = {
     )
     for name in ("7b-8k", "7b-32k", "8b-8k-model")
 }
-"""Of the workloads, in a dry run on the CPU."""
+"""Tiny workloads in place of the presets, for a dry run on the CPU."""
 TINY_SIZES = {
     OUT_OF_MEMORY: Sizes("tiny", 4, 2, 64, 64, 64, expected_s=2.0),
     OPTIMIZER_STATES: Sizes("tiny", 2, 2, 64, 32, 256, min_tensor_bytes=1024, expected_s=2.0),
@@ -223,12 +223,12 @@ _TINY_LONGEST_TOKENS = 128
 
 @dataclass(frozen=True)
 class Machine:
-    """Where it runs, found out without touching the device: what keeps results must outlive what measures.
+    """The device of this machine, found without touching it: this process must survive the device's faults.
 
     Args:
-        device: for PyTorch.
-        name: of the device.
-        memory_bytes: of the device; ``None``: nothing is scaled down to it.
+        device: the device's name for PyTorch.
+        name: name of the hardware.
+        memory_bytes: memory of the device; ``None``: not known, and workloads are not scaled down to it.
     """
 
     device: str
@@ -237,13 +237,13 @@ class Machine:
 
     @classmethod
     def found(cls, device: str | None) -> Machine:
-        """Ask NVIDIA's tool; another's device must be named.
+        """Return the machine as ``nvidia-smi`` shows it; a device of another vendor must be named.
 
         Args:
-            device: named by the user; ``None``: nobody did.
+            device: the device that the user named; ``None``: none was named.
 
         Raises:
-            SystemExit: there is none.
+            SystemExit: no device was named, and ``nvidia-smi`` finds none.
         """
         if device == "cpu":
             return cls("cpu", "cpu")
@@ -276,7 +276,7 @@ def jobs_of(stage: Stage, machine: Machine, compiling: bool) -> list[Job]:
     for kind in stage.trainings:
         jobs += training_jobs(kind, (TINY_SIZES if machine.is_cpu else SIZES)[kind])
     for preset, names in stage.longest:
-        # Lengths are not scaled down to the memory: where it ends is what is asked.
+        # Lengths are not scaled down to the memory: the search shall find its limit.
         workload = STAND_INS[preset] if machine.is_cpu else PRESETS[preset]
         limit_tokens = _TINY_LONGEST_TOKENS if machine.is_cpu else 2**20
         jobs += longest_jobs(workload, [rows[name] for name in names], limit_tokens)
@@ -292,11 +292,11 @@ def _workload(preset: str, machine: Machine) -> Workload:
 
 
 class Day:
-    """A call of the command.
+    """One call of the command: its worker process, its results and its log.
 
     Args:
-        machine: where.
-        options: of the command line.
+        machine: the machine and its device.
+        options: options of the command line.
     """
 
     def __init__(self, machine: Machine, options: argparse.Namespace) -> None:
@@ -336,8 +336,8 @@ class Day:
         """Run a stage; return whether nothing failed.
 
         Args:
-            number: of `STAGES`.
-            began_s: of the clock, when its time began.
+            number: number of the stage in `STAGES`.
+            began_s: value of `time.monotonic` when the stage's time began.
         """
         stage = STAGES[number]
         limit_s = stage.limit_s if self.options.minutes is None else 60 * self.options.minutes
@@ -345,7 +345,7 @@ class Day:
         self.say(f"stage {number}: {stage.title}, {limit_s:.0f} s")
         done: list[Record] = []
         if stage.tests:
-            self.worker.stop()  # which would hold memory beside them
+            self.worker.stop()  # it would hold device memory during the tests
         for tests in stage.tests:
             done += SuiteRun(tests, self.session, self.place, deadline_s).run()
         jobs = [job for job in jobs_of(stage, self.machine, self.options.compile) if self._is_asked(job)]
@@ -357,7 +357,7 @@ class Day:
         return not any(record.failed for record in done)
 
     def tell_what_there_is(self, numbers: Sequence[int]) -> None:
-        """Print all rows of stages, what they would take, and which are in the results."""
+        """Print all rows of stages, their estimated times, and which are in the results."""
         for number in numbers:
             stage = STAGES[number]
             sys.stdout.write(f"stage {number}: {stage.title}, at most {stage.limit_s:.0f} s\n")
@@ -379,7 +379,7 @@ def _shorten(path: Path) -> None:
 
 
 def _numbers(text: str) -> list[int]:
-    """Read ``3`` or ``1-4``."""
+    """Return the numbers of stages in a text such as ``3`` or ``1-4``."""
     first, _, last = text.partition("-")
     numbers = list(range(int(first), int(last or first) + 1))
     if not numbers or not set(numbers) <= set(STAGES):
@@ -415,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.worker:
         serve(options.device)
         return 0
-    for name in (RESULTS_VARIABLE, TRL_VARIABLE, LIGER_VARIABLE):  # for processes that run elsewhere, too
+    for name in (RESULTS_VARIABLE, TRL_VARIABLE, LIGER_VARIABLE):  # children run in other folders
         if os.environ.get(name):
             os.environ[name] = str(Path(os.environ[name]).resolve())
     machine = Machine.found(options.device)

@@ -1,15 +1,15 @@
-"""Measures jobs one after another: what is recorded stays, results are written at once, no failure ends it.
+"""Measures jobs one after another; results are written at once, and no failure of a job ends the session.
 
-A `Session` goes through its jobs. What the records hold already is not measured again; what would not fit
-into the time that is left, by its estimate, is left out; every result is in the file before the next job
-begins. It asks somebody to measure:
+A `Session` goes through its jobs. A job whose result is recorded is not measured again; a job whose estimate
+does not fit into the time that is left is left out; every result is in the file before the next job begins.
+One of two objects measures:
 
 * `Answers` measures in this process, for the CPU and for tests.
 * `Worker` is a process of its own that answers the same requests. A kernel that fails poisons the CUDA
-  context of its whole process, and a hang in the driver cannot be interrupted from inside. So what measures
-  must be something that can be ended from outside, and what keeps the results must never touch the device.
-  One process for many rows, because starting one (imports, context, model, link) takes 15 to 20 s, as long as
-  a row; a new one as soon as a row failed and left something behind, hung, or took its process along.
+  context of its whole process, and a hang in the driver cannot be interrupted from inside. So the process
+  that measures must be one that can be ended from outside, and the process that keeps the results must never
+  touch the device. One worker measures many rows, because its start (imports, context, model, link) takes 15
+  to 20 s, as long as a row. A new one starts when a row failed and left memory behind, hung, or killed it.
 """
 
 from __future__ import annotations
@@ -51,33 +51,33 @@ from benchmarks.workloads import Workload, layer_saved_bytes
 logger = logging.getLogger(__name__)
 
 COMPILE_S = 25.0
-"""One layer, forward and backward, cold."""
+"""Seconds to compile one layer, forward and backward, with empty caches."""
 COMPILE_AGAIN_S = 6.0
-"""Traced again, the kernels found in the cache."""
+"""Seconds to trace it again, with the kernels in the cache."""
 PIN_S_PER_GIB = 0.8
 PLANNING_S = 10.0
-"""The planner's searches on paper, one for each plan that it tries."""
+"""Seconds of the planner's searches, one for each plan that it tries."""
 PLANNING_STEPS = 11
-"""Warm-up and search."""
+"""Steps of the planner's warm-up and search."""
 PLANNED_COMPILATIONS = 4
-"""Of plans for compiled layers: each that is tried compiles layers of its own. Up to 8 are tried, 4 where all
-fit the budget."""
+"""Compilations by a planner of compiled layers: each plan that it tries compiles its own layers. It tries up
+to 8 plans, 4 if all fit the budget."""
 PLANNED_COMPILE_S = 20.0
 
 LEAST_LIMIT_S = 60.0
-"""Of a row, beside three times its estimate: the first compilation on a machine takes longer than others."""
+"""Added to three times a row's estimate as its time limit: a machine's first compilation takes longer."""
 _LIMIT_OVER_ESTIMATE = 3.0
 _SECONDS_TO_START = 90.0
-"""Of a worker: imports, and nothing else yet."""
+"""Time in which a worker must start, which is imports only."""
 _SECONDS_FOR_ORIGIN = 90.0
-"""The context, and the link."""
+"""Time limit of a worker's first request, which makes the device's context and measures the link."""
 
 Request = dict[str, Any]
 Ask = Callable[[Request, float | None], Line]
-"""Measures what is asked for within so many seconds; returns the fields of a record.
+"""Function of a request and a limit in seconds that measures and returns the fields of a record.
 
 Raises:
-    Unanswered: it took too long, or took its process along.
+    Unanswered: it took too long, or its process died.
 """
 
 
@@ -86,8 +86,8 @@ class Unanswered(Exception):
 
     Args:
         status: ``timed out`` or ``failed``.
-        reason: in words.
-        told: the end of what the process wrote.
+        reason: the reason in words.
+        told: the end of the process's output.
     """
 
     def __init__(self, status: str, reason: str, told: str) -> None:
@@ -100,19 +100,19 @@ class Job(Protocol):
 
     @property
     def title(self) -> str:
-        """For people: workload and row."""
+        """Workload and row, for the log."""
 
     def blank(self) -> Record:
-        """Return its record with nothing measured."""
+        """Return the job's record with nothing measured yet."""
 
     def estimate_s(self, session: Session) -> float:
-        """Return about how long it takes."""
+        """Return about how many seconds it takes."""
 
     def request(self, records: Records) -> Request | str:
-        """Return what to ask for, given what was recorded; or why it cannot be asked."""
+        """Return the request, which may depend on earlier records, or why the job cannot be measured."""
 
     def is_same(self, line: Line) -> bool:
-        """Whether a recorded line is of what would be measured now."""
+        """Whether a recorded line was measured with the settings that the job has now."""
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,10 @@ class FrontierJob:
     """One row of the frontier on one workload.
 
     Args:
-        workload, row: what is run.
-        shorter: of a search for the longest sequence, the same at half the length, which must have fitted;
-            ``None`` at its first length.
-        longest: of such a search: nothing is compared with eager.
+        workload, row: the workload, and the method that is put on it.
+        shorter: in a search for the longest sequence, the job at half the length, which must have fitted;
+            ``None``: this is the first length.
+        longest: whether this is such a search; then nothing is compared with eager.
         compiling: whether rows that compile are measured.
     """
 
@@ -144,9 +144,9 @@ class FrontierJob:
         return result
 
     def estimate_s(self, session: Session) -> float:
-        """Of steps, compilations, pinning and planning, by the speed of the machine as far as it is known."""
+        """Return the estimated seconds of steps, compilations, pinning and planning on this machine."""
         workload, row = self.workload, self.row
-        # The step that compares gradients runs slower kernels, twice for eager's own bits.
+        # The step that compares gradients runs slower kernels, and eager runs it twice.
         steps = workload.warmup_steps + workload.steps + 1.5
         if row.budget is not None:
             steps += PLANNING_STEPS
@@ -208,15 +208,15 @@ def longest_jobs(workload: Workload, rows: Sequence[Row], limit_tokens: int) -> 
     """Return the jobs of a search for the longest sequence: each row at lengths that double.
 
     Args:
-        workload: its length is the first; a single step is timed.
-        rows: what to search for.
-        limit_tokens: the search ends there.
+        workload: the workload at the first length; a single step is timed.
+        rows: the methods whose longest sequence is searched.
+        limit_tokens: the largest length.
     """
     jobs: list[FrontierJob] = []
     for row in rows:
         shorter, tokens = None, workload.tokens
         while shorter is None or tokens <= limit_tokens:
-            # ``auto`` measures in the first steps what it does in the next.
+            # ``auto`` needs the first steps to measure windows for the next ones.
             at_length = replace(workload, tokens=tokens, warmup_steps=3, steps=1)
             growth = tokens / workload.tokens
             at_length = replace(at_length, expected_ms=workload.expected_ms * growth * (1 + growth) / 2)
@@ -226,18 +226,18 @@ def longest_jobs(workload: Workload, rows: Sequence[Row], limit_tokens: int) -> 
 
 
 class Session:
-    """Goes through jobs; see the module's text.
+    """Measures jobs one after another and records the results.
 
     Args:
-        records: where rows are looked up and put.
-        ask: measures.
-        about: what `origin` says, as far as it is known before anybody measures: the device's name and the
-            commit (``None``: nobody knows) at least.
-        again: whether a row that is recorded is measured again, by its name.
-        clock: seconds, increasing.
+        records: the results, which are read and added to.
+        ask: measures a request.
+        about: fields of `origin` that are known before the first request: at least the device's name and the
+            commit (``None``: unknown).
+        again: takes a row's name, and says whether to measure it again if it is recorded.
+        clock: returns increasing seconds.
 
     Attributes:
-        compiled: workloads and compile groups whose graphs were compiled on this machine, by this session.
+        compiled: workloads and compile groups whose graphs this session has compiled.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class Session:
         self._origin_is_whole = False
 
     def slowness(self, workload: Workload) -> float:
-        """How many times as long as expected an eager step took on this device; 1 where nobody knows."""
+        """Return the measured time of an eager step on this device over the expected time; 1 if unknown."""
         eager = FrontierJob(workload, EAGER)
         line = self.find(eager)
         known = line is not None and line["ms"] is not None
@@ -267,16 +267,16 @@ class Session:
         return self.records.find(key_of(asdict(job.blank()) | {"device": self.device}))
 
     def is_settled(self, job: Job) -> bool:
-        """Whether a job need not be measured: it was, as it is now; or failed, and nothing has changed.
+        """Whether a job need not be measured: it was, with the same settings, or failed at the same commit.
 
-        A row that another commit measured stays: device time is scarce, and the line says which commit it
-        was. What failed at another commit, or at one that nobody knows, is tried again.
+        A row that another commit measured stays: device time is scarce, and the line has its commit. A row
+        that failed at another commit, or at an unknown one, is tried again.
         """
         line = self.find(job)
         return line is not None and job.is_same(line) and self.is_settled_line(line)
 
     def is_settled_line(self, line: Line) -> bool:
-        """Whether what a recorded line is of need not be measured again."""
+        """Whether the thing that a recorded line is about need not be measured again."""
         if self._again(line["method"]) and line["run"] != self.run_name:
             return False
         if line["status"] in ("failed", "timed out"):
@@ -290,13 +290,13 @@ class Session:
         deadline_s: float | None = None,
         slack_s: float = 0.0,
     ) -> list[Record]:
-        """Measure all jobs that are not settled, in order; return what became of them.
+        """Measure all jobs that are not settled, in order; return their records.
 
         Args:
-            jobs: may depend on those before them.
-            say: is told a line for each.
-            deadline_s: of the clock: what takes longer by its estimate is left out.
-            slack_s: what runs that much after the deadline is ended.
+            jobs: the jobs; one may depend on those before it.
+            say: called with a line for each job.
+            deadline_s: end of the time, on the session's clock; a job whose estimate exceeds it is left out.
+            slack_s: seconds after the deadline at which a job that still runs is ended.
         """
         done = []
         for job in jobs:
@@ -312,7 +312,7 @@ class Session:
         return done
 
     def record(self, record: Record) -> None:
-        """Put a record, with where and by whom it was measured."""
+        """Add a record, with the device, versions and run that measured it."""
         for name, value in (*self._origin.items(), ("run", self.run_name)):
             setattr(record, name, value)
         if isinstance(record, Result):
@@ -352,13 +352,13 @@ class Session:
 
 
 def _known_fields(record: Record, answer: Line) -> Line:
-    """What was measured over what was known before: an answer need not say everything, nor of what it is."""
+    """Return a record's fields, updated by those of an answer; the fields of its key stay as they are."""
     names = {item.name for item in fields(record)} - set(KEY_FIELDS)
     return asdict(record) | {name: value for name, value in answer.items() if name in names}
 
 
 def in_words(record: Record) -> str:
-    """Return what became of a row, on one line."""
+    """Return a row's status and main numbers on one line."""
     parts: list[str] = [record.status]
     if isinstance(record, Result) and record.ms is not None:
         parts.append(f"{record.ms:.1f} ms")
@@ -377,8 +377,8 @@ class Answers:
     """Measures in this process.
 
     Args:
-        device: where.
-        rows: of the frontier, to choose from.
+        device: the device to measure on.
+        rows: rows of the frontier, which requests name.
     """
 
     def __init__(self, device: torch.device, rows: Sequence[Row] = ROWS) -> None:
@@ -391,7 +391,7 @@ class Answers:
         }
 
     def __call__(self, request: Request, _limit_s: float | None = None) -> Line:
-        """See `Ask`; there is nobody who could end it."""
+        """Measure a request, as `Ask` says; the limit is ignored, as nothing could enforce it."""
         return self._kinds[request["kind"]](request)
 
     def _frontier(self, request: Request) -> Line:
@@ -407,8 +407,8 @@ class Answers:
 def serve(device: str, rows: Sequence[Row] = ROWS) -> None:
     """Answer requests, one line of JSON each, from the standard input to the pipe of a `Child`.
 
-    The first line says that it is ready. The last answer of a process that cannot be trusted any more says so
-    (``ends``).
+    The first line is ``ready``. If this process cannot be trusted after a failure, its last answer has
+    ``ends`` set.
     """
     reports = reports_to()
     faulthandler.enable()
@@ -433,12 +433,12 @@ def serve(device: str, rows: Sequence[Row] = ROWS) -> None:
 
 
 class Worker:
-    """A process that measures: started when it is first asked, and anew after it ended.
+    """Measures in a process of its own, which is started at the first request and again after it ended.
 
     Args:
-        command: runs `serve`.
-        stderr: the file that what it writes is appended to.
-        environment: of the process, beside ours.
+        command: command that runs `serve`.
+        stderr: file to which its output is appended.
+        environment: environment variables, added to those of this process.
     """
 
     def __init__(self, command: Sequence[str], stderr: Path, environment: Mapping[str, str]) -> None:
@@ -446,7 +446,7 @@ class Worker:
         self._child: Child | None = None
 
     def __call__(self, request: Request, limit_s: float | None = None) -> Line:
-        """See `Ask`; the limit is that of the request, the start of the process apart."""
+        """Measure a request, as `Ask` says; the limit does not include the start of the process."""
         if self._child is None:
             self._child = self._starts()
             self._next_line(_SECONDS_TO_START, "it did not start in")
@@ -457,7 +457,7 @@ class Worker:
         return answer
 
     def stop(self, says: bool = False) -> tuple[int | None, str]:
-        """End the process, if there is one; see `Child.stop`."""
+        """End the process, if there is one; return its exit status and the end of its output."""
         child, self._child = self._child, None
         return (None, "") if child is None else child.stop(says)
 

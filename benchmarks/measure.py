@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _OVERRIDES_SHOWN = 20
 _LEFT_OVER_BYTES = 2**29
-"""Above the model, its gradients and its input: workspaces, frozen weights."""
+"""Bytes that may be allocated beyond the model, its gradients and input: workspaces, frozen weights."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Reference:
 
     Args:
         expected: fingerprints by name.
-        fault: why they cannot judge others, ``""`` if they can.
+        fault: why nothing can be compared with them; ``""``: they can be used.
     """
 
     expected: dict[str, Fingerprint] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Reference:
 
     @classmethod
     def of(cls, step: TrainingStep) -> Reference:
-        """Run two eager steps, whose bits must be the same. A fault is noted, and raised by nobody."""
+        """Run two eager steps, whose bits must be the same. An error becomes ``fault`` and is not raised."""
         try:
             found, again = (_fingerprints_of_step(step) for _ in range(2))
             bad = useless(_gradients(step))
@@ -79,8 +79,8 @@ class Bench:
     """Measures rows one after another, and keeps the model of the workload that was asked for last.
 
     Args:
-        device: where.
-        rows: to choose from, by name.
+        device: the device to measure on.
+        rows: rows that can be measured, by name.
     """
 
     def __init__(self, device: torch.device, rows: Sequence[Row] = ROWS) -> None:
@@ -90,13 +90,13 @@ class Bench:
         self._reference: Reference | None = None
 
     def measure(self, workload: Workload, name: str, config: Any = None, compared: bool = True) -> Result:
-        """Measure one row; what goes wrong becomes its status.
+        """Measure one row; an error becomes its status.
 
         Args:
-            workload: shapes.
-            name: of the row.
-            config: of the row, where it depends on what was measured; ``None``: as the row says.
-            compared: with eager's bits.
+            workload: shapes of model and input.
+            name: name of the row.
+            config: the row's configuration, if it depends on earlier results; ``None``: as the row says.
+            compared: whether output and gradients are compared with eager's bits.
         """
         row = self._rows[name]
         if self._step is None or self._step.workload != workload:
@@ -118,7 +118,7 @@ class Bench:
         give_back_cached_memory(self.device)
 
     def is_sound(self) -> bool:
-        """Whether another row can be measured here: the device answers, and nothing of a row was left."""
+        """Whether another row can be measured here: the device answers, and no row left memory behind."""
         if self.device.type == "cpu":
             return True
         try:
@@ -152,13 +152,13 @@ def empty_result(row: Row, workload: Workload) -> Result:
 def measure_row(
     step: TrainingStep, row: Row, reference: Reference | None = None, config: Any = None
 ) -> Result:
-    """Measure one row; what goes wrong becomes its status, so that the others are still measured.
+    """Measure one row; an error becomes its status, so that the others are still measured.
 
     Args:
-        step: left as it was.
-        row: put on it.
-        reference: what rows that compile nothing are compared with; ``None``: they are not.
-        config: of the row, where it depends on what was measured; ``None``: as the row says.
+        step: model and input; left as it was.
+        row: the method to put on the model.
+        reference: eager's bits, with which rows that do not compile are compared; ``None``: no comparison.
+        config: the row's configuration, if it depends on earlier results; ``None``: as the row says.
     """
     result = empty_result(row, step.workload)
     if config is not None:
@@ -189,14 +189,12 @@ def _clean_up(step: TrainingStep) -> None:
         step.zero_gradients()
         gc.collect()
         give_back_cached_memory(step.device)
-    except (
-        RuntimeError
-    ) as error:  # after a fault on the device nothing runs there; say so in each row's result
+    except RuntimeError as error:  # after a fault on the device nothing runs there any more
         logger.warning("the device does not answer: %s", error)
 
 
 def _note_failure(result: Result, error: Exception) -> None:
-    """Say what happened. Nothing of the exception is kept: its frames hold the memory of the step."""
+    """Record an error as text. The exception itself is not kept: its frames hold the memory of the step."""
     text = str(error).strip()
     # Page-locked memory that runs out is reported as a plain RuntimeError.
     if isinstance(error, BudgetError):
@@ -216,7 +214,7 @@ def _baseline_bytes(step: TrainingStep) -> int:
 
 
 def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | Planned | None) -> None:
-    """Warm-up and timed steps; the peaks and the engine's counters are of the timed ones.
+    """Run warm-up and timed steps; the peaks and the engine's counters are those of the timed ones.
 
     The peaks are read after each step: the planner resets them at the start of the next.
     """
@@ -228,7 +226,7 @@ def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | Plann
     if applied:
         result.first_step_pinning_ms = applied.stats().pinning_ms - pinned_ms
     if isinstance(applied, Planned):
-        result.warmup_steps = min(result.warmup_steps, 2)  # it has trained already
+        result.warmup_steps = min(result.warmup_steps, 2)  # the planner has trained already
     result.step_ms += [timed_step_ms(step) for _ in range(result.warmup_steps - 1)]
     before = applied.stats() if applied else None
     if step.device.type != "cpu":
@@ -252,7 +250,7 @@ def _fill_times(result: Result, step: TrainingStep, applied: AppliedPlan | Plann
 
 @contextmanager
 def _compile_time() -> Iterator[list[float]]:
-    """Collect the ms of each compilation meanwhile: of the forward, and of a backward compiled later."""
+    """Within the block collect the ms of each compilation: of the forward, and of a later backward."""
     spent_ms: list[float] = []
     started = 0.0
 
@@ -273,7 +271,7 @@ def _compile_time() -> Iterator[list[float]]:
 
 
 def _fill_swap_numbers(result: Result, total: SwapStats, steps: int) -> None:
-    """The counters per step; a fraction among the bytes means that the steps were not alike."""
+    """Fill in the counters per step; a fraction of a byte means that the steps were not alike."""
 
     def per_step(value: float) -> float:
         return value // steps if isinstance(value, int) and value % steps == 0 else value / steps
@@ -300,7 +298,10 @@ def _fill_host_bytes(
 
 
 def _fill_cpu_bytes(result: Result, step: TrainingStep) -> None:
-    """One step under the dispatch mode, which would switch compilation off: compiled rows have no bytes."""
+    """Fill in bytes on the CPU from a step under a dispatch mode; not for compiled rows, as it stops them.
+
+    The mode would switch compilation off.
+    """
     if step.device.type != "cpu" or result.compiled or result.baseline_bytes is None:
         return
     step.zero_gradients()
@@ -315,7 +316,7 @@ def _fill_cpu_bytes(result: Result, step: TrainingStep) -> None:
 
 
 def _fill_outcome(result: Result, step: TrainingStep, row: Row, reference: Reference | None) -> None:
-    """Loss, gradient norm and the comparison with eager."""
+    """Fill in loss, gradient norm and the comparison with eager."""
     found = _outcome(result, step, row)
     if row.compiles or reference is None:
         return
@@ -327,9 +328,10 @@ def _fill_outcome(result: Result, step: TrainingStep, row: Row, reference: Refer
 
 
 def _outcome(result: Result, step: TrainingStep, row: Row) -> dict[str, Fingerprint]:
-    """Run one step and return what it gave.
+    """Run one step, fill in its loss and norm, and return fingerprints of its output and gradients.
 
-    A compiled row runs it with the kernels that it was timed with: others would have to be compiled.
+    A compiled row uses the kernels with which it was timed, as others would have to be compiled, and returns
+    none.
     """
     step.zero_gradients()
     copies = CopyMeter() if row.counts_copies else nullcontext()

@@ -1,11 +1,10 @@
-"""How many bytes a step holds, on the device and on the host.
+"""Measures how many bytes a step holds, on the device and on the host.
 
-On an accelerator the caching allocators count. The CPU has none that counts, and resident memory says little
-about tensors (freed pages stay with the process), so there a dispatch mode follows every storage that an
-operator creates and asks whether it still lives. Both see a backward that reloads or recomputes. Not seen on
-the CPU: scratch memory inside a kernel. Excluded on the CPU: the host copies of swapped tensors, which the
-engine allocated in the steps before and only writes to here. The mode slows everything down: no step is timed
-under it.
+On an accelerator the caching allocators count. The CPU's allocator does not, and resident memory says little
+about tensors (freed pages stay with the process). So on the CPU a dispatch mode follows every storage that an
+operator creates, and checks whether it is still alive. Both include a backward that reloads or recomputes. On
+the CPU scratch memory inside a kernel is not seen. Host copies of swapped tensors are not counted there: the
+engine allocated them in earlier steps. The mode slows everything down, so no step is timed under it.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _storages(values: Any) -> list[torch.UntypedStorage]:
 
 
 class CopyMeter(TorchDispatchMode):
-    """Counts the bytes that operators copy from a device to the host: for methods that do not count."""
+    """Counts the bytes that operators copy from a device to the host, for methods without such a counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +85,7 @@ class CopyMeter(TorchDispatchMode):
 
 
 def pinned_bytes(device: torch.device) -> int | None:
-    """Return the bytes of page-locked memory that PyTorch's allocator owns, or ``None``: it does not tell."""
+    """Return the bytes of page-locked memory that PyTorch's allocator owns; ``None``: it does not count."""
     statistics = getattr(getattr(torch, device.type, None), "host_memory_stats", None)
     if statistics is None:
         return None
@@ -95,7 +94,7 @@ def pinned_bytes(device: torch.device) -> int | None:
 
 
 def give_back_cached_memory(device: torch.device) -> None:
-    """Return what the caching allocators hold and nobody uses, on the device and in page-locked memory."""
+    """Free unused memory of the caching allocators, on the device and page-locked on the host."""
     if device.type == "cpu":
         return
     torch.accelerator.empty_cache()

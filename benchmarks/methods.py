@@ -1,8 +1,8 @@
-"""What is put on a model before it is measured: our plans, the planner, and what others offer.
+"""The methods that are measured on a model: our plans, the planner, and methods of other libraries.
 
-Every method is a context manager that takes a `TrainingStep` and its options, puts the mechanism on, and
-takes it off again at exit, so that the next row finds the model as it was. The planner trains until its plan
-is stable, within a budget that others' peaks give.
+Every method is a context manager that takes a `TrainingStep` and its options, puts the method on the model,
+and removes it at exit, so that the next row finds the model as it was. The planner trains until its plan is
+stable, within a budget that is taken from the peaks of other methods.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from hf_actswap.planner import CountingMeter, PlannedTraining, Planner
 from hf_actswap.planner.trials import best_trial
 
 TRL_MODULE = "trl.models.activation_offloading"
-"""It imports torch, psutil, accelerate and transformers only: trl's packages load the rest lazily."""
+"""It imports only torch, psutil, accelerate and transformers, because TRL's packages load the rest lazily."""
 TRL_VARIABLE = "HF_ACTSWAP_TRL"
-"""Names a folder that holds this one file of TRL, for machines without the rest."""
+"""Environment variable for a folder with this one file of TRL, for machines without TRL."""
 _TRL_FILE = "trl/models/activation_offloading.py"
 LIGER_VARIABLE = "HF_ACTSWAP_LIGER"
-"""Names a folder that holds ``liger_kernel``, where it is not installed."""
+"""Environment variable for a folder with ``liger_kernel``, for machines without it."""
 
 _SHARE_OF_HOST_MEMORY = 0.6
 _PINNED_OVER_SAVED = 1.3
@@ -53,18 +53,19 @@ _PINNED_OVER_SAVED = 1.3
 
 GIB = 2**30
 MOST_STEPS = 24
-"""Whoever is not stable by then is measured as it is; ``steps_to_stable`` says so."""
+"""The most steps before a planner is measured even if not stable; ``steps_to_stable`` is then ``None``."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What the planner is allowed, from what others took on the same workload.
+    """The planner's memory budget, from the peaks of other methods on the same workload.
+
+    One of the three arguments is set.
 
     Args:
-        peak_of: a row whose peak is the budget; ``""``: see ``share``.
-        share: of eager's activation peak, added to what is not activations.
-        reduce_share: of eager's activation peak, by how much the peak shall fall (``reduce_by_gib``); 0: see
-            above.
+        peak_of: name of a row whose peak is the budget.
+        share: fraction of eager's activation peak; memory that is not activations is added.
+        reduce_share: fraction of eager's activation peak by which the peak shall fall (``reduce_by_gib``).
     """
 
     peak_of: str = ""
@@ -73,16 +74,16 @@ class Budget:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Rows that must have been measured before, eager apart."""
+        """Names of the rows, beside eager, that must be measured before."""
         return (self.peak_of,) if self.peak_of else ()
 
     def memory(self, results: Mapping[str, Result]) -> tuple[dict[str, float], int] | None:
-        """Return the key of the ``memory`` section and the budget in bytes, or ``None``: nobody knows.
+        """Return the key of the ``memory`` section and the budget in bytes; ``None``: a peak is not known.
 
-        Peaks are what the allocator held where there is one: that is what the planner keeps within.
+        Peaks are those of reserved memory if the allocator counts it, because the planner limits that.
 
         Args:
-            results: of this workload so far, by method.
+            results: the results of this workload so far, by method.
         """
         eager = results.get("eager")
         if eager is None or not eager.activation_bytes or _peak_bytes(eager) is None:
@@ -104,12 +105,12 @@ def _peak_bytes(result: Result) -> int | None:
 
 @dataclass
 class Planned:
-    """A planner that stands where an applied plan stands, and what it took to get there.
+    """A planner in the place of an applied plan, with its budget and the steps until it was stable.
 
     Args:
-        planner: on the model.
-        budget_bytes: of the row.
-        step_ms: of each step until it was stable.
+        planner: the planner on the model.
+        budget_bytes: the row's budget.
+        step_ms: time of each step until the planner was stable.
     """
 
     planner: Planner
@@ -118,11 +119,11 @@ class Planned:
 
     @property
     def plan(self) -> MemoryPlan:
-        """What is on the model."""
+        """The plan on the model."""
         return self.planner.plan
 
     def stats(self) -> SwapStats:
-        """Totals over all plans so far."""
+        """Return the totals over all plans so far."""
         return self.planner.stats()
 
     def fill(self, result: Result) -> None:
@@ -140,11 +141,11 @@ class Planned:
 
 @contextmanager
 def actswap_plan(step: TrainingStep, options: Mapping[str, Any]) -> Iterator[Planned]:
-    """Train until the planner's plan is stable, and keep it on.
+    """Train until the planner's plan is stable, and keep it on the model within the block.
 
     Args:
-        step: its context tells the planner of the end of each step.
-        options: ``memory``: keys of the section; ``budget_bytes``: what they come to.
+        step: model and input; its context is replaced by one that calls `Planner.step_ended`.
+        options: ``memory``: keys of that section; ``budget_bytes``: the budget that they give.
     """
     planned = _start(step, options)
     before, step.context = step.context, _ending_steps(step.context, planned.planner)
@@ -162,7 +163,7 @@ def _start(step: TrainingStep, options: Mapping[str, Any]) -> Planned:
     config = load_config({"memory": {"mode": "adaptive", **options["memory"]}})
     shape = model_structure(step.model)
     meter = None
-    if step.device.type == "cpu":  # counts what the frontier counts, and rejects nothing
+    if step.device.type == "cpu":  # counts the same storages as the frontier, without a limit
         meter = CountingMeter()
         leaves = step.leaves().values()
         meter.own(item for leaf in leaves for item in (leaf.detach(), leaf.grad) if item is not None)
@@ -185,12 +186,12 @@ def _ending_steps(
 
 
 def options_of(budget: Budget, compiles: bool, results: Sequence[Result]) -> dict[str, Any] | str:
-    """Return what a row's setup is given, or why its budget is not known.
+    """Return the options for a row's setup, or a text that says why its budget is not known.
 
     Args:
-        budget: of the row.
-        compiles: whether `compiled` puts it on.
-        results: of the workload so far.
+        budget: the row's budget.
+        compiles: whether the row's setup is `compiled`.
+        results: the results of the workload so far.
     """
     found = budget.memory({result.method: result for result in results})
     if found is None:
@@ -201,10 +202,10 @@ def options_of(budget: Budget, compiles: bool, results: Sequence[Result]) -> dic
 
 
 Setup = Callable[[TrainingStep, Any], AbstractContextManager[AppliedPlan | Planned | None]]
-"""Takes the step and the row's configuration; gives the applied plan where there is one."""
+"""A method: takes the step and the row's configuration; its context has the applied plan, or ``None``."""
 
 Obstacle = Callable[[TrainingStep], str]
-"""Says why a row cannot be measured there, ``""`` if it can."""
+"""Function of a step that returns why a row cannot be measured with it; ``""``: it can."""
 
 
 @contextmanager
@@ -215,7 +216,7 @@ def nothing(_step: TrainingStep, _options: object) -> Iterator[None]:
 
 @contextmanager
 def hf_checkpointing(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[None]:
-    """Put transformers' own checkpointing of whole layers on; ``options`` are its arguments."""
+    """Switch on transformers' own checkpointing of whole layers; ``options`` are its arguments."""
     with _hooks_restored(step.model):
         _checkpointing_verb(step.model, "enable")(**(options or {}))
         try:
@@ -225,7 +226,7 @@ def hf_checkpointing(step: TrainingStep, options: Mapping[str, Any] | None) -> I
 
 
 def _checkpointing_verb(model: Any, verb: str) -> Callable[..., None]:
-    """The method under its present name, or under the one that it had before."""
+    """Return the method that enables or disables checkpointing, under its new or its older name."""
     method = getattr(model, f"activation_checkpointing_{verb}", None)
     return method or getattr(model, f"gradient_checkpointing_{verb}")
 
@@ -242,7 +243,7 @@ def trl_module() -> ModuleType:
     """Return TRL's module, from the folder that ``HF_ACTSWAP_TRL`` names or as installed.
 
     Raises:
-        ImportError: it is neither there nor here.
+        ImportError: it is in neither place.
     """
     folder = os.environ.get(TRL_VARIABLE)
     if not folder or TRL_MODULE in sys.modules:
@@ -250,7 +251,7 @@ def trl_module() -> ModuleType:
     path = Path(folder, _TRL_FILE)
     if not path.is_file():
         raise ImportError(f"no such file: {path}")
-    # By itself: its package would look for the rest of TRL, and it needs nothing of that.
+    # Load the file alone: its package would look for the rest of TRL, which it does not need.
     spec = importlib.util.spec_from_file_location(TRL_MODULE, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"not a module: {path}")
@@ -265,8 +266,8 @@ def trl_offloading(step: TrainingStep, options: Mapping[str, Any] | None) -> Ite
     """Put TRL's activation offloading around every step, as its trainers do.
 
     Args:
-        step: the hooks that TRL leaves on an output head are taken off at exit.
-        options: ``checkpointing``: transformers' checkpointing as well.
+        step: model and input; hooks that TRL leaves on an output head are removed at exit.
+        options: ``checkpointing``: use transformers' checkpointing as well.
     """
     module = trl_module()
     with ExitStack() as stack:
@@ -281,7 +282,7 @@ def liger_module(name: str) -> ModuleType:
     """Return a module of ``liger_kernel``, as installed or from the folder that ``HF_ACTSWAP_LIGER`` names.
 
     Raises:
-        ImportError: it is neither here nor there, or Triton is missing.
+        ImportError: it is in neither place, or Triton is missing.
     """
     folder = os.environ.get(LIGER_VARIABLE)
     if folder and folder not in sys.path:
@@ -291,13 +292,13 @@ def liger_module(name: str) -> ModuleType:
 
 @contextmanager
 def liger_checkpointing(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[None]:
-    """Put Liger's fused head and loss on a whole model, beside transformers' checkpointing of layers.
+    """Put Liger's fused head and loss on a whole model, and switch on transformers' checkpointing of layers.
 
-    None of Liger's other kernels, which replace names in transformers for good.
+    Liger's other kernels are not used: they replace names in transformers for good.
 
     Args:
-        step: of a whole model.
-        options: ``tiled_mlp``: Liger's tiles of each MLP as well, of the size that it chooses.
+        step: a whole model and its input.
+        options: ``tiled_mlp``: use Liger's tiled MLPs as well, with tiles of the size that it chooses.
     """
     put_on = liger_module("transformers").apply_liger_kernel_to_llama
     with ExitStack() as stack:
@@ -322,7 +323,7 @@ def _with_context(step: TrainingStep, context: Callable[[], AbstractContextManag
 
 @contextmanager
 def _hooks_restored(model: nn.Module) -> Iterator[None]:
-    """Take off the forward hooks that were added meanwhile and that nobody kept a handle of."""
+    """At the end of the block remove the forward hooks that were added in it, also those without a handle."""
     before = {module: _hook_tables(module) for module in model.modules()}
     known = {module: [set(table) for table in tables] for module, tables in before.items()}
     try:
@@ -343,11 +344,11 @@ def compiled(step: TrainingStep, options: Mapping[str, Any] | None) -> Iterator[
     """Compile each layer by itself.
 
     Args:
-        step: its layers share one graph, so that one compilation serves them all.
+        step: model and input; its layers share one graph, so that one compilation serves them all.
         options: ``memory_budget``: the partitioner's activation memory budget, 0 to 1; ``checkpointing``:
             transformers' checkpointing, inside the compiled layers; ``actswap``: a configuration of
-            hf_actswap, applied to the compiled layers; ``planned``: what `actswap_plan` takes, instead;
-            ``backend``: ``torch.compile``'s.
+            hf_actswap, applied to the compiled layers; ``planned``: in place of it, the options of
+            `actswap_plan`; ``backend``: the backend of ``torch.compile``.
     """
     options = options or {}
     layers = step.decoder_layers
@@ -376,34 +377,34 @@ def _uncompile(layers: list[nn.Module]) -> None:
 
 @contextmanager
 def actswap(step: TrainingStep, config: Any) -> Iterator[AppliedPlan]:
-    """Put a configuration of hf_actswap on."""
+    """Apply a configuration of hf_actswap."""
     with hf_actswap.apply(step.model, config) as applied:
         yield applied
 
 
 def no_obstacle(_step: TrainingStep) -> str:
-    """Nothing is in the way anywhere."""
+    """Return ``""``: the row can be measured everywhere."""
     return ""
 
 
 def no_device(step: TrainingStep) -> str:
-    """Offloading needs a device that has memory of its own."""
+    """Return why offloading is impossible on the CPU, which has no device memory; else ``""``."""
     return "the CPU has no memory of its own to offload from" if step.device.type == "cpu" else ""
 
 
 def no_offload_option(step: TrainingStep) -> str:
-    """transformers can swap what its checkpointing keeps, in newer versions and off a device."""
+    """Return why transformers cannot offload checkpointed inputs (an older version, no device), or ``""``."""
     if "offload" not in inspect.signature(_checkpointing_verb(step.model, "enable")).parameters:
         return no_device(step) or "this version of transformers cannot offload what its checkpointing keeps"
     return no_device(step)
 
 
 def no_room_on_host(step: TrainingStep) -> str:
-    """Everything that is saved goes to pinned memory, and nobody asks how much there is."""
+    """Return why the host cannot hold all saved tensors in pinned memory, which the row does not check."""
     if no_device(step):
         return no_device(step)
     workload = step.workload
-    # Twice shared storages are copied twice, and the weights' transposes are copied, too.
+    # A storage that is saved twice is copied twice, and transposed weights are copied too.
     of_a_layer = 1.4 * layer_saved_bytes(workload) + layer_weight_bytes(workload)
     needed = workload.layers * of_a_layer * _PINNED_OVER_SAVED
     available = available_host_bytes()
@@ -413,12 +414,12 @@ def no_room_on_host(step: TrainingStep) -> str:
 
 
 def no_head(step: TrainingStep) -> str:
-    """A stack of layers has neither head nor loss."""
+    """Return why a decoder stack cannot run a row that needs head and loss; else ``""``."""
     return "" if step.workload.head else "it has no head and no loss: a preset of a whole model has"
 
 
 def no_trl(step: TrainingStep) -> str:
-    """TRL is an extra."""
+    """Return why TRL cannot be used: no device memory, or it cannot be imported; else ``""``."""
     if no_device(step):
         return no_device(step)
     try:
@@ -432,7 +433,7 @@ def no_trl(step: TrainingStep) -> str:
 
 
 def no_liger(step: TrainingStep) -> str:
-    """Liger is no extra; its kernels are Triton's."""
+    """Return why Liger cannot be used: no device for Triton, or it cannot be imported; else ``""``."""
     if step.device.type == "cpu":
         return "Liger's kernels are Triton's, which has none for the CPU"
     try:
@@ -443,7 +444,7 @@ def no_liger(step: TrainingStep) -> str:
 
 
 def without_key(key: str) -> Obstacle:
-    """Return the obstacle that this version reads no such key of ``recompute_config``."""
+    """Return the obstacle for a row that needs ``key`` of ``recompute_config``, which older versions lack."""
 
     def missing(_step: TrainingStep) -> str:
         return "" if key in RECOMPUTE_KEYS else f"this version has no recompute_config.{key}"
@@ -452,6 +453,6 @@ def without_key(key: str) -> Obstacle:
 
 
 def no_compiler(step: TrainingStep) -> str:
-    """On the CPU inductor calls a C++ compiler."""
+    """Return that there is no C++ compiler, which inductor calls on the CPU; else ``""``."""
     missing = step.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++")))
     return "there is no C++ compiler" if missing else ""

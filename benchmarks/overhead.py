@@ -1,21 +1,21 @@
-"""What pack and unpack cost the host, per saved tensor, beside hooks that do nothing.
+"""Measures the host's time for pack and unpack of a saved tensor, compared with hooks that do nothing.
 
     OMP_NUM_THREADS=1 python benchmarks/overhead.py
     OMP_NUM_THREADS=1 python benchmarks/overhead.py --workload chain --rounds 20 --out mine.json
 
 The workloads are so small that nearly all of the time is the host's: a *chain* of cheap ops in decoder
 layers, where each op saves one tensor with a storage of its own, the same with three times as many ops, and a
-tiny *Llama*, where tensors are shared and many of them are parameters. What hooks on layers and the model
-take is divided among the tensors too. The two chains have the same layers, so what the *further* tensors of
-the long one take is pack and unpack alone.
+tiny *Llama*, where tensors are shared and many of them are parameters. The time of hooks on layers and the
+model is divided among the tensors too. The two chains have the same layers, so the time of the *further*
+tensors of the long one is that of pack and unpack alone.
 
 Each case has a model of its own with its hooks on. A round runs one step of each case, in an order that
 changes; the numbers are medians over the rounds of the difference to the step without any hooks in the same
 round. The garbage collector is off within a step, as in `timeit`.
 
 On the CPU copies are those of the tests' recording transfer, which are complete when compute waits for
-them; in the case ``swap, bare copies`` they do nothing at all, which leaves what is the engine's. Compare
-numbers of one run only, and ratios rather than microseconds: a busy machine makes all of them longer.
+them; in the case ``swap, bare copies`` they do nothing at all, so that only the engine's time is left.
+Compare numbers of one run only, and ratios rather than microseconds: a busy machine makes all of them longer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ LAYERS = 4
 OPS_PER_MODULE = 100
 NOTHING, IDENTITY = "nothing installed", "identity hooks"
 REFERENCE_IDENTITY_US = 0.9
-"""What bare identity hooks cost where the bounds were set; ratios are scaled to it."""
+"""Time of identity hooks on the machine on which the bounds were set; ratios are scaled to it."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,11 @@ class Case:
     """A plan, or hooks that do nothing, on a model.
 
     Args:
-        name: in the results.
-        rows: of the plan; ``None``: no plan.
-        min_tensor_bytes: of the plan.
-        bare_copies: copies that do nothing (CPU).
-        bound_us: what a saved tensor may cost, where identity hooks cost `REFERENCE_IDENTITY_US`.
+        name: name in the results.
+        rows: rows of the plan; ``None``: no plan.
+        min_tensor_bytes: size under which the plan keeps a tensor.
+        bare_copies: whether copies do nothing (CPU).
+        bound_us: the most time of a saved tensor, on a machine with `REFERENCE_IDENTITY_US`.
     """
 
     name: str
@@ -87,7 +87,7 @@ def _swap_by_op() -> tuple[PlanRow, ...]:
     return (*_swap(""), *_swap("self_attn"))
 
 
-# A row that nothing matches puts the hooks on and leaves every tensor where it is.
+# With a row that matches nothing the hooks are installed, but every tensor is kept.
 _ELSEWHERE = (PlanRow("head", "", "swap", windows=Windows.of_prefetch(10)),)
 _HUGE_BYTES = 2**40
 
@@ -115,7 +115,7 @@ class _Half(nn.Module):
 
 
 class _ChainLayer(nn.Module):
-    """A decoder layer by its names: two modules of cheap ops."""
+    """A module with the names of a decoder layer: two modules of cheap ops."""
 
     def __init__(self, ops: int) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class _Never:
 
 
 class BareTransfer(RecordingTransfer):
-    """Copies nothing. Gradients are wrong."""
+    """A transfer that copies nothing, so that gradients are wrong."""
 
     def offload(self, source: torch.Tensor, host: HostBuffer) -> Copy:
         return _Never()
@@ -185,11 +185,11 @@ class BareTransfer(RecordingTransfer):
         return torch.empty(host.size_bytes, dtype=torch.uint8), _Never()
 
     def host_reader_done(self, host: HostBuffer) -> None:
-        """Nothing is in flight."""
+        """Do nothing: no copy is in flight."""
 
 
 def same(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what is given: a hook that does nothing."""
+    """Return the tensor itself: a hook that does nothing."""
     return tensor
 
 
@@ -230,18 +230,18 @@ class Row:
     """One case on one workload; times in microseconds per saved tensor, less those without hooks.
 
     Args:
-        workload, case: what.
+        workload, case: names of the workload and the case.
         saved_tensors: calls of pack in one step.
         offloads: storages copied out in one step.
-        step_ms: median of forward and backward, hooks included.
-        us: median; ``pack_us`` of forward, ``unpack_us`` of backward.
-        us_lowest: of the fastest step against the fastest without hooks.
-        ratio_to_identity: of ``us_lowest``.
-        us_at_reference: ``ratio_to_identity`` times what identity hooks cost where the bounds were set.
-        further_us: of a long chain, ``us_at_reference`` of those tensors that the chain has not.
-        bound_us: what pack and unpack may take together.
-        no_grad_us: of one forward without gradients, in evaluation, per op that would save a tensor.
-        passes_in_no_grad: forwards that the engine followed, and copies it made, in such a forward.
+        step_ms: median time of forward and backward, hooks included.
+        us: median of forward and backward; ``pack_us``: of forward, ``unpack_us``: of backward.
+        us_lowest: the fastest step, less the fastest without hooks.
+        ratio_to_identity: ``us_lowest`` divided by that of identity hooks.
+        us_at_reference: ``ratio_to_identity`` times `REFERENCE_IDENTITY_US`.
+        further_us: ``us_at_reference`` of those tensors that the long chain has more than the chain.
+        bound_us: the most that pack and unpack may take together.
+        no_grad_us: time of a forward without gradients, in evaluation, per op that would save a tensor.
+        passes_in_no_grad: forwards that the engine followed and copies that it made in such a forward.
     """
 
     workload: str
@@ -268,9 +268,9 @@ class Subject:
     """A model with one case's hooks on.
 
     Args:
-        case: what is on it.
+        case: the plan or hooks to put on the model.
         build: makes the model.
-        device: where it lives.
+        device: device of the model.
     """
 
     def __init__(self, case: Case, build: Callable[[], nn.Module], device: torch.device) -> None:
@@ -337,7 +337,7 @@ class Subject:
 
 
 def passes_in_no_grad(subject: Subject) -> int:
-    """Return what the engine's counters say of a forward without gradients: nothing, it is to be hoped."""
+    """Return the forwards and copies that the engine counts in a forward without gradients; 0 is right."""
     if subject.applied is None:
         return 0
     before = subject.applied.stats()
@@ -365,7 +365,7 @@ def measure(workload: str, rounds: int, device: torch.device, cases: Sequence[Ca
         gc.enable()
     by_name = {subject.case.name: subject for subject in subjects}
     rows = [_row(workload, subject, by_name[NOTHING], saved) for subject in subjects]
-    # Of the fastest steps: two medians of small differences differ by more than what is looked for.
+    # The fastest steps, because medians of small differences vary by more than the effect.
     identity_us = next(row.us_lowest for row in rows if row.case == IDENTITY)
     for row in rows:
         if row.case != NOTHING and identity_us > 0:

@@ -1,4 +1,4 @@
-"""The same training in one process, divided between two, and as two such models on four: the same curve?
+"""Compares the loss curves of one training in one process, divided between two, and with two such models.
 
     OMP_NUM_THREADS=1 python benchmarks/parallel_curves.py wikitext-2/valid.txt
     OMP_NUM_THREADS=1 python benchmarks/parallel_curves.py TEXT --steps 20 --out mine.json
@@ -8,9 +8,9 @@ trains with a plain Trainer (``--actswap none``), the others with tensor and seq
 recompute as the file says. Seed, global batch and order of the samples are the same. The loss and the
 gradient norm of each step go into a JSON file, their curves into a picture.
 
-Training is chaotic: a difference in the last bit grows from step to step, whatever made it. How far it gets
-says the control, which is one process again with nothing changed but the order in which attention is added
-up (``--attn_implementation eager``).
+Training is chaotic: a difference in the last bit grows from step to step, whatever its cause. The control run
+shows how far: it is one process again, in which only the order of sums in attention is changed
+(``--attn_implementation eager``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SIZES = {
     "learning_rate": "0.001",
     "warmup_steps": "20",
 }
-"""Of the recorded run: 8 layers, hidden 256; 512 tokens a step."""
+"""Sizes of the recorded run: 8 layers, hidden size 256; 512 tokens a step."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ class Layout:
     """How many processes train, and how they divide the model.
 
     Args:
-        name: of the curve.
-        data_parallel_size: models, each on its own part of the global batch.
-        tensor_parallel_size: processes that hold one model.
-        attention: implementation; ``None``: the model's own choice.
+        name: name of the curve.
+        data_parallel_size: number of models, each trained on its own part of the global batch.
+        tensor_parallel_size: number of processes that hold one model.
+        attention: implementation of attention; ``None``: the model's own choice.
     """
 
     name: str
@@ -86,16 +86,19 @@ LAYOUTS = (
 
 @dataclass
 class Curve:
-    """One run.
+    """The losses of one run, and its differences to the first run.
 
     Args:
-        name, processes: of the layout.
+        name, processes: name and number of processes of the layout.
         command: arguments of the launcher, without paths of this machine.
-        seconds: from start to exit, start-up included.
-        loss: of each step, mean over the global batch; ``grad_norm`` before clipping.
-        largest_loss_difference: to the first run, over all steps; ``relative``: divided by that loss;
-            ``mean_loss_difference``: of the absolute ones.
-        final_parameter_difference: largest of any element of the saved weights, to the first run.
+        seconds: time from start to exit, start-up included.
+        loss: loss of each step, the mean over the global batch.
+        grad_norm: gradient norm of each step, before clipping.
+        largest_loss_difference, mean_loss_difference: maximum and mean over the steps of the absolute
+            difference of losses.
+        largest_relative_loss_difference, largest_relative_grad_norm_difference: maximum over the steps of
+            the difference divided by the first run's value.
+        final_parameter_difference: largest absolute difference of any element of the saved weights.
     """
 
     name: str
@@ -112,7 +115,7 @@ class Curve:
 
 
 def arguments_of(layout: Layout, steps: int, sizes: dict[str, str], logging_steps: int = 1) -> list[str]:
-    """Return what the recipe is told, data and folder apart."""
+    """Return the recipe's arguments, without data and output folder."""
     told = {
         **sizes,
         "max_steps": str(steps),
@@ -141,7 +144,7 @@ def train(
     """Run the recipe and read its log.
 
     Raises:
-        RuntimeError: it failed; with the end of what it wrote.
+        RuntimeError: the run failed; the message has the end of its output.
     """
     told = arguments_of(layout, steps, sizes)
     command = [sys.executable, "-m", "accelerate.commands.launch", *launcher_of(layout), str(RECIPE)]
@@ -162,10 +165,10 @@ def train(
 
 
 def compare(first: Curve, other: Curve) -> None:
-    """Write into ``other`` how far it is from ``first``.
+    """Fill in the differences of ``other`` to ``first``.
 
     Raises:
-        ValueError: they have not the same number of steps.
+        ValueError: the two have different numbers of steps.
     """
     pairs = list(zip(first.loss, other.loss, strict=True))
     norms = zip(first.grad_norm, other.grad_norm, strict=True)
@@ -176,14 +179,14 @@ def compare(first: Curve, other: Curve) -> None:
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Return what was saved."""
+    """Return the weights saved in a folder, by name."""
     return load_file(folder / "model.safetensors")
 
 
 def run(
     text: Path, steps: int, sizes: dict[str, str], layouts: Sequence[Layout], limit_s: float
 ) -> list[Curve]:
-    """Train with each layout; the first is what the others are compared with."""
+    """Train with each layout; compare the others with the first."""
     curves: list[Curve] = []
     reference: dict[str, torch.Tensor] = {}
     with tempfile.TemporaryDirectory() as root:

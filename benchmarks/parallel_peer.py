@@ -1,22 +1,22 @@
-"""Communication and memory of a rank beside transformers' own tensor parallelism.
+"""Compares a rank's communication and memory with those of transformers' own tensor parallelism.
 
     OMP_NUM_THREADS=1 python benchmarks/parallel_peer.py
     OMP_NUM_THREADS=1 python benchmarks/parallel_peer.py --dtypes float32 --rounds 20 --out mine.json
 
-The same Llama, with the same weights and ids, in one launch of two gloo processes: divided by transformers
-(``from_pretrained`` with its ``tp_plan``) and by `patch_model`, with and without sequence parallelism. A row
-counts a step of one rank and holds the median of its time, steps of different rows alternating. Loss and
-gradient norm must agree before anything is compared.
+The same Llama, with the same weights and ids, runs in one launch of two gloo processes: divided by
+transformers (``from_pretrained`` with its ``tp_plan``) and by `patch_model`, with and without sequence
+parallelism. A row counts a step of one rank and has the median of its time; steps of different rows
+alternate. Loss and gradient norm must agree before anything is compared.
 
-Collectives are seen where PyTorch dispatches them, below both ``torch.distributed``'s calls and DTensor's
+Collectives are counted where PyTorch dispatches them, below both ``torch.distributed``'s calls and DTensor's
 functional ones, so that two implementations are counted by one rule. Bytes on the wire are those that a rank
 sends in a ring: ``(n - 1) / n`` of the whole for an all-gather or a reduce-scatter, twice that for an
 all-reduce, which is one after the other (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms";
 the same factors as in the documentation of ``nccl-tests``).
 
-Two claims are judged, for rows that sum over the ranks in the dtype in which transformers does: ours saves
-fewer bytes for backward, and sends at most as many, re-gathers apart. If one fails the exit status is 1. Time
-is recorded, not judged: on a CPU, processes of one machine communicate through its memory.
+Two claims are judged: our rows save fewer bytes for backward, and those that sum over the ranks in the same
+dtype as transformers send at most as many, without re-gathers. If one fails the exit status is 1. Time is
+recorded but not judged: on a CPU, processes of one machine communicate through its memory.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ KINDS = {
 }
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
 _RING_FACTOR = {"all_reduce": 2}
-"""How often ``(n - 1) / n`` of a collective's whole bytes pass; 1 where a kind is not named."""
+"""How often a rank sends ``(n - 1) / n`` of a collective's whole bytes; once for a kind that is not named."""
 
 REGATHER = "re-gather"
-"""The kind under which gathers of saved shards in backward are counted, apart from all others."""
+"""The kind for gathers of saved shards in backward, which are counted separately."""
 
 
 def ring_bytes(kind: str, whole_bytes: int, ranks: int) -> int:
-    """Return what a rank sends in a collective whose larger side has ``whole_bytes``."""
+    """Return the bytes that a rank sends in a collective whose larger side has ``whole_bytes``."""
     return _RING_FACTOR.get(kind, 1) * whole_bytes * (ranks - 1) // ranks
 
 
@@ -91,8 +91,9 @@ class Collectives(TorchDispatchMode):
     """Counts collectives by (phase, kind).
 
     Attributes:
-        phase: of the step, set by whoever runs it.
-        calls: how many; ``whole_bytes``: of the larger side of each, summed.
+        phase: present phase of the step, set by the caller that runs it.
+        calls: number of calls.
+        whole_bytes: sum of the bytes of the larger side of each call.
     """
 
     def __init__(self, phase: str = "forward") -> None:
@@ -106,7 +107,7 @@ class Collectives(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # what they are made of comes by again
+            return NotImplemented  # the tensors inside them are dispatched again
         result = func(*args, **(kwargs or {}))
         kind = kind_of(func)
         if kind is not None:
@@ -121,7 +122,7 @@ class Collectives(TorchDispatchMode):
         """Count the gathers that a column-parallel layer starts in backward as `REGATHER`."""
         module: Any = importlib.import_module(
             "hf_actswap.parallel.column_input"
-        )  # the package's name is a function
+        )  # as an attribute of the package, this name is a function
         own = module.begin_gather
 
         def begin(*args: Any) -> Any:
@@ -138,7 +139,7 @@ class Collectives(TorchDispatchMode):
             module.begin_gather = own
 
     def wire_bytes(self, ranks: int) -> dict[tuple[str, str], int]:
-        """Return what this rank sends, by (phase, kind)."""
+        """Return the bytes that this rank sends, by (phase, kind)."""
         return {
             (phase, kind): ring_bytes(kind, whole, ranks) for (phase, kind), whole in self.whole_bytes.items()
         }
@@ -155,20 +156,20 @@ class SavedBytes:
     """Bytes that autograd saves for backward: each storage once, parameters excluded.
 
     Args:
-        parameters: of the model.
+        parameters: parameters of the model.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._excluded = {_key(plain(p.detach())) for p in parameters}
         self._found: dict[int, torch.Tensor] = {}
-        """Kept, so that no address comes twice."""
+        """The tensors are kept alive, so that no address is used twice."""
 
     def hooks(self) -> saved_tensors_hooks:
         """Return the context to run the forward in."""
         return saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
     def total_bytes(self) -> int:
-        """Return the sum."""
+        """Return the sum of the saved bytes."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self._found.values())
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -183,10 +184,10 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 class PeakBytes(TorchDispatchMode):
-    """Most bytes alive at one time, of storages made inside: all, and those as wide as the vocabulary.
+    """Measures the most bytes alive at one time, of all storages made inside, and of logits.
 
     Args:
-        widths: last sizes of a tensor that make it one of logits.
+        widths: sizes of the last dim by which a tensor counts as logits.
     """
 
     def __init__(self, widths: Iterable[int]) -> None:
@@ -223,11 +224,12 @@ BFLOAT16_REDUCTION = "sums in bf16"
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the model and of a step.
+    """Sizes of the model and of a step.
 
     Args:
-        hidden, inner, heads, kv_heads, layers, vocabulary: of the Llama.
-        length: tokens a sequence; ``batch``: sequences.
+        hidden, inner, heads, kv_heads, layers, vocabulary: sizes of the Llama.
+        length: tokens of a sequence.
+        batch: number of sequences.
     """
 
     hidden: int = 512
@@ -245,10 +247,10 @@ class Case:
     """One way to divide the model.
 
     Args:
-        name: of the row.
-        sequence_parallel: of ours; ``None``: transformers' own.
-        reduces_in_float32: activations and their gradients are summed over the ranks in float32 (our
-            default), else in their own dtype, as transformers does.
+        name: name of the row.
+        sequence_parallel: whether our division uses sequence parallelism; ``None``: transformers divides.
+        reduces_in_float32: whether activations and their gradients are summed over the ranks in float32 (our
+            default), or in their own dtype, as transformers does.
     """
 
     name: str
@@ -257,7 +259,7 @@ class Case:
 
 
 def cases_of(dtype: torch.dtype) -> tuple[Case, ...]:
-    """Return the rows of one dtype; what ranks sum in matters below float32 only."""
+    """Return the cases of one dtype; below float32 ours are also run with sums in that dtype."""
     ours = (Case("hf_actswap tp + sp", True), Case("hf_actswap tp", False))
     if dtype == torch.float32:
         return Case(PEER, None), *ours
@@ -270,15 +272,15 @@ class Row:
     """One case on one rank.
 
     Args:
-        saved_bytes: held by autograd between forward and backward, parameters excluded.
-        peak_bytes: most that the step's own tensors take at one time; ``peak_logits_bytes`` of those that are
-            as wide as the vocabulary, or as a rank's part of it.
-        parameter_bytes, gradient_bytes: that this rank holds.
-        calls, whole_bytes, wire_bytes: of collectives, ``phase kind`` -> number, bytes of the larger side,
-            bytes that a rank sends in a ring.
-        sent_bytes: sum of ``wire_bytes``, re-gathers apart; ``regathered_bytes``: those.
-        ms: median of the timed steps (forward, backward, sum of tagged gradients); each in ``step_ms``.
-        ms_ratio: to transformers' own, median of the ratios of the same round.
+        saved_bytes: bytes held by autograd between forward and backward, parameters excluded.
+        peak_bytes: the most bytes of the step's own tensors at one time; ``peak_logits_bytes``: of those that
+            are as wide as the vocabulary, or as a rank's part of it.
+        parameter_bytes, gradient_bytes: bytes that this rank holds.
+        calls, whole_bytes, wire_bytes: number of collectives, bytes of their larger sides, and bytes that
+            this rank sends in a ring, each by ``phase kind``.
+        sent_bytes: sum of ``wire_bytes`` without re-gathers; ``regathered_bytes``: sum of the re-gathers.
+        ms: median of the timed steps (forward, backward, sum of tagged gradients); ``step_ms``: each of them.
+        ms_ratio: time over that of transformers, the median of the ratios in each round.
     """
 
     case: str
@@ -302,7 +304,7 @@ class Row:
 
 
 def whole_model(shape: Shape) -> LlamaForCausalLM:
-    """Return the model of one process, the same in each call."""
+    """Return the undivided model, with the same weights in each call."""
     torch.manual_seed(SEED)
     settings = LlamaConfig(
         vocab_size=shape.vocabulary,
@@ -318,13 +320,13 @@ def whole_model(shape: Shape) -> LlamaForCausalLM:
 
 
 class Subject:
-    """A model in parts, and its step.
+    """A model divided among the ranks, and its step.
 
     Args:
-        case: how it is divided.
-        shape: of model and step.
-        dtype: of weights and activations.
-        folder: with the saved weights, from which transformers divides while it loads.
+        case: how the model is divided.
+        shape: sizes of model and step.
+        dtype: type of weights and activations.
+        folder: folder with the saved weights; transformers divides them while it loads.
     """
 
     def __init__(self, case: Case, shape: Shape, dtype: torch.dtype, folder: Path) -> None:
@@ -347,7 +349,11 @@ class Subject:
         self.ids = torch.randint(0, shape.vocabulary, size, generator=generator)
 
     def step(self, phase: Callable[[str], None] = lambda _: None) -> float:
-        """Run forward, backward and what is to be summed after it; return the loss."""
+        """Run forward, backward and the sum of tagged gradients; return the loss.
+
+        Args:
+            phase: called with the name of each phase when it begins.
+        """
         self.model.zero_grad(set_to_none=True)
         phase("forward")
         loss = self.model(input_ids=self.ids, labels=self.ids).loss
@@ -359,14 +365,14 @@ class Subject:
         return float(plain(loss.detach()))
 
     def timed_step(self) -> None:
-        """Note the seconds of a step that all ranks begin together."""
+        """Time a step that all ranks begin together, and append its seconds to ``step_s``."""
         dist.barrier()
         start = time.perf_counter()
         self.step()
         self.step_s.append(time.perf_counter() - start)
 
     def row(self) -> Row:
-        """Count what a step does. Four steps, for one observer does not see another's work."""
+        """Run steps and count collectives and bytes; each kind of count has a step of its own."""
         row = Row(self.case.name, str(self.dtype).removeprefix("torch."), dist.get_rank())
         seen = Collectives()
         with seen.telling_regathers(), seen:
@@ -391,7 +397,7 @@ class Subject:
         return row
 
     def _grad_norm(self) -> float:
-        """Norm of the whole model's gradients: parts of all ranks, replicas (of norms: one dim) once."""
+        """Return the norm of the whole model's gradients; replicated ones (norms, one dim) count once."""
         squares = [torch.zeros(()), torch.zeros(())]
         for parameter in self.model.parameters():
             gradient = parameter.grad
@@ -445,7 +451,7 @@ def run_on_rank(
 REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Relative, of loss and gradient norm."""
+"""The largest relative difference of loss and gradient norm, by dtype."""
 MIB = 2**20
 
 Rows = Sequence[Mapping[str, Any]]
@@ -472,7 +478,7 @@ def measure(
 
 
 def failures(rows: Rows) -> list[str]:
-    """Return in words what does not agree or is not as claimed; nothing, it is to be hoped."""
+    """Return in words which numbers do not agree and which claims fail; empty if all is right."""
     found = []
     for peer in (row for row in rows if row["case"] == PEER):
         for row in rows:

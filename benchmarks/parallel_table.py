@@ -1,22 +1,23 @@
-"""What each rank of a large training holds and communicates, on paper.
+"""Computes from formulas what each rank of a large training holds and communicates.
 
     python benchmarks/parallel_table.py
     python benchmarks/parallel_table.py --nodes 4 --ranks_per_node 8 --tensor_parallel_size 4 --tokens 16384
 
-No number here is measured. They come from the formulas below, which a test holds against the bytes that a
-small patched model really allocates, saves and sends at ``tp`` 2 (parameters, a layer's saved tensors, every
-collective of the tensor axis). What the data axis does is by its definition:
+No number here is measured. They come from the formulas below. A test compares these with the bytes that a
+small divided model really allocates, saves and sends at ``tp`` 2 (parameters, a layer's saved tensors, every
+collective of the tensor axis). Communication over the data axis follows from its definition:
 
 - DDP sums all gradients of a rank by one all-reduce per step over the ranks that hold the same part.
 - FSDP2 (`hf_actswap.parallel.Patched.shard_over_data`) gathers the parameters in
   forward and again in backward, and reduce-scatters the gradients: Rajbhandari et al. 2020, "ZeRO", section
   7: 3 parts of communication where data parallelism has 2.
-- Bytes sent are those of a ring, see `parallel_peer.ring_bytes`.
+- Bytes sent are those of a ring (`parallel_peer.ring_bytes`).
 
-Saved tensors of a layer, nothing recomputed or swapped, with PyTorch's flash attention and Hugging Face's
-RMSNorm, which computes in float32: its input there, the normalised tensor and the output, which is the
-input of the column-parallel projections. Korthikanti et al. 2022, "Reducing activation recomputation in large
-transformer models", divide the same tensors; their layer has other ops.
+The saved tensors are those of a layer in which nothing is recomputed or swapped, with PyTorch's flash
+attention and Hugging Face's RMSNorm. RMSNorm computes in float32 and saves its input in float32, the
+normalised tensor and the output, which is the input of the column-parallel projections. Korthikanti et al.
+2022, "Reducing activation recomputation in large transformer models", divide the same tensors; their layer
+has other ops.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 GIB = 2**30
 FLOAT32_BYTES = 4
 STATE_BYTES = {"bf16 weights": (2, 2, 4), "fp32 weights (autocast)": (4, 4, 8)}
-"""Bytes per parameter: weight, gradient, AdamW's two moments (`torch.optim.AdamW` keeps both in the weight's
-dtype)."""
+"""Bytes per parameter of weight, gradient and AdamW's two moments (`torch.optim.AdamW` keeps both in the
+weight's dtype)."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Llama:
 
     Args:
         hidden, inner, layers, vocabulary: as in its configuration.
-        heads, kv_heads, head_size: of attention.
+        heads, kv_heads, head_size: sizes of attention.
     """
 
     hidden: int
@@ -69,12 +70,12 @@ class Setting:
     """How a model is divided and what one step is.
 
     Args:
-        tensor_parallel_size: ranks that hold one model, inside a node.
-        data_parallel_size: models.
-        sequence_parallel: norms and residual are divided too.
-        tokens: of one model's batch, batch times length.
-        size_bytes: of weights and activations, per element.
-        reduce_bytes: of what is summed over the ranks; float32 unless told otherwise.
+        tensor_parallel_size: number of ranks that hold one model, inside a node.
+        data_parallel_size: number of models.
+        sequence_parallel: whether norms and residual are divided too.
+        tokens: tokens of one model's batch, batch times length.
+        size_bytes: bytes per element of weights and activations.
+        reduce_bytes: bytes per element of sums over the ranks; those of float32 by default.
     """
 
     tensor_parallel_size: int
@@ -86,9 +87,10 @@ class Setting:
 
 
 def parameters_of_rank(model: Llama, setting: Setting) -> tuple[int, int]:
-    """Return how many parameters a rank has a part of, and how many (of norms) it holds whole.
+    """Return the number of a rank's parameters of divided matrices, and of norms, which no rank divides.
 
-    Key and value heads fewer than ranks are held by several. A vocabulary that does not divide is padded.
+    If there are fewer key and value heads than ranks, several ranks hold the same ones. A vocabulary that is
+    not divisible is padded.
     """
     tp, hidden = setting.tensor_parallel_size, model.hidden
     queries = model.heads // tp * model.head_size
@@ -99,11 +101,12 @@ def parameters_of_rank(model: Llama, setting: Setting) -> tuple[int, int]:
 
 
 def saved_bytes_of_layer(model: Llama, setting: Setting, saves_shards: bool = True) -> int:
-    """Return what a rank saves for the backward of one layer.
+    """Return the bytes that a rank saves for the backward of one layer.
 
     Args:
-        saves_shards: under sequence parallelism, the column-parallel projections save this rank's part of
-            their input, as ours do; else the gathered one, as ordinary autograd would.
+        model, setting: sizes of the model, and how it is divided.
+        saves_shards: whether, under sequence parallelism, the column-parallel projections save this rank's
+            part of their input, as ours do, or the gathered one, as ordinary autograd would.
     """
     tp, tokens, size = setting.tensor_parallel_size, setting.tokens, setting.size_bytes
     own_tokens = tokens // tp if setting.sequence_parallel else tokens
@@ -117,7 +120,7 @@ def saved_bytes_of_layer(model: Llama, setting: Setting, saves_shards: bool = Tr
 
 
 def layer_input_bytes(model: Llama, setting: Setting) -> int:
-    """Return what a rank keeps of a layer that is recomputed whole."""
+    """Return the bytes of a rank's input to a layer: all it keeps if the layer is recomputed whole."""
     own_tokens = setting.tokens // (setting.tensor_parallel_size if setting.sequence_parallel else 1)
     return own_tokens * model.hidden * setting.size_bytes
 
@@ -128,12 +131,12 @@ def logits_bytes(model: Llama, setting: Setting) -> int:
 
 
 def tensor_axis_bytes(model: Llama, setting: Setting) -> dict[tuple[str, str], int]:
-    """Return the collectives of a step over the ranks of one model: (phase, kind) -> bytes, larger sides.
+    """Return the bytes of collectives over the ranks of one model in a step (larger sides), by (phase, kind).
 
-    Beside those of the layers: the embedding's sum, the gather before the head, the gather of the gradient
-    where the sequence is cut, the loss's maxima and two sums for each token, and the one sum of the norms'
-    gradients (with a flag for each). Ranks that hold the same key and value heads exchange the gradients of
-    their weights.
+    Beside those of the layers these are the embedding's sum, the gather before the head, the gather of the
+    gradient where the sequence is divided, the loss's maximum and two sums for each token, and one sum of the
+    norms' gradients (with a flag for each). Ranks that hold the same key and value heads exchange the
+    gradients of their weights.
     """
     found = _of_hidden_states(model, setting)
     replicas = setting.tensor_parallel_size // model.kv_heads
@@ -165,11 +168,12 @@ def _of_hidden_states(model: Llama, setting: Setting) -> dict[tuple[str, str], i
 
 
 def data_axis_bytes(model: Llama, setting: Setting, sharded: bool, bytes_each: int) -> dict[str, int]:
-    """Return the collectives of a step over the ranks that hold the same part: kind -> bytes, larger sides.
+    """Return the bytes of collectives over the data axis in a step (larger sides), by kind.
 
     Args:
-        sharded: FSDP2; else DDP.
-        bytes_each: of a weight and of a gradient.
+        model, setting: sizes of the model, and how it is divided.
+        sharded: whether FSDP2 is used; else DDP.
+        bytes_each: bytes of one weight, and of one gradient.
     """
     size = sum(parameters_of_rank(model, setting)) * bytes_each
     return {"all_gather": 2 * size, "reduce_scatter": size} if sharded else {"all_reduce": size}
@@ -184,7 +188,7 @@ def held(model: Llama, setting: Setting, sharded: bool, state_bytes: Sequence[in
 
 
 def activations(model: Llama, setting: Setting) -> dict[str, float]:
-    """Return GiB of activations that all layers of a rank save, by what is divided, and of its logits."""
+    """Return GiB of activations that all layers of a rank save, by kind of division, and of its logits."""
     without = replace(setting, sequence_parallel=False)
     layers = model.layers
     return {

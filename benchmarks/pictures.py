@@ -2,10 +2,10 @@
 
     python benchmarks/pictures.py RESULTS.json      draws RESULTS.png beside it
 
-*Time against activation memory*, of `frontier.py` and `gpu_day.py`: a panel per workload, ours in colour.
-*The value of bytes*, of `byte_values.py`: each tensor as wide as its bytes, as high as a byte of it is worth.
-*Curves*, of `parallel_curves.py`: losses of runs that should be one, and how far apart they are. All commands
-but `gpu_day.py` draw themselves where matplotlib is installed.
+*Time against activation memory*, for `frontier.py` and `gpu_day.py`: a panel per workload, ours in colour.
+*The value of bytes*, for `byte_values.py`: each tensor is as wide as its bytes, and as high as the time to
+compute a byte of it again. *Curves*, for `parallel_curves.py`: losses of runs that should be equal, and their
+differences. All of these commands but `gpu_day.py` draw their picture themselves if matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Draw the measured rows of a results file as a PNG.
 
     Args:
-        rows: as in the file; rows without time or activation bytes are listed below their panel.
-        path: of the PNG.
+        rows: rows of the file; those without time or activation bytes are listed below their panel.
+        path: path of the PNG.
     """
     panels = list(by_workload(rows).values())
     figure = Figure(figsize=(_PANEL_INCHES[0], _PANEL_INCHES[1] * max(1, len(panels))), layout="constrained")
@@ -67,7 +67,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         points = [row for row in panel if row["ms"] is not None and row["activation_bytes"] is not None]
         _draw_panel(axes, panel, points)
         drawn.append((axes, points))
-    canvas.draw()  # settles the layout, which labels are placed by
+    canvas.draw()  # fixes the layout, on which the places of labels depend
     figure.set_layout_engine("none")
     for axes, points in drawn:
         _label(axes, points, canvas.get_renderer())
@@ -113,7 +113,10 @@ def _colour(row: Row) -> str:
 
 
 def _groups(points: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Whose best are joined by a line: others, ours by hand, the planner's with eager and compiled layers."""
+    """Return groups with their colour: others, ours by hand, and the planner's eager and compiled rows.
+
+    The best of each group are joined by a line.
+    """
     by_colour = [
         (colour, [row for row in points if _colour(row) == colour])
         for colour in (_PEER_COLOUR, _OUR_COLOUR, _PLANNER_COLOUR)
@@ -146,7 +149,7 @@ def _coordinates(rows: Sequence[Row], size: int) -> tuple[list[float], list[floa
 
 
 def _frontier(rows: Sequence[Row]) -> list[Row]:
-    """The rows that no other of them beats in both, from the least memory to the most."""
+    """Return the rows that no other beats in both time and memory, from the least memory to the most."""
     best: list[Row] = []
     for row in sorted(rows, key=lambda row: (row["activation_bytes"], row["ms"])):
         if not best or row["ms"] < best[-1]["ms"]:
@@ -155,7 +158,7 @@ def _frontier(rows: Sequence[Row]) -> list[Row]:
 
 
 def _scale(axes: Axes, points: Sequence[Row], size: int) -> None:
-    """Room on all sides for labels; a logarithmic time axis where one method is far above the rest."""
+    """Set the axes' limits with room for labels; the time axis is logarithmic if times differ much."""
     memory, times = _coordinates(points, size)
     axes.set_xlim(0, max(memory) * 1.25)
     low, high = min(times), max(times)
@@ -171,7 +174,7 @@ def _scale(axes: Axes, points: Sequence[Row], size: int) -> None:
 
 
 def _label(axes: Axes, points: Sequence[Row], renderer: RendererAgg) -> None:
-    """Write each method's name beside its point, where no other name or point stands."""
+    """Write each method's name beside its point, away from other names and points."""
     if not points:
         return
     size, _ = _unit(points)
@@ -216,7 +219,7 @@ def _place(
 
 
 Place = tuple[float, float, Literal["left", "right"]]
-"""Offset from the point in points (x, y), and which end of the text stands there."""
+"""Offset (x, y) from the row's point, in typographic points, and which end of the text is there."""
 
 
 def _places() -> Iterator[Place]:
@@ -227,7 +230,7 @@ def _places() -> Iterator[Place]:
 
 
 def _box(text: Text, place: Place, point: tuple[float, float], renderer: RendererAgg) -> Bbox:
-    """The pixels that a text at a place covers."""
+    """Return the box in pixels that a text at a place covers."""
     pixels = renderer.points_to_pixels(1.0)
     text.set_position((point[0] + place[0] * pixels, point[1] + place[1] * pixels))
     text.set_horizontalalignment(place[2])
@@ -235,7 +238,7 @@ def _box(text: Text, place: Place, point: tuple[float, float], renderer: Rendere
 
 
 def _cost(place: Place, box: Bbox, taken: Sequence[Bbox], frame: Bbox) -> float:
-    """What covers others or leaves the panel costs more than any distance."""
+    """Return the cost of a place: covering others or leaving the panel costs more than any distance."""
     covered = sum(_overlap(box, other) for other in taken)
     outside = box.width * box.height - _overlap(box, frame)
     return 10.0 * (covered + outside) + abs(place[0]) + abs(place[1])
@@ -270,16 +273,16 @@ _LINK_COLOUR = "#b8860b"
 _BYTE_PANEL_INCHES = (10.0, 4.9)
 _BYTE_DOTS_PER_INCH = 110
 _NARROWEST = 0.004
-"""Tensors with a smaller share of the layer's bytes (statistics of norms) are left out."""
+"""Smallest share of the layer's bytes that is drawn; smaller tensors (statistics of norms) are left out."""
 _MIB = 2**20
 
 
 def draw_byte_values(rows: Sequence[Row], path: Path) -> None:
-    """Draw the rows of a results file as a PNG, a panel per shape.
+    """Draw the rows of a results file of `byte_values.py` as a PNG, a panel per shape.
 
     Args:
-        rows: as in the file.
-        path: of the PNG.
+        rows: rows of the file.
+        path: path of the PNG.
     """
     panels = list(by_shape(rows).values())
     figure = Figure(
@@ -293,7 +296,7 @@ def draw_byte_values(rows: Sequence[Row], path: Path) -> None:
 
 
 def digest(rows: Sequence[Row]) -> str:
-    """Return what tells a picture's data from others; it is written into the PNG."""
+    """Return a digest of a picture's data; it is written into the PNG."""
     return "rows " + hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
 
@@ -352,13 +355,13 @@ def _link_in_legend(row: Row) -> Artist:
 
 
 def _dearest_kind(row: Row, panel: Sequence[Row]) -> str:
-    """The kind of that call on which most of the time goes."""
+    """Return the kind of the call that takes the most time of a row's reruns."""
     calls = [one for one in panel if one["name"] in row["reruns"]]
     return str(max(calls, key=lambda one: one["ms"])["kind"])
 
 
 def _draw_link(axes: Axes, panel: Sequence[Row], total_mib: float) -> None:
-    """What the link takes for a byte, and how many bytes it takes away during the layer's own forward."""
+    """Draw the link's time for a byte, and the bytes that it can copy during the layer's own forward."""
     price = panel[0]["link_ps_per_byte"]
     if price is None:
         return
@@ -384,8 +387,8 @@ def draw_curves(curves: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw the losses above, and below how far each is from the first, on a logarithmic scale.
 
     Args:
-        curves: with ``name`` and ``loss``, a number for each step; the first is the reference.
-        path: of the PNG file.
+        curves: mappings with ``name`` and ``loss``, a number for each step; the first is the reference.
+        path: path of the PNG.
     """
     figure = Figure(figsize=(7.5, 6.0), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))

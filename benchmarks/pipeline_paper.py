@@ -3,10 +3,11 @@
     python benchmarks/pipeline_paper.py          # minutes; writes results/pipeline_on_paper_<yyyymmdd>.json
 
 Llama-3-8B in four stages, 1F1B, 16 micro-batches of one sequence, eager, bf16, at the rates of an H200.
-Stages and steps are those of ``hf-actswap plan``: shapes give what a micro-batch does on a stage, and the
-passes of all stages run in the order of the schedule (`hf_actswap.planner.cost.pipeline_step`). `plans_of`
-says what is compared. Of each stage's micro-batch a row says how much of what autograd saves swaps, how much
-is dropped and for how long ops run again, the time of its passes with waits for copies, and the peak.
+Stages and steps are those of ``hf-actswap plan``: time and memory of a micro-batch on a stage are computed
+from shapes, and the passes of all stages run in the order of the schedule
+(`hf_actswap.planner.cost.pipeline_step`). `plans_of` yields the plans that are compared. A row has, for a
+micro-batch on each stage, the shares of saved bytes that are swapped and recomputed, the time of
+recomputation, the time of its passes with waits for copies, and the stage's peak.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ BUDGETS_GIB = {
     8192: ((44, False), (31, False), (30, True), (22, True), (20, True)),
     32768: ((93, False), (60, True)),
 }
-"""By length, in GiB, and whether optimizer states are on the host."""
+"""Budgets in GiB by sequence length, each with whether optimizer states are on the host."""
 
 
 def stages_of(tokens: int, device: str) -> StagesAnswer:
-    """What ``hf-actswap plan`` answers where nothing is swapped or recomputed."""
+    """Return the answer of ``hf-actswap plan`` for stages in which nothing is swapped or recomputed."""
     with tempfile.TemporaryDirectory() as name:
         model, config = Path(name) / "llama_3_8b.json", Path(name) / "config.json"
         model.write_text(json.dumps(LLAMA_3_8B), encoding="utf-8")
@@ -73,9 +74,10 @@ def stages_of(tokens: int, device: str) -> StagesAnswer:
 
 
 def plans_of(answer: StagesAnswer) -> Iterator[tuple[str, list[MemoryPlan]]]:
-    """Yield what is written by hand.
+    """Yield the plans written by hand, with their names.
 
-    ``swap a b c``: so many layers of stages 0, 1 and 2 swap, spread evenly; the rest is kept.
+    In ``swap a b c`` the numbers are those of swapped layers of stages 0, 1 and 2, spread evenly over the
+    stage; the rest is kept.
     """
     layers = [stage.layers for stage in answer.stages]
     yield "keep", list(answer.step.plans)
@@ -100,7 +102,7 @@ def plans_of(answer: StagesAnswer) -> Iterator[tuple[str, list[MemoryPlan]]]:
 
 
 def row_of(pipeline: Pipeline, step: PipelineStep, states_moved: bool) -> dict[str, Any]:
-    """Return what a step says, by stage."""
+    """Return a step's numbers as JSON values, by stage."""
     stages = []
     for paper, plan, work, run, peak in zip(
         pipeline.stages, step.plans, step.works, step.runs, step.peaks_bytes, strict=True
@@ -124,7 +126,7 @@ def row_of(pipeline: Pipeline, step: PipelineStep, states_moved: bool) -> dict[s
 
 
 def rows(tokens: int, device: str) -> Iterator[dict[str, Any]]:
-    """Yield all rows of one length."""
+    """Yield all rows of one sequence length."""
     whole = stages_of(tokens, device)
     for offset in OFFSETS:
         answer = whole if not any(offset) else whole.asker.answer(replace(whole.parallel, offset=offset))

@@ -3,11 +3,10 @@
     python benchmarks/planner_paper.py       # a minute; writes results/plans_on_paper_<yyyymmdd>.json, .png
     python benchmarks/planner_paper.py --preset 7b-8k --shares 0.12 0.5 --out mine.json
 
-A step of a preset of `frontier.py` is computed from shapes for a device, eager, and the planner searches it
-for budgets between Hugging Face's checkpointing and eager, and below. Beside its rows stand hand-written
-configurations as the simulator predicts them, and what was measured earlier on one H200 (`MEASURED`), so that
-the paper can be judged where both are there. Rows are those of `frontier.py` as far as they have a meaning
-here; ``ms`` is predicted.
+An eager step of a preset of `frontier.py` is computed from shapes for a device. The planner searches plans
+for budgets between Hugging Face's checkpointing and eager, and below. To compare, there are rows of
+hand-written configurations, as the simulator predicts them, and of earlier measurements on one H200
+(`MEASURED`). Rows have the fields of `frontier.py` as far as they apply; ``ms`` is predicted.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 DEFAULT = ("7b-8k", "7b-32k")
 SHARES = (0.075, 0.2, 0.35, 0.5, 0.65, 0.8)
-"""Of eager's activation peak; the peak of checkpointing comes on top."""
+"""Budgets as fractions of eager's activation peak; the peak of checkpointing is another budget."""
 
 MEASURED: dict[str, dict[str, tuple[float, float]]] = {
     "7b-8k": {
@@ -73,7 +72,7 @@ MEASURED: dict[str, dict[str, tuple[float, float]]] = {
 
 BY_HAND: dict[str, Any] = {
     "eager": {},
-    "hf-checkpointing": {"recompute_config": {"recompute": True}},  # the same step
+    "hf-checkpointing": {"recompute_config": {"recompute": True}},  # predicts the same step
     "actswap-everything-auto": swap_everything("auto"),
     "actswap-elementwise": ELEMENTWISE,
     "actswap-mixed": MIXED,
@@ -81,11 +80,11 @@ BY_HAND: dict[str, Any] = {
 
 
 def on_paper(workload: Workload, device: str) -> tuple[Profile, ModelStructure, int]:
-    """Return the profile of a step of a workload, the model's structure, and what is no activation, in bytes.
+    """Return the profile of a step of a workload, the model's structure, and the bytes without activations.
 
     Args:
-        workload: of `frontier.py`; its model is built on ``meta``.
-        device: of `hf_actswap.planner.record.devices.DEVICES`.
+        workload: a workload of `frontier.py`; its model is built on ``meta``.
+        device: name of a device in `hf_actswap.planner.record.devices.DEVICES`.
     """
     config = llama_config(workload)
     with torch.device("meta"):
@@ -108,11 +107,11 @@ def on_paper(workload: Workload, device: str) -> tuple[Profile, ModelStructure, 
 
 
 class Paper:
-    """The rows of one workload.
+    """Computes the rows of one workload.
 
     Args:
-        workload: of `frontier.py`.
-        device: of `hf_actswap.planner.record.devices.DEVICES`.
+        workload: a workload of `frontier.py`.
+        device: name of a device in `hf_actswap.planner.record.devices.DEVICES`.
     """
 
     def __init__(self, workload: Workload, device: str) -> None:
@@ -122,7 +121,7 @@ class Paper:
         self.results: list[Result] = []
 
     def run(self, shares: Sequence[float]) -> list[Result]:
-        """Return all rows; ``shares``: budgets, of eager's activation peak."""
+        """Return all rows; ``shares`` are budgets as fractions of eager's activation peak."""
         configs = {**BY_HAND, "actswap-mix-eager": eager_mix(self.workload.layers)}
         for name, config in configs.items():
             plan = resolve_plan(load_config(config), self._structure)

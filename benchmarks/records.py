@@ -1,4 +1,4 @@
-"""What is recorded: one line of the results file, the file, and where and with what a number was measured."""
+"""Defines the lines of a results file, reads and writes the file, and describes machine and versions."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _RATE = "_bytes_per_ms"
 _GB_PER_S_IN_BYTES_PER_MS = 1e6
 
 Status = Literal["measured", "passed", "skipped", "left out", "out of memory", "timed out", "failed"]
-"""``skipped`` cannot be measured there; ``left out`` could, had there been time."""
+"""``skipped``: it cannot be measured on this machine; ``left out``: there was no time."""
 
 Key = tuple[Any, ...]
 Line = dict[str, Any]
-"""A record as it stands in the file."""
+"""A record as a JSON object of the file."""
 
 
 @dataclass(kw_only=True)
 class Record:
-    """What every line of a results file says.
+    """The fields that every line of a results file has.
 
     Args:
         kind: what was measured: ``frontier``, ``test``, ``out of memory`` or ``optimizer states``.
-        workload: the preset's name, or that of a group of tests.
-        status, reason: whether it was measured, and why not.
-        traceback: of a failure; of a process that hung or died, the end of what it wrote.
-        wall_s: seconds that the row took, with all that is not timed.
-        run: of the command that measured it, when it began. Two rows of one run share machine and driver.
-        device, torch, transformers, commit: where and with what.
+        workload: name of the preset, or of a group of tests.
+        status, reason: whether it was measured, and if not, why.
+        traceback: traceback of a failure; for a process that hung or died, the end of its output.
+        wall_s: seconds that the row took, with everything that is not timed.
+        run: start time of the command that measured it. Two rows of one run share machine and driver.
+        device, torch, transformers, commit: the device's name, and versions of the code.
         environment: hardware, link, allocator settings, versions.
     """
 
@@ -62,49 +62,49 @@ class Record:
 
     @property
     def failed(self) -> bool:
-        """Whether something is broken. Out of memory is not: it says what does not fit."""
+        """Whether something is broken. Running out of memory is no failure but a result."""
         return self.status in ("failed", "timed out")
 
 
 @dataclass
 class Result(Record):
-    """One method on one workload; ``None`` where there is no number.
+    """One method on one workload; a number that is not known is ``None``.
 
     Args:
         method: name of the row; ours begin with ``actswap``.
-        compiled: the layers are compiled.
+        compiled: whether the layers are compiled.
         model, layers, seq, batch: shapes; ``seq`` in tokens.
-        head: the whole model with its loss; otherwise the decoder stack.
+        head: whether this is the whole model with its loss; otherwise the decoder stack.
         ms: median of the timed steps, forward and backward, device-synchronised.
-        activation_bytes: most device memory above parameters, gradients and input, in the timed steps.
-        peak_allocated_bytes, peak_reserved_bytes: most that the allocator gave out, and held.
+        activation_bytes: the most device memory above parameters, gradients and input, in the timed steps.
+        peak_allocated_bytes, peak_reserved_bytes: the most memory that the allocator gave out, and held.
         host_bytes: memory held on the host for swapped tensors.
-        swapped_bytes: copied from the device to the host in one step.
-        first_step_ms: of the very first step, compilation and pinning included.
-        loss: of the whole model; of a stack the mean of output times the fixed gradient at the output.
-        grad_norm: of all weights' gradients.
+        swapped_bytes: bytes copied from the device to the host in one step.
+        first_step_ms: time of the very first step, compilation and pinning included.
+        loss: loss of the whole model; for a stack the mean of output times the fixed gradient at the output.
+        grad_norm: norm of all weights' gradients.
 
-        dtype: of weights and activations.
-        config: what was put on the model.
-        step_ms: of every step in order, the warm-up's first.
+        dtype: type of weights and activations.
+        config: configuration of the method.
+        step_ms: time of every step in order, warm-up first.
         warmup_steps: how many of them are warm-up.
         first_step_compile_ms: the part of ``first_step_ms`` that ``torch.compile`` took.
-        first_step_pinning_ms: of ours, what page-locking host memory took in it; ``pinning_ms``: until the
-            last step.
-        held_bytes: alive at the end of forward, above the baseline state; the output included.
-        baseline_bytes: allocated before the method was put on.
+        first_step_pinning_ms: the part of ``first_step_ms`` in which our engine page-locked host memory;
+            ``pinning_ms``: that time until the last step.
+        held_bytes: bytes alive at the end of forward, above the baseline state; the output included.
+        baseline_bytes: bytes allocated before the method was put on.
         prefetched_bytes, stalls, stall_ms, recomputes, rejected_bytes: the engine's counters of one step.
-        adjustments: what rules changed of the configuration, in words.
-        must_be_exact: output and gradients must equal eager's bit for bit.
-        exact, differing: whether they do, ``None``: not judged; and where not.
-        ratios: against eager in the same file.
-        budget_bytes: of the planner: the most that a step may use.
-        predicted_peak_bytes, predicted_ms: of its plan, on paper: all device memory in use, and the step.
-        steps_to_stable: of the planner: steps until it was stable; ``planner_step_ms``: each of them;
-            ``None``: it was not, when the steps were timed.
-        planning_s: the longest of its searches on paper.
-        trials: plans that it tried on the machine.
-        longest: of a search for the longest sequence.
+        adjustments: changes that rules made to the configuration, in words.
+        must_be_exact: whether output and gradients must equal eager's bit for bit.
+        exact, differing: whether they do (``None``: not judged), and the names of those that differ.
+        ratios: ratios to eager's numbers in the same file.
+        budget_bytes: the planner's budget: the most memory that a step may use.
+        predicted_peak_bytes, predicted_ms: device memory in use and step time, as predicted for its plan.
+        steps_to_stable: steps until the planner was stable; ``None``: it was not when steps were timed.
+        planner_step_ms: time of each of these steps.
+        planning_s: time of the planner's longest search.
+        trials: number of plans that the planner tried on the machine.
+        longest: whether the row is of a search for the longest sequence.
     """
 
     method: str
@@ -154,13 +154,13 @@ class Result(Record):
 
     @property
     def failed(self) -> bool:
-        """Whether the run must not be trusted, or the row is broken."""
+        """Whether the row is broken, or not exact although it must be."""
         wrong = self.must_be_exact and self.status == "measured" and self.exact is False
         return super().failed or wrong
 
 
 def fill_ratios(result: Result, eager: Result | None) -> None:
-    """Set the ratios to eager's numbers, where both have them."""
+    """Set the ratios to eager's numbers where both have one."""
     for name in ("ms", "held_bytes", "activation_bytes"):
         value, base = getattr(result, name), getattr(eager, name, None)
         if value is not None and base:
@@ -180,20 +180,20 @@ KEY_FIELDS = (
     "longest",
     "device",
 )
-"""What tells one thing that is measured from another."""
+"""Fields that identify what is measured."""
 
 
 def key_of(line: Mapping[str, Any]) -> Key:
-    """Return what a line is of: two lines with the same key are two measurements of one thing."""
+    """Return the key of a line: two lines with the same key are two measurements of the same thing."""
     return tuple(line.get(name) or None for name in KEY_FIELDS)
 
 
 class Records:
-    """The lines of a results file, each thing once, written anew at every change.
+    """The lines of a results file, one for each key; every change writes the whole file.
 
     Args:
-        path: of the file, whose lines are there from the beginning; ``None``: nothing is written.
-        known: another file, whose lines are taken where ``path`` is not there yet.
+        path: path of the file; its lines are read at the beginning. ``None``: nothing is written.
+        known: another file, whose lines are read if ``path`` does not exist yet.
     """
 
     def __init__(self, path: Path | None = None, known: Path | None = None) -> None:
@@ -212,7 +212,7 @@ class Records:
     def put(self, record: Record) -> None:
         """Add a line, in place of an earlier one of the same key, and write the file.
 
-        A line that says that there was no time does not replace one that says more.
+        A line with the status ``left out`` does not replace another one.
         """
         line = asdict(record)
         key = key_of(line)
@@ -223,7 +223,7 @@ class Records:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that whoever is stopped meanwhile leaves the old one or the new one."""
+    """Write a file atomically: if the process is stopped meanwhile, the old or the new file is there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")
@@ -231,13 +231,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def results_folder() -> Path:
-    """Return where results go: the folder that ``HF_ACTSWAP_RESULTS`` names, or ``results/`` here."""
+    """Return the folder for results: the one that ``HF_ACTSWAP_RESULTS`` names, or ``results/`` here."""
     named = os.environ.get(RESULTS_VARIABLE)
     return Path(named) if named else REPOSITORY / "benchmarks" / "results"
 
 
 def by_workload(rows: Iterable[Mapping[str, Any]]) -> dict[Key, list[Mapping[str, Any]]]:
-    """Group rows of a file by what was run, in the order of the file."""
+    """Group rows of a file by model and shape, in the order of the file."""
     groups: dict[Key, list[Mapping[str, Any]]] = {}
     for row in rows:
         key = tuple(row[name] for name in ("model", "layers", "seq", "batch", "head"))
@@ -279,7 +279,7 @@ def versions() -> dict[str, str]:
 def commit(repository: Path) -> dict[str, Any]:
     """Return the commit of the checkout and whether tracked files differ from it.
 
-    Outside of git it is what ``HF_ACTSWAP_COMMIT`` says, or ``None``.
+    Without git the commit is that of ``HF_ACTSWAP_COMMIT``, or ``None``.
     """
     head = _git(repository, "rev-parse", "HEAD")
     changes = _git(repository, "status", "--porcelain", "--untracked-files=no")
@@ -319,7 +319,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def available_host_bytes() -> int:
-    """Return the bytes of host memory that can be had without swapping to disk."""
+    """Return the bytes of host memory that can be allocated without swapping to disk."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -329,10 +329,10 @@ def available_host_bytes() -> int:
 
 
 def device_named(name: str | None = None) -> torch.device:
-    """Return a device with an index, which streams and memory statistics want.
+    """Return a device with an index, which streams and memory statistics need.
 
     Args:
-        name: ``None``: the accelerator, or the CPU where there is none.
+        name: name of the device; ``None``: the accelerator, or the CPU if there is none.
     """
     if name is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -343,7 +343,7 @@ def device_named(name: str | None = None) -> torch.device:
 
 
 def accelerator_name(device: torch.device) -> str:
-    """Return the name of an accelerator; its type where its backend tells none."""
+    """Return the name of an accelerator, or its type if its backend has no name for it."""
     backend = getattr(torch, device.type, None)
     name = getattr(backend, "get_device_name", None)
     return str(name(device)) if name else device.type
@@ -359,7 +359,7 @@ def file_name(device_name: str) -> str:
 
 
 def _processor() -> str:
-    """The model of the CPU: `platform` leaves it empty on Linux."""
+    """Return the model of the CPU, which `platform` leaves empty on Linux."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""The rows of the frontier, as data, with their configurations. Adding a row is adding one entry to `ROWS`.
+"""The rows of the frontier, as data, with their configurations. To add a row, add one entry to `ROWS`.
 
-Rows that compile stand in groups: one group compiles one graph, later rows of it find it in the cache.
+Rows that compile are in groups: the first row of a group compiles a graph, the others find it in the cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 
 def swap_everything(prefetch: int | str) -> dict[str, Any]:
-    """All that any layer saves."""
+    """Return the configuration that swaps everything that any layer saves."""
     return {"swap_config": {"swap": True, "layer_swap": [{"backward_prefetch": prefetch, "layers": True}]}}
 
 
@@ -70,7 +70,7 @@ MIXED = {
         }
     },
 }
-"""Recompute what is cheap, swap the rest."""
+"""Recomputes cheap ops, swaps the rest."""
 
 _ELEMENTWISE = {
     r"input_layernorm\..*": True,
@@ -79,19 +79,19 @@ _ELEMENTWISE = {
     r"mlp\.mul": True,
 }
 ELEMENTWISE = {"recompute_config": {"select_recompute": _ELEMENTWISE}}
-"""All elementwise ops of a layer recomputed, nothing else. The rotation of q and k stays: run again it would
-hold as much as it drops."""
+"""Recomputes all elementwise ops of a layer, nothing else. The rotation of q and k is kept: to run again it
+would hold as many bytes as it drops."""
 
 FUSED = {"recompute_config": {"select_recompute": _ELEMENTWISE, "fused": True}}
 
 
 TILED_LOSS = {"tile_config": {"loss": "auto"}}
-"""Head and loss in tiles of tokens: no step holds all logits."""
+"""Runs head and loss in tiles of tokens: no step holds all logits."""
 TILED_LAYERS = {
     "tile_config": {"tile": {"op_name": ["feed_forward", "attention_norm", "ffn_norm"]}},
     "recompute_config": {"recompute": True},
 }
-"""Layers run again in backward, their MLPs and norms in tiles: one forward more than without, not two."""
+"""Recomputes layers, with MLPs and norms in tiles: in all one more forward than without, not two."""
 TILED_STEP = {
     "tile_config": {
         "tile": {"op_name": ["feed_forward", "attention_norm", "ffn_norm", "final_norm"]},
@@ -100,17 +100,18 @@ TILED_STEP = {
     "recompute_config": {"recompute": True},
     "swap_config": {"swap": True, "layer_swap": [], "recompute_input": True, "default_prefetch": "auto"},
 }
-"""All that makes a sequence long: nothing of a layer stays on the device, nor the logits."""
+"""Combines all that allows long sequences: no activations of a layer stay on the device, and no logits."""
 STREAMED = {"stream_config": {"tokens": "auto"}, **TILED_LOSS}
-"""The sequence in chunks, keys and values on the host."""
+"""Streams the sequence in chunks, with keys and values on the host."""
 
 
 def eager_mix(layers: int) -> dict[str, Any]:
     """Swap x, q, k, v, the attention output and the sum after it; recompute gate, up and elementwise ops.
 
-    What is swapped is dear to compute again, and about as much as the link hides at 8,192 tokens (of a 7B
-    layer 6 hidden states of 64 MiB, where 6.5 go meanwhile). The last layer keeps its share, because
-    backward asks for it at once. The reference would keep what a recomputed op reads (x, and the sum).
+    The swapped tensors are expensive to recompute. At 8,192 tokens they are about as many bytes as the link
+    can hide: 6 hidden states of 64 MiB for a 7B layer, while 6.5 can be copied in its forward. The last layer
+    keeps these tensors, because backward needs them at once. The reference would keep the inputs of
+    recomputed ops (x, and the sum).
     """
     swapped = list(range(max(1, layers - 1)))
     products = {r"mlp\.gate_proj\.linear": True, r"mlp\.up_proj\.linear": True}
@@ -132,12 +133,12 @@ _REBUILT = {
 
 
 def compiled_mix(layers: int) -> dict[str, Any]:
-    """Rebuild 10 of 16 hidden states of a compiled layer (7B): gate, up, their product, both normed inputs.
+    """Recompute 10 of 16 hidden states of a compiled 7B layer: gate, up, their product, both normed inputs.
 
-    Six are swapped: x, q, k, v, the attention core's output and its projection; in the last layer they stay,
-    because backward asks for them at once. At 8,192 tokens they are 6.0 GB, 110 ms of a link that has about
-    103 ms of forward to hide them in, and the two products done again are 29 ms on top of 329 (HF
-    checkpointing: 502); at 32,768 tokens 146 ms of 206, and 43 on top of 740 (1060).
+    The other six are swapped: x, q, k, v, the attention core's output and its projection; in the last layer
+    they stay, because backward needs them at once. At 8,192 tokens the six are 6.0 GB in the model, 110 ms of
+    copies beside about 103 ms of forward, and the two matrix products that run again add 29 ms to 329 (HF
+    checkpointing: 502 in all). At 32,768 tokens it is 146 ms beside 206, and 43 ms more than 740 (1060).
     """
     swapped = list(range(max(1, layers - 1)))
     return {
@@ -147,7 +148,7 @@ def compiled_mix(layers: int) -> dict[str, Any]:
 
 
 def compiled_lean_mix(layers: int) -> dict[str, Any]:
-    """Rebuild q, k and v too: half the bytes on the link for 16 ms more at 8,192 tokens (24 at 32,768)."""
+    """Recompute q, k and v too: half the bytes on the link for 16 ms more at 8,192 tokens (24 at 32,768)."""
     return {
         **compiled_mix(layers),
         "recompute_config": {
@@ -166,17 +167,18 @@ class Row:
     """One method.
 
     Args:
-        name: unique; what ``--rows`` selects. Ours begin with ``actswap``.
-        setup: puts the mechanism on the model.
-        config: what ``setup`` is given: plain values, or a function of the number of layers that gives them.
-        must_be_exact: output and gradients must equal eager's bit for bit; if not, the run fails.
-        compile_group: rows that share compiled graphs; ``""``: compiles nothing. Fused kernels round
-            differently, so exactness is not judged there.
-        counts_copies: another's method that copies to the host, and does not count how much.
-        obstacles: why the row cannot be measured here; the first that says something is named.
-        relative_time: of a step, against eager, to plan the minutes with.
-        pinned_share: bytes of pinned memory against the bytes that eager saves, for the same.
-        budget: of the planner; its configuration is filled in when what the budget needs has been measured.
+        name: unique name, which ``--rows`` selects. Ours begin with ``actswap``.
+        setup: context manager that puts the method on the model.
+        config: options for ``setup``: plain values, or a function of the number of layers that returns them.
+        must_be_exact: whether output and gradients must equal eager's bit for bit; if not, the run fails.
+        compile_group: name shared by rows with the same compiled graphs; ``""``: compiles nothing. Fused
+            kernels round differently, so exactness is not judged for compiled rows.
+        counts_copies: whether the benchmark counts copies to the host, because the method does not.
+        obstacles: functions that say why the row cannot be measured here; the first reason is recorded.
+        relative_time: estimated time of a step over eager's, to plan the time of a run.
+        pinned_share: estimated bytes of pinned memory over the bytes that eager saves, for the same purpose.
+        budget: budget of the planner; the configuration is filled in when the rows that it needs are
+            measured.
     """
 
     name: str
@@ -199,12 +201,12 @@ class Row:
         return self.config(layers) if callable(self.config) else self.config
 
     def obstacle(self, step: TrainingStep) -> str:
-        """Return why it cannot be measured, or ``""``."""
+        """Return why the row cannot be measured, or ``""``."""
         return next((reason for obstacle in self.obstacles if (reason := obstacle(step))), "")
 
 
 EAGER = Row("eager", nothing)
-"""What all ratios and all gradients are compared with; always measured, and first."""
+"""The row with which all times, memory and gradients are compared; it is always measured, and first."""
 
 _PEERS = (
     Row("hf-checkpointing", hf_checkpointing, relative_time=1.3),
@@ -317,7 +319,7 @@ _OURS = (
         relative_time=1.2,
         pinned_share=0.3,
     ),
-    # Gradients of weights are sums over tiles: another class of exactness than bitwise.
+    # Gradients of weights are sums over tiles, which are not bitwise equal to eager's.
     Row("actswap-tiled-loss", actswap, TILED_LOSS, obstacles=(no_head,), relative_time=1.05),
     Row(
         "actswap-tiled-loss-recompute",
@@ -382,7 +384,7 @@ BUDGETS = {
     "65": Budget(share=0.65),
     "80": Budget(share=0.8),
 }
-"""Of the planner, the smallest first; figures are percent of eager's activation peak."""
+"""Budgets of the planner, the smallest first; numbers are percent of eager's activation peak."""
 
 REDUCED = "actswap_plan_reduce"
 _PLANNED: dict[str, Any] = {"relative_time": 1.1, "pinned_share": 0.3}
@@ -414,7 +416,7 @@ ROWS: tuple[Row, ...] = (
 
 
 def with_bases(chosen: Sequence[Row], rows: Sequence[Row] = ROWS) -> list[Row]:
-    """Return eager, then what was chosen with the rows that budgets are taken from, in the table's order."""
+    """Return eager, then the chosen rows and the rows that their budgets need, in the table's order."""
     names = {row.name for row in chosen}
     names |= {base for row in chosen if row.budget is not None for base in row.budget.needs}
     return [EAGER, *(row for row in rows if row.name in names and row.name != EAGER.name)]

@@ -1,9 +1,9 @@
-"""Suites of tests under pytest, in processes of their own; each test is a row of the results.
+"""Runs suites of tests under pytest, in processes of their own; each test is a row of the results.
 
-A test is recorded as it ends (`tests/row_reports.py` reports it), so what is known of a run that is ended,
-hangs or dies is all but what ran just then. Tests that are settled do not run again. One that outlasts its
-limit is ended with its process, and the others go on in a new one; one whose process died runs once more, in
-case another was the reason.
+A test is recorded when it ends (`tests/row_reports.py` reports it). So if a run is ended, hangs or dies, only
+the tests that ran at that moment are not recorded. Tests that are settled do not run again. A test that
+exceeds its time limit is ended with its process, and the others continue in a new one. A test whose process
+died runs once more, in case another test was the reason.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from benchmarks.records import REPOSITORY, Record, write_text
 
 TEST_LIMIT_S = 240.0
 _MOST_ATTEMPTS = 2
-"""At a test whose process dies: the first time another test may have been the reason."""
+"""How often a test whose process dies is run: the first time another test may have been the reason."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Tests that pytest runs in one go.
+    """Tests that one call of pytest runs.
 
     Args:
-        name: in the results.
+        name: name in the results.
         paths: files, or ids of tests.
-        marker: only what is marked so.
-        without: ids that are left out: they run elsewhere.
-        processes: at most; one where pytest-xdist is not installed.
+        marker: pytest's marker expression that selects tests; ``""``: all.
+        without: ids of tests that are left out, because another suite runs them.
+        processes: the most processes; one if pytest-xdist is not installed.
     """
 
     name: str
@@ -53,11 +53,11 @@ class Place:
     """Where and how suites run.
 
     Args:
-        folder: of the results: tests write there, and the report of all tests goes there.
-        stderr: the file that what processes write is appended to.
-        environment: of the processes, beside ours.
-        processes: most that run tests at once.
-        say: takes a line for each test.
+        folder: folder of the results, for files of tests and for the report of all tests.
+        stderr: file to which the output of processes is appended.
+        environment: environment variables of the processes, added to those of this one.
+        processes: the most processes that run tests at once.
+        say: called with a line for each test.
     """
 
     folder: Path
@@ -69,27 +69,27 @@ class Place:
 
 @dataclass
 class TestRecord(Record):
-    """One test.
+    """The result of one test.
 
     Args:
-        method: its id.
-        properties: what it recorded.
+        method: id of the test.
+        properties: values that the test recorded, by name.
     """
 
-    __test__ = False  # says to pytest
+    __test__ = False  # for pytest: this class is no test
 
     method: str
     properties: dict[str, Any] = field(default_factory=dict)
 
 
 class SuiteRun:
-    """One run of a suite; see the module's text.
+    """Runs one suite and records each test.
 
     Args:
-        suite: which tests.
-        session: records them.
-        place: where they run.
-        deadline_s: of the session's clock: they end then.
+        suite: the tests.
+        session: records the results.
+        place: where and how the tests run.
+        deadline_s: end of the time, on the session's clock.
     """
 
     def __init__(self, suite: Suite, session: Session, place: Place, deadline_s: float) -> None:
@@ -126,7 +126,7 @@ class SuiteRun:
         return ended and sum(self._attempts.values()) == crashes
 
     def _command(self) -> list[str]:
-        # Not pyproject.toml's options: pytest-timeout, whose setting they know, need not be there.
+        # Without pyproject.toml's options: they need pytest-timeout, which may not be installed.
         command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=--import-mode=importlib"]
         command += ["-p", "tests.row_reports", "-p", "no:cacheprovider", "--rootdir", str(REPOSITORY)]
         command += [] if not self._suite.marker else ["-m", self._suite.marker]
@@ -138,14 +138,14 @@ class SuiteRun:
         return [*command, *self._suite.paths]
 
     def _settled(self) -> list[str]:
-        """Ids of tests that need not run: what was skipped is tried once in each call."""
+        """Return ids of tests that need not run; skipped tests are tried once in each call."""
         lines = [line for line in self._session.records if line["kind"] == "test"]
         mine = [line for line in lines if line["device"] == self._session.device]
         settled = {line["method"] for line in mine if self._session.is_settled_line(line)}
         return sorted(settled | {getattr(record, "method", "") for record in self._done})
 
     def _follow(self, child: Child) -> bool:
-        """Record what the process reports; return whether it came to its end."""
+        """Record the tests that the process reports; return whether it ended as it should."""
         while True:
             now_s = self._session.clock()
             hangs_at_s = min(
@@ -182,7 +182,7 @@ class SuiteRun:
             self._record(test, status, "\n".join(texts), seconds, properties)
 
     def _crashed(self, test: str, told: str) -> None:
-        """Its process died, perhaps of another test: it is tried again, once."""
+        """Note that a test's process died, perhaps because of another test; at the second time, record it."""
         self._attempts[test] += 1
         if self._attempts[test] >= _MOST_ATTEMPTS:
             self._record(test, "failed", told)
@@ -194,7 +194,7 @@ class SuiteRun:
         self._running = {}
 
     def _cut(self, child: Child) -> bool:
-        """The time is over, or a test hangs; return whether nothing can be done any more."""
+        """End the process, because the time is over or a test hangs; return whether the time is over."""
         _, told = child.stop(says=True)
         now_s = self._session.clock()
         for test, began_s in self._running.items():
@@ -228,7 +228,7 @@ class SuiteRun:
         self._place.say(f"{self._suite.name} {test}: {in_words(record)}")
 
     def _write_junit(self) -> None:
-        """Write what is known of all tests, of this call or of an earlier one."""
+        """Write a JUnit report of all recorded tests, of this call and of earlier ones."""
         suite = ElementTree.Element("testsuite", name="gpu_day")
         lines = [line for line in self._session.records if line["kind"] == "test"]
         for line in lines:
@@ -253,5 +253,5 @@ class SuiteRun:
 
 
 def _printable(text: str) -> str:
-    """Without what XML cannot hold."""
+    """Return a text without characters that XML cannot hold."""
     return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())

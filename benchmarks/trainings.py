@@ -1,17 +1,18 @@
-"""Trainings with an optimizer: out of memory survived, and AdamW's states on the host between steps.
+"""Measures trainings with an optimizer: recovery from out of memory, and AdamW's states on the host.
 
-*Out of memory*: a Llama trains with fused AdamW: *plain* with as much memory as there is, whose peak is what
-it needs; *without the planner* and *planned* with a share of that (``set_per_process_memory_fraction``).
-Planned, at 0.6 of it, every step must succeed, the first one included, and the losses must be plain's bit for
-bit; at 0.3, where nothing can help, it must say how much would do.
+*Out of memory*: a Llama trains with fused AdamW. *plain* has all memory of the device, and its peak is what
+the training needs; *without the planner* and *planned* get a share of that peak
+(``set_per_process_memory_fraction``). Planned, at 0.6 of it, every step must succeed, the first one included,
+and the losses must equal plain's bit for bit; at 0.3, where no plan fits, the error must say how much memory
+would do.
 
-*Optimizer states*: each case has a model of its own, and all see the same data: *plain* has the states on the
-device, *synchronous* moves them to page-locked memory behind each step and back before the next, one copy
-after another while nothing else runs, and the others are `OptimizerStates` with more or less of the states on
+*Optimizer states*: each case has a model of its own, and all see the same data. *plain* has the states on the
+device; *synchronous* moves them to page-locked memory after each step and back before the next, one copy
+after another while nothing else runs; the others are `OptimizerStates` with different shares of the states on
 the device at once. Plain is measured first and last. No step can be shorter than the copies of its states,
-both ways at once.
+both directions at once.
 
-Kernels are the deterministic ones in both, so that the bits of different cases can be compared.
+Both use deterministic kernels, so that the bits of different cases can be compared.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ OUT_OF_MEMORY, OPTIMIZER_STATES = "out of memory", "optimizer states"
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a Llama in training.
+    """Sizes of a Llama and its training.
 
     Args:
-        name: of the workload, in the results.
-        steps: that are measured.
-        layers, hidden, vocabulary: of the model; its feed-forward is 11/4 as wide, its heads are 128 wide.
-        tokens: of the one sequence.
-        micro_batches: forwards and backwards of a step.
+        name: name of the workload in the results.
+        steps: number of measured steps.
+        layers, hidden, vocabulary: sizes of the model; its feed-forward is 11/4 as wide, its heads 128 wide.
+        tokens: length of the one sequence.
+        micro_batches: number of forwards and backwards in a step.
         min_tensor_bytes: states that are smaller stay on the device.
-        expected_s: of one case, about, to plan the minutes of a run with.
+        expected_s: estimated seconds of one case, to plan the time of a run.
     """
 
     name: str
@@ -97,11 +98,11 @@ class Case:
 
     Args:
         kind: `OUT_OF_MEMORY` or `OPTIMIZER_STATES`.
-        method: its name.
-        planned: by the planner.
-        share: of the memory that plain needs, that it may use; ``None``: no limit.
-        resident: of the states, how much stays on the device at once; ``None``: all, and nothing of ours.
-        effort: how long it takes, against ``Sizes.expected_s``.
+        method: name of the case.
+        planned: whether it trains with the planner.
+        share: its memory limit, as a fraction of the memory that plain needs; ``None``: no limit.
+        resident: fraction of the states on the device at once; ``None``: `OptimizerStates` is not used.
+        effort: its estimated time, as a multiple of ``Sizes.expected_s``.
     """
 
     kind: str
@@ -132,19 +133,19 @@ STATES_WARMUP_STEPS = 3
 
 @dataclass
 class Training(Record):
-    """What became of one training under a limit of memory.
+    """The result of one training under a memory limit.
 
     Args:
-        method: of `Case`.
-        share: of plain's peak, that it may use; ``limit_bytes``: the same in bytes; ``None``: no limit.
-        losses: of each step.
-        step_ms: of each step.
-        phases: the planner's, in which each step ran.
-        peak_bytes: the most that the allocator held in any step, but for warm-up, where the planner itself
+        method: name of the case.
+        share: memory limit as a fraction of plain's peak; ``limit_bytes``: in bytes; ``None``: no limit.
+        losses: loss of each step.
+        step_ms: time of each step.
+        phases: the planner's phase in each step.
+        peak_bytes: the most that the allocator held in any step, except in warm-up, where the planner itself
             reads and resets the counter.
-        stable_peak_bytes: the same of stable steps.
-        error: how it ended, where it did not end well.
-        settings: `Sizes`.
+        stable_peak_bytes: the same in stable steps only.
+        error: the error that ended it; empty: none did.
+        settings: the `Sizes`.
     """
 
     method: str
@@ -164,17 +165,18 @@ class StatesRow(Record):
     """One case of the optimizer's states; times are medians over the measured steps.
 
     Args:
-        method: of `Case`.
-        step_ms: forwards, backwards and the optimizer's step.
-        optimizer_ms: of that, the optimizer's step alone, as the device sees it.
-        state_bytes: of the optimizer's states.
-        freed_share: of these, what is not on the device when forward ends.
-        forward_peak_bytes, step_peak_bytes: most device memory in use until backward ends, and in the step.
-        moved_bytes: copied in one step, both ways together.
-        stall_ms: in one step, compute waits for copies.
-        pinning_ms: what page-locking the host memory took, in warm-up.
-        parameters: digest of their fingerprints after the last step; the same for all cases.
-        settings: `Sizes`.
+        method: name of the case.
+        step_ms: time of forwards, backwards and the optimizer's step.
+        optimizer_ms: time of the optimizer's step alone, as the device sees it.
+        state_bytes: bytes of the optimizer's states.
+        freed_share: fraction of these that is not on the device when forward ends.
+        forward_peak_bytes, step_peak_bytes: the most device memory in use until backward ends, and in the
+            optimizer's step.
+        moved_bytes: bytes copied in one step, both directions together.
+        stall_ms: time in one step in which compute waits for copies.
+        pinning_ms: time of page-locking host memory in the timed steps.
+        parameters: digest of the parameters' fingerprints after the last step; equal in all cases.
+        settings: the `Sizes`.
     """
 
     method: str
@@ -193,7 +195,7 @@ class StatesRow(Record):
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """A case to be measured; see `harness.Job`."""
+    """A case to be measured, as a `harness.Job`."""
 
     case: Case
     sizes: Sizes
@@ -236,13 +238,13 @@ class TrainingJob:
 
 
 def training_jobs(kind: str, sizes: Sizes) -> list[TrainingJob]:
-    """Return all cases of a kind, in an order in which each finds what it needs."""
+    """Return the jobs of all cases of a kind; a case comes after those whose results it needs."""
     cases = OUT_OF_MEMORY_CASES if kind == OUT_OF_MEMORY else STATES_CASES
     return [TrainingJob(case, sizes) for case in cases]
 
 
 def training_answer(request: Mapping[str, Any], device: torch.device) -> Line:
-    """Measure what a `TrainingJob` asks for; return the fields of its record."""
+    """Measure the request of a `TrainingJob`; return the fields of its record."""
     sizes = Sizes(**request["sizes"])
     cases = (*OUT_OF_MEMORY_CASES, *STATES_CASES)
     case = next(one for one in cases if (one.kind, one.method) == (request["kind"], request["method"]))
@@ -256,7 +258,7 @@ def training_answer(request: Mapping[str, Any], device: torch.device) -> Line:
 
 
 class _Counted(CountingMeter):
-    """A device that is always on: who starts and stops its meter changes nothing."""
+    """A meter with a memory limit that counts between `on` and `off`; `start` and `stop` change nothing."""
 
     def on(self) -> None:
         super().start()
@@ -265,15 +267,15 @@ class _Counted(CountingMeter):
         super().stop()
 
     def start(self) -> None:
-        """It counts already."""
+        """Do nothing: it counts already."""
 
     def stop(self) -> None:
-        """It goes on counting."""
+        """Do nothing: it goes on counting."""
 
 
 @contextmanager
 def _limited(device: torch.device, limit_bytes: int | None) -> Iterator[_Counted | None]:
-    """Give a training so much memory, on an accelerator by the allocator, on the CPU by a count."""
+    """Within the block limit memory: on an accelerator by its allocator, on the CPU by the meter yielded."""
     if device.type == "cpu":
         counted = _Counted(limit_bytes)
         counted.on()
@@ -295,10 +297,10 @@ def train(case: Case, sizes: Sizes, needed_bytes: int | None, device: torch.devi
     """Train once under a limit of memory.
 
     Args:
-        case: of `OUT_OF_MEMORY_CASES`.
-        sizes: of model and steps.
-        needed_bytes: plain's peak.
-        device: where.
+        case: one of `OUT_OF_MEMORY_CASES`.
+        sizes: sizes of the model and number of steps.
+        needed_bytes: peak of the case plain; ``None``: not needed, as the case has no limit.
+        device: device to train on.
     """
     limit_bytes = None
     if case.share is not None and needed_bytes is not None:
@@ -369,11 +371,11 @@ def _peak_bytes(device: torch.device, counted: _Counted | None) -> int:
 
 
 class SynchronousStates:
-    """States go to page-locked memory behind a step, and come back before the next, while all else waits.
+    """Moves optimizer states to page-locked memory after a step, and back before the next, synchronously.
 
     Args:
-        optimizer: whose states; moved as they are, tensor by tensor.
-        device: where the step wants them.
+        optimizer: the optimizer; its states are moved tensor by tensor.
+        device: device of the states during the optimizer's step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -395,7 +397,7 @@ class SynchronousStates:
 
 
 def moving(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Return the states that are worth moving."""
+    """Return the optimizer's states with more than one element."""
     return [
         state
         for entries in optimizer.state.values()
@@ -408,9 +410,9 @@ class Subject:
     """A model in training, under one case of the optimizer's states.
 
     Args:
-        case: of `STATES_CASES`.
-        sizes: of model and steps.
-        device: where.
+        case: one of `STATES_CASES`.
+        sizes: sizes of the model and number of steps.
+        device: device to train on.
     """
 
     def __init__(self, case: Case, sizes: Sizes, device: torch.device) -> None:
@@ -448,7 +450,7 @@ class Subject:
         self.states.attach()
 
     def step(self, number: int) -> None:
-        """Train one step on the data of ``number``."""
+        """Train one step on the data of step ``number``; measure it if it is after the warm-up."""
         batches = self.sizes.ids(number, self.device)
         self._forget_peak()
         start = self._now()
@@ -480,7 +482,7 @@ class Subject:
             self.freed.append(1.0 if self.case.method == SYNCHRONOUS else 0.0)
 
     def _now(self) -> float:
-        """Wait for the device first. Copies out of the step before may still run: they are ours to hide."""
+        """Return the time when the compute stream is done; copies on other streams may still run."""
         if self.device.type != "cpu":
             torch.accelerator.current_stream(self.device).synchronize()
         return time.perf_counter()
@@ -493,7 +495,7 @@ class Subject:
             torch.accelerator.reset_peak_memory_stats(self.device)
 
     def finish(self) -> None:
-        """Take everything off and free the host memory."""
+        """Remove the hooks and free the host memory."""
         if self.states is not None:
             self.states.remove()
         if self._pool is not None:

@@ -3,13 +3,13 @@
     python benchmarks/verdict.py benchmarks/results/gpu_day_nvidia-h200.json
     python benchmarks/verdict.py                        the results of `gpu_day.py` that were written last
 
-The claims are about one H100 or H200, Llama-2-7B shapes, decoder stack, 16 layers of 8,192 tokens and 6 of
-32,768. Some bounds have a second tier: what is required, and what is hoped for (``stretch``). A curve joins
-the planner's points: between two budgets the straight line, which is above what a plan made for that budget
-takes. Where two rows of a ratio come from different calls of `gpu_day.py`, the remark says so.
+The claims are about one H100 or H200, Llama-2-7B shapes, decoder stack, 16 layers with 8,192 tokens and 6
+with 32,768. Some bounds have a second tier (``stretch``), which is hoped for but not required. The planner's
+curve joins its points by straight lines; a plan made for a budget between two points would lie below the
+line. If two rows of a ratio come from different calls of `gpu_day.py`, the remark says so.
 
-Exit status 1: something measured misses its bound. What was not measured is said, and fails nothing; nor does
-a second tier that is not reached.
+Exit status 1: something measured misses its bound. Claims that were not measured are listed and do not fail;
+nor does a second tier that is not reached.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ Row = Mapping[str, Any]
 Rows = Mapping[str, Row]
 """The rows of one workload, by method."""
 Point = tuple[float, float]
-"""Activation bytes, and ms."""
+"""Activation bytes, and milliseconds of a step."""
 
 SHAPES = {"8k": ("Llama-2-7B", 16, 8192, 1, False), "32k": ("Llama-2-7B", 6, 32768, 1, False)}
 """Model, layers, tokens, batch and head of the workloads that are judged."""
 
 COMPILED_TIME = 1.01
 COMPILED_FALL = {"8k": (0.25, 0.27), "32k": (0.30, 0.34)}
-"""Required, and hoped for."""
+"""Fraction by which the peak must fall, and the fraction that is hoped for."""
 EAGER_TIME = 1.03
 SHARE_OF_SWAPPED = 0.90
 RESERVED_OVER_ALLOCATED = 1.08
@@ -63,43 +63,45 @@ REDUCTION = 0.05
 PREDICTED_PEAK = 0.02
 PREDICTED_TIME = 0.10
 STEPS_TO_STABLE = {False: 10, True: 11}
-"""Eager layers, and compiled ones, whose warm-up takes a step more."""
+"""The most steps for eager layers (``False``) and for compiled ones, whose warm-up takes a step more."""
 PLANNING_S = 5.0
 FREED_STATES = 0.90
 STATES_TIME = 1.05
-"""Over the least that a step can take: plain's time, or the copies of its states, both ways at once."""
+"""The most time of a step, as a multiple of its lower bound: plain's time, or the copies of the states in
+both directions at once."""
 
 PLANNER = "actswap_plan"
 NAMED_PEERS = {
     False: ("trl-offloading", "trl-offloading-checkpointing", "save-on-cpu", "hf-checkpointing-offload"),
     True: ("compiled-checkpointing", "compiled-budget-0.5", "compiled-budget-0.2"),
 }
-"""Whom the planner's curves must be below: of eager layers, of compiled ones."""
+"""Methods that the planner's curves must be below: of eager layers (``False``), of compiled ones."""
 STRESS_TESTS = (
     "test_without_a_plan_the_gradients_repeat",
     "test_gradients_survive_delays_and_reuse",
     "test_gradients_survive_when_memory_is_short",
 )
-"""100 steps under every eager plan, copies delayed; also while the allocator must take blocks back."""
+"""Tests of 100 steps under every eager plan, with delayed copies, and with memory so short that the allocator
+must free cached blocks."""
 _OURS = "actswap"
 _CHECKPOINTING = "hf-checkpointing"
 _REDUCED = "actswap_plan_reduce"
 _COMPILED_MIXES = ("actswap-compiled-mix", "actswap-compiled-lean-mix")
-"""Mixes by hand in compiled layers; the best of them is judged."""
+"""Hand-written mixes in compiled layers; the best of them is judged."""
 _WIDTH_WITHOUT_TERMINAL = 150
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One claim and what came of it.
+    """One claim, and the number that was measured for it.
 
     Args:
-        claim: in words; its number, workload and method.
-        measured: the number, ``None`` where there is none.
-        bound: what it is held against.
-        sense: on which side of the bound it must be.
-        remark: why there is no number, or which row it is of.
-        stretch: what is hoped for beyond the bound.
+        claim: the claim in words, with its number, workload and method.
+        measured: the measured number; ``None``: there is none.
+        bound: the bound for that number.
+        sense: on which side of the bound the number must be.
+        remark: why there is no number, or which row it is from.
+        stretch: a second bound that is hoped for; ``None``: there is none.
     """
 
     claim: str
@@ -118,7 +120,7 @@ class Finding:
 
     @property
     def reached(self) -> str:
-        """Whether the second tier is: ``yes``, ``not yet``, or nothing to be said."""
+        """Whether the number reaches ``stretch``: ``yes``, ``not yet``, or ``""`` if one is missing."""
         if self.measured is None or self.stretch is None:
             return ""
         return "yes" if self._holds(self.stretch) else "not yet"
@@ -134,7 +136,7 @@ def judge(rows: Sequence[Row]) -> list[Finding]:
     """Return all findings, claims 1 to 14 on both workloads, then those of tests and trainings.
 
     Args:
-        rows: of the results; what was measured on a CPU is not judged.
+        rows: the rows of the results; those measured on a CPU are not judged.
     """
     mine = [row for row in rows if row.get("device") != "cpu"]
     claims = (
@@ -158,12 +160,12 @@ def of_shape(rows: Sequence[Row], shape: tuple[Any, ...]) -> Rows:
 
 
 def of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
-    """Return the rows of a kind; files of earlier versions have the frontier only, and do not say so."""
+    """Return the rows of a kind; rows without a kind, in files of earlier versions, are ``frontier``."""
     return [row for row in rows if row.get("kind", "frontier") == kind]
 
 
 def missing(rows: Rows, *methods: str) -> str:
-    """Why a claim about these methods cannot be judged, ``""`` if it can."""
+    """Return why a claim about these methods cannot be judged, or ``""`` if it can."""
     missing = [f"no row {method}" for method in methods if method not in rows]
     unmeasured = [
         f"{method}: {rows[method].get('status')}"
@@ -174,19 +176,19 @@ def missing(rows: Rows, *methods: str) -> str:
 
 
 def ratio(rows: Rows, one: str, base: str, key: str) -> float | None:
-    """Return one method's number over another's, ``None``: one is missing."""
+    """Return one method's number over another's; ``None``: one is missing."""
     values = [rows[method][key] if method in rows else None for method in (one, base)]
     return values[0] / values[1] if None not in values and values[1] else None
 
 
 def _remark(rows: Rows, *methods: str) -> str:
-    """What is missing, or whether what is compared was measured in different calls."""
+    """Return what is missing, or a note if the rows were measured in different calls, or ``""``."""
     runs = {rows[method].get("run", "") for method in methods if method in rows}
     return missing(rows, *methods) or ("of different runs" if len(runs) > 1 else "")
 
 
 def worst_of(rows: Sequence[Row], number: Callable[[Row], float | None]) -> tuple[float | None, str]:
-    """Return the largest number, and of which method."""
+    """Return the largest number of all rows, and its method."""
     found = [(value, row["method"]) for row in rows if (value := number(row)) is not None]
     return max(found) if found else (None, "")
 
@@ -204,7 +206,7 @@ def _compiled(name: str, rows: Rows) -> Iterator[Finding]:
 
 
 def _eager(name: str, rows: Rows) -> Iterator[Finding]:
-    """Claim 2: eager layers; the peak falls by what is swapped (the kept tail is not among it)."""
+    """Claim 2: eager layers; the peak falls by the bytes swapped (without the tail that is kept)."""
     base = "eager"
     for ours in ("actswap-default-auto", "actswap-case3-auto"):
         remark = _remark(rows, ours, base)
@@ -239,13 +241,13 @@ def _reserved(row: Row) -> float | None:
 
 
 def _spread(row: Row) -> float | None:
-    """Of the timed steps alone: ``auto`` decides in the third, and host memory is locked until then."""
+    """Return the spread of the timed steps; before them ``auto`` decides and host memory is page-locked."""
     steps = row.get("step_ms", [])[row.get("warmup_steps", 0) :]
     return max(steps) / min(steps) - 1 if len(steps) > 1 else None
 
 
 def _first_step(row: Row) -> float | None:
-    """Page-locking host memory takes 0.76 s per GiB, once; a row says how long it took."""
+    """Return the first step's time over the median, less compilation and page-locking (0.76 s per GiB)."""
     first = row["first_step_ms"]
     apart = (row.get("first_step_compile_ms") or 0.0) + (row.get("first_step_pinning_ms") or 0.0)
     return None if first is None else (first - apart) / row["ms"]
@@ -294,7 +296,7 @@ def _compiled_mix(name: str, rows: Rows) -> Iterator[Finding]:
 def _against_checkpointing(
     claim: str, ours: str, rows: Rows, speed: float, called: str = ""
 ) -> Iterator[Finding]:
-    """At Hugging Face checkpointing's peak or lower, and so much faster."""
+    """Yield two findings: a peak of at most Hugging Face checkpointing's, and at least the given speed-up."""
     base = _CHECKPOINTING
     remark = "; ".join(filter(None, (called and ours if ours in rows else "", _remark(rows, ours, base))))
     memory = ratio(rows, ours, base, "activation_bytes")
@@ -304,7 +306,7 @@ def _against_checkpointing(
 
 
 def _at_checkpointing(name: str, rows: Rows) -> Iterator[Finding]:
-    """Claim 8: the planner at the peak of Hugging Face checkpointing, so much faster."""
+    """Claim 8: the planner, with the peak of Hugging Face checkpointing as its budget, is faster."""
     for method, bounds in PLANNER_SPEED.items():
         bound, stretch = bounds[name]
         claim = f"8 {name}: {method}, speed over {_CHECKPOINTING}"
@@ -313,7 +315,7 @@ def _at_checkpointing(name: str, rows: Rows) -> Iterator[Finding]:
 
 
 def _at_half(name: str, rows: Rows) -> Iterator[Finding]:
-    """Claim 9: half of the activations cost next to nothing."""
+    """Claim 9: with half of the activation memory a step takes hardly longer."""
     for method, base in HALF.items():
         claim = f"9 {name}: {method}, time over {base}"
         yield Finding(
@@ -322,9 +324,10 @@ def _at_half(name: str, rows: Rows) -> Iterator[Finding]:
 
 
 def _curve(name: str, rows: Rows) -> Iterator[Finding]:
-    """Claim 10: no peer and no mix by hand is faster than the planner with its memory.
+    """Claim 10: no peer and no hand-written mix is faster than the planner with the same memory.
 
-    The curve ends where nothing is done: so does the planner, where memory is enough.
+    The curve ends at the row in which nothing is swapped or recomputed, which the planner also chooses if
+    memory is enough.
     """
     for compiled, layers in ((False, "eager layers"), (True, "compiled layers")):
         base = "compiled" if compiled else "eager"
@@ -356,7 +359,7 @@ def _points(rows: Rows, compiled: bool) -> dict[str, Point]:
 
 
 def lower_left(points: Sequence[Point]) -> list[Point]:
-    """Return the points that no other beats in both, from the least memory to the most."""
+    """Return the points that no other beats in both memory and time, from the least memory to the most."""
     best: list[Point] = []
     for point in sorted(points):
         if not best or point[1] < best[-1][1]:
@@ -375,12 +378,12 @@ def time_on(curve: Sequence[Point], size_bytes: float) -> float:
 
 
 def _budget(name: str, rows: Rows) -> Iterator[Finding]:
-    """Claim 11: what the allocator held, in the worst timed step of the worst row."""
+    """Claim 11: the reserved memory keeps within the budget, in the worst timed step of the worst row."""
     yield _worst(f"11 {name}: peak reserved over the budget", rows, _over_budget, 1.0)
 
 
 def _reduction(name: str, rows: Rows) -> Iterator[Finding]:
-    """Claim 12: ``reduce_by_gib`` is what the peak falls by."""
+    """Claim 12: the peak falls by ``reduce_by_gib``."""
     away = None
     if not missing(rows, _REDUCED, "eager"):
         wanted = rows[_REDUCED]["config"]["memory"]["reduce_by_gib"] * 2**30
@@ -397,7 +400,7 @@ def _reduction(name: str, rows: Rows) -> Iterator[Finding]:
 
 
 def _prediction(name: str, rows: Rows) -> Iterator[Finding]:
-    """Claim 13: what was foretold of a step is what it took."""
+    """Claim 13: predicted peak and time of a step are those measured."""
     for what, predicted, measured, bound in (
         ("peak", "predicted_peak_bytes", "peak_allocated_bytes", PREDICTED_PEAK),
         ("time", "predicted_ms", "ms", PREDICTED_TIME),
@@ -410,7 +413,7 @@ def _prediction(name: str, rows: Rows) -> Iterator[Finding]:
 
 
 def _search(name: str, rows: Rows) -> Iterator[Finding]:
-    """Claim 14: stable soon, and planned in seconds."""
+    """Claim 14: the planner is stable after few steps, and plans in seconds."""
     for compiled, bound in STEPS_TO_STABLE.items():
         of_layers = {method: row for method, row in rows.items() if row["compiled"] is compiled}
         layers = "compiled layers" if compiled else "eager layers"
@@ -453,7 +456,7 @@ def _exact(rows: Sequence[Row]) -> Iterator[Finding]:
 
 
 def _out_of_memory(rows: Sequence[Row]) -> Iterator[Finding]:
-    """Claim 16: a training that is given 0.6 of what it needs, from its first step on; and one given 0.3."""
+    """Claim 16: a training with 0.6 of the memory that it needs succeeds; one with 0.3 says what it needs."""
     found = {row["method"]: row for row in of_kind(rows, "out of memory") if row["status"] == "measured"}
 
     def finding(what: str, name: str, number: Callable[[Row], float], bound: float, at: Any) -> Finding:
@@ -474,7 +477,7 @@ def _out_of_memory(rows: Sequence[Row]) -> Iterator[Finding]:
     yield finding(
         "peak over the limit", planned, lambda row: row["peak_bytes"] / row["limit_bytes"], 1, "at most"
     )
-    # Else the share is too large to show anything.
+    # If this training fits without the planner, the limit is too large for the test to show anything.
     yield finding("fits", "without the planner at 0.6", lambda row: not row["error"], 0, "at most")
     yield finding(
         "says how much would do",

@@ -1,9 +1,9 @@
-"""What is run: Llamas of real shapes, one sequence, forward and backward, nothing else.
+"""The workloads: Llamas of real shapes, one sequence, forward and backward, nothing else.
 
-The shapes are data; what they need is arithmetic. Two forms. The *decoder stack* is the decoder layers alone:
-no loss, head, final norm or embedding, whose memory and time would blur what happens in the layers. The
-*whole model* has them all, and its loss. Both are stock Hugging Face models, so everything that works on one
-works here.
+Memory needs are computed from the shapes. There are two forms. The *decoder stack* is the decoder layers
+alone, without loss, head, final norm and embedding, whose memory and time would hide effects in the layers.
+The *whole model* has them all. Both are stock Hugging Face models, so every method that works on one works
+here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 _SHARE_OF_FREE_MEMORY = 0.7
-"""Left over: fragmentation, and the allocations inside one layer's backward."""
+"""The rest is for fragmentation, and for allocations inside one layer's backward."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class Workload:
     """Shape of the model and of its input.
 
     Args:
-        name: of the preset.
-        model: whose shapes these are.
-        layers: decoder layers.
+        name: name of the preset.
+        model: name of the model with these shapes.
+        layers: number of decoder layers.
         tokens: length of the one sequence.
         hidden, intermediate, heads, kv_heads, vocab: as in ``LlamaConfig``.
-        head: the whole model; otherwise the decoder stack.
+        head: whether to run the whole model; otherwise the decoder stack.
         dtype: ``float32`` or ``bfloat16``.
-        steps: timed steps.
-        warmup_steps: steps before them.
-        expected_ms: of an eager step on an H200, to plan the minutes of a run with.
+        steps: number of timed steps.
+        warmup_steps: number of steps before them.
+        expected_ms: estimated time of an eager step on an H200, to plan the time of a run.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Workload:
 
     @property
     def title(self) -> str:
-        """For people, one line."""
+        """Model, sizes and form as one line of text."""
         form = "whole model" if self.head else "decoder stack"
         layers = f"{self.layers} layer{'s' if self.layers > 1 else ''}"
         return f"{self.model}, {layers}, {self.tokens:,} tokens, {form}, {self.dtype}"
@@ -110,11 +110,11 @@ PRESETS: dict[str, Workload] = {
     )
 }
 DEFAULT_PRESETS = {"cpu": ("cpu", "cpu-model"), "accelerator": ("7b-8k", "7b-32k", "8b-8k-model")}
-"""What a run without ``--preset`` measures: more does not fit into its minutes."""
+"""Presets of a run without ``--preset``: more would take too long."""
 
 
 def layer_saved_bytes(workload: Workload) -> int:
-    """Bytes that autograd saves in one eager layer, each storage once.
+    """Return the bytes that autograd saves in one eager layer, each storage once.
 
     Per token: both norms keep their input in fp32, their output and the normed value; attention keeps q, k, v
     and its output; the feed-forward keeps its four inner values.
@@ -125,19 +125,19 @@ def layer_saved_bytes(workload: Workload) -> int:
 
 
 def layer_weight_bytes(workload: Workload) -> int:
-    """Bytes of one layer's matrices."""
+    """Return the bytes of one layer's matrices."""
     kv_width = workload.hidden * workload.kv_heads // workload.heads
     attention = 2 * workload.hidden * (workload.hidden + kv_width)
     return (attention + 3 * workload.hidden * workload.intermediate) * workload.torch_dtype.itemsize
 
 
 def layer_bytes(workload: Workload) -> int:
-    """Bytes that one layer needs while everything is kept: weights, gradients, saved tensors."""
+    """Return the bytes that one layer needs if nothing is dropped: weights, gradients, saved tensors."""
     return 2 * layer_weight_bytes(workload) + layer_saved_bytes(workload)
 
 
 def head_bytes(workload: Workload) -> int:
-    """Bytes of embedding and head with their gradients, and of four fp32 copies of the logits at the loss."""
+    """Return the bytes of embedding and head with their gradients, and of four fp32 copies of the logits."""
     if not workload.head:
         return 0
     weights = 2 * workload.vocab * workload.hidden * workload.torch_dtype.itemsize
@@ -145,7 +145,7 @@ def head_bytes(workload: Workload) -> int:
 
 
 def fitted(workload: Workload, free_bytes: int) -> Workload:
-    """Return the workload with as many layers as fit, and with fewer tokens where two layers do not."""
+    """Return the workload with as many layers as fit, and with fewer tokens if two layers do not fit."""
     usable = int(free_bytes * _SHARE_OF_FREE_MEMORY)
     while head_bytes(workload) + 2 * layer_bytes(workload) > usable and workload.tokens > 128:
         workload = replace(workload, tokens=workload.tokens // 2)
@@ -154,7 +154,7 @@ def fitted(workload: Workload, free_bytes: int) -> Workload:
 
 
 _TOKENS_AT_ONCE = 4096
-"""The loss of a stack is summed in pieces, so that it does not set the memory peak."""
+"""Tokens in a piece of a stack's loss, which is summed in pieces so that it does not set the memory peak."""
 
 
 def llama_config(workload: Workload) -> LlamaConfig:
@@ -174,7 +174,7 @@ def llama_config(workload: Workload) -> LlamaConfig:
 
 
 def timed_step_ms(step: TrainingStep) -> float:
-    """Run forward and backward on zeroed gradients; return how long they took."""
+    """Run forward and backward on zeroed gradients; return their time in ms."""
     step.zero_gradients()
     step.synchronize()
     start = time.perf_counter()
@@ -185,17 +185,18 @@ def timed_step_ms(step: TrainingStep) -> float:
 
 
 class TrainingStep:
-    """A model, its input and one step of it; `DecoderStack` and `WholeModel` say which.
+    """A model, its input and one step of it; base class of `DecoderStack` and `WholeModel`.
 
     All values are drawn from a fixed seed. Gradients are allocated once and added to, as in gradient
     accumulation, so they belong to the baseline state and not to a step's memory.
 
     Args:
-        workload: shape.
-        device: where everything lives.
+        workload: shapes of model and input.
+        device: device of the model and the input.
 
     Attributes:
-        context: is entered around forward and backward of every step; a method may replace it.
+        context: returns a context that is entered around forward and backward of every step; a method may
+            replace it.
     """
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
@@ -213,11 +214,11 @@ class TrainingStep:
         raise NotImplementedError
 
     def _make_input(self) -> None:
-        """Set what `forward` reads; called under the device."""
+        """Make the input of `forward`; called with the device as the default one."""
         raise NotImplementedError
 
     def forward(self) -> torch.Tensor:
-        """Return what `backward` and `loss` take."""
+        """Run forward; return the output, which `backward` and `loss` take."""
         raise NotImplementedError
 
     def backward(self, output: torch.Tensor) -> None:
@@ -225,7 +226,7 @@ class TrainingStep:
         raise NotImplementedError
 
     def loss(self, output: torch.Tensor) -> float:
-        """Return a number that says whether two rows computed the same, summed in fp32."""
+        """Return a number by which the results of two rows can be compared, summed in fp32."""
         raise NotImplementedError
 
     @property
@@ -234,15 +235,15 @@ class TrainingStep:
         return list(self.model.get_decoder().layers if self.workload.head else self.model.layers)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The trained parameters by name."""
+        """Return the trained parameters by name."""
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     def leaves(self) -> dict[str, torch.Tensor]:
-        """Everything that receives a gradient."""
+        """Return all tensors that receive a gradient, by name."""
         return self.weights()
 
     def baseline_bytes(self) -> int:
-        """Bytes of the trained parameters and the input, and of their gradients."""
+        """Return the bytes of all tensors that receive a gradient, and of their gradients."""
         return 2 * sum(leaf.numel() * leaf.element_size() for leaf in self.leaves().values())
 
     def zero_gradients(self) -> None:
@@ -258,7 +259,7 @@ class TrainingStep:
 
 
 class DecoderStack(TrainingStep):
-    """The decoder layers alone, fed with a hidden state and, at the output, with its gradient."""
+    """The decoder layers alone; the input is a hidden state, and backward starts from a fixed gradient."""
 
     def _build(self, config: LlamaConfig) -> Any:
         model = LlamaModel(config)
@@ -283,7 +284,7 @@ class DecoderStack(TrainingStep):
         output.backward(self.output_gradient)
 
     def loss(self, output: torch.Tensor) -> float:
-        """Return the mean of output times the fixed gradient: its gradient is what backward is given."""
+        """Return the mean of output times the fixed gradient, from which backward starts."""
         total = torch.zeros((), device=output.device)
         pieces = zip(
             output.detach().split(_TOKENS_AT_ONCE, dim=1),
@@ -317,5 +318,5 @@ class WholeModel(TrainingStep):
 
 
 def training_step(workload: Workload, device: torch.device) -> TrainingStep:
-    """Return the form that the workload asks for."""
+    """Return a `WholeModel` or a `DecoderStack`, as the workload says."""
     return (WholeModel if workload.head else DecoderStack)(workload, device)

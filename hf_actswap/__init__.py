@@ -84,16 +84,16 @@ _MODULES = {
     "stage_from_config": "integrations",
     "stage_from_pretrained": "integrations",
 }
-"""Where each public name is defined."""
+"""The module that defines each public name."""
 
 _PACKAGES = ("config", "engine", "errors", "integrations", "parallel", "plan", "planner", "report")
-"""What ``import hf_actswap`` makes reachable beside the public names, as in ``hf_actswap.parallel``."""
+"""Modules that are attributes of this package after ``import hf_actswap``, as in ``hf_actswap.parallel``."""
 
 
-if not TYPE_CHECKING:  # which would take any name for one of ours
+if not TYPE_CHECKING:  # a type checker that saw this function would accept any name as an attribute
 
     def __getattr__(name: str) -> Any:
-        """Import a public name, or a package, and keep it."""
+        """Import a public name, or one of `_PACKAGES`, and store it as an attribute of this package."""
         if name in _MODULES:
             value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
         elif name in _PACKAGES:
@@ -109,9 +109,9 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """This package: ``hf_actswap.apply`` is the function, also after the module of that name was imported.
+    """Class of this package's module object: ``hf_actswap.apply`` stays the function, never the module.
 
-    Python binds every module to its name in its package when it has been imported, by ``setattr``.
+    After an import Python sets a submodule as an attribute of its package. For public names that is ignored.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

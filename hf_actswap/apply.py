@@ -60,23 +60,25 @@ def apply(
 
     If the configuration's ``memory.mode`` is ``smart_swap`` or ``adaptive``, a plan is searched while the
     model trains, and a `Planner` is returned: it has the same ``plan``, ``stats()`` and ``remove()``, and
-    changes the plan between steps. The model must be on its device then. Beside ``stream_config`` an
-    `AppliedPlan` is returned, and ``adaptive`` chooses the layers that a chunk keeps at the first training
-    call.
+    changes the plan between steps. The model must then be on its device before this call. With
+    ``stream_config`` an `AppliedPlan` is returned instead; with ``adaptive`` the first training call chooses
+    how many layers of a chunk are kept.
 
     Args:
         model: a transformers model, bare or wrapped (DDP, PEFT, ``torch.compile``).
         config_or_plan: ``"auto"``, or anything else that `load_config` takes; or a plan, or a plan's file.
             With ``recompute_slice_activation``, call inside `hf_actswap.parallel.tensor_parallel_group`.
-        optimizer: of the model, which the planner needs: its step ends a training step.
-        transfer: how bytes move; by default streams on an accelerator, blocking copies on the CPU.
-        progress: called with (bytes, bytes in all) while host memory is made ready, equal at the end; by
-            default a bar on rank 0.
-        meter: of device memory, for the planner; by default the device's.
+        optimizer: the model's optimizer. The planner needs it: its step ends a training step.
+        transfer: copies bytes to host memory and back; by default on streams of an accelerator, blocking on
+            the CPU.
+        progress: called with (bytes ready, bytes in total) while host memory is page-locked; the two are
+            equal at the end. By default a bar on rank 0.
+        meter: measures device memory for the planner; by default the meter of the model's device.
 
     Raises:
         ConfigError: the configuration is malformed.
-        PlanError: it does not fit the model, or requests something that this version does not support.
+        PlanError: the configuration or plan does not fit the model, or requests something that this version
+            does not support.
     """
     shape = model_structure(model)
     try:
@@ -116,20 +118,20 @@ def plan_while_training(
     meter: Meter | None = None,
     written: ActSwapConfig | None = None,
 ) -> Planner:
-    """Search a plan for the decoder while a model trains; see `apply`.
+    """Start the planner, which searches a plan for the decoder while a model trains (see `apply`).
 
-    All plans that are tried share one host memory.
+    All plans that are tried share the same host memory.
 
     Args:
-        training: the model, and what is written for it.
-        resources: that each plan is given, besides what the planner adds: the tensor-parallel ranks, host
-            memory that all plans share, and what makes tickets that can be evicted.
-        meter: of device memory; by default the device's.
-        written: what the user wrote; under ``adaptive`` more of the model runs in tiles than that where no
-            plan fits. ``None``: no more does.
+        training: the model, its fixed plan, the ``memory`` section and the optimizer.
+        resources: given to each plan. This function sets three of them: the tensor-parallel ranks, the
+            shared host memory, and the pack handler, whose tickets can be evicted.
+        meter: measures device memory; by default the meter of the model's device.
+        written: the user's configuration. Under ``adaptive``, if no plan fits, parts of the model run in
+            tiles beyond those of this configuration. ``None``: none do.
 
     Raises:
-        PlanError: something does not go with the planner, or the plan file is malformed.
+        PlanError: a setting cannot be combined with the planner, or the plan file is malformed.
     """
     model, whole = training.model, training.structure
     shape, host = whole.decoder, HostMemory(training.fixed)
@@ -174,10 +176,11 @@ def apply_plan(
     """Put a plan on a model whose structure is known; see `apply`.
 
     Args:
-        model, plan, shape: the model, what is put on it, and the model's structure.
-        resources: that the plan is given; by default the tensor-parallel ranks are those of the group around
-            the call, and progress is a bar on rank 0.
-        chunk_budget: of a streamed sequence: the first training call chooses the layers that a chunk keeps.
+        model, plan, shape: the model, the plan to put on it, and the model's structure.
+        resources: given to the plan; by default the tensor-parallel ranks are those of the enclosing
+            `hf_actswap.parallel.tensor_parallel_group`, and progress is a bar on rank 0.
+        chunk_budget: for a streamed sequence: memory within which the first training call chooses how many
+            layers of a chunk are kept. ``None``: the plan says it.
 
     Raises:
         PlanError: the plan does not fit the model, or requests something that this version does not support.
@@ -232,7 +235,10 @@ def _reject_what_cannot_be_applied(model: nn.Module, plan: MemoryPlan, shape: Mo
 
 
 def _gathering_once(root: nn.Module, plan: MemoryPlan, shape: ModelStructure) -> list[Callable[[], None]]:
-    """Keep what layers that are recomputed whole, or that the plan names, gather; return how to undo it."""
+    """Let layers save gathered inputs where they are recomputed whole or in ``plan.keeps_gathered``.
+
+    Returns functions that undo it.
+    """
     whole = {row.scope for row in plan.rows if row.op_path == "" and row.fate == "recompute"}
     kept = {*whole, *plan.keeps_gathered}
     return [
@@ -241,7 +247,7 @@ def _gathering_once(root: nn.Module, plan: MemoryPlan, shape: ModelStructure) ->
 
 
 def _without_cache(root: nn.Module) -> list[Callable[[], None]]:
-    """Switch the key-value cache off in the model's configuration; return how to switch it on again.
+    """Switch the key-value cache off in the model's configuration; return functions that undo it.
 
     Parts of a model may have configurations of their own (T5's decoder has a copy).
     """

@@ -61,8 +61,8 @@ class ConfigError(ActSwapError):
     """The document is malformed: raised by ``load_config`` with all of its problems.
 
     Attributes:
-        readable: an `ActSwapConfig` of the rest of the document, in which a model may show more mistakes;
-            ``None``: nothing can be said of the rest.
+        readable: an `ActSwapConfig` of the valid rest of the document, to be checked against a model for
+            further problems; ``None``: there is no such configuration.
     """
 
     subject = "configuration"

@@ -1,4 +1,4 @@
-"""Ctrl-C is delayed while hooks and modes are being put on a model or removed.
+"""Delays Ctrl-C while hooks and modes are being put on a model or removed.
 
 Python raises `KeyboardInterrupt` between any two steps of a program. Between the registration of a hook and
 the record of how to remove it, an interrupt would leave a hook that cannot be removed.
@@ -15,9 +15,9 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Delay an interrupt to the end of this block; may be nested, and be used as a decorator.
+    """Delay a Ctrl-C to the end of this block; may be nested, and be used as a decorator.
 
-    Only the main thread receives signals, so in others there is nothing to do. Do not use this around code
+    Only the main thread receives signals, so in other threads this does nothing. Do not use it around code
     that takes long (a search, page-locking memory, a training step).
     """
     handler = signal.getsignal(signal.SIGINT)

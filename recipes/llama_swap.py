@@ -2,10 +2,11 @@
 
     accelerate launch recipes/llama_swap.py [CONFIG.yaml|CONFIG.json] [--argument value ...]
 
-Without any argument: wikitext-2 from the Hub, a small Llama from random weights, the default swap strategy.
-With a file: its sections for hf_actswap (the documents' files as they are) and any argument of the recipe or
-of the Trainer; the command line overrides the file. ``--actswap none`` trains with a plain Trainer. With
-``parallel_config`` in the file several processes hold one model. More in `README.md` beside this file.
+Without arguments it trains a small Llama with random weights on wikitext-2 from the Hub, with the default
+swap strategy. A file may have sections of hf_actswap (files of MindFormers' documents work unchanged) and any
+argument of the recipe or of the Trainer; the command line overrides the file. ``--actswap none`` trains with
+a plain Trainer. With ``parallel_config`` in the file several processes hold one model. For more see
+`README.md` beside this file.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def checkpoint_to_resume(args: TrainingArguments) -> str | None:
 
 
 def llama_config(model: ModelArguments, tokenizer: PreTrainedTokenizerBase, block_size: int) -> LlamaConfig:
-    """The configuration of a Llama of the sizes given."""
+    """Return the configuration of a Llama of the sizes given."""
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=model.hidden_size,
@@ -126,7 +127,7 @@ def build_model(
 
     Raises:
         RecipeError: the model cannot be loaded, or its sizes do not fit together.
-        ActSwapError: it cannot be divided into stages.
+        ActSwapError: the model cannot be divided into stages.
     """
     how: dict[str, Any] = {} if model.dtype is None else {"dtype": model.dtype}
     if model.attn_implementation is not None:
@@ -152,7 +153,7 @@ def build_model(
         raise RecipeError(f"The model cannot be built: {error}") from error
     if len(tokenizer) > built.get_input_embeddings().weight.shape[0]:
         built.resize_token_embeddings(len(tokenizer))
-    built.config.use_cache = False  # keys and values of the past serve generation only
+    built.config.use_cache = False  # a key-value cache serves generation only
     return built
 
 
@@ -162,8 +163,8 @@ def prepare_data(
     """Read, tokenize and cut the text.
 
     Returns:
-        The tokenizer, the training blocks, the evaluation blocks (``None`` without ``do_eval``), and what to
-        judge the loss by: tokens, ``train_unigram_entropy`` and ``ln_vocab`` in nats.
+        The tokenizer, the training blocks, the evaluation blocks (``None`` without ``do_eval``), and numbers
+        to judge the loss by: tokens, ``train_unigram_entropy`` and ``ln_vocab`` in nats.
 
     Raises:
         RecipeError: see `load_texts`, `load_tokenizer` and `TokenBlocks`.
@@ -189,7 +190,7 @@ def prepare_data(
 
 
 def report_evaluation(trainer: Trainer, prefix: str, metrics: Mapping[str, float]) -> None:
-    """Print and write what an evaluation gave, as ``<prefix>_loss``, ``<prefix>_perplexity`` and so on."""
+    """Print and write an evaluation's metrics as ``<prefix>_loss``, ``<prefix>_perplexity`` and so on."""
     renamed = {name.replace("eval", prefix, 1): value for name, value in metrics.items()}
     renamed[f"{prefix}_perplexity"] = perplexity(metrics["eval_loss"])
     trainer.log_metrics(prefix, renamed)
@@ -215,7 +216,7 @@ def run(argv: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> None:
         RecipeError: the run cannot start as asked.
         ActSwapError: the file, the command line or the plan is wrong.
     """
-    with shared_store():  # until there is a process group
+    with shared_store():  # used until a process group exists
         model_args, data_args, args = parse_arguments(argv)
     logging.getLogger("llama_swap").setLevel(logging.INFO if args.process_index == 0 else logging.WARNING)
     logging.getLogger("hf_actswap").setLevel(logging.INFO)
@@ -223,8 +224,8 @@ def run(argv: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> None:
         reject_lonely_processes(args)
         checkpoint = checkpoint_to_resume(args)
         facts["resume_from_checkpoint"] = checkpoint_fact(checkpoint, args.output_dir)
-    # Inside train(): after evaluate() alone, accelerate takes the model for prepared and does not wrap it
-    # again for training, and several processes train apart without a word.
+    # It runs inside train(): after evaluate() alone, accelerate takes the model for prepared and does not
+    # wrap it for training, and several processes would each train alone without an error.
     if data_args.eval_before and args.do_eval and checkpoint is None:
         args.eval_on_start = True
     set_seed(args.seed)
@@ -254,7 +255,7 @@ def run(argv: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> None:
 
 
 def main() -> None:
-    """Run with the command line; what the user can mend is told without a traceback."""
+    """Run with the command line's arguments; errors that the user can fix are printed without a traceback."""
     stop = Stop()
     stop.listen()
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
@@ -262,7 +263,7 @@ def main() -> None:
         run(sys.argv[1:], [stop])
     except (RecipeError, ActSwapError, LostRankError) as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    # Only when the model and its data-parallel wrapper are gone: freed after the group, they may hang.
+    # First free the model and its data-parallel wrapper: freed after the process group, they may hang.
     gc.collect()
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

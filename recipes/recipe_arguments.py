@@ -1,4 +1,4 @@
-"""How one file and the command line become one set of arguments.
+"""Combines one file and the command line into one set of arguments.
 
 A configuration file may hold arguments of the recipe and of the Trainer beside the sections of hf_actswap, in
 any order; the sections go to ``ActSwapTrainingArguments.actswap`` untouched. Precedence: command line, then
@@ -42,7 +42,7 @@ DEFAULT_ACTSWAP = {"swap_config": {"swap": True}}
 
 
 def build_parser() -> HfArgumentParser:
-    """The parser of all four dataclasses, with the recipe's defaults (shown by ``--help``)."""
+    """Return the parser of all four dataclasses, with the recipe's defaults (shown by ``--help``)."""
     parser = HfArgumentParser(
         (ModelArguments, DataArguments, ActSwapTrainingArguments, PlannerArguments),
         usage="llama_swap.py [CONFIG.yaml|CONFIG.json] [--argument value ...]",
@@ -68,7 +68,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ModelArguments, DataArguments,
 
 
 def _written(command_line: list[str], parser: HfArgumentParser) -> dict[str, Any]:
-    """What the file and the command line say, by the names of the arguments."""
+    """Return the arguments that the file and the command line give, by name."""
     tokens: list[str] = []
     values: dict[str, Any] = {}
     sections: dict[str, Any] = {}
@@ -90,14 +90,14 @@ def _written(command_line: list[str], parser: HfArgumentParser) -> dict[str, Any
 
 
 def _explicit(tokens: Sequence[str], parser: HfArgumentParser) -> dict[str, Any]:
-    """Parse again with a default that nobody can write: the rest is what somebody wrote."""
+    """Return the arguments that were given: all others get a default object that cannot be given."""
     unset = object()
     parser.set_defaults(**dict.fromkeys((one.name for one in _fields(parser).values()), unset))
     return {name: value for name, value in vars(parser.parse_args(tokens)).items() if value is not unset}
 
 
 def derived_defaults(written: Mapping[str, Any]) -> dict[str, Any]:
-    """Defaults that depend on what was written."""
+    """Return defaults that depend on the arguments that were given."""
     defaults: dict[str, Any] = {"dataloader_pin_memory": torch.accelerator.is_available()}
     if not written.get("model_name_or_path"):
         defaults["learning_rate"] = LEARNING_RATE_FROM_SCRATCH
@@ -133,13 +133,13 @@ def read_document(source: str) -> dict[str, Any]:
 def split_document(
     document: Mapping[str, Any], parser: HfArgumentParser, source: str
 ) -> tuple[list[str], dict[str, Any], dict[str, Any]]:
-    """Part a document into what argparse checks, what it cannot carry, and what the library reads.
+    """Divide a document into scalars, which argparse checks, other values, and sections of the library.
 
     Returns:
         Command line tokens for scalars; values for lists, mappings and null; the sections of hf_actswap.
 
     Raises:
-        ConfigError: every unknown key and every value of an impossible shape.
+        ConfigError: keys are unknown or values have an impossible shape; all of them are listed.
     """
     known = _fields(parser)
     tokens: list[str] = []
@@ -168,13 +168,13 @@ def split_document(
 
 @dataclass(frozen=True)
 class _Argument:
-    """Name and type of one field of the dataclasses."""
+    """Name and type hint of one field of the dataclasses."""
 
     name: str
     hint: Any
 
     def takes(self, kind: type) -> bool:
-        """Whether a value of ``kind`` (list or dict) can stand here."""
+        """Whether the argument accepts a value of ``kind`` (list or dict)."""
         return any((get_origin(part) or part) is kind for part in _parts(self.hint))
 
 
@@ -186,7 +186,7 @@ def _parts(hint: Any) -> Iterator[Any]:
 
 
 def _fields(parser: HfArgumentParser) -> dict[str, _Argument]:
-    """Every name that a file may use, aliases included."""
+    """Return the arguments by every name that a file may use, aliases included."""
     known: dict[str, _Argument] = {}
     for kind in parser.dataclass_types:
         hints = get_type_hints(kind)
@@ -198,9 +198,10 @@ def _fields(parser: HfArgumentParser) -> dict[str, _Argument]:
 
 
 def _is_section(key: str, value: object, known: Mapping[str, _Argument]) -> bool:
-    """Whether the library reads this key: its own sections, and what else a MindFormers file holds.
+    """Whether the library reads this key: its own section, or another section of a MindFormers file.
 
-    Some names of MindFormers are arguments here too (``seed``, ``eval_dataset``): a mapping is theirs.
+    Some names of MindFormers are arguments here too (``seed``, ``eval_dataset``); with a mapping as its value
+    such a key is MindFormers' section.
     """
     if key in LIBRARY_SECTIONS:
         return True
@@ -208,7 +209,7 @@ def _is_section(key: str, value: object, known: Mapping[str, _Argument]) -> bool
 
 
 def _hint(name: str, known: Mapping[str, Any]) -> str:
-    """What to write instead: the nearest name, or where to read them; there are too many to list."""
+    """Return a hint for an unknown name: the nearest one, else ``--help``, as there are too many to list."""
     hint = unknown_key_hint(name, LIBRARY_SECTIONS, tuple(known))
     return "`--help` lists the arguments." if hint.startswith("Valid") else hint
 
@@ -230,7 +231,7 @@ def _reject_unknown(unknown: Sequence[str], parser: HfArgumentParser) -> None:
 
 
 def _settle_layer_count(written: dict[str, Any], sections: Mapping[str, Any]) -> None:
-    """Let ``model.model_config.num_layers`` size the model, unless ``num_layers`` is written."""
+    """Set ``num_layers`` from ``model.model_config.num_layers`` of the file, unless it is given itself."""
     named = [name for name in ("model_name_or_path", "config_name") if written.get(name)]
     ignored = [name for name in SIZE_OPTIONS if named and name in written]
     if ignored:

@@ -1,9 +1,9 @@
-"""Which checkpoint a run goes on from: the newest that was written to its end.
+"""Finds the checkpoint from which a run resumes: the newest that was written completely.
 
-The Trainer writes weights, optimizer, scheduler and random states (every rank its own), and
-``trainer_state.json`` last, none of them at once. Whoever is killed meanwhile leaves a folder that looks like
-the newest checkpoint; going on from it fails, or begins without what is missing. So the folder's files are
-looked at, not its name alone.
+The Trainer writes weights, optimizer, scheduler and random states (every rank its own), and then
+``trainer_state.json``, none of them atomically. A run that is killed meanwhile leaves a folder that looks
+like the newest checkpoint; resuming from it fails, or starts without the missing parts. So the folder's files
+are checked, not its name alone.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from hf_actswap.integrations.parallel_checkpoint import LAYOUT_FILE, STATE_FILE
 logger = logging.getLogger("llama_swap")
 
 INCOMPLETE_FILE = "checkpoint-is-incomplete.txt"
-"""With ``enable_jit_checkpoint`` the Trainer itself says so."""
+"""File by which the Trainer itself marks an incomplete checkpoint (``enable_jit_checkpoint``)."""
 _NEEDED = {
     "weights": ("*.safetensors", "pytorch_model*", "global_step*"),
     "optimizer.pt": ("optimizer*", "global_step*"),
     "scheduler.pt": ("scheduler.pt",),
 }
-"""What a checkpoint with an optimizer has, as the Trainer alone, with FSDP, or with DeepSpeed names it."""
+"""Files of a checkpoint with an optimizer, by the names that the Trainer, FSDP and DeepSpeed give them."""
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
 def last_complete_checkpoint(folder: Path) -> str | None:
-    """Return the path of the newest checkpoint below ``folder`` that is whole, or ``None``.
+    """Return the path of the newest complete checkpoint below ``folder``, or ``None``.
 
-    What is passed over is logged with what is wrong with it, and stays where it is.
+    Newer ones that are incomplete are logged with their faults, and left in place.
     """
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
     for path in sorted(found, key=_step, reverse=True):
@@ -48,11 +48,10 @@ def last_complete_checkpoint(folder: Path) -> str | None:
 
 
 def faults_of(checkpoint: Path) -> Iterator[str]:
-    """Yield what shows that a checkpoint was not written to its end.
+    """Yield the signs that a checkpoint was not written, or not deleted, completely.
 
-    Or that it was not deleted to its end. With ``save_only_model`` weights and state are all. A random state
-    that a further rank did not write shows only where the checkpoint says how many ranks there were
-    (`LAYOUT_FILE`, which `ActSwapTrainer` writes).
+    With ``save_only_model`` only weights and state are expected. The random states of all ranks are expected
+    if the checkpoint says how many ranks there were (`LAYOUT_FILE`, which `ActSwapTrainer` writes).
     """
     if (checkpoint / INCOMPLETE_FILE).exists():
         yield f"it has {INCOMPLETE_FILE}"
@@ -72,9 +71,9 @@ def faults_of(checkpoint: Path) -> Iterator[str]:
 
 
 class StateLast(TrainerCallback):
-    """Takes away the ``trainer_state.json`` of a folder that is about to be written again.
+    """Deletes an old ``trainer_state.json`` in a checkpoint's folder before the folder is written again.
 
-    Else one that an earlier run left would vouch for files that a kill has cut off since.
+    If the run is killed while it writes, the old file would make an incomplete checkpoint look complete.
     """
 
     def _clear(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
@@ -85,13 +84,13 @@ class StateLast(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """After the Trainer's own callback has decided whether to save."""
+        """Delete the file, after the Trainer's own callback has decided whether to save."""
         self._clear(args, state, control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """As at the end of a step."""
+        """Delete the file, as at the end of a step."""
         self._clear(args, state, control)
 
 
@@ -101,7 +100,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def _json_of(path: Path) -> dict[str, int]:
-    """The whole numbers of the mapping in a file; empty if there is no file or no whole document."""
+    """Return the integers of the JSON mapping in a file; empty if there is no file or no whole document."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

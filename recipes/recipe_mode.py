@@ -1,4 +1,4 @@
-"""The planner's flags of the command line, and what the configuration says of the same."""
+"""Combines the planner's flags on the command line with ``memory.mode`` of the configuration."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hf_actswap.errors import Problem
 
 
 def with_mode(actswap: Any, flags: Mapping[str, bool]) -> Any:
-    """Set ``memory.mode`` as `MODE_FLAGS` say.
+    """Return a configuration with ``memory.mode`` set as the flags of `MODE_FLAGS` say.
 
     Args:
         actswap: the configuration, as ``ActSwapTrainingArguments`` takes it; it is not changed.
-        flags: those that were written; false says only that the mode is not this one.
+        flags: the flags that were given; false says only that the mode is not this one.
 
     Returns:
-        ``actswap`` as it is where no flag is true or the mode stands there already.
+        The configuration; ``actswap`` itself if no flag is true or it has the mode already.
 
     Raises:
         ConfigError: two flags are true, the configuration disagrees with one, or it is malformed.

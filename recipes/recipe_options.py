@@ -1,4 +1,4 @@
-"""What a run of the recipe can be told beside the Trainer's own arguments, and the defaults of the recipe."""
+"""The recipe's arguments beside the Trainer's own, and the defaults of the recipe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "ddp_find_unused_parameters": False,
     "prediction_loss_only": True,
 }
-"""Where the recipe differs from the Trainer; `derived_defaults` adds what depends on other arguments."""
+"""Defaults of Trainer arguments in the recipe; `derived_defaults` adds those that depend on others."""
 
 
 class RecipeError(ValueError):
@@ -76,7 +76,7 @@ SIZE_OPTIONS = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "inter
 
 @dataclass
 class DataArguments:
-    """Which text, and how it is cut."""
+    """Which text is read, and how it is cut into blocks of tokens."""
 
     dataset: str = field(
         default=DEFAULT_DATASET,

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C end a run at once and in order: the plan comes off, host memory is given back.
+"""Lets SIGTERM and Ctrl-C end a run at once and in order: the plan is removed, host memory is freed.
 
 The signal becomes a `SystemExit` where the program stands, with the exit code that a shell gives. Python
 drops what is raised inside a ``__del__``, and backward runs thousands of these: a run that was asked to stop
@@ -15,7 +15,7 @@ from types import FrameType
 from transformers import TrainerCallback
 
 REPEAT_S = 3.0
-"""Launchers pass on the Ctrl-C that a terminal has sent to all; the second one shall not disturb the end."""
+"""Seconds in which a second signal is ignored: launchers pass on a Ctrl-C that the terminal sent to all."""
 
 
 class Stop(TrainerCallback):
@@ -26,7 +26,7 @@ class Stop(TrainerCallback):
         self._asked_s = -REPEAT_S
 
     def listen(self) -> None:
-        """Take the place of the handlers of both signals."""
+        """Install the handlers of both signals."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._asked)
 

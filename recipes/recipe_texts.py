@@ -1,7 +1,7 @@
-"""Where the text comes from: the embedded corpus, local files, or the Hub.
+"""Loads the text: from the embedded corpus, local files, or the Hub.
 
-Rows are strings. Text files are read here, one row a line with its newline; JSON, parquet and Hub data go
-through `datasets`, which is imported only then, so that the recipe runs without it.
+Rows are strings. Text files are read here, each line with its newline as a row. JSON, parquet and Hub data
+are read by `datasets`, which is imported only then, so that the recipe also runs without it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def load_texts(data: DataArguments) -> Texts:
 
 
 def looks_local(name: str) -> bool:
-    """Whether ``name`` is a path rather than a Hub id: it exists, or is written as only a path is."""
+    """Whether ``name`` is a path, not a Hub id: it exists, is absolute, or has the form of a path only."""
     path = Path(name)
     return path.exists() or path.is_absolute() or name.startswith((".", "~")) or path.suffix in LOADERS
 
@@ -98,7 +98,10 @@ def load_local(path: Path, data: DataArguments, *, whole: bool = False) -> dict[
 
 
 def split_files(files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Sort by how names start: ``val``, ``dev``, ``eval`` (else ``test``) evaluate, others train."""
+    """Divide files by the start of their names: ``val``, ``dev``, ``eval`` (else ``test``) evaluate.
+
+    All others train, and files named ``test`` are left out if there are others to evaluate on.
+    """
     groups: dict[str, list[Path]] = {"train": [], "valid": [], "test": []}
     for path in files:
         stem = path.stem.lower()
@@ -123,10 +126,10 @@ def hold_out(rows: Rows, percentage: int) -> dict[str, Rows]:
 
 
 def load_hub(data: DataArguments) -> dict[str, Rows]:
-    """Load a dataset of the Hub (or of the local cache of it).
+    """Load a dataset of the Hub, or of its local cache.
 
     Raises:
-        RecipeError: it cannot be reached, does not exist, or has no training part.
+        RecipeError: the dataset cannot be reached, does not exist, or has no training part.
     """
     name = f"'{data.dataset}'" + (f" ({data.dataset_config_name})" if data.dataset_config_name else "")
     datasets = _datasets()

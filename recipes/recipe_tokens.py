@@ -1,4 +1,4 @@
-"""From text to blocks of tokens: a tokenizer, a flat stream, and equal blocks cut from it."""
+"""Turns text into blocks of tokens: a tokenizer, a flat stream, and equal blocks cut from it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def batches_of_text(rows: Rows) -> Iterator[list[str]]:
 
 
 def tokenizer_source(model: ModelArguments) -> str:
-    """The name of the tokenizer to load, or `BPE`."""
+    """Return the name of the tokenizer to load, or `BPE`."""
     return model.tokenizer_name or model.model_name_or_path or model.config_name or BPE
 
 
@@ -76,8 +76,8 @@ def load_tokenizer(
         model: names the tokenizer.
         rows: the training text.
         folder: where a trained tokenizer is written and read.
-        train: this process trains; the others call later and read what it wrote.
-        reuse: a run is resumed: read the tokenizer in ``folder`` if there is one.
+        train: whether this process trains a tokenizer; other processes call later and read the one written.
+        reuse: whether a run is resumed: then the tokenizer in ``folder`` is read if there is one.
 
     Raises:
         RecipeError: the tokenizer cannot be loaded.
@@ -98,10 +98,10 @@ def load_tokenizer(
 
 
 def token_stream(rows: Rows, tokenizer: PreTrainedTokenizerBase, data: DataArguments) -> TokenIds:
-    """Tokenize all rows and join them, in order.
+    """Tokenize all rows and join them, in order; return the token ids, shape [tokens].
 
-    Special tokens stand where the tokenizer itself puts them (a `bpe` one puts none). The stream is held in
-    memory, 4 bytes a token.
+    Special tokens are only those that the tokenizer itself adds (a `bpe` one adds none). The stream is held
+    in memory, 4 bytes a token.
     """
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, Any]:
@@ -132,8 +132,8 @@ class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
 
     Args:
         stream: token ids, shape [tokens].
-        block_size: tokens a block.
-        limit: use the first so many blocks only.
+        block_size: number of tokens in a block.
+        limit: the most blocks to use, from the beginning; ``None``: all.
 
     Raises:
         RecipeError: the stream is shorter than one block, or the limit leaves none.
@@ -160,14 +160,14 @@ class TokenBlocks(Dataset[dict[str, torch.Tensor]]):
 
 
 def unigram_entropy(stream: TokenIds) -> float:
-    """Entropy of the token frequencies, in nats: the loss of the best model that ignores context."""
+    """Return the entropy of token frequencies in nats: the loss of the best model that ignores context."""
     counts = np.bincount(stream)
     shares = counts[counts > 0] / len(stream)
     return float(-(shares * np.log(shares)).sum())
 
 
 def perplexity(loss: float) -> float:
-    """``exp(loss)``, infinite where that overflows."""
+    """Return ``exp(loss)``, or infinity if that overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -1,5 +1,4 @@
-"""The commands by name, listed before they are imported: torch takes seconds to import, and help does not
-need it.
+"""Lists the commands by name; each is imported only when it runs, because importing torch takes seconds.
 
 Exit codes: 0 no errors; 1 errors in what the user wrote (configuration, model, plan, budget), all of which
 are named; 2 an error in the command line itself.
@@ -20,18 +19,18 @@ from .output import write_line
 
 @dataclass(frozen=True)
 class CommandPlace:
-    """Where a command is: the function of its name in the module of its name.
+    """Where a command is implemented: a function in a module of this package, both with the command's name.
 
     Args:
-        name: of the command, of the function and of the module beside this one.
-        summary: its text in ``--help`` before it is imported; the first line of the function's docstring.
+        name: name of the command, the function and the module.
+        summary: text of the command in ``hf-actswap --help``; the first line of the function's docstring.
     """
 
     name: str
     summary: str
 
     def load(self) -> Any:
-        """Import the command and return what runs it."""
+        """Import the command's function and return it as a click command."""
         function = getattr(import_module(f".{self.name}", __package__), self.name)
         alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         alone.command(self.name)(function)
@@ -42,7 +41,7 @@ class LateCommand(TyperCommand):
     """A placeholder for a command, which is imported when it runs or its own help is shown.
 
     Args:
-        place: of the command.
+        place: where the command is implemented.
     """
 
     def __init__(self, place: CommandPlace) -> None:
@@ -50,15 +49,15 @@ class LateCommand(TyperCommand):
         self._place = place
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
-        """Parse the command line of the command itself; the context is its, and so it is what runs."""
+        """Import the real command and return its context, so that the real command runs."""
         return self._place.load().make_context(info_name, args, parent=parent, **extra)
 
 
 class LateCommands(TyperGroup):
-    """A group of `LateCommand`; make one by a subclass that says which.
+    """A group of `LateCommand`; a subclass sets ``places``.
 
     Attributes:
-        places: of the commands, in the order of ``--help``.
+        places: where the commands are implemented, in the order of ``--help``.
     """
 
     places: tuple[CommandPlace, ...] = ()
@@ -70,7 +69,7 @@ class LateCommands(TyperGroup):
 
 
 class Commands(LateCommands):
-    """All of them."""
+    """All commands of ``hf-actswap``."""
 
     places = (
         CommandPlace(

@@ -28,10 +28,10 @@ from .subject import ModelError, Subject, subject, with_tp
 
 @dataclass
 class Checked:
-    """What was found, as far as it went. See `output.Answer`.
+    """What ``check`` found; fields that a problem left unknown are empty. An `output.Answer`.
 
     Args:
-        source: of the configuration, as the user named it.
+        source: the configuration, as the user named it.
         strict: whether adjustments count as problems.
     """
 
@@ -50,12 +50,12 @@ class Checked:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong, nor, where that is asked, has given way."""
+        """Whether there are no problems, and, under ``strict``, no adjustments."""
         changed = self.plan is not None and bool(self.plan.adjustments)
         return not self.problems and not (self.strict and changed)
 
     def document(self) -> Mapping[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         plan = self.plan
         rows = [] if plan is None else [asdict(row) for row in plan.rows]
         return {
@@ -73,7 +73,7 @@ class Checked:
         }
 
     def shown(self) -> Iterable[RenderableType]:
-        """Yield it for people."""
+        """Yield the text and tables to print."""
         yield f"Configuration: {self.source}"
         if self.described:
             yield f"Model:         {self.described}"
@@ -151,7 +151,7 @@ def check(
 
 
 def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigError) -> None:
-    """Fill in all that a model and a configuration say; of a malformed one, what else is wrong with it."""
+    """Fill ``found`` from a model and a configuration; for a malformed one, add the model's problems."""
     found.model, found.described = looked_at.document(), looked_at.described()
     if not looked_at.shape.functions_known:
         found.not_known = f"Ops inside modules cannot be named: {looked_at.shape.why_not}."
@@ -176,7 +176,7 @@ def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigErro
         return
     try:
         found.profile = profile_of(looked_at, found.step, plan.tiles)
-    except ModelError as error:  # nothing that the user wrote: the configuration stands
+    except ModelError as error:  # no mistake of the user: the configuration is valid
         found.not_known = f"Bytes and times: {error.problems[0].found.rstrip('.')}."
         return
     if config.memory.mode == "off":
@@ -185,7 +185,7 @@ def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigErro
     best = planned(looked_at, found.step, config, config.memory, found.profile)
     steps = dict(best.steps)
     tiles = "" if best.chosen_tiles is None else f", in tiles: {named(best.plan.tiles)}"
-    step = steps.pop(PLANNED)  # it is the last that is shown
+    step = steps.pop(PLANNED)  # shown last
     found.predicted = {**steps, f"{PLANNED} ({config.memory.mode}{tiles})": step}
 
 

@@ -1,4 +1,4 @@
-"""``hf-actswap env``: what is here, for oneself and for bug reports."""
+"""``hf-actswap env``: shows versions, devices and host memory of this machine, also for bug reports."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Device:
     """One accelerator.
 
     Args:
-        name: of the hardware.
-        memory_bytes: in all.
-        numa_node: beside which it hangs; ``None``: unknown, or there is one node only.
-        link: to the host, if it was measured.
+        name: name of the hardware.
+        memory_bytes: total memory of the device.
+        numa_node: NUMA node that it is attached to; ``None``: unknown, or there is only one node.
+        link: rates of the link to the host; ``None``: not measured.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Environment:
-    """What is here. See `output.Answer`."""
+    """Software and hardware of this machine. An `output.Answer`."""
 
     versions: Mapping[str, str | None]
     machine: str
@@ -60,7 +60,7 @@ class Environment:
     ok: bool = True
 
     def document(self) -> Mapping[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {
             "versions": dict(self.versions),
             "machine": self.machine,
@@ -74,7 +74,7 @@ class Environment:
         }
 
     def shown(self) -> Iterable[RenderableType]:
-        """Yield it for people."""
+        """Yield the text and tables to print."""
         table = Table.grid(padding=(0, 2))
         for name, version in self.versions.items():
             table.add_row(name, version or "not installed")
@@ -104,7 +104,7 @@ def env(
 
 
 def environment(measures_link: bool) -> Environment:
-    """Look around.
+    """Return software and hardware of this machine.
 
     Args:
         measures_link: whether copies to and from each accelerator are timed (128 MiB of page-locked memory).
@@ -150,7 +150,7 @@ def _count() -> int:
 
 def _device(index: int, measures_link: bool) -> Device:
     kind = torch.accelerator.current_accelerator()
-    assert kind is not None  # one is counted
+    assert kind is not None  # `_count` found one
     device = torch.device(kind.type, index)
     cuda = device.type == "cuda"
     properties = torch.cuda.get_device_properties(device) if cuda else None

@@ -1,4 +1,4 @@
-"""``hf-actswap explain``: why an op of a layer has its fate, and what would give it another."""
+"""``hf-actswap explain``: why an op of a layer has its fate, and which change would give it another."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class ExplainError(PlanError):
 
 @dataclass(frozen=True)
 class Explained:
-    """One op of one layer.
+    """The explanation of one op of one layer.
 
     Args:
-        op_path: in the layer.
-        fate: of what it produces.
-        row: that decides; ``None``: no row names it.
-        policies: entries that mean it or what is around it, the strongest first.
-        adjustments: that concern it.
-        alternatives: what would give it another fate.
-        saved_bytes: that autograd saves of it without a plan; ``None``: not asked.
+        op_path: path of the op in the layer.
+        fate: fate of the tensors that the op produces.
+        row: row of the plan that decides the fate; ``None``: no row names the op.
+        policies: entries of the configuration that name the op or a module around it, the strongest first.
+        adjustments: adjustments of the plan that concern the op.
+        alternatives: changes of the configuration that would give it another fate.
+        saved_bytes: bytes of its tensors that autograd saves without a plan; ``None``: not computed.
     """
 
     op_path: str
@@ -54,7 +54,7 @@ class Explained:
     saved_bytes: int | None
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {
             "op": self.op_path,
             "fate": self.fate,
@@ -68,7 +68,7 @@ class Explained:
 
 @dataclass(frozen=True)
 class Explanation:
-    """All ops that a name means in a layer. See `output.Answer`."""
+    """The explanations of all ops that a name matches in a layer. An `output.Answer`."""
 
     layer: Scope
     asked: str
@@ -78,11 +78,11 @@ class Explanation:
     ok: bool = True
 
     def document(self) -> Mapping[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {"layer": self.layer, "asked": self.asked, "ops": [op.document() for op in self.ops]}
 
     def shown(self) -> Iterable[RenderableType]:
-        """Yield it for people."""
+        """Yield the text and tables to print."""
         yield f"Model: {self.described}"
         for op in self.ops:
             place = f"layer {self.layer}" if isinstance(self.layer, int) else str(self.layer)
@@ -184,7 +184,7 @@ def _paths(shape: ModelStructure, scope: Scope, op: str) -> list[str]:
 
 
 def _concerns(adjustment: Adjustment, shape: ModelStructure, scope: Scope, path: str) -> bool:
-    """Whether an adjustment is about this op: its layer, and its name as the user or the layer names it."""
+    """Whether an adjustment names this op's layer, and the op by the user's or the layer's name for it."""
     if not isinstance(scope, int) or (adjustment.layers and scope not in adjustment.layers):
         return False
     if not adjustment.op_path:
@@ -217,13 +217,13 @@ def _verdict(requested: RequestedPolicy, op: Explained) -> str:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A change of the configuration, and what the op would get.
+    """A change of the configuration, and the fate that it gives the op.
 
     Args:
-        fate: that the change requests.
-        change: what to write.
-        got: fate of the op then.
-        because: why that is another one; empty if it is not.
+        fate: the fate that the change requests.
+        change: the text to write into the configuration.
+        got: the fate that the op gets; empty: the configuration is rejected.
+        because: why ``got`` is not ``fate``; empty if it is.
     """
 
     fate: str
@@ -241,15 +241,15 @@ class Alternative:
 def alternatives(
     config: ActSwapConfig, structure: ModelStructure, plan: MemoryPlan, layer: int, op_path: str
 ) -> tuple[Alternative, ...]:
-    """Return one change for each fate that the op has not.
+    """Return one change of the configuration for each fate that the op does not have.
 
-    Each is tried, with all the rest of the configuration.
+    Each change is tried: the changed configuration is resolved as a whole.
 
     Args:
-        config: that resolves.
-        structure: of the model.
-        plan: of the configuration.
-        layer, op_path: of the op; ``""`` is the whole layer.
+        config: the configuration; it fits the model.
+        structure: layers and ops of the model.
+        plan: the plan of the configuration.
+        layer, op_path: layer and path of the op; ``""`` is the whole layer.
     """
     now = plan.fate(layer, op_path)
     found = []
@@ -289,7 +289,10 @@ def _changes(
 def _to_swap(
     config: ActSwapConfig, structure: ModelStructure, layer: int, op_path: str
 ) -> tuple[str, dict[str, Any]]:
-    """Take the layer out of recomputation too, where that goes: its keys name layers beside swap only."""
+    """Return text and document that swap an op; with swap on already, its layer leaves recomputation too.
+
+    Only then do the keys of recomputation name layers by index.
+    """
     document = config.to_dict()
     taken = _out_of_recompute(document, config, structure, layer, op_path) if config.swap_config.swap else []
     left_out = f"layer {layer} left out of {', '.join(taken)}, and " if taken else ""
@@ -327,7 +330,10 @@ def _out_of_recompute(
 
 
 def _to_recompute(config: ActSwapConfig, layer: int, op_path: str) -> tuple[str, dict[str, Any]]:
-    """With swap the key takes layer indices; without, a number of first layers."""
+    """Return text and document that recompute an op.
+
+    With swap on, the keys take layer indices; else a number of first layers.
+    """
     document = config.to_dict()
     section = document.setdefault("recompute_config", {})
     swap = config.swap_config.swap
@@ -346,7 +352,7 @@ def _to_recompute(config: ActSwapConfig, layer: int, op_path: str) -> tuple[str,
 def _to_keep(
     config: ActSwapConfig, structure: ModelStructure, layer: int, op_path: str
 ) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Take the layer out of every swap entry that means the op."""
+    """Yield fate, text and document of a change that takes the layer out of each swap entry of the op."""
     document, changed = config.to_dict(), []
     count = len(structure.layers)
     for key, wholes in (("op_swap", False), ("layer_swap", True)):
@@ -364,7 +370,7 @@ def _to_keep(
 
 
 def _by_name(value: Any, defaults: tuple[str, ...]) -> dict[str, Any]:
-    """A selection as a mapping from op path to layers."""
+    """Return the value of a selection key as a mapping from op path to layers."""
     if isinstance(value, dict):
         return value
     if isinstance(value, list) and value and isinstance(value[0], str):

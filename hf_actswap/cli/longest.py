@@ -1,9 +1,9 @@
-"""The longest sequence that a training step fits with, and the configuration that it fits with.
+"""``hf-actswap plan --longest``: the longest sequence whose training step fits, and a configuration for it.
 
-Each op's memory is in proportion to the tokens, so that a peak rises with the length along straight lines, of
-which the steepest wins. The length is looked for by lines through the peaks of steps on fake tensors; each
-answer is the length of such a step, and fits. Of a streamed sequence one chunk runs on fake tensors; the rest
-is arithmetic (`stream.chunked_step`).
+The memory of each op is proportional to the tokens, so the peak as a function of the length is the maximum of
+straight lines. The search draws lines through the peaks of steps on fake tensors. Its answer is the length of
+one of these steps, one that fits. For a streamed sequence only one chunk runs on fake tensors; the rest is
+arithmetic (`stream.chunked_step`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .subject import ModelError, Subject, subject, with_tp
 STREAMED = "streamed in chunks"
 TILED, SWAPPED, CHECKPOINTED = "tiles, inputs swapped", "inputs swapped", "checkpointing"
 UNIT_TOKENS = 1024
-"""Lengths are multiples of it."""
+"""Lengths are multiples of this number of tokens."""
 
 _FIRST_TOKENS = 64 * UNIT_TOKENS
 _MOST_RECORDS = 8
@@ -45,7 +45,7 @@ _CHUNKS = "stream_config: {tokens: auto}\ntile_config: {loss: auto}\n"
 
 
 def _keeping(kept: int, layers: int) -> str:
-    """Return the configuration of chunks in which the last ``kept`` layers are not recomputed."""
+    """Return the YAML of a streamed sequence in whose chunks the last ``kept`` layers are not recomputed."""
     return f"{_CHUNKS}recompute_config: {{recompute: [{layers - kept}]}}\n"
 
 
@@ -54,12 +54,12 @@ class Longest:
     """The longest step that fits with a configuration.
 
     Args:
-        tokens: of its sequence, a multiple of `UNIT_TOKENS`; 0: not even the shortest fits.
-        step: predicted; without tokens, of the shortest.
-        parts: of its peak.
-        host_bytes: that it needs: swapped or streamed tensors, and states of a paged optimizer.
-        ends: which memory is the fuller one, and lets no longer sequence in.
-        config: YAML with which it fits.
+        tokens: length of its sequence, a multiple of `UNIT_TOKENS`; 0: not even the shortest fits.
+        step: the predicted step; if ``tokens`` is 0, that of the shortest sequence.
+        parts: what its peak consists of.
+        host_bytes: host memory that it needs for swapped or streamed tensors and a paged optimizer's states.
+        ends: which memory is closer to its limit, so that no longer sequence fits.
+        config: the configuration, as YAML.
     """
 
     tokens: int
@@ -70,7 +70,7 @@ class Longest:
     config: str
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {
             **prediction_document(self.step),
             "tokens": self.tokens,
@@ -83,15 +83,15 @@ class Longest:
 
 @dataclass(frozen=True)
 class LongestAnswer:
-    """The longest sequence by what is done. See `output.Answer`.
+    """The longest sequence for each way to save memory. An `output.Answer`.
 
     Args:
         subject: the model.
-        shape: of the step with tiles.
+        shape: the step with tiles.
         budget_bytes: the most device memory of a step.
-        host_limit_bytes: the most host memory; ``None``: there is enough.
-        found: `TILED`, `SWAPPED` and `CHECKPOINTED`, ahead of them `STREAMED` where it can be told.
-        not_streamed: why it cannot.
+        host_limit_bytes: the most host memory; ``None``: as much as is needed.
+        found: results under `TILED`, `SWAPPED` and `CHECKPOINTED`; before them `STREAMED`, if predicted.
+        not_streamed: reasons why streaming is not predicted.
     """
 
     subject: Subject
@@ -107,7 +107,7 @@ class LongestAnswer:
         return any(item.tokens for item in self.found.values())
 
     def document(self) -> Mapping[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {
             "model": self.subject.document(),
             "step": self.shape.document(),
@@ -120,7 +120,7 @@ class LongestAnswer:
         }
 
     def shown(self) -> Iterable[RenderableType]:
-        """Yield it for people."""
+        """Yield the text and tables to print."""
         yield f"Model:  {self.subject.described()}"
         yield f"Step:   {self.shape.described()}"
         host = "" if self.host_limit_bytes is None else f", {size_text(self.host_limit_bytes)} of host memory"
@@ -150,10 +150,10 @@ class LongestAnswer:
 
 
 def answer_longest(asked: PlanRequest) -> LongestAnswer:
-    """Return what ``plan --longest`` says.
+    """Return the answer of ``plan --longest``.
 
     Raises:
-        ActSwapError: the model does not run on fake tensors; says why.
+        ActSwapError: the model does not run on fake tensors; the error says why.
     """
     config = with_tp(load_config(None), asked.tp)
     with subject(asked.model, config) as found:
@@ -161,12 +161,12 @@ def answer_longest(asked: PlanRequest) -> LongestAnswer:
 
 
 class _Lengths:
-    """Steps of one model at many lengths.
+    """Predicts steps of one model at many sequence lengths.
 
     Args:
         found: the model.
-        asked: device, host memory and what is trained.
-        config: of what is not asked about here.
+        asked: the command's options: device, host memory and how the model is trained.
+        config: the configuration whose ``parallel_config`` and ``memory`` sections apply.
     """
 
     def __init__(self, found: Subject, asked: PlanRequest, config: ActSwapConfig) -> None:
@@ -183,13 +183,13 @@ class _Lengths:
         reasons = [*self.not_streamed()]
         try:
             found = found if reasons else {STREAMED: self._streamed(), **found}
-        except ModelError as error:  # masks may not be told on fake tensors
+        except ModelError as error:  # some masks cannot be analysed on fake tensors
             reasons = [*map(str, error.problems)]
         shape = replace(self._shape, tokens=found[TILED].tokens)
         return LongestAnswer(self._found, shape, self._budget_bytes, self._host, found, reasons)
 
     def not_streamed(self) -> Iterator[str]:
-        """Yield why no streamed sequence is told."""
+        """Yield the reasons why a streamed sequence is not predicted."""
         if self._host is None:
             yield "how long it is depends on host memory alone; say how much there is (--host-memory-gib)."
         if self._shape.sharding is not None:
@@ -228,7 +228,7 @@ class _Lengths:
         return replace(load_config(text), parallel_config=self._config.parallel_config)
 
     def _tiled(self) -> str:
-        """The configuration with all in tiles that can be."""
+        """Return the YAML of a configuration with tiles wherever they are possible."""
         read = self._read(INPUTS_SWAPPED + RECOMPUTED)
         *_, most = [TileConfig("auto"), *(tiles for tiles, _ in ladder_of(self._found, read))]
         return INPUTS_SWAPPED + RECOMPUTED + ActSwapConfig(tile_config=most).to_yaml()
@@ -237,10 +237,10 @@ class _Lengths:
         plan = self._plan(text)
 
         def over_bytes(tokens: int) -> int:
-            """What a step needs beyond what there is: on the device, or on the host if that is more."""
+            """Return the bytes by which a step exceeds device or host memory, the larger of the two."""
             step = self._step(plan, tokens)
             over = step.peak_bytes - self._budget_bytes
-            if self._host is None or not step.host_bytes:  # or no length that would need less
+            if self._host is None or not step.host_bytes:  # a shorter sequence needs no less
                 return over
             return max(over, step.host_bytes + self._paged_bytes - self._host)
 
@@ -270,13 +270,15 @@ class _Lengths:
 
 
 def longest_of(over_bytes: Callable[[int], int]) -> int:
-    """Return the largest multiple of `UNIT_TOKENS` that was found to fit; 0: the smallest does not.
+    """Return the largest multiple of `UNIT_TOKENS` that was found to fit; 0: not even the smallest fits.
 
-    Asked first is `_FIRST_TOKENS`; then where a line through the two lengths beside the limit meets it, or
-    through the last two while all are on one side. It ends when that is a length that is known.
+    The first length is `_FIRST_TOKENS`. The next is where a line meets the limit: the line through the two
+    known lengths next to the limit, or, while all are on one side, through the two nearest to it. The search
+    ends when that length is known already.
 
     Args:
-        over_bytes: what a length needs beyond what there is; not above 0: it fits. Rises with the length.
+        over_bytes: returns the bytes by which a length exceeds memory, rising with the length; 0 or less: it
+            fits.
     """
     known = {_FIRST_TOKENS: over_bytes(_FIRST_TOKENS)}
     other = _FIRST_TOKENS * 2 if known[_FIRST_TOKENS] <= 0 else _FIRST_TOKENS // 4

@@ -1,4 +1,4 @@
-"""How many bytes of states optimizers keep on the device for each weight, by calculation."""
+"""Computes how many bytes of states optimizers keep for each weight."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ _SMALL_PAGED = 100_000
 
 
 def _own_type(weight: torch.Tensor) -> int:
-    """torch.optim: two moments in the type of the weight."""
+    """Return the bytes of torch.optim's AdamW: two moments in the type of the weight."""
     return 2 * weight.nbytes
 
 
 def _fp32(weight: torch.Tensor) -> int:
-    """bitsandbytes: two moments in fp32."""
+    """Return the bytes of bitsandbytes' 32-bit Adam: two moments in fp32."""
     return 8 * weight.numel()
 
 
 def _master(weight: torch.Tensor) -> int:
-    """Mixed-precision Adam (ZeRO, section 3.1: K = 12; DeepSpeed, Megatron): an fp32 copy of weights too."""
+    """Return the bytes of mixed-precision Adam: two fp32 moments, and an fp32 copy of weights of other types.
+
+    Source: ZeRO, section 3.1 (K = 12); DeepSpeed and Megatron.
+    """
     return _fp32(weight) + (0 if weight.dtype == torch.float32 else 4 * weight.numel())
 
 
 def _8bit(weight: torch.Tensor) -> int:
-    """Two bytes, and for each block of each moment its fp32 maximum (Dettmers et al., 2110.02861, section 2).
+    """Return the bytes of 8-bit Adam: two bytes an element, and an fp32 maximum for each block of a moment.
 
-    Blocks of 256 (bitsandbytes since 0.44); tensors of fewer than 4,096 elements keep fp32.
+    Source: Dettmers et al., 2110.02861, section 2. Blocks have 256 elements (bitsandbytes since 0.44);
+    tensors of fewer than 4,096 elements keep fp32.
     """
     if weight.numel() < _SMALL_8BIT:
         return _fp32(weight)
@@ -37,7 +41,7 @@ def _8bit(weight: torch.Tensor) -> int:
 
 
 def _adafactor(weight: torch.Tensor) -> int:
-    """Means of rows and of columns of the squared gradient, fp32 (transformers', no first moment)."""
+    """Return the bytes of transformers' Adafactor: fp32 means of rows and columns of the squared gradient."""
     if weight.dim() < 2:
         return 4 * weight.numel()
     return 4 * (weight.numel() // weight.shape[-1] + weight.numel() // weight.shape[-2])
@@ -56,15 +60,15 @@ _STATES: dict[str, Callable[[torch.Tensor], int]] = {
 
 
 def state_bytes(optimizer: str | None, model: nn.Module) -> tuple[int, int]:
-    """Return the bytes of an optimizer's states for what is trained: on the device, and in pages beside it.
+    """Return the bytes of an optimizer's states for trained weights: those on the device, and paged ones.
 
-    Embeddings have fp32 states where others have 8 bits, as transformers' Trainer asks bitsandbytes for. Of a
-    paged optimizer, tensors of fewer than 100,000 elements are on the device (bitsandbytes'
+    An 8-bit optimizer has fp32 states for embeddings, which transformers' Trainer asks bitsandbytes for. The
+    states of a paged optimizer stay on the device for tensors of fewer than 100,000 elements (bitsandbytes'
     ``get_state_buffer``).
 
     Args:
-        optimizer: of `options.PaperOptimizerName`; ``None``: not given.
-        model: whose parameters with ``requires_grad`` are trained.
+        optimizer: one of `options.PaperOptimizerName`; ``None``: not given, so both numbers are 0.
+        model: the model; its parameters with ``requires_grad`` are trained.
     """
     if optimizer is None:
         return 0, 0

@@ -21,17 +21,17 @@ Value = TypeVar("Value")
 
 
 def tokens(text: str) -> int:
-    """Return a number of tokens; see `tokens_of`."""
+    """Return the number of tokens that an option says, as in ``8192`` or ``8k`` (`tokens_of`)."""
     return _read(tokens_of, text)
 
 
 def size(text: str) -> int:
-    """Return a size in bytes; see `bytes_of`."""
+    """Return the size in bytes that an option says, as in ``40GB`` or ``24GiB`` (`bytes_of`)."""
     return _read(bytes_of, text)
 
 
 def device_named(text: str) -> str:
-    """Return the name of a device: of a known kind, or numbers of one's own."""
+    """Return the name of a known kind of device, or the user's own numbers for a device unchanged."""
     if "=" in text:
         _read(own_device, text)
     elif device_kind(text) is None:

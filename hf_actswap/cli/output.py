@@ -1,6 +1,6 @@
-"""What a command writes: text for people, or one JSON document; and the exit code.
+"""Writes the answer of a command, as text or as one JSON document, and sets the exit code.
 
-Numbers are written as tables show them.
+Also formats numbers (sizes, times, rates) for tables.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ if TYPE_CHECKING:  # commands look at their options before torch is imported
 Document = Mapping[str, Any]
 
 _STDOUT, _STDERR = 1, 2  # file descriptors
-_YES = ("1", "ON", "YES", "TRUE")  # as huggingface_hub, which takes long to import
+_YES = ("1", "ON", "YES", "TRUE")  # as in huggingface_hub, which takes long to import
 _LAYER = re.compile(r"(\.(?:layers|h)\.)\d+")
 
 
 class Answer(Protocol):
-    """What a command found out."""
+    """What a command has to write: as text and tables, or as JSON values."""
 
     @property
     def ok(self) -> bool:
-        """Whether what the user wrote has no problem."""
+        """Whether the exit code is 0: the user's input has no problems."""
 
     def document(self) -> Document:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
 
     def shown(self) -> Iterable[RenderableType]:
-        """Yield it for people."""
+        """Yield the text and tables to print."""
 
 
 @dataclass(frozen=True)
 class Rejected:
-    """There is no answer, because of these problems."""
+    """The answer of a command that stopped at these problems. An `Answer`."""
 
     problems: Sequence[Problem]
     subject: str
     ok: bool = False
 
     def document(self) -> Document:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {"problems": problems_document(self.problems)}
 
     def shown(self) -> Iterable[RenderableType]:
-        """Yield it for people."""
+        """Yield the text and tables to print."""
         yield from shown_problems(self.problems, self.subject)
 
 
@@ -68,15 +68,15 @@ def write_line(text: str) -> None:
 
 
 def answer(command: str, as_json: bool, ask: Callable[[], Answer]) -> NoReturn:
-    """Ask, write what was found, and end the command with its exit code.
+    """Run a command's function, write its answer, and end the command with its exit code.
 
     Args:
-        command: its name.
-        as_json: whether one document is written, and not text.
-        ask: returns the answer; problems that it raises are the answer.
+        command: name of the command.
+        as_json: whether to write one JSON document instead of text.
+        ask: returns the answer; if it raises an `ActSwapError`, its problems are the answer.
 
     Raises:
-        typer.Exit: always; with code 1 if something of what the user wrote is wrong.
+        typer.Exit: always; with code 1 if the user's input has problems.
     """
     try:
         with _stdout_kept_clean():
@@ -95,7 +95,7 @@ def answer(command: str, as_json: bool, ask: Callable[[], Answer]) -> NoReturn:
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Show on a terminal that something takes its time, unless ``HF_HUB_DISABLE_PROGRESS_BARS`` is set."""
+    """Show a spinner with the text ``what`` on a terminal, unless ``HF_HUB_DISABLE_PROGRESS_BARS`` is set."""
     console = Console(stderr=True)
     if not console.is_terminal or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in _YES:
         yield
@@ -106,7 +106,7 @@ def busy(what: str) -> Iterator[None]:
 
 @contextmanager
 def _stdout_kept_clean() -> Iterator[None]:
-    """Send to stderr what libraries print meanwhile, compiled code (HiGHS) too."""
+    """Within the block send to stderr what libraries print, also from compiled code (HiGHS)."""
     sys.stdout.flush()
     with redirect_stdout(sys.stderr):
         own = os.dup(_STDOUT)
@@ -121,7 +121,7 @@ def _stdout_kept_clean() -> Iterator[None]:
 
 
 def _console() -> Console:
-    """Made for each use: who calls a command may exchange the streams of the process."""
+    """Return a new console for each use, because a caller may replace ``sys.stdout`` between two uses."""
     return Console(highlight=False, markup=False)
 
 
@@ -138,7 +138,7 @@ def shown_problems(problems: Sequence[Problem], subject: str) -> Iterable[Render
 
 
 def folded_by_layer(lines: Iterable[str]) -> list[str]:
-    """Return each line once that is the same for several layers of the model, but for the layer's number."""
+    """Return the lines; those that differ only in the number of the layer are one line, with ``*`` in it."""
     found: dict[str, list[str]] = {}
     for line in lines:
         found.setdefault(_LAYER.sub(r"\1*", line), []).append(line)
@@ -157,7 +157,7 @@ def heading(text: str) -> RenderableType:
 
 
 class Bullet:
-    """A paragraph behind a dash, wrapped at words so that names stay whole where they can."""
+    """A list item: a paragraph after a dash, wrapped at words so that names stay whole where possible."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -171,7 +171,7 @@ class Bullet:
 
 
 def size_text(size_bytes: int) -> str:
-    """Return bytes in the largest binary unit of which there is at least one."""
+    """Return bytes as text in the largest binary unit (up to GiB) in which the number is at least 1."""
     value, units = float(size_bytes), ["B", "KiB", "MiB", "GiB"]
     while value >= 1024 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -179,7 +179,7 @@ def size_text(size_bytes: int) -> str:
 
 
 def step_ms_text(milliseconds: float) -> str:
-    """Return the duration of a step."""
+    """Return the duration of a step as text, with the unit."""
     return f"{milliseconds:,.1f} ms" if milliseconds < 1000 else f"{milliseconds:,.0f} ms"
 
 
@@ -189,7 +189,7 @@ def op_ms_text(milliseconds: float) -> str:
 
 
 def link_text(link: Link) -> str:
-    """Return the rates of a link."""
+    """Return the rates of a link to the host as text."""
     rates = (
         link.out_bytes_per_ms,
         link.in_bytes_per_ms,

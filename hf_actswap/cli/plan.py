@@ -1,4 +1,4 @@
-"""``hf-actswap plan``: its options, which are checked before anything large is imported."""
+"""``hf-actswap plan``: defines its options, and checks them before large packages are imported."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def _reject_combinations(asked: PlanRequest, longest: bool) -> None:
         longest: whether ``--longest`` was given.
 
     Raises:
-        typer.BadParameter: with the options, and what they can be combined with.
+        typer.BadParameter: options exclude each other; it names them and what they can be combined with.
     """
     model, step = asked.model, asked.step
     if asked.compared and (asked.save is not None or asked.tp is not None):
@@ -228,7 +228,7 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _reject_overwriting(path: str) -> None:
-    """A file of that name must be one that this command has written."""
+    """Raise an error if the file ``path`` exists and was not written by ``--save``."""
     if not Path(path).exists():
         return
     try:

@@ -1,6 +1,6 @@
-"""What ``hf-actswap plan`` answers: what the planner would do, without a GPU and without weights.
+"""The answer of ``hf-actswap plan``: what the planner would do, computed without a GPU and without weights.
 
-Its tables fit into 80 columns: fates with bytes, and predicted steps side by side.
+Its tables fit into 80 columns: fates with bytes, and predicted steps one below the other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SEQ = 4096
 
 @dataclass(frozen=True)
 class PlanAnswer:
-    """One plan. See `output.Answer`."""
+    """The answer with one plan. An `output.Answer`."""
 
     found: Planned
     saved_to: str | None
@@ -49,7 +49,7 @@ class PlanAnswer:
     ok: bool = True
 
     def document(self) -> Mapping[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         found = self.found
         return {
             "model": found.subject.document(),
@@ -66,7 +66,7 @@ class PlanAnswer:
         }
 
     def shown(self) -> Iterable[RenderableType]:
-        """Yield it for people."""
+        """Yield the text and tables to print."""
         found = self.found
         yield f"Model:  {found.subject.described()}"
         yield f"Step:   {found.step.described()}"
@@ -98,21 +98,21 @@ class PlanAnswer:
 
 @dataclass(frozen=True)
 class ComparedSizes:
-    """Plans for several numbers of ranks; a plan, or why there is none. See `output.Answer`."""
+    """For several numbers of tensor-parallel ranks, a plan or the error. An `output.Answer`."""
 
     by_tp: Mapping[int, Planned | ActSwapError]
 
     @property
     def ok(self) -> bool:
-        """Whether there is a plan for any of them."""
+        """Whether there is a plan for at least one number of ranks."""
         return any(isinstance(found, Planned) for found in self.by_tp.values())
 
     def document(self) -> Mapping[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {"compare": [self._entry(tp, found) for tp, found in self.by_tp.items()]}
 
     def shown(self) -> Iterable[RenderableType]:
-        """Yield it for people."""
+        """Yield the text and tables to print."""
         known = [found for found in self.by_tp.values() if isinstance(found, Planned)]
         if known:
             yield f"Step:   {known[0].step.described()}"
@@ -187,10 +187,10 @@ def assumptions(subject: Subject, step: StepShape) -> Iterator[str]:
 
 
 def answer_plan(asked: PlanRequest) -> PlanAnswer | ComparedSizes | StagesAnswer:
-    """Return what `plan` says.
+    """Return the answer of ``hf-actswap plan``.
 
     Raises:
-        ActSwapError: there is no plan; says why.
+        ActSwapError: there is no plan; the error says why.
     """
     written = with_tp(load_config(asked.config), asked.tp)
     if written.stream_config.tokens != "off":
@@ -236,7 +236,7 @@ _STREAMED = Problem(
 
 
 def step_on_paper(asked: AskedStep) -> StepShape:
-    """Return the step that is asked about, with what is taken where nothing is said."""
+    """Return the step that the options describe, with defaults for options that were not given."""
     return StepShape(
         asked.sequences or 1,
         asked.tokens or _SEQ,
@@ -278,12 +278,12 @@ def _write(path: str, found: Planned) -> None:
 
 
 def fabric_of(found: Planned) -> Fabric | None:
-    """Return what connects the devices of a step; ``None``: nothing is known of it."""
+    """Return the interconnect between the devices of a step; ``None``: not known."""
     return next((rates.fabric for rates in DEVICES if rates.name == found.step.device), None)
 
 
 def communication_of(found: Planned) -> Exchanged | None:
-    """Return the exchanges of a step; ``None``: they, or the link, are not known. A plan adds none."""
+    """Return what tensor-parallel ranks send in a step, whatever the plan; ``None``: not known."""
     fabric, ranks = fabric_of(found), found.subject.tensor_parallel_size
     if fabric is None or (ranks > 1 and not found.subject.shape.communicates):
         return None
@@ -291,7 +291,7 @@ def communication_of(found: Planned) -> Exchanged | None:
 
 
 def communication_document(found: Exchanged | None) -> dict[str, Any] | None:
-    """Return it as JSON values."""
+    """Return the exchanges of a step as JSON values."""
     if found is None:
         return None
     return {
@@ -304,7 +304,7 @@ def communication_document(found: Exchanged | None) -> dict[str, Any] | None:
 
 
 def communication_note(fabric: Fabric | None) -> str:
-    """Return what a table of such steps must say."""
+    """Return the note below a table of steps with communication."""
     if fabric is None:
         return "Of one rank. Times are computed from shapes, without communication between ranks."
     rate = f"{fabric.bytes_per_ms / 1e6:.0f} GB/s and {fabric.latency_ms:g} ms each"
@@ -316,15 +316,15 @@ def communication_note(fabric: Fabric | None) -> str:
 
 
 _Line = tuple[str, str, str, int]
-"""Op, fate, windows, bytes."""
+"""A line of a table of fates: op, fate, windows, bytes that autograd saves."""
 
 
 def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
-    """Return what happens to what, equal layers folded.
+    """Return a table of the fates of all ops, with equal layers in one row.
 
     Args:
-        plan: to show.
-        profile: of the step; ``None``: no bytes are shown.
+        plan: the plan to show.
+        profile: profile of the step, for the bytes; ``None``: no bytes are shown.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("Layers", overflow="fold")
@@ -351,7 +351,7 @@ def fate_table(plan: MemoryPlan, profile: Profile | None) -> Table:
 
 
 def short_table(plan: MemoryPlan, profile: Profile) -> Table:
-    """Return a line for each fate: bytes, and the ops with the number of layers in which they have it."""
+    """Return a table with a row for each fate: bytes, and its ops, each with its number of layers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("Fate")
     table.add_column("Saved", justify="right", no_wrap=True)
@@ -372,7 +372,7 @@ def short_table(plan: MemoryPlan, profile: Profile) -> Table:
 
 
 def memory_table(parts: Mapping[str, MemoryParts]) -> Table:
-    """Return what peaks consist of, by what is done to the activations."""
+    """Return a table of what peaks consist of, with a row for each entry of ``parts``."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("", overflow="fold")
     for name in ("Weights", "Gradients", "States", "Activations", "Decides"):
@@ -384,7 +384,7 @@ def memory_table(parts: Mapping[str, MemoryParts]) -> Table:
 
 
 def summary_table(plan: MemoryPlan, profile: Profile) -> Table:
-    """Return the same with all ops of one fate in one line, and without windows."""
+    """Return a table of fates as `fate_table`, but with all ops of one fate in one row, without windows."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("Layers", overflow="fold", max_width=18)
     table.add_column("Fate")
@@ -403,11 +403,11 @@ def summary_table(plan: MemoryPlan, profile: Profile) -> Table:
 
 
 def step_table(steps: Mapping[str, Prediction], device_bytes: int | None = None) -> Table:
-    """Return predicted steps side by side.
+    """Return a table of predicted steps, one in each row.
 
     Args:
-        steps: by what is done to the activations.
-        device_bytes: peaks above it are marked; ``None``: none are.
+        steps: predictions by the row's name, such as ``recompute all``.
+        device_bytes: budget; peaks above it are marked. ``None``: none are marked.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("", overflow="fold")
@@ -427,7 +427,7 @@ def step_table(steps: Mapping[str, Prediction], device_bytes: int | None = None)
 
 
 def windows_text(row: PlanRow) -> str:
-    """Return the windows of a swap in operators; ``auto``: chosen from measured times."""
+    """Return a swap's windows as text: prefetch/release in operators, or ``auto`` (chosen in training)."""
     if row.fate != "swap":
         return ""
     return f"{row.windows.prefetch_ops}/{row.windows.release_ops}" if row.windows else "auto"

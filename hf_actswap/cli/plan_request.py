@@ -1,4 +1,4 @@
-"""The options of `plan`, as far as they can be read before torch is imported."""
+"""The options of ``hf-actswap plan`` as dataclasses, readable without importing torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName
 
 PREDICTED = "predicted"
-"""Section of a saved plan that says that `--save` has written it."""
+"""Section of a plan's file by which ``--save`` recognises its own files."""
 
 
 _STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
@@ -17,11 +17,11 @@ _STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "fsdp": 3}
 
 @dataclass(frozen=True)
 class Sharding:
-    """Over how many data-parallel ranks what is sharded.
+    """What data-parallel ranks shard: states, gradients and weights by ZeRO's stages.
 
     Args:
         name: ``zero1``, ``zero2``, ``zero3`` or ``fsdp``.
-        ranks: at least 1.
+        ranks: number of ranks, at least 1.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Sharding:
 
     @property
     def stage(self) -> int:
-        """Of ZeRO; see `planner.record.baseline`."""
+        """The stage of ZeRO: 1 shards optimizer states, 2 also gradients, 3 also weights."""
         return _STAGES[self.name]
 
     @classmethod
@@ -43,12 +43,12 @@ class Sharding:
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters, as `peft.LoraConfig` takes them.
+    """Settings of LoRA adapters, for `peft.LoraConfig`.
 
     Args:
-        r: rank.
+        r: rank of the adapters.
         targets: names of modules, or ``("all-linear",)``; empty: PEFT's own choice for the family.
-        dropout: of the adapters' input.
+        dropout: dropout of the adapters' input, at least 0 and below 1.
     """
 
     r: int
@@ -72,13 +72,13 @@ class Lora:
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """A model, and what of it is trained.
+    """Which model is trained, and how.
 
     Args:
         name: a path or a Hub id.
-        dtype: of its weights; ``None``: its configuration's.
-        lora: adapters, which alone are trained; ``None``: all weights are.
-        quantize: type in which the base's linear layers rest; ``None``: as they are.
+        dtype: type of its weights; ``None``: that of its configuration.
+        lora: adapters; only they are trained. ``None``: all weights are trained.
+        quantize: how the base model's linear layers are stored; ``None``: in ``dtype``.
         trust_remote_code: whether code of the model's own repository may run.
     """
 
@@ -91,7 +91,7 @@ class ModelRequest:
 
 @dataclass(frozen=True)
 class AskedStep:
-    """What the command line says of the step; ``None``: nothing.
+    """The options of the command line that describe the step; ``None``: not given.
 
     Args:
         sequences, tokens, device, autocast, optimizer, gradient_dtype, sharding: see `step.StepShape`.
@@ -108,9 +108,10 @@ class AskedStep:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The arguments and options of `plan`; see its help.
+    """All arguments and options of ``hf-actswap plan``.
 
-    ``host_bytes`` is for ``--longest``, ``micro_batches`` for a pipeline.
+    ``compared`` is ``--compare``, numbers of tensor-parallel ranks. ``host_bytes`` is for ``--longest``,
+    ``micro_batches`` for a pipeline.
     """
 
     model: ModelRequest

@@ -1,4 +1,4 @@
-"""The planner's answer for a simulated step: the plan that it would begin with, and the steps to compare."""
+"""Runs the planner's search for a simulated step, and predicts other steps to compare the plan with."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ BETTER = "better"
 PLANNED = "planned"
 
 _POOR_SHARE = 0.01
-"""What is written by hand may take this share of a step more than the planner's best within the same peak."""
+"""Fates written by hand are called costly if they take more than this share of a step longer than the
+planner's best plan within the same peak."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,10 @@ class MemoryParts:
     """What a peak consists of, in bytes.
 
     Args:
-        weights: of the model, buffers included.
-        gradients: of weights, complete at that moment.
-        states: of the optimizer.
-        activations: the rest: what autograd saves, and what ops need while they run.
+        weights: the model's weights and buffers.
+        gradients: gradients of weights that are complete at the peak.
+        states: the optimizer's states.
+        activations: the rest: tensors that autograd saves or that ops need while they run.
     """
 
     weights: int
@@ -50,11 +51,11 @@ class MemoryParts:
 
     @property
     def decides(self) -> str:
-        """The largest of them."""
+        """The name of the largest part."""
         return max(vars(self), key=lambda name: int(getattr(self, name)))
 
     def document(self) -> dict[str, object]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {**{f"{name}_bytes": size for name, size in vars(self).items()}, "decides": self.decides}
 
     def __str__(self) -> str:
@@ -63,12 +64,12 @@ class MemoryParts:
 
 
 def memory_parts(profile: Profile, step: Prediction, states_moved: bool = False) -> MemoryParts | None:
-    """Return what the peak of a predicted step consists of; ``None``: the profile does not know.
+    """Return what the peak of a predicted step consists of; ``None``: the profile lacks the weights' size.
 
     Args:
-        profile: of the step without a plan.
-        step: predicted from it.
-        states_moved: whether the optimizer's states are on the host then.
+        profile: profile of the step without a plan.
+        step: a step predicted from it.
+        states_moved: whether the optimizer's states are on the host at the peak.
     """
     if not profile.weight_bytes:
         return None
@@ -79,17 +80,18 @@ def memory_parts(profile: Profile, step: Prediction, states_moved: bool = False)
 
 @dataclass(frozen=True)
 class Planned:
-    """What the planner finds.
+    """The result of the planner's search.
 
     Args:
         subject: the model.
         step: the step that was planned for.
-        memory: the section that was in force.
-        profile: of the step without a plan.
-        plan: that was found.
-        budget_bytes: that it keeps within.
-        steps: predictions by what is done: see `usual_steps`, `PLANNED`, and `LEAST` where it was asked for.
-        chosen_tiles: ``tile_config`` of the plan, where it has more than the user wrote: nothing else fits.
+        memory: the ``memory`` section that was used.
+        profile: profile of the step without a plan.
+        plan: the plan that was found.
+        budget_bytes: the budget, which the plan keeps within.
+        steps: predictions by name: those of `usual_steps`, `PLANNED`, and `LEAST` if requested.
+        chosen_tiles: ``tile_config`` of the plan if it has more tiles than the user wrote, because nothing
+            fits without them.
     """
 
     subject: Subject
@@ -103,12 +105,12 @@ class Planned:
 
     @property
     def prediction(self) -> Prediction:
-        """Of the plan that was found."""
+        """The step under the plan that was found."""
         return self.steps[PLANNED]
 
     @property
     def parts(self) -> Mapping[str, MemoryParts]:
-        """What each peak consists of; empty where the profile does not know."""
+        """What each peak consists of; empty if the profile lacks the weights' size."""
         moved = self.memory.preference == "memory_saving"
         found = {
             name: memory_parts(self.profile, step, moved and name in (PLANNED, LEAST))
@@ -118,7 +120,10 @@ class Planned:
 
 
 def memory_in_force(config: ActSwapConfig, budget: int | None) -> MemoryConfig:
-    """Return the ``memory`` section, with a mode if it has none, and another budget if one is given."""
+    """Return the ``memory`` section to plan with.
+
+    Mode ``off`` becomes ``smart_swap``, and a ``budget`` (bytes) replaces the section's own.
+    """
     memory = config.memory
     if memory.mode == "off":
         memory = replace(memory, mode="smart_swap")
@@ -126,11 +131,11 @@ def memory_in_force(config: ActSwapConfig, budget: int | None) -> MemoryConfig:
 
 
 def usual_steps(profile: Profile, written: MemoryPlan) -> dict[str, Prediction]:
-    """Predict the steps that others stand beside.
+    """Predict the steps with which a planned step is compared.
 
     Returns:
-        `NOTHING`, `EVERYTHING`; `WRITTEN` where fates were written by hand; `BETTER`, what the planner would
-        do in their place, where they are a poor deal.
+        `NOTHING` and `EVERYTHING`; `WRITTEN` if fates are written by hand; and `BETTER`, the planner's plan
+        within the same peak, if those fates take much longer.
     """
     layers, family = profile.num_layers, profile.family
     simulator = Simulator(profile)
@@ -140,7 +145,7 @@ def usual_steps(profile: Profile, written: MemoryPlan) -> dict[str, Prediction]:
     steps = {name: simulator.predict(plan, curve=False) for name, plan in plans.items()}
     if written.rows and _more_ms(steps, WRITTEN) > _POOR_SHARE * steps[NOTHING].step_ms:
         limits = limits_of(MemoryConfig(), steps[WRITTEN].peak_bytes, written.min_tensor_bytes)
-        with suppress(PlanError):  # no solver, or nothing but what is written fits
+        with suppress(PlanError):  # no solver is installed, or no plan that the search can make fits
             best = find_plan(profile, plans[NOTHING], limits).prediction
             if steps[WRITTEN].step_ms - best.step_ms > _POOR_SHARE * steps[NOTHING].step_ms:
                 steps[BETTER] = best
@@ -148,7 +153,7 @@ def usual_steps(profile: Profile, written: MemoryPlan) -> dict[str, Prediction]:
 
 
 def poor_deal(steps: Mapping[str, Prediction]) -> Iterator[str]:
-    """Yield a line if what is written by hand costs much more time than necessary."""
+    """Yield a line if fates written by hand cost much more time than necessary."""
     if BETTER not in steps:
         return
     saved, best = (
@@ -175,21 +180,21 @@ def planned(
     profile: Profile | None = None,
     with_least: bool = False,
 ) -> Planned:
-    """Search a plan; what is written by hand stays as it is.
+    """Search a plan; fates that are written by hand stay as they are.
 
-    Where no plan fits, parts of the model run in tiles that the user has not written, as few as will do; not
-    where ``smart_swap`` is written, nor with a profile that was measured, which knows no tiles.
+    If no plan fits, more of the model runs in tiles than the user wrote, but no more than needed. That is not
+    done in mode ``smart_swap``, nor with a measured profile, which cannot predict tiles.
 
     Args:
         found: the model.
-        step: to plan for.
-        config: whose fates stay.
-        memory: the section that is in force.
-        profile: of this step of this model; ``None``: it is computed from shapes.
-        with_least: whether to look for the step with the least peak too.
+        step: the step to plan for.
+        config: the configuration with the fates written by hand.
+        memory: the ``memory`` section to use.
+        profile: profile of this step of this model; ``None``: it is computed from shapes.
+        with_least: whether to predict the step with the least peak too.
 
     Raises:
-        BudgetError: nothing fits; it names what would.
+        BudgetError: nothing fits; the error names a budget that would.
         PlanError: the configuration does not fit the model, or the planner's solver is missing.
         ModelError: the model does not run on fake tensors.
     """
@@ -219,13 +224,13 @@ def planned(
 
 @dataclass(frozen=True)
 class _Search:
-    """Searches for one budget.
+    """Searches for plans within one budget.
 
     Args:
         found, step, memory, with_least: see `planned`.
-        profile: of the step in which nothing happens but what the user wrote.
-        written: the plan of that.
-        unplanned_bytes: its peak.
+        profile: profile of the step, in the tiles that the user wrote.
+        written: the plan of the fates that the user wrote.
+        unplanned_bytes: peak of the step under that plan.
         budget_bytes: the budget.
     """
 
@@ -242,11 +247,11 @@ class _Search:
         """Search a plan.
 
         Args:
-            profile: of the step in the tiles of ``fixed``.
-            fixed: what is not decided again.
+            profile: profile of the step in the tiles of ``fixed``.
+            fixed: plan of the fates that the search does not change.
 
         Raises:
-            BudgetError: nothing fits.
+            BudgetError: no plan fits the budget.
         """
         memory, budget = self.memory, self.budget_bytes
         limits = limits_of(memory, budget, fixed.min_tensor_bytes)

@@ -1,4 +1,4 @@
-"""``hf-actswap profile``: a step of a model, measured on this machine or computed from shapes."""
+"""``hf-actswap profile``: measures a step of a model on this machine, or computes it from shapes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ THIS = "this"
 _FEWER = "Ask for fewer --layers: their times are taken for the others too. Or for less --seq or --batch."
 
 _AROUND = "around"
-"""Outside of all scopes: rotary tables, masks, the loss."""
+"""Name for what runs outside of all scopes: rotary tables, masks, the loss."""
 
 
 def _device_or_this(text: str) -> str:
@@ -46,14 +46,16 @@ def _device_or_this(text: str) -> str:
 
 @dataclass(frozen=True)
 class Profiled:
-    """A profile. See `output.Answer`.
+    """A profile. An `output.Answer`.
 
     Args:
         subject: the whole model.
-        step: that was recorded.
-        profile: of it.
-        measured_layers: 0: computed from shapes.
-        written_to: the file, if there is one.
+        step: the step that was measured or computed.
+        profile: profile of that step.
+        measured_layers: number of layers that were measured; 0: all is computed from shapes.
+        costs: time and memory of each op.
+        unplanned: prediction of the step without a plan.
+        written_to: path of the file; ``None``: no file was written.
     """
 
     subject: Subject
@@ -66,7 +68,7 @@ class Profiled:
     ok: bool = True
 
     def document(self) -> Mapping[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         profile = self.profile
         return {
             "model": self.subject.document(),
@@ -83,7 +85,7 @@ class Profiled:
         }
 
     def shown(self) -> Iterable[RenderableType]:
-        """Yield it for people."""
+        """Yield the text and tables to print."""
         profile, link = self.profile, self.profile.link
         yield f"Model: {self.subject.described()}"
         yield f"Step:  {self.step.described()}"
@@ -172,7 +174,7 @@ def profile(
 
 
 def _device_here(asked: str | None) -> torch.device | None:
-    """The device to measure on; ``None``: what was asked for is not here."""
+    """Return the device to measure on; ``None``: this machine does not have the one asked for."""
     if asked == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -194,10 +196,10 @@ def _from_shapes(found: Subject, step: StepShape) -> Profile:
 def _measured(
     whole: Subject, step: StepShape, dtype: DtypeName | None, device: torch.device, layers: int | None
 ) -> Profiled:
-    """Measure the first layers, or all; if not all, the others get their times.
+    """Measure a step with the first layers, or all; layers that are not measured get the others' times.
 
     Raises:
-        ModelError: it does not run, does not fit on the device, or its other layers differ from these.
+        ModelError: the model does not run, does not fit on the device, or its other layers differ.
     """
     count = len(whole.shape.layers)
     measured_layers = min(layers or count, count)
@@ -219,7 +221,7 @@ def _layer_types(whole: Subject) -> Sequence[str]:
 def _recorded(
     name: str, step: StepShape, dtype: DtypeName | None, device: torch.device, layers: int | None
 ) -> tuple[Profile, int]:
-    """Return the profile of real steps, and how many weights the model had."""
+    """Return the profile of real steps, and the number of weights of the model that ran."""
     bar = PlannerBar(title="profile")
     gpus = [] if device.type == "cpu" else [torch.accelerator.current_device_index()]
     try:
@@ -241,9 +243,9 @@ def _recorded(
 
 
 def _reject_if_too_large(whole: Subject, step: StepShape, layers: int) -> None:
-    """Raise an error, because the kernel kills a process that takes too much host memory without a message.
+    """Raise an error if a step does not fit in host memory: the kernel would kill the process silently.
 
-    Only weights, gradients and the optimizer's states are known of every model before it runs.
+    Before a model runs, only the sizes of its weights, gradients and optimizer states are known.
     """
     free, share = available_bytes(), layers / len(whole.shape.layers)
     weight_bytes = sum(p.numel() * p.element_size() for p in whole.model.parameters())
@@ -264,16 +266,16 @@ def _without_a_plan(made: Profile) -> Prediction:
 
 @dataclass(frozen=True)
 class OpCost:
-    """An op of a layer, or several ops of equal layers, added up.
+    """Time and memory of an op, added up over layers that are equal.
 
     Args:
         scope: ``embedding``, ``final_norm``, ``head`` or ``around``; empty for layers.
-        layers: that it is of.
+        layers: the layers that are added up.
         op: first part of the op path; ``""``: what runs between the ops.
-        forward_ms, backward_ms: compute's time.
-        saved_bytes: of what it produces, autograd saves.
-        rebuild_ms: how much longer backward lasts if it is recomputed.
-        rebuilt_bytes: of what is saved, not kept then.
+        forward_ms, backward_ms: compute time.
+        saved_bytes: bytes of the op's results that autograd saves.
+        rebuild_ms: how much longer backward takes if the op is recomputed; ``None``: not computed.
+        rebuilt_bytes: saved bytes that are not kept if the op is recomputed; ``None``: not computed.
     """
 
     scope: str
@@ -286,12 +288,12 @@ class OpCost:
     rebuilt_bytes: int | None = None
 
     def document(self) -> dict[str, object]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {**asdict(self), "layers": list(self.layers)}
 
 
 def op_costs(profile: Profile) -> list[OpCost]:
-    """Return what the ops of a step cost, equal layers together, in the order in which they run."""
+    """Return time and memory of the ops of a step in the order in which they run; equal layers are joined."""
     times: dict[Scope | None, dict[str, list[float]]] = defaultdict(dict)
     for op_event in profile.op_events:
         scope, path, _ = op_event.call
@@ -316,7 +318,7 @@ def op_costs(profile: Profile) -> list[OpCost]:
 
 
 def cost_table(profile: Profile, costs: Sequence[OpCost]) -> Table:
-    """Return them as a table, times in ms; ``Copy`` where copies run beside compute."""
+    """Return the costs as a table, times in ms; it has a column ``Copy`` if copies run beside compute."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, collapse_padding=True)
     table.add_column("", overflow="fold")
     for name in ("Forward", "Backward", "Saved", "Rebuild", *(("Copy",) if profile.link else ())):
@@ -344,14 +346,14 @@ def _numbers(profile: Profile, cost: OpCost) -> list[str]:
 
 
 def _op_of(scope: Scope | None, path: str) -> str:
-    """The first part of an op's path; what is outside of the layers is not divided."""
+    """Return the first part of an op's path in a layer; empty outside of the layers."""
     return path.partition(".")[0] if isinstance(scope, int) else ""
 
 
 def _equal(
     times: Mapping[Scope | None, Mapping[str, object]], sizes: Mapping[Scope | None, Mapping[str, int]]
 ) -> list[list[Scope | None]]:
-    """Layers with the same ops that save as much; every other scope alone."""
+    """Return groups of layers whose ops are the same and save as many bytes; other scopes stand alone."""
     groups: dict[object, list[Scope | None]] = {}
     for scope, ops in times.items():
         layer = isinstance(scope, int)

@@ -1,8 +1,8 @@
-"""Profiles in files: what `hf-actswap profile` has written, or what a training has left in its folder.
+"""Reads and writes profiles in files, from ``hf-actswap profile`` or from the folder of a training.
 
-The document is the planner's (`planner.record.profile_document`), and ``made_for`` beside it says for which
-model and step it was made, and how many layers were measured. A training's profile has no ``made_for``: then
-family, layers, module names and batch must agree.
+The format is the planner's (`planner.record.profile_document`). A key ``made_for`` is added, which says for
+which model and step the profile was made and how many layers were measured. A training's profile has no
+``made_for``: then only family, layers, module names and batch are compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .step import StepShape
 from .subject import Subject
 
 _MAX_BYTES = 64 * 2**20
-"""Ten times the longest: a model of many experts, each with its ops."""
+"""Ten times the largest profile so far, of a model with many experts, each with its own ops."""
 
 _AGAIN = "Record it anew: hf-actswap profile."
 _MODEL_KEYS = ("family", "num_layers", "parameters", "dtype", "tensor_parallel_size")
@@ -43,7 +43,7 @@ class _StepFacts(TypedDict, total=False):
 
 
 class ProfileOrigin(TypedDict, total=False):
-    """The header of a profile, as far as it is read again."""
+    """The value of ``made_for`` in a profile's file: the keys of it that are read back."""
 
     model: _ModelFacts
     step: _StepFacts
@@ -51,7 +51,7 @@ class ProfileOrigin(TypedDict, total=False):
 
 
 class ProfileError(ActSwapError):
-    """A profile that is none, or one of something else than what is planned for."""
+    """A file that is missing or too large, or a profile of another model or step than the one asked for."""
 
     subject = "profile"
 
@@ -61,9 +61,9 @@ class ProfileFile:
     """A profile that was read.
 
     Args:
-        path: of the file.
-        profile: that it holds.
-        made_for: what it says of itself; empty if nothing.
+        path: path of the file.
+        profile: the profile in it.
+        made_for: for what the profile was made; empty: the file does not say it.
     """
 
     path: str
@@ -78,7 +78,7 @@ class ProfileFile:
         return self.made_for.get("measured_layers", self.profile.num_layers)
 
     def described(self) -> str:
-        """Return in a sentence where its times are from."""
+        """Return a sentence that says how the times were obtained."""
         measured, layers = self.measured_layers, self.profile.num_layers
         if not measured:
             return f"Times are those of {self.path}, computed from shapes and the device's rates."
@@ -86,10 +86,13 @@ class ProfileFile:
         return f"Times were measured on {self.profile.device}{some}: {self.path}."
 
     def step(self, asked: AskedStep) -> StepShape:
-        """Return the step that it is of.
+        """Return the step of which this is the profile.
+
+        Args:
+            asked: the command's options for the step, which must not differ from it.
 
         Raises:
-            ProfileError: another one is asked for; names every difference.
+            ProfileError: the options differ from that step; the error names every difference.
         """
         own = self._own_step()
         problems = [
@@ -110,7 +113,7 @@ class ProfileFile:
         return own
 
     def check(self, found: Subject) -> None:
-        """Raise `ProfileError` if it is of another model; names every difference."""
+        """Raise `ProfileError` if the profile is of another model, with every difference."""
         problems = [
             Problem(f"{self.path}: {what}", wanted, has, _AGAIN) for what, wanted, has in self._differs(found)
         ]
@@ -118,7 +121,7 @@ class ProfileFile:
             raise ProfileError(problems)
 
     def _own_step(self) -> StepShape:
-        """Of a training's profile the batch is known, and no more."""
+        """Return the step as far as the file says it; a training's profile has only batch and device."""
         sequences, tokens = (*self.profile.batch_shape, 0, 0)[:2]
         step = self.made_for.get("step", {})
         return StepShape(sequences, tokens, self.profile.device, step.get("autocast"), step.get("optimizer"))
@@ -149,17 +152,17 @@ def _same_device(asked: str, own: str) -> bool:
 
 
 def write_profile(path: str, profile: Profile, found: Subject, step: StepShape, measured_layers: int) -> None:
-    """Write a profile, and what it was made for; the whole file or none of it.
+    """Write a profile, and for what it was made; the whole file is written or nothing.
 
     Args:
-        path: of the file.
-        profile: to write.
+        path: path of the file.
+        profile: the profile.
         found: the whole model.
-        step: that was recorded.
-        measured_layers: how many layers' times were measured.
+        step: the step that was measured or computed.
+        measured_layers: number of layers whose times were measured.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     made_for = {"model": found.document(), "step": step.document(), "measured_layers": measured_layers}
     text = profile_to_json(profile)
@@ -170,8 +173,8 @@ def read_profile(path: str) -> ProfileFile:
     """Read a file that `write_profile` or a training has written.
 
     Raises:
-        ProfileError: there is none.
-        PlanError: it is no profile, or malformed.
+        ProfileError: the file does not exist or cannot be read.
+        PlanError: it is not a profile, or malformed.
     """
     try:
         text = read_text(path, _MAX_BYTES, ProfileError)

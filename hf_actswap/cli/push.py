@@ -28,7 +28,7 @@ class PushError(ActSwapError):
 
 @dataclass(frozen=True)
 class Pushed:
-    """What was published. See `output.Answer`."""
+    """What was published. An `output.Answer`."""
 
     repo_id: str
     address: str
@@ -36,11 +36,11 @@ class Pushed:
     ok: bool = True
 
     def document(self) -> Mapping[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {"repo_id": self.repo_id, "commit": self.address, "with_plan": self.with_plan}
 
     def shown(self) -> Iterable[RenderableType]:
-        """Yield it for people."""
+        """Yield the text and tables to print."""
         yield f"Published: {self.address}"
         yield f'Use it with ActSwapTrainingArguments(actswap="{self.repo_id}").'
 
@@ -96,7 +96,7 @@ def push(
 
 
 def _reject_plan(name: str) -> None:
-    """A plan alone is rejected: such a repository would have no effect in the training arguments."""
+    """Raise `PushError` if ``name`` is a plan: training arguments ignore a repository with a plan alone."""
     try:
         JsonReader(read_text(name, MAX_PLAN_BYTES, PlanError), "plan", PlanError).check_format(
             PLAN_FORMAT, PLAN_FORMAT_VERSION

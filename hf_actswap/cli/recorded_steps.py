@@ -1,12 +1,12 @@
-"""Real steps of a model on this machine, as the planner records them in warm-up.
+"""Measures real steps of a model on this machine, as the planner records them in warm-up.
 
-Weights are random, and so are the tokens: times and bytes depend on neither, but for experts that tokens are
+Weights and tokens are random: times and bytes do not depend on them, except for experts that tokens are
 routed to. As in training, memory is taken from one step and times from others, because asking the allocator
-after each op takes longer than a small op runs; of each op event the median of the timed steps counts.
+after each op takes longer than a small op runs. The time of an op event is the median of the timed steps.
 
-`for_all_layers` gives all layers of a model the times that a few have shown. The bytes are those of the whole
-model's step on fake tensors. A layer that was not measured gets the mean of those measured layers that do the
-same: the same ops, which save as much.
+`for_all_layers` gives all layers of a model the times of the few that were measured. Bytes are those of the
+whole model's step on fake tensors. A layer that was not measured gets the mean time of the measured layers
+that have the same ops and save the same bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .subject import DTYPES, ModelError
 WARM_UP_STEPS, TIMED_STEPS = 2, 3
 
 Progress = Callable[[str, int], None]
-"""Called with the stage, and how many of its steps are left; see `report.PlannerBar`."""
+"""Called with the name of the phase (``warm-up``, ``memory``, ``times``) and the number of its steps left."""
 
 
 @dataclass
@@ -46,10 +46,10 @@ class RecordedSteps:
     """Trains a model for a few steps and records the last ones.
 
     Args:
-        model: on its device, in training mode; its weights are changed.
-        shape: its structure.
+        model: the model on its device, in training mode; its weights are changed.
+        shape: layers and ops of the model.
         step: the batch, mixed precision and optimizer.
-        progress: see `Progress`.
+        progress: called before each step (`Progress`).
     """
 
     model: nn.Module
@@ -121,7 +121,7 @@ class RecordedSteps:
 
 
 def median_times(profiles: Sequence[Profile]) -> Profile:
-    """Return the last profile with the median of each time; as it is, if the steps ran different ops."""
+    """Return the last profile with the median of each time; unchanged if the steps ran different ops."""
     last = profiles[-1]
     calls = [op_event.call for op_event in last.op_events]
     if any([op_event.call for op_event in profile.op_events] != calls for profile in profiles):
@@ -138,7 +138,7 @@ def median_times(profiles: Sequence[Profile]) -> Profile:
 
 
 def _random_batch(model: nn.Module, step: StepShape, device: torch.device) -> dict[str, torch.Tensor]:
-    """Ids and labels of shape (sequences, tokens); one tensor each: a model may move or cut its labels."""
+    """Return ids and labels, ``[sequences, tokens]``; two tensors, as a model may change its labels."""
     config: Any = model.config
     shape, words = (step.sequences, step.tokens), config.get_text_config().vocab_size
     ids = torch.randint(0, words, shape, device=device)
@@ -166,9 +166,9 @@ def _meter_of(
 
 
 _Key = tuple[Scope | None, str, int | None, int]
-"""A call, and which of its op events."""
+"""Scope, op path and ordinal of a call, and the index of one of its op events."""
 _Times = tuple[float, float]
-"""Forward and backward, in ms."""
+"""Times of forward and backward, in ms."""
 
 
 def for_all_layers(
@@ -181,14 +181,15 @@ def for_all_layers(
     """Return the profile of the whole model with measured times.
 
     Args:
-        measured: of the model's first layers, and what is around them.
-        whole: of all layers, from shapes.
-        measured_weights, weights: how many both have; the optimizer's time is in their relation.
-        layer_types: of each layer, what ops and bytes do not show: sliding or full attention.
+        measured: measured profile of the model's first layers and the modules around the layers.
+        whole: profile of all layers, computed from shapes.
+        measured_weights, weights: number of weights of the measured part and of the whole model; the time
+            outside forward and backward is scaled by their ratio.
+        layer_types: type of each layer (sliding or full attention), which ops and bytes do not show.
 
     Raises:
-        ModelError: layers do what none of the measured ones does, or a real step runs other ops than the
-            step on fake tensors.
+        ModelError: a layer is like none of the measured ones, or a real step runs other ops than the step on
+            fake tensors.
     """
     kinds = _kinds(whole, layer_types)
     alike = _representatives(kinds, measured.num_layers)
@@ -218,7 +219,7 @@ def for_all_layers(
 
 
 def _keyed(op_events: Iterable[OpEvent]) -> Iterator[tuple[_Key, OpEvent]]:
-    """Yield op events by call and number; op events of no kernel too, so that both profiles count alike."""
+    """Yield op events with their keys; also those without a kernel, so that two profiles count alike."""
     seen: Counter[object] = Counter()
     for op_event in op_events:
         yield (*op_event.call, seen[op_event.call]), op_event
@@ -226,7 +227,7 @@ def _keyed(op_events: Iterable[OpEvent]) -> Iterator[tuple[_Key, OpEvent]]:
 
 
 def _kinds(whole: Profile, layer_types: Sequence[str]) -> Mapping[int, object]:
-    """What each layer does: its type, its calls in order, and the bytes that they save."""
+    """Return what distinguishes layers: the type, the calls in order, and the bytes that they save."""
     calls: dict[int, list[object]] = defaultdict(list)
     for op_event in whole.op_events:
         scope, path, ordinal = op_event.call
@@ -243,7 +244,11 @@ def _kinds(whole: Profile, layer_types: Sequence[str]) -> Mapping[int, object]:
 
 
 def _representatives(kinds: Mapping[int, object], measured: int) -> Mapping[int, tuple[int, ...]]:
-    """Return, for each layer, the measured ones whose times it gets: itself, or all of its kind."""
+    """Return for each layer the measured layers whose times it gets: itself, or all of its kind.
+
+    Raises:
+        ModelError: a layer is like none of the measured ones.
+    """
     by_kind: dict[object, list[int]] = defaultdict(list)
     for layer in range(measured):
         by_kind[kinds[layer]].append(layer)

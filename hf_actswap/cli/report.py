@@ -1,4 +1,4 @@
-"""``hf-actswap report``: what a run has recorded, as a page."""
+"""``hf-actswap report``: writes a page about a recorded run, and prints its main numbers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from .output import answer
 
 @dataclass(frozen=True)
 class Reported:
-    """What was written. See `output.Answer`."""
+    """The report that was written. An `output.Answer`."""
 
     report: WrittenReport
     ok: bool = True
 
     def document(self) -> Mapping[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         report = self.report
         pictures = [str(path) for path in report.pictures]
         return {"page": str(report.page), "pictures": pictures, **report.facts.document()}
 
     def shown(self) -> Iterable[RenderableType]:
-        """Yield it for people."""
+        """Yield the text and tables to print."""
         facts = self.report.facts
         table = Table.grid(padding=(0, 2))
         table.add_row("steps", str(facts.steps))

@@ -1,9 +1,9 @@
-"""What ``hf-actswap plan`` answers for a pipeline: its stages side by side.
+"""The answer of ``hf-actswap plan`` for a pipeline: time and memory of each stage.
 
-A stage is the model with stand-ins for the parts of others, as in training, and a micro-batch on it is
-predicted as the step of any model. The passes of all stages then run on paper (`planner.cost.pipeline_step`).
-With a memory mode fates are searched by stage (`planner.search.stage_plans`), else they are those that are
-written.
+A stage is the model with stand-ins for the modules of other stages, as in training. A micro-batch on it is
+predicted as a step of any model is. Then the passes of all stages are simulated
+(`planner.cost.pipeline_step`). With a memory mode, fates are searched for each stage
+(`planner.search.stage_plans`); else they are those that the user wrote.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from .step import StepShape, not_run, prediction_document, profile_of
 from .subject import DTYPES, Subject
 
 _USUAL = 4
-"""Micro-batches of a step for each stage, where nothing is said."""
+"""Default number of micro-batches in a step, for each stage."""
 
 _TRIES = 4
-"""Layouts that are tried for a better balance."""
+"""Number of layouts that are tried for a better balance."""
 
 _WORTH = 0.005
-"""What another layout must save, of the step's time or of the highest peak."""
+"""Fraction of the step's time or of the highest peak that a better layout must save."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage on paper.
+    """Predicted time and memory of one stage.
 
     Args:
-        layers: that it holds.
-        plan: its rows.
+        layers: indices of its layers.
+        plan: the plan of its layers.
         paper: the stage without its plan.
-        alone: a micro-batch on it as if there were no others.
-        run: what it does in a step.
-        peak_bytes: the most device memory.
-        count: micro-batches of a step.
-        states_bytes: of the optimizer, on the device.
+        alone: prediction of one micro-batch on it, as if there were no others.
+        run: what the stage does in a step of all micro-batches.
+        peak_bytes: the most device memory in use.
+        count: number of micro-batches of a step.
+        states_bytes: the optimizer's states on the device.
     """
 
     layers: tuple[int, ...]
@@ -84,7 +84,7 @@ class Stage:
 
     @property
     def held_bytes(self) -> int:
-        """What all micro-batches in flight keep."""
+        """Activations that all micro-batches in flight keep."""
         return int(self.paper.in_flight * self.alone.kept_bytes)
 
     @property
@@ -93,7 +93,7 @@ class Stage:
         return self.run.busy_ms / self.count
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {
             "layers": list(self.layers),
             "fixed_bytes": self.fixed_bytes,
@@ -116,20 +116,20 @@ def _weights_and_gradients(profile: Profile) -> int:
 
 @dataclass(frozen=True)
 class StagesAnswer:
-    """Stages side by side. See `output.Answer`.
+    """The answer with all stages of a pipeline. An `output.Answer`.
 
     Args:
         subject: the model.
-        shape: of a micro-batch.
-        parallel: the section.
-        layout: of the layers.
+        shape: batch, tokens and device of a micro-batch.
+        parallel: the ``parallel_config`` section.
+        layout: which stage holds which layers.
         pipeline: the stages without plans.
-        step: of all micro-batches.
+        step: prediction of a step of all micro-batches.
         searched: whether fates were searched.
         states_moved: whether the optimizer's states are on the host.
-        budget_bytes: of each device; peaks above it are marked.
-        table: shows the fates of a stage.
-        asker: answers for other layouts.
+        budget_bytes: memory budget of each device; peaks above it are marked.
+        table: function that makes the table of a stage's fates.
+        asker: predicts other layouts.
     """
 
     subject: Subject
@@ -147,7 +147,7 @@ class StagesAnswer:
 
     @cached_property
     def better(self) -> StagesAnswer | None:
-        """The same with another offset, which balances the stages better; as long as a few answers."""
+        """The answer with another offset that balances the stages better; takes as long as a few answers."""
         return self.asker.better(self)
 
     @cached_property
@@ -166,22 +166,22 @@ class StagesAnswer:
 
     @property
     def offset(self) -> str:
-        """The layers of each stage, as ``parallel_config.offset`` says them."""
+        """The number of layers of each stage, in the notation of ``parallel_config.offset``."""
         return shown(self.layout.offset)
 
     @property
     def waits(self) -> tuple[float, ...]:
-        """The part of a step in which each stage has no pass to run."""
+        """For each stage, the fraction of a step in which it has no pass to run."""
         end_ms = max(run.ends_ms[-1] for run in self.step.runs)
         return tuple(1 - run.busy_ms / end_ms for run in self.step.runs)
 
     @property
     def bubble(self) -> float:
-        """The part of a step that equal stages wait."""
+        """The fraction of a step for which stages of equal size wait."""
         return bubble_share(self.pipeline.count, len(self.stages), self.parallel.pp_interleave_num)
 
     def document(self) -> Mapping[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {
             "model": self.subject.document(),
             "step": self.shape.document(),
@@ -204,7 +204,7 @@ class StagesAnswer:
         }
 
     def shown(self) -> Iterable[RenderableType]:
-        """Yield it for people."""
+        """Yield the text and tables to print."""
         yield f"Model:    {self.subject.described()}"
         yield f"Step:     {self.pipeline.count} micro-batches of {self.shape.described()}"
         yield f"Pipeline: {len(self.stages)} stages, {self.parallel.schedule}"
@@ -260,18 +260,18 @@ def _notes(parallel: ParallelConfig) -> Iterator[str]:
 def answer_stages(
     asked: PlanRequest, config: ActSwapConfig, found: Subject, shape: StepShape, table: Any
 ) -> StagesAnswer:
-    """Return what `plan` says of a pipeline.
+    """Return the answer of ``hf-actswap plan`` for a pipeline.
 
     Args:
-        asked: the arguments.
-        config: whose ``parallel_config`` runs a pipeline.
+        asked: the arguments and options of the command.
+        config: the configuration; its ``parallel_config`` runs a pipeline.
         found: the model.
-        shape: of a micro-batch.
-        table: shows the fates of a plan with a profile.
+        shape: batch, tokens and device of a micro-batch.
+        table: function of a plan and a profile that makes the table of fates.
 
     Raises:
-        PipelineError: the model cannot be divided so.
-        PlanError: something asked for is not built for a pipeline; the configuration does not fit the model.
+        PipelineError: the model cannot be divided into these stages.
+        PlanError: an option does not work with a pipeline, or the configuration does not fit the model.
         ModelError: the model does not run on fake tensors.
     """
     parallel = config.parallel_config
@@ -289,13 +289,13 @@ def answer_stages(
 
 @dataclass(frozen=True)
 class _Asker:
-    """Answers for different layouts of one model.
+    """Predicts different layouts of one model.
 
     Args:
         config, found, shape, table: see `answer_stages`.
-        count: micro-batches of a step.
-        form: the model in stages, what its layers return known.
-        memory: the section in force.
+        count: number of micro-batches of a step.
+        form: the model in stages, after `learn_form`.
+        memory: the ``memory`` section to use.
     """
 
     config: ActSwapConfig
@@ -310,8 +310,8 @@ class _Asker:
         """Predict the stages of a layout; search their fates if the configuration has a memory mode.
 
         Args:
-            parallel: with the layout.
-            budget: of each device, in bytes; ``None``: the section's.
+            parallel: the section ``parallel_config`` that gives the layout.
+            budget: memory budget of each device, in bytes; ``None``: that of the ``memory`` section.
         """
         layout = layout_of(self.found.shape, parallel)
         plan = resolve_plan(replace(self.config, parallel_config=parallel), self.found.shape)
@@ -347,7 +347,7 @@ class _Asker:
     def _stage(
         self, parallel: ParallelConfig, layout: PipelineLayout, number: int, plan: MemoryPlan
     ) -> tuple[StageOnPaper, MemoryPlan]:
-        """One stage, and the rows of a plan of the whole model that are its own."""
+        """Return one stage without its plan, and its part of a plan of the whole model."""
         model, shape, schedule = self.found.model, self.shape, parallel.schedule
         assert schedule is not None
         staged = StagedModel(model, self.found.shape, layout, number, parallel.sequence_ranks)
@@ -371,7 +371,7 @@ class _Asker:
             try:
                 parallel = replace(answer.parallel, offset=PipelineLayout(counts).offset)
                 other = self.answer(parallel, answer.budget_bytes)
-            except ActSwapError:  # tables by stage that do not fit, or a stage without a layer
+            except ActSwapError:  # the configuration does not fit this layout, or a stage has no layer
                 continue
             if _is_better(other, best):
                 best = other
@@ -379,7 +379,7 @@ class _Asker:
 
 
 def _moved_counts(answer: StagesAnswer, tried: Collection[CountTable]) -> Iterator[CountTable]:
-    """Yield layouts with one layer moved from the slowest stage to the fastest, or fullest to emptiest."""
+    """Yield layouts with one layer moved: from the slowest stage to the fastest, or by peak memory."""
     counts = answer.layout.counts
     times = [run.busy_ms for run in answer.step.runs]
     for values in (times, [float(size) for size in answer.step.peaks_bytes]):
@@ -393,7 +393,7 @@ def _moved_counts(answer: StagesAnswer, tried: Collection[CountTable]) -> Iterat
 
 
 def _is_better(one: StagesAnswer, other: StagesAnswer) -> bool:
-    """Whether neither time nor memory above the budget is more, and one of them less."""
+    """Whether ``one`` has less time or memory above the budget than ``other``, and not more of either."""
     ms, other_ms = one.step.step_ms, other.step.step_ms
     peak, other_peak = (
         max(*answer.step.peaks_bytes, answer.budget_bytes * answer.searched) for answer in (one, other)
@@ -403,7 +403,7 @@ def _is_better(one: StagesAnswer, other: StagesAnswer) -> bool:
 
 
 def _learn(staged: StagedModel, shape: StepShape) -> None:
-    """Note what layers return, on fake tensors: nothing is proven."""
+    """Record what layers return (`learn_form`) in a run on fake tensors, without the check of `prove_cut`."""
     cpu, batch_shape = torch.device("cpu"), torch.Size((shape.sequences, shape.tokens))
     batch = {"input_ids": torch.empty(batch_shape, dtype=torch.long, device="meta")}
     mixed = torch.autocast("cpu", DTYPES[shape.autocast]) if shape.autocast else nullcontext()
@@ -419,7 +419,7 @@ def _learn(staged: StagedModel, shape: StepShape) -> None:
 
 
 def _buffer_bytes(staged: StagedModel, shape: StepShape) -> int:
-    """Of one micro-batch: hidden states that enter chunks, and gradients of those that leave them."""
+    """Return the bytes of receive buffers for a micro-batch: inputs of chunks, gradients of their outputs."""
     relay, tokens = staged.relay, -(-shape.tokens // staged.sequence_ranks)
     hidden_bytes = shape.sequences * tokens * relay.hidden_size * relay.dtype.itemsize
     return sum(hidden_bytes * ((not chunk.is_first) + (not chunk.is_last)) for chunk in staged.own_chunks)

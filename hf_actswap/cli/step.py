@@ -1,4 +1,4 @@
-"""A predicted step of a model: what a batch needs, without and with a plan."""
+"""Describes a training step (`StepShape`) and computes its profile on fake tensors, for all commands."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ DEFAULT_DEVICE = "H200"
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a step is given.
+    """Batch, device, precision and optimizer of a training step.
 
     Args:
-        sequences: of a micro-batch.
-        tokens: of a sequence.
-        device: one of `planner.record.devices`, or the name of the one that was measured.
-        autocast: mixed precision, or ``None``.
-        optimizer: whose states are on the device; ``None``: not given.
-        gradient_dtype: in which gradients rest until the optimizer's step; ``None``: that of the weights.
-        sharding: what data-parallel ranks share; ``None``: nothing.
+        sequences: number of sequences of a micro-batch.
+        tokens: number of tokens of a sequence.
+        device: one of `planner.record.devices`, or the name of the device that was measured.
+        autocast: type of mixed precision, or ``None``.
+        optimizer: the optimizer whose states are counted; ``None``: not given.
+        gradient_dtype: type of gradients until the optimizer's step; ``None``: that of the weights.
+        sharding: what data-parallel ranks shard; ``None``: nothing.
     """
 
     sequences: int
@@ -54,7 +54,7 @@ class StepShape:
     sharding: Sharding | None = None
 
     def described(self) -> str:
-        """Return it in one line."""
+        """Return the step as one line of text."""
         precision = f", {self.autocast} autocast" if self.autocast else ""
         states = f", {self.optimizer} states" if self.optimizer not in (None, "sgd", "none") else ""
         gradients = f", {self.gradient_dtype} gradients" if self.gradient_dtype else ""
@@ -64,7 +64,7 @@ class StepShape:
         )
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {
             "batch": self.sequences,
             "seq": self.tokens,
@@ -80,7 +80,7 @@ def device_name(asked: str | None) -> str:
     """Return the device to predict for: the one asked for, the one that is here, else `DEFAULT_DEVICE`.
 
     Raises:
-        PlanError: nothing is known of the one asked for.
+        PlanError: the device asked for is unknown.
     """
     if asked is not None:
         return device_rates(asked).name
@@ -88,7 +88,7 @@ def device_name(asked: str | None) -> str:
 
 
 def kind_here() -> str | None:
-    """Return which of `planner.record.devices` this machine's GPU is; ``None``: none of them, or no GPU."""
+    """Return the kind of this machine's GPU (`config.sizes.DEVICE_KINDS`); ``None``: unknown, or no GPU."""
     if not torch.cuda.is_available():
         return None
     return device_kind(torch.cuda.get_device_name())
@@ -101,22 +101,23 @@ def profile_of(
     has_loss: bool = True,
     gradients_exist: bool = False,
 ) -> Profile:
-    """Run the step on fake tensors, in tiles as a training would.
+    """Return the profile of a step: run it on fake tensors, in tiles as a training would.
 
     Args:
         found: the model.
-        step: its batch.
-        tiles: of a plan.
-        has_loss: else backward begins at what the model returns (a stage before the last).
-        gradients_exist: of a micro-batch before.
+        step: batch, device and optimizer.
+        tiles: tiles of a plan.
+        has_loss: whether the model computes a loss; if not, backward begins at its output (a pipeline stage
+            before the last).
+        gradients_exist: whether gradients of an earlier micro-batch are on the device.
 
     Raises:
         ModelError: the model does not run on fake tensors.
-        PlanError: something cannot run over pieces of the tokens in this model.
+        PlanError: a module of ``tiles`` cannot run over pieces of the tokens.
     """
     parts = tile_parts(found.model, tiles, found.shape, enclosing_replicas())
     shape = (step.sequences, step.tokens)
-    # One tensor each: a model may move or cut its labels.
+    # Two tensors: a model may change its labels.
     names = ("input_ids", "labels") if has_loss else ("input_ids",)
     batch = {name: torch.empty(shape, dtype=torch.long, device="meta") for name in names}
     mixed = torch.autocast("cpu", DTYPES[step.autocast]) if step.autocast else nullcontext()
@@ -140,13 +141,16 @@ def profile_of(
 
 
 def ladder_of(found: Subject, config: ActSwapConfig) -> Iterator[tuple[TileConfig, MemoryPlan]]:
-    """Yield what `plan.tile_ladder` does for a model."""
+    """Yield the configurations and plans of `tile_ladder` for a model: each has more in tiles."""
     replicas = enclosing_replicas()
     return tile_ladder(config, found.model, found.shape, 1 if replicas is None else replicas.size)
 
 
 def _baseline(found: Subject, step: StepShape, profile: Profile) -> Baseline:
-    """Return what a training keeps of weights and gradients; buffers count as weights outside the layers."""
+    """Return sizes of stored weights and gradients (quantised, sharded, or in another type).
+
+    Buffers count as weights outside the layers.
+    """
     less: dict[int, int] = {}
     passing: dict[tuple[Scope, str], int] = {}
     layers = {layer.index: found.model.get_submodule(layer.module_path) for layer in found.shape.layers}
@@ -175,16 +179,16 @@ def _baseline(found: Subject, step: StepShape, profile: Profile) -> Baseline:
 
 
 def _nf4_bytes(weight: torch.Tensor) -> int:
-    """NF4 with double quantisation (Dettmers et al., QLoRA, 2305.14314, section 3).
+    """Return a weight's bytes in NF4, double quantised (Dettmers et al., QLoRA, 2305.14314, section 3).
 
-    Four bits; for each block of 64 an 8-bit constant, and for each 256 of those an fp32 one.
+    An element has four bits, a block of 64 an 8-bit constant, and 256 of these constants an fp32 constant.
     """
     blocks = -(-weight.numel() // 64)
     return -(-weight.numel() // 2) + blocks + 4 * -(-blocks // 256)
 
 
 def _int8_bytes(weight: torch.Tensor) -> int:
-    """LLM.int8() (Dettmers et al., 2208.07339): eight bits, and an fp32 constant for each row."""
+    """Return a weight's bytes in LLM.int8() (Dettmers et al., 2208.07339): int8, an fp32 constant per row."""
     return weight.numel() + 4 * weight.shape[0]
 
 
@@ -192,13 +196,16 @@ _QUANTIZED: dict[QuantizeName, Callable[[torch.Tensor], int]] = {"4bit": _nf4_by
 
 
 def not_run(expected: str, error: Exception) -> ModelError:
-    """Return what to say when the model's own code has raised."""
+    """Return the error to raise when the model's own code has raised ``error``."""
     text = " ".join(str(error).split())[:300] or "no reason"
     return ModelError([Problem("model", expected, f"{type(error).__name__}: {text}")])
 
 
 def saved_by_row(profile: Profile, plan: MemoryPlan) -> Mapping[tuple[Scope, PlanRow | None], int]:
-    """Return the bytes that autograd saves without a plan, by scope and the row that decides on them."""
+    """Return the bytes that autograd saves without a plan, by scope and the plan's row that decides on them.
+
+    The row is ``None`` where no row does.
+    """
     found: dict[tuple[Scope, PlanRow | None], int] = {}
     for storage in profile.saved.storages:
         first = next((use for use in storage.uses if use.kind == "saved"), None)
@@ -220,7 +227,7 @@ def saved_by_op(profile: Profile, scope: Scope, op_path: str) -> int:
 
 
 def recompute_everything(num_layers: int, family: str) -> MemoryPlan:
-    """Return the plan that gradient checkpointing of every layer is."""
+    """Return the plan that recomputes every layer: gradient checkpointing."""
     return MemoryPlan(
         tuple(PlanRow(layer, "", "recompute") for layer in range(num_layers)), num_layers, family
     )

@@ -1,6 +1,6 @@
-"""What a command looks at: a model of shapes, divided as the configuration says, and the plan for it.
+"""Makes the model that a command analyses, on ``meta``, divided as the configuration says.
 
-Of the model only the shapes exist; it comes from a Hub id, a folder or a ``config.json``.
+It is made from the configuration behind a Hub id, a folder or a ``config.json``; weights are not read.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Subject:
     """A model to plan for.
 
     Args:
-        name: as the user named it.
-        model: on ``meta``; rank 0's part of it where there are several.
-        shape: its structure.
-        parameters: of the whole model, adapters included.
-        trained: how many of them are trained.
-        dtype: of its weights.
-        tensor_parallel_size: ranks that hold it together.
-        quantize: type in which its frozen linear layers rest.
+        name: the model, as the user named it.
+        model: the model on ``meta``; with several tensor-parallel ranks the part of rank 0.
+        shape: its layers and ops.
+        parameters: number of parameters of the whole model, adapters included.
+        trained: number of parameters that are trained.
+        dtype: type of its weights.
+        tensor_parallel_size: number of ranks that hold the model together.
+        quantize: how its frozen linear layers are stored; ``None``: in ``dtype``.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Subject:
     quantize: QuantizeName | None = None
 
     def described(self) -> str:
-        """Return it in one line."""
+        """Return the model as one line of text."""
         layers = len(self.shape.layers)
         size = (
             f"{self.parameters / 1e9:.2f} B" if self.parameters >= 1e8 else f"{self.parameters / 1e6:.2f} M"
@@ -64,7 +64,7 @@ class Subject:
         return f"{kind}, {layers} layers, {size} parameters, {self.dtype}{base}{part}{ranks}"
 
     def document(self) -> dict[str, object]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {
             "name": self.name,
             "family": self.shape.family,
@@ -87,16 +87,16 @@ def with_tp(config: ActSwapConfig, tp: int | None) -> ActSwapConfig:
 
 @contextmanager
 def subject(asked: ModelRequest, config: ActSwapConfig) -> Iterator[Subject]:
-    """Make the model, as one rank holds it; within the block its forward runs on fake tensors.
+    """Make the model as one rank holds it; within the block its forward runs on fake tensors.
 
     Args:
-        asked: which model, and what of it is trained.
-        config: whose ``parallel_config`` holds.
+        asked: which model, and how it is trained.
+        config: the configuration; its ``parallel_config`` divides the model.
 
     Raises:
         ModelError: there is no such model.
-        PatchError: it cannot be divided.
-        PlanError: it has no decoder layers.
+        PatchError: the model cannot be divided.
+        PlanError: the model has no decoder layers.
     """
     model, size = model_on_meta(asked), config.parallel_config.tensor_parallel_size
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
@@ -117,7 +117,7 @@ def _divided(model: nn.Module, config: ActSwapConfig, group: dist.ProcessGroup) 
 
 
 class _AllSayTheSame(Store):
-    """A store in which every rank has written what this one wrote: its keys end in the number of a rank."""
+    """A store that answers as if every rank had written the same as this one; keys end in a rank's number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _AllSayTheSame(Store):
         return amount
 
     def wait(self, _keys: Sequence[str], _timeout: timedelta | None = None) -> None:
-        """All have come."""
+        """Return at once: all ranks have written."""
 
     def check(self, _keys: Sequence[str]) -> bool:
         return True
@@ -141,17 +141,17 @@ class _AllSayTheSame(Store):
 
 @contextmanager
 def rank_0_of(size: int) -> Iterator[dist.ProcessGroup]:
-    """Be rank 0 of a tensor-parallel group of ``size`` within the block: one process alone.
+    """Within the block this process alone is rank 0 of a tensor-parallel group of ``size`` ranks.
 
-    So what a rank holds is known without the others. PyTorch's fake process group answers every collective at
-    once and moves nothing. On fake tensors there is nothing to move.
+    So a rank's part of the model can be made in one process. PyTorch's fake process group returns from every
+    collective at once and moves no data; fake tensors have no data.
 
     Raises:
-        RuntimeError: there is a process group already.
+        RuntimeError: a process group exists already.
     """
     if dist.is_initialized():
         raise RuntimeError("a process group exists already: this command pretends to be one of several")
-    store = _AllSayTheSame()  # kept here: PyTorch holds its C++ part only
+    store = _AllSayTheSame()  # a reference must stay here: PyTorch holds the C++ part only
     dist.init_process_group("fake", store=store, rank=0, world_size=size)
     try:
         group = dist.group.WORLD
@@ -180,10 +180,10 @@ class ModelError(ActSwapError):
 
 
 def model_on_meta(asked: ModelRequest) -> nn.Module:
-    """Return the model in training mode, all tensors on ``meta``, with its adapters; see `random_model`.
+    """Return the model in training mode on ``meta``, with its adapters (`random_model`).
 
     Raises:
-        ModelError: also where PEFT is missing, or finds nothing to adapt.
+        ModelError: there is no such model, or PEFT is missing or finds nothing to adapt.
     """
     meta = torch.device("meta")
     model = random_model(asked.name, asked.dtype, meta, trust_remote_code=asked.trust_remote_code)
@@ -221,18 +221,18 @@ def random_model(
     layers: int | None = None,
     trust_remote_code: bool = False,
 ) -> nn.Module:
-    """Return the model in training mode, its weights as they are before training. None are read.
+    """Return the model in training mode, with random initial weights; no weights are read.
 
     Args:
-        name: a path, which wins where it exists, or ``org/name`` or ``org/name@revision``.
-        dtype: of its weights; ``None``: what its configuration says, else fp32.
-        device: of its weights.
-        layers: how many of its decoder layers it has, the first ones; ``None``: all.
-        trust_remote_code: whether code that lies beside the configuration may run.
+        name: a path, which has precedence if it exists, or ``org/name`` or ``org/name@revision``.
+        dtype: type of its weights; ``None``: that of its configuration, else fp32.
+        device: device of its weights.
+        layers: number of decoder layers to make, the first ones; ``None``: all.
+        trust_remote_code: whether code beside the configuration may run.
 
     Raises:
-        ModelError: there is none, or it is no causal language model of transformers.
-        torch.OutOfMemoryError: it does not fit on the device.
+        ModelError: there is no such model, or it is not a causal language model of transformers.
+        torch.OutOfMemoryError: the model does not fit on the device.
     """
     place = _with_code(name) if trust_remote_code else {"pretrained_model_name_or_path": _config_path(name)}
     try:
@@ -246,7 +246,7 @@ def random_model(
             )
     except torch.OutOfMemoryError:
         raise
-    # transformers raises whatever its reading of a file of anybody's meets: OSError, ValueError, KeyError ...
+    # Reading an arbitrary file, transformers may raise anything: OSError, ValueError, KeyError ...
     except Exception as error:
         hint = (
             "Only if you trust that code: --trust-remote-code." if "trust_remote_code" in str(error) else ""
@@ -258,19 +258,19 @@ def random_model(
 
 
 def parameters_of(model: nn.Module) -> int:
-    """Return how many numbers its weights are; tied ones once."""
+    """Return the number of a model's parameters; tied ones count once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def dtype_name(model: nn.Module) -> str:
-    """Return the types of its weights, as the user writes them."""
+    """Return the types of a model's weights, as the user writes them (``bf16``)."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     found = {parameter.dtype for parameter in model.parameters()}
     return ", ".join(sorted(names.get(dtype, str(dtype).removeprefix("torch.")) for dtype in found))
 
 
 def _cut_to(config: Any, layers: int) -> None:
-    """Leave the first layers; so also in lists that have an entry for each (``layer_types``)."""
+    """Cut a configuration to its first layers, also in lists with an entry per layer (``layer_types``)."""
     count = config.num_hidden_layers
     lists = {key: value for key, value in config.to_dict().items() if isinstance(value, list)}
     for key, value in lists.items():
@@ -285,7 +285,7 @@ def _dtype_of(config: Any) -> torch.dtype:
 
 
 def _with_code(name: str) -> dict[str, Any]:
-    """Where the configuration and the code lie: a folder, or a repository on the Hub and its revision."""
+    """Return arguments of ``from_pretrained`` that locate configuration and code: a folder or a Hub id."""
     path = Path(name)
     hub_id = None if path.exists() else split_hub_id(name)
     if hub_id is None:

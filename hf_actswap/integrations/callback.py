@@ -1,4 +1,4 @@
-"""The callback: divides the model at init end, applies at train begin, removes at train end, reports."""
+"""`ActSwapCallback` divides the Trainer's model, applies a plan while it trains, and logs statistics."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class ActSwapCallback(TrainerCallback):
 
     At train begin the plan is applied to the model, to the compiled one under ``torch_compile``; rank 0 logs
     the reference-style lines and the plan as a table, and shows a bar while host memory is page-locked; every
-    rank writes its lines to ``<output_dir>/worker_<rank>.log``. When ``auto`` has measured, what it decided
-    is written there too, and the table is logged again. The statistics of the last optimizer step go into
+    rank writes its lines to ``<output_dir>/worker_<rank>.log``. Windows that ``auto`` chooses during training
+    are written there too, and the table is logged again. The statistics of the last optimizer step go into
     the Trainer's log, and so to TensorBoard and other trackers. The plan is removed when ``Trainer.train``
     ends, also by an exception.
 
@@ -65,9 +65,9 @@ class ActSwapCallback(TrainerCallback):
     the plan on the model until the next ``train``, or until `remove`.
 
     With ``parallel_config.tensor_parallel_size`` above 1 the model is divided among the ranks when the
-    Trainer is constructed, and is trained as in one process: losses, norms and the log. Under a plain Trainer
-    the callback can hold one model (no data parallelism) and can neither save nor resume; it says so before
-    the first step. `ActSwapTrainer` does both.
+    Trainer is constructed; losses, norms and the log are as in one process. Under a plain Trainer there is
+    no data parallelism, no saving and no resuming: settings that ask for these are an error before the first
+    step. `ActSwapTrainer` does all three.
 
     Args:
         args: `ActSwapTrainingArguments`, or a configuration in any form that `load_config` takes, or a plan
@@ -75,12 +75,13 @@ class ActSwapCallback(TrainerCallback):
 
     Attributes:
         applied: the plan on the model, or the planner that changes it, or ``None`` outside training.
-        parallel: the model in parts, from the Trainer's construction on, or ``None``.
+        parallel: the training of a divided model, from the Trainer's construction on; ``None``: the model is
+            not divided.
 
     Raises:
-        ConfigError: the configuration is malformed. Where several processes were started, the construction of
-            the Trainer raises it, on the others `RankAgreementError`.
-        PlanError: the plan is malformed; as `ConfigError`.
+        ConfigError: the configuration is malformed. With several processes the Trainer's construction raises
+            it, and ranks whose own configuration is valid raise `RankAgreementError`.
+        PlanError: the plan is malformed; raised in the same places.
     """
 
     @short_traceback
@@ -105,7 +106,7 @@ class ActSwapCallback(TrainerCallback):
 
     @property
     def _config(self) -> ActSwapConfig:
-        """What is configured; nothing, where a plan was given."""
+        """The configuration; an empty one if a plan was given."""
         return self._requested if isinstance(self._requested, ActSwapConfig) else ActSwapConfig()
 
     @property
@@ -117,10 +118,10 @@ class ActSwapCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Find the Trainer, which the event does not pass, and see to its end, its log and its model.
+        """Find the Trainer, which the event does not pass; wrap its methods (`bind`), divide its model.
 
         Raises:
-            MeshError: the launcher started trainings that do not know of each other, or too few processes.
+            MeshError: the launcher started processes that would each train alone, or too few processes.
             ParallelTrainingError, RankAgreementError, PatchError: the model cannot be divided as asked.
         """
         with failing_together("configuration of the callback", args.ddp_timeout) as facts:
@@ -141,9 +142,9 @@ class ActSwapCallback(TrainerCallback):
                 self.parallel.shows_bars = not args.disable_tqdm
 
     def bind(self, trainer: Any) -> None:
-        """Remove the plan whenever ``trainer.train`` ends, and put the statistics into ``trainer.log``.
+        """Wrap methods of a Trainer: ``train`` removes the plan at its end, ``log`` adds the statistics.
 
-        Beside the planner ``trainer.training_step`` has a retry where memory runs out.
+        Under a planner ``training_step`` runs a micro-batch again if memory runs out.
         """
         train, log, step = trainer.train, trainer.log, trainer.training_step
 
@@ -151,7 +152,7 @@ class ActSwapCallback(TrainerCallback):
         @functools.wraps(train)
         def train_and_remove(*args: Any, **kwargs: Any) -> Any:
             if self.parallel is not None:
-                self.parallel.take_fused_head()  # which TRL adds when the Trainer is constructed
+                self.parallel.take_fused_head()  # TRL adds one when the Trainer is constructed
             with failing_together("checkpoint", trainer.args.ddp_timeout) as facts:
                 asked = kwargs.get("resume_from_checkpoint", next(iter(args), None))
                 facts["resume_from_checkpoint"] = checkpoint_fact(asked, trainer.args.output_dir)
@@ -170,7 +171,7 @@ class ActSwapCallback(TrainerCallback):
                     logs.update(self._record.as_log())
                     self._record.logged({"step": trainer.state.global_step, **logs})
             if self._record is not None and "train_loss" in logs:
-                logs.update(self._record.as_log())  # what `train` returns, too
+                logs.update(self._record.as_log())  # `train` returns these numbers too
             return log(logs, *args, **kwargs)
 
         @functools.wraps(step)
@@ -192,8 +193,8 @@ class ActSwapCallback(TrainerCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Apply. Raises `PlanError` or `ParallelTrainingError`, before the first step."""
-        self.remove()  # auto_find_batch_size begins again without an end
+        """Apply the plan. Raises `PlanError` or `ParallelTrainingError`, before the first step."""
+        self.remove()  # auto_find_batch_size starts training again without the event of its end
         if model is None:
             raise ValueError("ActSwapCallback needs the model: it is a callback of the Trainer")
         model = called_model(calling_trainer(self), model)
@@ -298,14 +299,14 @@ class ActSwapCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Watch the step, if it is one of those that are recorded."""
+        """Measure the step, if it is one of the two that the record measures (`RunRecord`)."""
         if self._record is not None:
             self._record.step_starts()
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Raise `UnsummedGradientError` if a subclass has clipped in a way of its own, without the sum."""
+        """Raise `UnsummedGradientError` if tagged gradients are not summed (a subclass clips by itself)."""
         if self.parallel is not None:
             self.parallel.check_summed()
         if self._record is not None:
@@ -314,7 +315,7 @@ class ActSwapCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Take the statistics of the optimizer step that ends; say what was decided in it."""
+        """Take the statistics of the optimizer step that ends; log changes of the plan in it."""
         if self.applied is None:
             return
         if self._record is not None:
@@ -339,7 +340,7 @@ class ActSwapCallback(TrainerCallback):
     def _log_decisions(self, plan: MemoryPlan, args: TrainingArguments, state: TrainerState) -> None:
         """Log what the engine has added to the plan since it was logged: the windows that ``auto`` chose."""
         if isinstance(self.applied, Planner) and self.applied.phase != "stable":
-            return  # what is tried is not decided
+            return  # the plan on the model is a trial
         logged, self._logged = self._logged, plan
         if logged is None or plan is logged:
             return
@@ -352,14 +353,14 @@ class ActSwapCallback(TrainerCallback):
                 logger.info("Decided in step %d:\n%s", state.global_step, plan_table(plan))
 
     def _spoken(self, state: TrainerState) -> AbstractContextManager[Any]:
-        """Let rank 0 say on the console what the package logs."""
+        """Return the context in which the package's log lines reach the console, on rank 0 only."""
         package = logging.getLogger("hf_actswap")
         return console_logging(package) if state.is_world_process_zero else nullcontext()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Remove; say what was saved, unless `train` still has something to say."""
+        """Remove the plan; log how much memory it saved, unless the wrapped ``train`` does (`bind`)."""
         if self._record is not None and state.is_world_process_zero:
             self._saving = self._record.saving()
         self.remove()
@@ -383,9 +384,9 @@ class ActSwapCallback(TrainerCallback):
 
 
 class ArgumentsCallback(ActSwapCallback):
-    """What a Trainer makes by itself because its arguments are `ActSwapTrainingArguments`.
+    """The callback that a Trainer makes by itself if its arguments are `ActSwapTrainingArguments`.
 
-    It does what they say, and leaves a Trainer that has an `ActSwapCallback` which was passed to it.
+    It applies their ``actswap``. If the Trainer was given another `ActSwapCallback`, it removes itself.
     """
 
     def __init__(self) -> None:
@@ -394,10 +395,7 @@ class ArgumentsCallback(ActSwapCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Find the Trainer, which the event does not pass, and see to its end, its log and its model.
-
-        Now the arguments are known.
-        """
+        """Read ``actswap`` of the arguments, which are known only now; then as `ActSwapCallback`."""
         self._source = getattr(args, "actswap", None)
         if self._source is not None and not self._gives_way():
             self._requested = load_config_or_plan(self._source)
@@ -411,7 +409,7 @@ class ArgumentsCallback(ActSwapCallback):
         model: nn.Module | None = None,
         **kwargs: Any,
     ) -> None:
-        """Apply. Raises `PlanError` or `ParallelTrainingError`, before the first step."""
+        """Apply the plan. Raises `PlanError` or `ParallelTrainingError`, before the first step."""
         if self._gives_way():
             return
         if self._source is not None:
@@ -427,7 +425,7 @@ class ArgumentsCallback(ActSwapCallback):
         given = next((item for item in others if isinstance(item, ActSwapCallback)), None)
         if given is None:
             return False
-        trainer.callback_handler.callbacks = others  # another list: the event goes on through this one
+        trainer.callback_handler.callbacks = others  # a new list: the event still iterates over the old one
         if self._source not in (None, given._source) and trainer.is_world_process_zero():
             with console_logging(logger):
                 logger.warning(_IGNORED)
@@ -452,7 +450,10 @@ def _worker_path(args: TrainingArguments) -> str:
 def _log_plan(
     target: logging.Logger, plan: MemoryPlan, notes: Iterable[str], lines: int = logging.INFO
 ) -> None:
-    """Log the notes and the reference's lines at level ``lines``; at INFO its warnings are WARNING."""
+    """Log the notes at INFO, and the reference's lines and warnings at level ``lines``.
+
+    If that level is INFO, the warnings are logged at WARNING.
+    """
     for note in notes:
         target.info("%s", note)
     for warning in plan.warnings:
@@ -494,8 +495,8 @@ def called_model(trainer: Any, model: nn.Module) -> nn.Module:
     Hooks on the bare model would be traced into the graph in the first case and never run in the second.
 
     Args:
-        trainer: in or after ``on_train_begin``; ``None``: not known.
-        model: the one that the event was given.
+        trainer: the Trainer, in or after ``on_train_begin``; ``None``: not known.
+        model: the bare model that the event was given.
     """
     wrapped = getattr(trainer, "model_wrapped", None)
     if isinstance(wrapped, nn.Module) and any(map(is_compiled, wrapped.modules())):

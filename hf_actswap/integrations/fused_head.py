@@ -1,9 +1,9 @@
 """TRL's fused head, for a head whose vocabulary is divided among the ranks.
 
 TRL's trainers replace ``model.forward`` by one that takes ``fused_lm_head=True`` and then reads the head's
-weight itself, in tiles, for log-probabilities, entropy and accuracy per token instead of logits. On a rank
-that has a part of the weight it would compute those of a part of the vocabulary. So that forward is replaced
-in turn by one that returns the same fields from this rank's part of the logits.
+weight itself, in tiles, for log-probabilities, entropy and accuracy per token instead of logits. A rank that
+holds a part of the weight would get these for a part of the vocabulary only. So TRL's forward is replaced in
+turn by one that computes the same fields from every rank's part of the logits.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .parallel_limits import ParallelTrainingError
 _FLAG = "fused_lm_head"
 _FIELDS = frozenset({"log_probs", "entropy", "is_top1"})
 _PIECE_TOKENS = 1024
-"""Tokens whose logits are there in fp32 at once; if the head runs in tiles, others are not computed."""
+"""Tokens whose logits are in fp32 at a time. If the head runs in tiles, only these logits are computed."""
 
 
 @dataclass
 class ParallelFusedOutput(ModelOutput):
-    """What TRL's ``FusedCausalLMOutput`` has, per token ``[B, S - 1]``; and logits, gathered when read."""
+    """The fields of TRL's ``FusedCausalLMOutput``, per token ``[B, S - 1]``; reading logits gathers them."""
 
     loss: torch.Tensor | None = None
     log_probs: torch.Tensor | None = None
@@ -49,7 +49,7 @@ def take_fused_head(patched: Patched) -> None:
     """Replace TRL's fused forward on a patched model, if there is one; safe to call again.
 
     Raises:
-        ParallelTrainingError: it computes what is not computed here.
+        ParallelTrainingError: TRL's forward returns a field that the replacement cannot compute.
     """
     root = patched.bare
     fused = getattr(root.forward, "__func__", None)
@@ -59,7 +59,7 @@ def take_fused_head(patched: Patched) -> None:
     _reject(settings)
     parallel = _ParallelFusedForward(patched, root.forward, float(settings.get("temperature", 1.0)))
 
-    # With the signature of the model's own, by which the Trainer chooses the columns of the data.
+    # It has the signature of the model's own forward: the Trainer chooses the data's columns by it.
     @functools.wraps(type(root).forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return parallel(self, *args, **kwargs)
@@ -79,19 +79,19 @@ def _reject(settings: Mapping[str, Any]) -> None:
 
 
 class _ParallelFusedForward:
-    """The forward itself; bound to the model, it is called inside of the model's hooks.
+    """The forward that replaces TRL's. It is bound to the model, so the model's hooks run around it.
 
     Args:
-        patched: the model.
-        before: TRL's forward, which serves calls without the flag.
-        temperature: by which logits are divided.
+        patched: the divided model.
+        before: TRL's forward, for calls without the flag ``fused_lm_head``.
+        temperature: number by which logits are divided.
     """
 
     def __init__(self, patched: Patched, before: Callable[..., Any], temperature: float) -> None:
         self._patched, self._before, self._temperature = patched, before, temperature
 
     def __call__(self, model: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        """Return `ParallelFusedOutput` if the flag is set, else what the model's own forward does."""
+        """Return `ParallelFusedOutput` if ``fused_lm_head`` is set, else what TRL's forward returns."""
         if not fused_lm_head:
             return self._before(*args, **kwargs)
         labels, shifted = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
@@ -103,7 +103,7 @@ class _ParallelFusedForward:
         current = self._patched.region.current
         if current is not None:
             current.lost = True
-            if current.length:  # without what filled the sequence up
+            if current.length:  # without the padding that made the length divisible by the ranks
                 kept = current.length - (shifted is None)
                 logits, targets = logits[:, :kept], targets[:, :kept]
         return self._fields(model, logits / self._temperature, targets, count, output)
@@ -135,7 +135,7 @@ class _ParallelFusedForward:
 def _statistics(
     shard: torch.Tensor, targets: torch.Tensor, vocabulary_size: int, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Entropy (nats) of each token's prediction, and whether its target is the most likely id: ``[B, S]``."""
+    """Return entropy (nats) of each token's prediction, and whether its target is the top id: ``[B, S]``."""
     first = group.rank() * shard.shape[-1]
     held = max(0, min(shard.shape[-1], vocabulary_size - first))
     columns = F.pad(shard[..., :held], (0, int(held == 0)), value=-torch.inf)

@@ -1,8 +1,8 @@
-"""An optimizer's parameters by name, and its state of whole tensors whatever this rank holds of them.
+"""Names an optimizer's parameters, and converts its state between whole tensors and this rank's parts.
 
 The state on disk is what PyTorch's optimizer writes of an undivided model: whole tensors, numbered in the
-order of the groups. Any number of ranks reads it, and a plain Trainer in one process too. The groups have
-the parameters' names besides (``param_names``, as PyTorch calls them), and these decide.
+order of the groups. Any number of ranks can read it, and so can a plain Trainer in one process. Each group
+also has the parameters' names (``param_names``, PyTorch's key): states are matched by name if it is there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def names_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
     """Return the names under which a model has an optimizer's parameters.
 
     Raises:
-        ValueError: a parameter is none of the model's.
+        ValueError: the optimizer has a parameter that is not in the model.
     """
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     missing = [
@@ -42,10 +42,10 @@ def names_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> N
 
 
 def rebind(optimizer: torch.optim.Optimizer, names: Names, model: nn.Module) -> None:
-    """Put a model's present parameters into an optimizer that was built on earlier ones.
+    """Replace an optimizer's parameters by the model's present ones of the same names.
 
     Raises:
-        ValueError: the optimizer has state already, of parameters that are no more.
+        ValueError: the optimizer already has state, which is of its earlier parameters.
     """
     if any(optimizer.state.values()):
         raise ValueError("the optimizer has made steps on the whole model: give one without state")
@@ -60,16 +60,16 @@ def full_optimizer_state(
 ) -> dict[str, Any]:
     """Return an optimizer's ``state_dict`` with whole tensors on the CPU. Every rank must call it.
 
-    Under FSDP2 that is every rank of all models.
+    Under FSDP2 the ranks of all data-parallel models must call it.
 
     Args:
-        optimizer: PyTorch's, of the patched model.
-        patched: the model.
+        optimizer: PyTorch's optimizer of the patched model.
+        patched: the divided model.
         keeps: whether this rank gets the result; other ranks only take part, and get an empty dict.
-        progress: called with how many bytes of this rank's tensors are gathered, and how many there are.
+        progress: called with (bytes gathered, bytes in total) of this rank's tensors.
 
     Raises:
-        ValueError: the optimizer keeps, of a divided parameter, what is neither of its shape nor a number.
+        ValueError: a state entry of a divided parameter is neither a number nor of the parameter's shape.
         RuntimeError: ranks have states of different parameters.
     """
     state = optimizer.state_dict()
@@ -99,15 +99,15 @@ def full_optimizer_state(
 def own_optimizer_state(
     optimizer: torch.optim.Optimizer, patched: Patched, full: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return this rank's ``state_dict`` for an optimizer, from one of whole tensors.
+    """Return this rank's ``state_dict`` for an optimizer, from one with whole tensors.
 
     Args:
-        optimizer: PyTorch's, of the patched model.
-        patched: the model.
-        full: what `full_optimizer_state` gave, or the state of an optimizer of the undivided model.
+        optimizer: PyTorch's optimizer of the patched model.
+        patched: the divided model.
+        full: what `full_optimizer_state` returned, or the state of an optimizer of the undivided model.
 
     Raises:
-        ValueError: groups or shapes do not fit.
+        ValueError: groups or shapes of ``full`` do not fit the model.
     """
     names = names_of_parameters(patched.model, optimizer)
     partitions = dict(partitions_of(patched.model))
@@ -150,14 +150,14 @@ def whole_entry(
     """Return an entry of an optimizer's state whole, on the CPU; every rank of the group must call it.
 
     Args:
-        value: a tensor like its parameter, or a number.
-        what: it is, for errors.
-        shape: of the parameter.
-        partition: of the parameter; ``None``: every rank has it whole.
+        value: this rank's entry: a tensor of its parameter's shape, or a number.
+        what: name of the entry, for errors.
+        shape: shape of the parameter on this rank.
+        partition: how the parameter is divided; ``None``: every rank has it whole.
         group: tensor-parallel group; ``None``: nothing is divided.
 
     Raises:
-        ValueError: a divided parameter has a tensor of another shape.
+        ValueError: the parameter is divided, and the tensor has another shape.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -173,7 +173,7 @@ def own_entry(value: Any, what: str, shape: torch.Size, partition: Partition | N
     """Return a rank's part of what `whole_entry` returned.
 
     Raises:
-        ValueError: it has not the shape of the whole parameter.
+        ValueError: ``value`` does not have the shape of the whole parameter.
     """
     if not isinstance(value, torch.Tensor) or partition is None or value.dim() == 0:
         return value
@@ -187,7 +187,7 @@ def own_entry(value: Any, what: str, shape: torch.Size, partition: Partition | N
 
 
 def _shard(value: Any, parameter: torch.Tensor) -> Any:
-    """A rank's shard, under FSDP2, of what has the shape of its parameter."""
+    """Return this rank's FSDP2 shard of a tensor of its parameter's shape; any other value unchanged."""
     same = isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == parameter.shape
     return sharded_as(value, parameter) if same else value
 

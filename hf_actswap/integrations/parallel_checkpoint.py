@@ -6,11 +6,11 @@ file                            holds
 ``model.safetensors``           the model, as a single process writes it
 ``optimizer.pt``                whole tensors (`optimizer_parameters`)
 ``rng_state_<rank>.pth``        random states; equal within a tensor-parallel group
-``parallel_layout.json``        how many ranks there were, of them to a stage, and stages
+``parallel_layout.json``        numbers of ranks, of tensor-parallel ranks, and of stages
 =============================== =========================================================================
 
-Random states are found again by data rank: a rank of another number of ranks per model reads that of the
-first rank which trained on its data.
+Random states are read by data rank. If the number of ranks per model has changed, a rank reads the state of
+the first rank that trained on the same part of the data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .parallel_limits import ParallelTrainingError
 
 LAYOUT_FILE = "parallel_layout.json"
 OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE = "optimizer.pt", "scheduler.pt", "trainer_state.json"
-"""Names that the Trainer gives them."""
+"""The Trainer's names for these files."""
 
 _MAX_LAYOUT_BYTES = 64 * 1024
 _Size = Annotated[int, Rule("a whole number from 1 on", lambda size: size >= 1)]
@@ -45,7 +45,7 @@ class _AnyLayout(TypedDict):
 
 
 class Layout(_AnyLayout, total=False):
-    """How many ranks there are, how many of them hold a layer together, and how many stages; 1 if missing."""
+    """Numbers of ranks, of ranks that hold a layer together, and of pipeline stages (1 if missing)."""
 
     pipeline_stage: _Size
 
@@ -56,31 +56,32 @@ def load_optimizer_and_scheduler(
     scheduler: Any,
     own_state: Callable[[torch.optim.Optimizer, Mapping[str, Any]], dict[str, Any]],
 ) -> None:
-    """Load this rank's part of an optimizer's whole state, and a scheduler's; nothing if there is none.
+    """Load this rank's part of an optimizer's whole state, and a scheduler's state.
 
-    In the place of the Trainer's method, which would put the whole model's state onto every device.
+    If one of the two files is missing, nothing is loaded. This replaces the Trainer's method, which would
+    put the whole model's state onto every device.
 
     Args:
         checkpoint: the checkpoint's folder.
-        optimizer: Accelerate's.
-        scheduler: PyTorch's.
-        own_state: returns this rank's part of the whole state of an optimizer.
+        optimizer: the optimizer in Accelerate's wrapper.
+        scheduler: PyTorch's scheduler.
+        own_state: takes an optimizer and its whole state, and returns this rank's part of the state.
     """
     files = Path(checkpoint, OPTIMIZER_FILE), Path(checkpoint, SCHEDULER_FILE)
     if not all(file.is_file() for file in files):
         return
-    # Mapped, not read: the ranks of a machine share what they have in memory of it.
+    # Mapped, not read: the ranks of a machine share the file's pages in memory.
     full = torch.load(files[0], map_location="cpu", mmap=True, weights_only=True)
     optimizer.load_state_dict(own_state(optimizer.optimizer, full))
     scheduler.load_state_dict(torch.load(files[1], map_location="cpu", weights_only=True))
 
 
 def checkpoint_fact(asked: str | bool | None, output_dir: str | None) -> str:
-    """Return which checkpoint this rank would go on from, in words that are the same on all ranks.
+    """Return which checkpoint this rank would resume from, in words that ranks can compare.
 
     Args:
         asked: ``resume_from_checkpoint`` of ``Trainer.train``.
-        output_dir: of the training, whose last checkpoint is meant by ``True``.
+        output_dir: folder of the training; ``True`` means the last checkpoint in it.
     """
     if not asked:
         return "none"
@@ -98,7 +99,7 @@ def checkpoint_fact(asked: str | bool | None, output_dir: str | None) -> str:
 
 
 def write_layout(folder: str, layout: Layout) -> None:
-    """Write into a checkpoint how many ranks there are."""
+    """Write the numbers of ranks and stages into a checkpoint's folder."""
     Path(folder, LAYOUT_FILE).write_text(json.dumps(layout) + "\n", encoding="utf-8")
 
 
@@ -110,12 +111,12 @@ def random_states_by_data_rank(
 
     Args:
         checkpoint: the checkpoint's folder.
-        layout: of this training.
-        process_index: this rank.
-        data_rank: which part of the data it trains on.
+        layout: the layout of this training.
+        process_index: this rank's index among all processes.
+        data_rank: index of the part of the data that it trains on.
 
     Raises:
-        ParallelTrainingError: the file that says how many ranks there were is damaged.
+        ParallelTrainingError: ``parallel_layout.json`` is damaged.
     """
     folder = Path(checkpoint)
     written = _layout_of(folder)

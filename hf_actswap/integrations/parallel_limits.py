@@ -1,6 +1,6 @@
-"""What cannot be combined with a model that several ranks hold; rejected before the first step.
+"""Rejects, before the first step, settings that do not work with a model divided among ranks.
 
-Each of these would end in a hang, in another model than in one process, or in a checkpoint of one rank's
+Each of them would end in a hang, in another model than in one process, or in a checkpoint of one rank's
 part, mostly without an error.
 """
 
@@ -32,8 +32,8 @@ ELEMENTWISE_OPTIMIZERS = frozenset(
         "schedule_free_sgd",
     }
 )
-"""Values of ``optim`` under which an element's update depends on its own gradients alone, as it must where a
-rank holds a part of a matrix: Adafactor takes means over rows, Muon orthogonalises, 8-bit ones cut blocks."""
+"""Values of ``optim`` that update each element by its own gradients alone. Others do not work on a part of a
+matrix: Adafactor takes means over rows, Muon orthogonalises, 8-bit optimizers quantise in blocks."""
 
 
 class ParallelTrainingError(ActSwapError):
@@ -54,12 +54,12 @@ def reject_unsupported(trainer: Any, tensor_parallel_size: int) -> None:
 
 
 def problems_of_trainer(trainer: Any) -> list[Problem]:
-    """Return all settings of a trainer that do not go with a model that several ranks hold."""
+    """Return all settings of a trainer that do not work with a model divided among ranks."""
     return [*_of_arguments(trainer.args), *_of_trainer(trainer)]
 
 
 def reject_for_callback(trainer: Any, tensor_parallel_size: int) -> None:
-    """Raise `ParallelTrainingError` with all that a callback alone cannot do, naming who can."""
+    """Raise `ParallelTrainingError` with all settings that need `ActSwapTrainer`, not a callback alone."""
     args = trainer.args
     strategy = getattr(args.save_strategy, "value", args.save_strategy)
     data_parallel_size = args.world_size // tensor_parallel_size

@@ -51,20 +51,21 @@ from .shared_config import facts_of
 
 
 class ModelInParts(ABC):
-    """A model that several ranks hold together, in a training that Accelerate drives.
+    """Base class: a model that several ranks hold together, in a training that Accelerate drives.
 
     Args:
-        accelerator: of the training; from now on it prepares data loaders, gathers metrics and clips as such
-            a model needs.
-        mesh: of all processes; its second axis are the ranks that hold one model.
-        model: bare.
-        timeout_s: how long ranks wait for each other where they compare batches.
+        accelerator: Accelerate's accelerator. From now on it prepares data loaders, gathers metrics and
+            clips as a divided model needs it.
+        mesh: mesh of all processes; the ranks along its second axis hold one model together.
+        model: the model without wrappers.
+        timeout_s: how long ranks wait for each other when they compare batches.
 
     Attributes:
-        mesh: of all processes.
-        shows_bars: whether rank 0 shows bars (the Trainer's ``disable_tqdm``).
-        passes: of a pipeline's stage, which windows of swapped tensors cross; ``None``: there is no pipeline.
-        phase: returns that of the planner on this rank; ``None``: there is none.
+        mesh: mesh of all processes.
+        shows_bars: whether rank 0 shows progress bars (the Trainer's ``disable_tqdm``).
+        passes: order of forwards and backwards on a pipeline's stage; windows of swapped tensors may reach
+            from one into the next. ``None``: there is no pipeline.
+        phase: returns the planner's phase on this rank; ``None``: there is no planner.
     """
 
     passes: PassOrder | None = None
@@ -86,7 +87,7 @@ class ModelInParts(ABC):
 
     @abstractmethod
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """In the place of ``accelerator.clip_grad_norm_``: clip by the norm of the whole model."""
+        """Replaces ``accelerator.clip_grad_norm_``: clip by the norm of the whole model."""
 
     @property
     def ranks_per_model(self) -> int:
@@ -94,11 +95,11 @@ class ModelInParts(ABC):
         return self.mesh.tensor_parallel_size
 
     def planned(self, training: PlannedTraining, micro_batches: int) -> PlannedTraining:
-        """Return what is planned for on this rank, in steps of so many micro-batches."""
+        """Return ``training`` as this rank plans for it, with ``micro_batches`` in a step."""
         return training
 
     def deciding(self) -> AbstractContextManager[None]:
-        """Return the context in which a planner decides."""
+        """Return the context in which the planners of all ranks decide on their plans."""
         return nullcontext()
 
     def expect_batch(self) -> None:
@@ -106,14 +107,16 @@ class ModelInParts(ABC):
         self._expects_batch = True
 
     def check_batch(self, batch: Any) -> None:
-        """Check, for the first batch of a training, that the ranks of a group have the same one.
+        """Check that the ranks of a group have the same first batch in a training.
+
+        With different batches they would train on half of one and half of another.
 
         Args:
             batch: a mapping with tensors in it; the same keys on every rank.
 
         Raises:
-            RankAgreementError: they have not (a data loader that was not prepared, a random sampler with a
-                seed of its own), or do not answer. They would train on half of one batch and half of another.
+            RankAgreementError: batches differ (a data loader that was not prepared, a random sampler with a
+                seed of its own), or a rank does not answer.
         """
         if not self._expects_batch:
             return
@@ -126,7 +129,7 @@ class ModelInParts(ABC):
 
     @contextmanager
     def gathering(self, what: str) -> Iterator[BytesBar | None]:
-        """Yield what shows on rank 0 how far the gathering of ``what`` is; ``None`` on the others."""
+        """Yield a progress bar for the gathering of ``what`` on rank 0, ``None`` on other ranks."""
         if dist.get_rank() != 0:
             yield None
             return
@@ -142,10 +145,10 @@ class ParallelTraining(ModelInParts):
 
     Args:
         accelerator, mesh, timeout_s: see `ModelInParts`.
-        patched: the model.
+        patched: the divided model.
 
     Attributes:
-        patched: the model.
+        patched: the divided model.
     """
 
     def __init__(
@@ -157,42 +160,42 @@ class ParallelTraining(ModelInParts):
 
     @property
     def tensor_group(self) -> dist.ProcessGroup:
-        """The ranks that hold each layer together: all that hold the model."""
+        """The ranks that hold each layer together: all ranks of the model."""
         return self.patched.group
 
     def take_fused_head(self) -> None:
-        """Replace TRL's fused head, if there is one; see `fused_head`."""
+        """Replace TRL's fused head (`fused_head`) by one for a divided vocabulary, if there is one."""
         take_fused_head(self.patched)
 
     def plan_of_rank(self, plan: MemoryPlan) -> MemoryPlan:
-        """Return what of a plan of the whole model is this rank's: all."""
+        """Return this rank's part of a plan of the whole model: all of it, as each rank has all layers."""
         return plan
 
     @property
     def recorded_stage(self) -> int | None:
-        """The stage of a pipeline whose run this rank records: rank 0 the only one; ``None``: none."""
+        """The pipeline stage whose run this rank records: 0 on rank 0; ``None`` (no record) on others."""
         return 0 if dist.get_rank() == 0 else None
 
     def recorded_stages(self, micro_batches: int) -> RecordedStages | None:
-        """Return what the record says of the stages: there are none."""
+        """Return ``None``: there are no pipeline stages to record."""
 
     def begin_step(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """The Trainer has read the micro-batches of an optimizer step."""
+        """Called with the micro-batches of an optimizer step when the Trainer has read them; does nothing."""
 
     def training_step(self, trainer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of a micro-batch whose gradients have been added: the Trainer's own ``stock``."""
+        """Run a micro-batch forward and backward by the Trainer's own method ``stock``; return its loss."""
         return stock(*args, **kwargs)
 
     def prediction_step(self, trainer: Any, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return loss, logits and labels of a batch, without gradients: the Trainer's own ``stock``."""
+        """Run a batch without gradients by the Trainer's own ``stock``; return loss, logits and labels."""
         return stock(*args, **kwargs)
 
     def sum_gradients(self) -> None:
-        """Sum the tagged gradients over the ranks of the group, those that are not summed yet."""
+        """Sum the tagged gradients that are not summed yet over the ranks of the group."""
         self._gradients.reduce()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """In the place of ``accelerator.clip_grad_norm_``: sum tagged gradients, then clip by the true norm.
+        """Replaces ``accelerator.clip_grad_norm_``: sum tagged gradients, clip by the whole model's norm.
 
         Returns:
             The norm of the whole model's gradients before clipping: fp32 scalar, the same on every rank.
@@ -202,7 +205,7 @@ class ParallelTraining(ModelInParts):
         return clip_grad_norm(parameters, max_norm, norm_type, process_group=self.patched.group)
 
     def check_summed(self) -> None:
-        """Raise `UnsummedGradientError` if a tagged gradient that is there is not summed."""
+        """Raise `UnsummedGradientError` if a tagged gradient is not summed."""
         reject_unsummed(self.patched.model.parameters())
 
     def whole_weights(self, keeps: bool) -> dict[str, torch.Tensor]:
@@ -213,12 +216,15 @@ class ParallelTraining(ModelInParts):
         """
         rank = self.patched.group.rank()
         with self.gathering("weights") as progress:
-            # A rank that is not named takes part and keeps nothing.
+            # `only_rank=-1` is no rank: this rank takes part and keeps nothing.
             return self.patched.full_state_dict(only_rank=rank if keeps else -1, progress=progress)
 
     @contextmanager
     def whole_optimizer_state(self, optimizer: Any, keeps: bool) -> Iterator[None]:
-        """Within the block Accelerate's ``optimizer`` writes whole tensors. Entering it is a collective."""
+        """Within the block ``optimizer.state_dict()`` has whole tensors. Entering it is a collective.
+
+        Without ``keeps`` this rank's state is empty; it only takes part.
+        """
         with self.gathering("optimizer states") as progress:
             full = full_optimizer_state(optimizer.optimizer, self.patched, keeps, progress)
             with answering(optimizer, "state_dict", lambda: full):
@@ -231,18 +237,18 @@ class ParallelTraining(ModelInParts):
         return own_optimizer_state(optimizer, self.patched, full)
 
     def whole_model(self) -> AbstractContextManager[None]:
-        """Return the context in which the model has all of its modules: always."""
+        """Return the context in which the model has all of its modules; without a pipeline it always has."""
         return nullcontext()
 
     def shard_over_data(self, optimizer: torch.optim.Optimizer | None = None, **settings: Any) -> None:
         """Shard the model over the data axis by FSDP2, in place of DDP.
 
         Args:
-            optimizer: built on the model, before its first step: it is given the shards.
-            settings: of ``torch.distributed.fsdp.fully_shard``.
+            optimizer: built on the model, before its first step; its parameters become the shards.
+            settings: arguments of ``torch.distributed.fsdp.fully_shard``.
 
         Raises:
-            ValueError: the optimizer has begun, or holds parameters that the model has not.
+            ValueError: the optimizer already has state, or a parameter that is not in the model.
         """
         model = self.patched.model
         names = None if optimizer is None else names_of_parameters(model, optimizer)
@@ -256,7 +262,7 @@ class ParallelTraining(ModelInParts):
         A model that FSDP2 shards (`shard_over_data`) needs no DDP.
 
         Args:
-            model: the patched one; returned as it is if it is wrapped already.
+            model: the divided model; returned as it is if it is wrapped already.
             ddp_settings: arguments of `DistributedDataParallel`, over those of the accelerator's handler.
         """
         accelerator = self._accelerator
@@ -285,17 +291,18 @@ def begin_parallel_training(
     """Divide a model among the ranks and set an accelerator up for it. Every rank must call it.
 
     Args:
-        accelerator: of the training.
-        model: whole, the same on every rank, not wrapped.
-        config: with ``parallel_config``.
-        optimizer: built on the whole model, before its first step: it is given the divided parameters.
-        timeout_s: how long ranks wait for each other to agree on what they are about to do.
+        accelerator: Accelerate's accelerator.
+        model: the whole model, the same on every rank, not wrapped.
+        config: a configuration with ``parallel_config``.
+        optimizer: built on the whole model, before its first step; its parameters become the divided ones.
+        timeout_s: how long ranks wait for each other when they compare what they were given.
 
     Raises:
-        MeshError: the processes cannot hold the model so, or were not started together.
-        RankAgreementError: ranks differ in what they were given, or do not answer in time.
+        MeshError: the number of processes does not fit ``tensor_parallel_size``, or they were not started
+            together.
+        RankAgreementError: ranks were given different arguments, or do not answer in time.
         PatchError: the model cannot be divided.
-        ValueError: the optimizer has begun, or holds parameters that the model has not.
+        ValueError: the optimizer already has state, or a parameter that is not in the model.
     """
     parallel_config = config.parallel_config
     with failing_together("training", timeout_s) as facts:
@@ -312,14 +319,14 @@ def begin_parallel_training(
 
 
 class OwnNamesHook:
-    """Hook before ``load_state_dict`` of a Hugging Face model: gives whole tensors the model's own names.
+    """Hook before ``load_state_dict`` of a Hugging Face model: converts a state to the model's own names.
 
     ``save_pretrained`` writes some families as they were published (Mixtral, Qwen3-MoE: each matrix of an
     expert by itself), and ``from_pretrained`` puts them together again. The Trainer's resuming and
     ``load_best_model_at_end`` do not: they call ``load_state_dict`` with what is on disk, leave out what does
-    not fit, and continue with the experts that the model has. For a patched model this hook translates first.
+    not fit, and continue with the experts that the model has. For a divided model this hook converts first.
 
-    A state with the model's names is left unchanged. Otherwise the whole model is made once more, on the CPU.
+    A state with the model's names is left unchanged. To convert, the whole model is made again on the CPU.
     """
 
     part_of_the_model = True
@@ -342,6 +349,6 @@ class OwnNamesHook:
         )
         for name in set(foreign) - set(told["unexpected_keys"]):
             del state[name]
-        missing = set(told["missing_keys"])  # drawn at random there
+        missing = set(told["missing_keys"])  # `from_pretrained` has drawn these at random
         whole = made.state_dict()
         state.update({name: whole[name] for name in names if name in whole and name not in missing})

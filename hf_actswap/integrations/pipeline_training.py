@@ -3,15 +3,15 @@
 ====================== ==================================================================================
 what                   how
 ====================== ==================================================================================
-who holds what         a mesh (stages, data axis, tensor axis); the model is proven, and cut, before the
-                       optimizer is built. Layers are divided before that, and the cut is proven again
+who holds what         a mesh (stages, data axis, tensor axis). Before the optimizer is built the model is
+                       checked (`prove_cut`), divided over the tensor axis and checked again, and cut
 batches                by data rank (`replicated_batches`); gradient accumulation steps are the micro-batches
 a step                 the whole schedule runs at the first micro-batch of an optimizer step; then the losses
                        are handed out one by one, as the Trainer adds them up
 gradients              of tied weights are summed over the stages that hold them, tagged ones over the
                        tensor axis, then all are averaged over the data axis, once per step
 norm and clip          of the whole model, the same on every rank
-random numbers         each stage draws its own in a step, by the seed, the step and the stage; the ranks of
+random numbers         each stage draws its own in a step, from the seed, the step and the stage; the ranks of
                        its tensor axis draw the same
 ====================== ==================================================================================
 """
@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 
 _TRAINER = "transformers.trainer"
 _OWN_STEPS = ("compute_loss", "training_step", "prediction_step")
-"""Methods that a trainer may not have of its own: they run on one stage only, or not at all."""
+"""Methods that a Trainer's subclass must not override: they run on one stage only, or not at all."""
 
 
 class PipelineTraining(ModelInParts):
@@ -77,14 +77,15 @@ class PipelineTraining(ModelInParts):
 
     Args:
         accelerator, mesh, timeout_s: see `ModelInParts`.
-        staged: proven, and cut.
-        parallel: the section of the configuration.
-        pipeline_group: ranks of all stages, each with this rank's part of its stage, in their order.
-        tensor_group: ranks that hold this rank's stage together; ``None``: it holds it alone.
+        staged: the model, after `prove_cut` and `StagedModel.cut`.
+        parallel: the section ``parallel_config`` of the configuration.
+        pipeline_group: one rank of each stage, in the order of the stages: the ranks that have this rank's
+            places on the data axis and the tensor axis.
+        tensor_group: ranks that hold this rank's stage together; ``None``: this rank holds it alone.
         stage_group: ranks of all pipelines that hold this rank's stage.
 
     Attributes:
-        staged: the model.
+        staged: the model in stages.
     """
 
     _all_stable = False
@@ -114,22 +115,22 @@ class PipelineTraining(ModelInParts):
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold this rank's stage together; ``None``: it holds it alone."""
+        """The ranks that hold this rank's stage together; ``None``: this rank holds it alone."""
         return self._tensor_group
 
     def wrap(self, model: nn.Module, _ddp_settings: Mapping[str, Any] | None = None) -> nn.Module:
-        """Prepare a model for training: autocast, on the module that stages call too."""
+        """Prepare a model for training: put autocast on the module, which every stage calls."""
         prepared: nn.Module = self._accelerator.prepare_model(model, evaluation_mode=True)
         return prepared
 
     @property
     def recorded_stage(self) -> int | None:
-        """The stage whose run this rank records: its own, if it is the first rank that holds it."""
+        """The stage whose run this rank records: its own on the first rank that holds it, else ``None``."""
         first = self._tensor_group is None or self._tensor_group.rank() == 0
         return self.staged.stage if first and self.mesh.data_parallel_rank == 0 else None
 
     def recorded_stages(self, micro_batches: int) -> RecordedStages | None:
-        """Return what the record says of the stages, in steps of so many micro-batches."""
+        """Return what the record says of the stages, with ``micro_batches`` in a step."""
         layout, name = self.staged.layout, self._schedule
         stages, vpp = range(layout.pp), layout.vpp
         passes = [passes_in_flight(name, micro_batches, layout.pp, vpp, stage) for stage in stages]
@@ -142,7 +143,7 @@ class PipelineTraining(ModelInParts):
         }
 
     def planned(self, training: PlannedTraining, micro_batches: int) -> PlannedTraining:
-        """Return what is planned for on this stage, with a plan file of its own."""
+        """Return ``training`` as this stage plans for it: its plan file, layers and passes in flight."""
         layout, stage, memory = self.staged.layout, self.staged.stage, training.memory
         passes = passes_in_flight(self._schedule, micro_batches, layout.pp, layout.vpp, stage)
         if memory.plan_file is not None:
@@ -157,11 +158,11 @@ class PipelineTraining(ModelInParts):
     def deciding(self) -> Iterator[None]:
         """Within the block the ranks of each stage decide on its plan. Every rank must call it.
 
-        In the stable stage of all nothing fails, and ranks do not wait for each other.
+        When the planners of all stages are stable, nothing can fail and ranks do not wait for each other.
 
         Raises:
-            BudgetError: nothing fits on this stage.
-            RankAgreementError: on another one.
+            BudgetError: no plan for this stage fits the budget.
+            RankAgreementError: no plan for another stage does.
         """
         together: AbstractContextManager[Any] = nullcontext()
         if not self._all_stable:
@@ -173,23 +174,23 @@ class PipelineTraining(ModelInParts):
                 raise error.with_hint(f"This is stage {self.staged.stage} of the pipeline.") from None
 
     def take_fused_head(self) -> None:
-        """There is none: a trainer's own ``compute_loss`` (TRL's) is rejected."""
+        """Do nothing: trainers with a ``compute_loss`` of their own (TRL's) are rejected."""
 
     def begin_step(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        """The Trainer has read the micro-batches of an optimizer step."""
+        """Keep the micro-batches of an optimizer step, which the Trainer has read, for `training_step`."""
         self._batches = batches
 
     def training_step(
         self, trainer: Any, _stock: Any, model: nn.Module, _inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """In the place of the Trainer's: return the loss of the next micro-batch.
+        """Replaces the Trainer's ``training_step``: return the loss of the next micro-batch.
 
-        At the first one of a step the whole schedule runs.
+        The first call in an optimizer step runs the whole schedule.
 
         Args:
-            trainer: whose step it is.
-            model: that it trains.
-            num_items_in_batch: tokens of the step, by which each loss is divided; ``None``: they are means.
+            trainer: the Trainer.
+            model: the model that it trains.
+            num_items_in_batch: tokens of the step, by which each loss is divided; ``None``: losses are means.
         """
         if self._batches:
             model.train()
@@ -209,7 +210,10 @@ class PipelineTraining(ModelInParts):
         return next(self._losses)
 
     def _one_by_one(self) -> bool:
-        """Whether a rank of the pipeline records this step; pipelines side by side are in the same phases."""
+        """Whether a planner of this pipeline is in its warm-up, which records one micro-batch at a time.
+
+        Data-parallel pipelines are in the same phases.
+        """
         if self.phase is None:
             return False
         found: list[Any] = [None] * self.ranks_per_model
@@ -220,14 +224,14 @@ class PipelineTraining(ModelInParts):
     def prediction_step(
         self, trainer: Any, stock: Callable[..., Any], _model: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """In the place of the Trainer's, which runs on the last stage; every rank has what it returns there.
+        """Replaces the Trainer's ``prediction_step``, which runs on the last stage only.
 
         Returns:
-            Loss, logits and labels as the Trainer has them.
+            What the Trainer's method returned there, on every rank: loss, logits and labels.
         """
         batch, model, items = trainer._prepare_inputs(inputs), trainer.model, None
         if all(batch.get(name) is not None for name in trainer.label_names):
-            items = trainer._get_num_items_in_batch([batch], trainer.args.device)  # asks all data ranks
+            items = trainer._get_num_items_in_batch([batch], trainer.args.device)  # a collective
 
         def call(batch: Mapping[str, Any], is_last: bool) -> Any:
             if is_last:
@@ -239,9 +243,12 @@ class PipelineTraining(ModelInParts):
             return self._runtime.evaluate(batch, call)
 
     def _call(self, trainer: Any, items: Any, count: int) -> Call:
-        """What a stage does with a micro-batch; the last one returns the Trainer's own loss, scaled alike."""
+        """Return the function that calls the model on a stage; on the last one it returns the loss.
+
+        The loss is the Trainer's own, scaled as the Trainer does.
+        """
         model = trainer.model_wrapped
-        is_sum = getattr(trainer, "loss_is_scaled_for_ga", None)  # what a trainer says of its own loss
+        is_sum = getattr(trainer, "loss_is_scaled_for_ga", None)  # a trainer may say it of its own loss
         if is_sum is None:
             of_model = trainer.model_accepts_loss_kwargs and items is not None
             is_sum = of_model or trainer.compute_loss_func is not None
@@ -257,7 +264,7 @@ class PipelineTraining(ModelInParts):
 
     @contextmanager
     def _own_random_numbers(self, trainer: Any) -> Iterator[None]:
-        """Draw what this stage draws in a step (dropout) from a stream that no other stage and step has."""
+        """Within the block draw random numbers (dropout) from a stream of this stage and step alone."""
         device = self._accelerator.device
         devices = [] if device.type == "cpu" else [device]
         kind = {} if device.type == "cpu" else {"device_type": device.type}
@@ -269,7 +276,7 @@ class PipelineTraining(ModelInParts):
             yield
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """In the place of ``accelerator.clip_grad_norm_``: clip by the norm over all stages.
+        """Replaces ``accelerator.clip_grad_norm_``: clip by the norm over all stages.
 
         Returns:
             The norm of the whole model's gradients before clipping: fp32 scalar, the same on every rank.
@@ -279,30 +286,33 @@ class PipelineTraining(ModelInParts):
         return norm
 
     def check_summed(self) -> None:
-        """Gradients of shared weights are summed at the end of each schedule."""
+        """Do nothing: `training_step` sums the gradients after each schedule."""
 
     @contextmanager
     def whole_model(self) -> Iterator[None]:
-        """Within the block the model has the modules of all stages, and loads what is this rank's."""
+        """Within the block the model has the modules of all stages; loading fills those of this rank."""
         with self.staged.whole(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".* to a meta parameter in the current model, which is a no-op")
             yield
 
     def plan_of_rank(self, plan: MemoryPlan) -> MemoryPlan:
-        """Return what of a plan of the whole model is this rank's; warn of what the schedule makes dear."""
+        """Return this rank's part of a plan of the whole model; warn of costly recomputation."""
         _warn_of_recomputation(plan, self._schedule)
         return replace(self.staged.plan_of_stage(plan), unsupported=())
 
     def whole_weights(self, keeps: bool) -> dict[str, torch.Tensor]:
-        """Return the model's whole tensors on the CPU, on rank 0. Every rank must call it."""
+        """Return the whole model's tensors on the CPU, on rank 0 if it ``keeps`` them; elsewhere nothing.
+
+        Every rank must call it.
+        """
         found = whole_state(self.staged, self._group, self._tensor_group)
         return found if keeps else {}
 
     @contextmanager
     def whole_optimizer_state(self, optimizer: Any, keeps: bool) -> Iterator[None]:
-        """Within the block Accelerate's ``optimizer`` writes, on rank 0, whole tensors.
+        """Within the block ``optimizer.state_dict()`` has, on rank 0, the whole tensors of all stages.
 
-        They are numbered as in one process. Entering it is a collective.
+        They are numbered as in one process. Without ``keeps`` it is empty. Entering it is a collective.
         """
         inner: torch.optim.Optimizer = optimizer.optimizer
         state, names = inner.state_dict(), self._names(inner)
@@ -334,11 +344,11 @@ class PipelineTraining(ModelInParts):
         """Return this rank's part of an optimizer's whole state; every rank must call it.
 
         Args:
-            optimizer: of the parameters of this rank.
-            full: what `whole_optimizer_state` wrote, or the state of an optimizer of the undivided model.
+            optimizer: PyTorch's optimizer of this rank's parameters.
+            full: the state of `whole_optimizer_state`, or of an optimizer of the undivided model.
 
         Raises:
-            ValueError: the state has none of a parameter in its group.
+            ValueError: a group of ``full`` has other parameters than the optimizer's group.
         """
         own: dict[str, Any] = {"state": {}, "param_groups": []}
         names, count = self._names(optimizer), 0
@@ -362,7 +372,7 @@ class PipelineTraining(ModelInParts):
         return own
 
     def _whole(self, names: list[list[str]]) -> list[list[str]]:
-        """The names of each group over all stages, in the whole model's order; every rank must call it."""
+        """Return the names of each group over all stages, in the model's order. Every rank must call it."""
         found: list[Any] = [None] * self.ranks_per_model
         dist.all_gather_object(found, names, group=self.mesh.tensor_parallel_group)
         order = dict.fromkeys(self.staged.entries.values())
@@ -370,7 +380,7 @@ class PipelineTraining(ModelInParts):
         return [[name for name in order if name in group] for group in together]
 
     def _names(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
-        """The names of an optimizer's parameters that the whole model has for them."""
+        """Return the names of an optimizer's parameters in the whole model."""
         entries = self.staged.entries
         return [
             [entries[name] for name in names] for names in names_of_parameters(self.staged.model, optimizer)
@@ -378,14 +388,14 @@ class PipelineTraining(ModelInParts):
 
 
 def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
-    """Prove that a Trainer's model can be cut into stages, and make this rank's; nothing is freed yet.
+    """Check that a Trainer's model can be cut into stages; return it in stages, with nothing freed yet.
 
-    Looks at this process alone: all ranks come to the same result.
+    It does not communicate: all ranks come to the same result.
 
     Raises:
-        MeshError: the processes that were started cannot hold so many stages.
-        PipelineError: the model, or something asked of the Trainer, does not go with a pipeline.
-        PlanError: the model is none that a plan can be written for.
+        MeshError: the number of processes does not fit the number of stages.
+        PipelineError: the model, or a setting of the Trainer, does not work in a pipeline.
+        PlanError: no plan can be written for the model.
     """
     parallel = config.parallel_config
     stages, world_size = parallel.pipeline_stage, trainer.args.world_size
@@ -424,8 +434,8 @@ def pipeline_of(trainer: Any, staged: StagedModel, parallel: ParallelConfig) -> 
     """Divide a Trainer's model, cut it and set its accelerator up for the stages. Every rank must call it.
 
     Raises:
-        PatchError: its layers cannot be divided.
-        PipelineError: the divided model computes something else in stages.
+        PatchError: the layers cannot be divided.
+        PipelineError: the divided model does not compute the same in stages.
     """
     count, stages = trainer.args.gradient_accumulation_steps, parallel.pipeline_stage
     if count < stages and trainer.args.process_index == 0:
@@ -462,7 +472,7 @@ def _without_labels(trainer: Any, batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _warn_of_recomputation(plan: MemoryPlan, schedule: PipelineSchedule) -> None:
-    """Say what layers recomputed whole cost under the zero-bubble schedule."""
+    """Warn of the cost of layers that are recomputed whole under the zero-bubble schedule."""
     if schedule == "zero_bubble" and any(row.fate == "recompute" and not row.op_path for row in plan.rows):
         logger.warning(
             "zero_bubble makes the gradients of inputs and of weights apart: on all stages but the first a "

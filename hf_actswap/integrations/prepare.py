@@ -1,4 +1,4 @@
-"""`prepare`: a configuration or plan in a training loop of your own with Accelerate."""
+"""`prepare`: puts a configuration or plan on a model for a training loop of your own with Accelerate."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from .trainer_setup import reject_lonely_processes
 
 @dataclass
 class Prepared:
-    """A model in training, as `prepare` leaves it.
+    """What `prepare` returns: a model that is ready to train.
 
     Attributes:
-        model: to call: in autocast and DDP where these are on.
-        optimizer: Accelerate's, or ``None`` if none was given.
-        applied: swap and recompute, or the planner that decides on them; ``remove()`` takes them off.
-        parallel: the model in parts, or ``None``.
+        model: the model to call, in autocast and DDP where these are on.
+        optimizer: the optimizer in Accelerate's wrapper, or ``None`` if none was given.
+        applied: the plan on the model, or the planner that changes it; ``remove()`` takes it off.
+        parallel: the training of a divided model; ``None``: the model is not divided.
     """
 
     model: nn.Module
@@ -53,7 +53,7 @@ class Prepared:
         self._accelerator.wait_for_everyone()
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state of whole tensors, on the main process. Every rank must call it."""
+        """Return the optimizer's state with whole tensors, on the main process. Every rank must call it."""
         if self.parallel is None:
             state: dict[str, Any] = self.optimizer.state_dict()
             return state
@@ -62,7 +62,7 @@ class Prepared:
             return full_optimizer_state(self.optimizer.optimizer, self.parallel.patched, writes, progress)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `optimizer_state_dict` returned, at any number of ranks."""
+        """Load a state that `optimizer_state_dict` returned, on any number of ranks."""
         if self.parallel is None:
             self.optimizer.load_state_dict(dict(state))
             return
@@ -102,20 +102,21 @@ def prepare(
     Accelerate scheduler steps once per process; step a plain one yourself.
 
     Args:
-        accelerator: Accelerate's.
+        accelerator: an ``accelerate.Accelerator``.
         model: a causal language model, whole and not prepared.
         config: ``"auto"``, a plan, or whatever else `hf_actswap.apply` takes.
-        optimizer: built on ``model``, before its first step; it is given the divided parameters.
+        optimizer: built on ``model``, before its first step; its parameters become the divided ones.
         shard_over_data: shard the parts over the data axis too, by FSDP2 (``fully_shard`` on each layer and
-            on the model) in place of DDP. Not with Accelerate's own ``fsdp_plugin``, which shards over all
-            processes; gradients are averaged per micro-batch. A choice for ``tensor_parallel_size`` above 1.
+            on the model) in place of DDP. Gradients are then averaged per micro-batch. Only with
+            ``tensor_parallel_size`` above 1, and not with Accelerate's own ``fsdp_plugin``, which shards
+            over all processes.
 
     Raises:
         ConfigError, PlanError: see `hf_actswap.apply`.
         RankAgreementError: another rank failed, was given another configuration, or does not answer.
         MeshError, PatchError, ValueError: see `begin_parallel_training`.
-        ParallelTrainingError: the accelerator is set up for what does not go with a model in parts.
-        PipelineError: the configuration runs a pipeline, which `ActSwapTrainer` alone does.
+        ParallelTrainingError: a setting of the accelerator does not work with a divided model.
+        PipelineError: the configuration runs a pipeline, which only `ActSwapTrainer` supports.
     """
     with failing_together("hf_actswap.prepare") as facts:
         requested = load_config_or_plan(config)
@@ -129,7 +130,7 @@ def prepare(
         elif shard_over_data:
             raise ParallelTrainingError([_SHARDED_ALONE])
     if loaded.parallel_config.tensor_parallel_size == 1:
-        if loaded.memory.mode != "off" and optimizer is not None:  # it looks at what really trains, and where
+        if loaded.memory.mode != "off" and optimizer is not None:  # the planner measures the wrapped model
             wrapped, prepared_optimizer = accelerator.prepare(model, optimizer)
             applied = apply(wrapped, requested, optimizer=prepared_optimizer)
             return Prepared(wrapped, prepared_optimizer, applied, None, model, accelerator)

@@ -1,4 +1,4 @@
-"""Accelerate's view of a training in which the ranks of a group train on the same batch."""
+"""Tells Accelerate that the ranks of a group train on the same batch: data loaders, metrics, token counts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..parallel.mesh import ParallelMesh
 def read_by_data_rank(accelerator: Any, mesh: ParallelMesh) -> None:
     """Let data loaders that ``accelerator`` prepares from now on give the ranks of a group the same batches.
 
-    Accelerate does so for a mesh with a dim ``tp``. The mesh is kept at this accelerator, not in Accelerate's
-    state, which is one for the process and would shape the next training's loaders as well. Accelerate takes
-    the ranks of a group to follow one another. In a pipeline they do not, so it is told the process index
-    that this rank would have if they did.
+    Accelerate does so for a mesh with a dim ``tp``. The mesh is set on this accelerator, not in Accelerate's
+    state, which the whole process shares: it would change the loaders of a later training too. Accelerate
+    assumes that the ranks of a group have consecutive numbers. In a pipeline they have not, so Accelerate is
+    given the process index that this rank would have if they had.
     """
     accelerator._prepare_device_mesh = lambda: mesh.device_mesh
     index = mesh.data_parallel_rank * mesh.tensor_parallel_size + mesh.tensor_parallel_rank
@@ -41,7 +41,11 @@ def gather_one_of_each(accelerator: Any, mesh: ParallelMesh) -> None:
     first_ranks = mesh.device_mesh.mesh[:, 0].tolist()
 
     def one_of_each(gathered: torch.Tensor) -> torch.Tensor:
-        """Of ``[ranks * n, ...]`` keep the first rank of each group: ``[ranks / tp * n, ...]``."""
+        """Return the samples of the first rank of each group: ``[ranks / tp * n, ...]``.
+
+        Args:
+            gathered: samples of all ranks, ``[ranks * n, ...]``.
+        """
         by_rank = gathered.reshape(accelerator.num_processes, -1, *gathered.shape[1:])
         return by_rank[first_ranks].flatten(0, 1)
 
@@ -60,10 +64,10 @@ def gather_one_of_each(accelerator: Any, mesh: ParallelMesh) -> None:
 
 @contextmanager
 def declared(accelerator: Any, tensor_parallel_size: int) -> Iterator[None]:
-    """Within the block, Accelerate's configuration says how many ranks train on the same batch.
+    """Within the block, Accelerate's ``parallelism_config`` says how many ranks train on the same batch.
 
-    The Trainer of transformers 5.17 reads that, and nothing else, where it counts tokens and scales the loss;
-    outside of these Accelerate would take it for a reason to prepare, clip and save in its own way.
+    The Trainer of transformers 5.17 reads only this when it counts tokens and scales the loss. It is not set
+    for longer, because Accelerate would then prepare, clip and save in its own way.
     """
     state = accelerator.state
     before = state.parallelism_config
@@ -76,7 +80,7 @@ def declared(accelerator: Any, tensor_parallel_size: int) -> Iterator[None]:
 
 @contextmanager
 def answering(of: Any, name: str, answer: Any) -> Iterator[None]:
-    """Within the block, the object ``of`` has ``answer`` in place of a method or a value."""
+    """Within the block, the attribute ``name`` (a method or value) of the object ``of`` is ``answer``."""
     before = vars(of).get(name)
     setattr(of, name, answer)
     try:

@@ -1,8 +1,8 @@
-"""A run's record in ``<output_dir>/actswap/``, which ``hf-actswap report`` shows; see `report.run_files`.
+"""Writes a run's record in ``<output_dir>/actswap/`` (`report.run_files`), which ``hf-actswap report`` shows.
 
-What is written of an ordinary step is a line where the training logs anyway. Two steps are watched: once the
-plan is what it will be, the times of one and the memory of the next. In all others nothing runs but a
-comparison of numbers.
+An ordinary step is written as one line, only when the training logs anyway. After the plan has become final,
+two steps are measured: the times of one, and the memory of the next. Other steps cost a comparison of
+numbers.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ from ..version import __version__
 logger = logging.getLogger(__name__)
 
 TIMED_STEP = 4
-"""Of a plan, from 1: the first ones load kernels and lock memory, and ``auto`` decides in the third."""
+"""The step under a plan whose times are measured, counted from 1. The first steps load kernels and page-lock
+memory, and ``auto`` chooses windows in the third."""
 
 
 class RunRecord:
-    """Of one training, on one rank. In a loop of one's own::
+    """Writes the record of one training on one rank. In a training loop of your own::
 
         applied = hf_actswap.apply(model, config, optimizer=optimizer)
         record = RunRecord("out", model, applied, optimizer=optimizer)
@@ -55,13 +56,13 @@ class RunRecord:
         record.close()
 
     Args:
-        output_dir: where ``actswap/`` is made; files of an earlier run there are replaced.
-        model: in training.
-        applied: what is on it.
-        optimizer: of the model, whose states are counted where no allocator does (CPU).
-        config: that was read, for the report.
-        stage: of a pipeline, that this rank holds.
-        stages: of a pipeline: what `run_files.RecordedStages` says.
+        output_dir: folder in which ``actswap/`` is made; files of an earlier run there are replaced.
+        model: the model in training.
+        applied: the plan on it, or the planner that changes the plan.
+        optimizer: the model's optimizer; its states are counted on the CPU, which has no allocator to ask.
+        config: the configuration, for the report.
+        stage: index of the pipeline stage that this rank holds.
+        stages: the division into pipeline stages; ``None``: there is no pipeline.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class RunRecord:
         self._files.write(RUN, {**_about(model, applied, self._device, config), "stages": stages})
 
     def step_starts(self) -> None:
-        """Ahead of the first forward of a step."""
+        """To be called before the first forward of a step."""
         if self._steps > TIMED_STEP:
             return
         applied = self._applied.settled if isinstance(self._applied, Planner) else self._applied
@@ -108,12 +109,12 @@ class RunRecord:
             self._watch = self._memory_watch(applied)
 
     def optimizer_starts(self) -> None:
-        """Backward is over. May be left out."""
+        """To be called between backward and the optimizer's step. May be left out."""
         if self._watch is not None:
             self._watch.optimizer_starts()
 
     def step_ends(self) -> None:
-        """After the optimizer's step, and before `Planner.step_ended`."""
+        """To be called after the optimizer's step, and before `Planner.step_ended`."""
         self._steps_since_line += 1
         watch, self._watch = self._watch, None
         if isinstance(watch, TimeWatch):
@@ -125,10 +126,10 @@ class RunRecord:
             self._files.write_measured(measured)
 
     def logged(self, line: Mapping[str, Any]) -> None:
-        """Write the line of a step that the training logs.
+        """Write a line for a step that the training logs.
 
         Args:
-            line: what it logs, with ``step``.
+            line: the values that it logs, with the number ``step``.
         """
         now, stats = HostStamp.now(), self._applied.stats()
         steps = max(self._steps_since_line, 1)
@@ -148,21 +149,21 @@ class RunRecord:
         self._write_decisions(planner)
 
     def saving(self) -> Saving | None:
-        """Return what the plan saves in a step, and its time; ``None``: nothing is known yet."""
+        """Return the memory that the plan saves in a step, and the step's time; ``None``: not known yet."""
         found = self._saving()
         if found is None or found.step_ms is not None or not self._step_ms:
             return found
-        # The first line contains what a training has to make ready.
+        # The first line's time contains the preparations of a training.
         return replace(found, step_ms=median(self._step_ms[1:] or self._step_ms))
 
     def _saving(self) -> Saving | None:
-        """What `saving` returns, without the median of all times: for each line of the log."""
+        """Return the same as `saving` without the median step time, which each line of the log can afford."""
         planner = self._applied if isinstance(self._applied, Planner) else None
         if planner is not None and planner.outcome is not None:
             found = planner.outcome
             saved_bytes = max(found.without_peak_bytes - found.peak_bytes, 0)
             times_ms = found.step_ms, found.without_step_ms, self._stall_ms
-            peak_bytes = None if planner.trials else self._peak_bytes()  # a file's was another training's
+            peak_bytes = None if planner.trials else self._peak_bytes()  # a plan file's is of another run
             return Saving(saved_bytes, found.source, peak_bytes or found.peak_bytes, *times_ms)
         applied = self._applied.settled if isinstance(self._applied, Planner) else self._applied
         if applied is None:
@@ -179,7 +180,7 @@ class RunRecord:
         return Saving(saved_bytes, COUNTED, self._peak_bytes(), stall_ms=self._stall_ms)
 
     def as_log(self) -> dict[str, float]:
-        """Return what belongs into a training log: peak and saving, and what the allocator has held."""
+        """Return numbers for a training log: peak and saved memory, and the allocator's reserved peak."""
         saving = self._saving()
         found = {} if saving is None else saving.as_log()
         if held_bytes := self._device_memory().get("reserved_peak_bytes"):
@@ -187,12 +188,15 @@ class RunRecord:
         return found
 
     def _peak_bytes(self) -> int | None:
-        """Of the steps with the plan; an earlier training in this process may have had a higher one."""
+        """Return the peak of the steps with the plan, in bytes of device memory; ``None``: not known.
+
+        The allocator's peak counts only if it has risen above that of earlier work in this process.
+        """
         peak_bytes = self._device_memory().get("peak_bytes", 0)
         return peak_bytes if peak_bytes > self._peak_before_bytes else self._watched_peak_bytes
 
     def close(self) -> None:
-        """The training ends, or has failed. Safe to call again."""
+        """Write the final files and stop measuring; the training ended or failed. Safe to call again."""
         saving = self.saving()
         if saving is not None:
             self._files.write(SAVING, asdict(saving))
@@ -232,7 +236,10 @@ class RunRecord:
             self._files.write_profile(task.profile)
 
     def _memory_watch(self, applied: AppliedPlan) -> MemoryWatch:
-        """The allocator's own peak is left alone: it is what people look at after a training."""
+        """Return a watch of a step's memory.
+
+        It does not reset the allocator's own peak, which people read after a training.
+        """
         device = self._device
         if device.type != "cpu":
             return MemoryWatch(self._model, applied, lambda: int(torch.accelerator.memory_allocated(device)))

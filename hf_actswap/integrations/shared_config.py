@@ -1,6 +1,6 @@
-"""One configuration for many processes: the same on all of them, and of the Hub the same commit.
+"""Lets all processes have the same configuration, from the Hub at the same commit.
 
-And one place for log lines: the console of rank 0, and a file per process in the reference's format.
+Also sets up where log lines go: the console of rank 0, and a file per process in the reference's format.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 def facts_of(config: ActSwapConfig | MemoryPlan) -> dict[str, str]:
-    """Return what ranks compare of their configurations or plans, a short text for each key."""
+    """Return short texts by which ranks compare their configurations (a text for each key) or plans."""
     if isinstance(config, MemoryPlan):
         beside = [item for item in (config.tiles, config.streamed) if item]
         return {"plan": digest(repr((config.rows, *beside) if beside else config.rows))}
@@ -41,7 +41,7 @@ def facts_of(config: ActSwapConfig | MemoryPlan) -> dict[str, str]:
 
 
 def may_move(source: object) -> bool:
-    """Whether a source can be a Hub id without a commit, which may mean something else a moment later."""
+    """Whether a source can be a Hub id without a commit: the content behind it may change at any time."""
     hub_id = split_hub_id(source) if isinstance(source, str) else None
     return hub_id is not None and not is_commit(hub_id[1])
 
@@ -53,13 +53,13 @@ def pin_together(source: str, rank: int, world_size: int) -> str:
     downloads it once.
 
     Args:
-        source: a Hub id, as `may_move` takes one; a file or folder of that name is left as it is.
-        rank: of this process among all.
-        world_size: processes; above 1 they are in one process group.
+        source: a Hub id without a commit (`may_move`); the name of a file or folder is returned unchanged.
+        rank: rank of this process among all.
+        world_size: number of processes; if it is above 1, they are in one process group.
 
     Raises:
         ConfigError: on every rank, if rank 0 finds no configuration or a malformed one.
-        RankAgreementError: another rank cannot have it.
+        RankAgreementError: another rank cannot load it.
     """
     answer: list[Any] = [None]
     if rank == 0:
@@ -84,14 +84,14 @@ def pin_together(source: str, rank: int, world_size: int) -> str:
 
 
 _WORKER_FORMAT = "-%(levelname)s - %(message)s"
-"""As in the log excerpts of the MindFormers documents, so that their ``grep`` commands print their lines."""
+"""Format of the log lines in MindFormers' documents, so that the ``grep`` commands there find our lines."""
 
 
 @contextmanager
 def worker_log(path: str, append: bool = False) -> Iterator[logging.Logger]:
-    """Write to a fresh file at ``path``, or behind what it holds; nothing else sees the lines.
+    """Yield a logger whose lines go to a new file at ``path``, or to its end, and nowhere else.
 
-    They are written at the end of the block. A file that cannot be written is a warning, and no more.
+    They are written at the end of the block. If the file cannot be written, a warning is logged.
     """
     text = StringIO()
     worker = logging.Logger(f"hf_actswap.worker.{os.path.basename(path)}", logging.INFO)

@@ -64,19 +64,20 @@ def stage_from_pretrained(kind: Any, source: str | os.PathLike[str], config: Con
 def stage_from_config(
     kind: Any, made_of: PreTrainedConfig, config: ConfigOrPlan, seed: int = 0, **how: Any
 ) -> Any:
-    """Make a model with random weights, those of this rank's stage alone; see `stage_from_pretrained`.
+    """Make a model with random weights for this rank's stage; the other stages stay on ``meta``.
 
         model = stage_from_config(AutoModelForCausalLM, LlamaConfig(...), "config.yaml", seed=42)
 
-    Each module draws its weights from a seed of its own, made of ``seed`` and its name. So they are the same
-    in any number of stages and in one process, and others than those of ``from_config``, which draws all from
-    one stream. The global generators stay as they are.
+    Each module draws its weights from a seed of its own, made of ``seed`` and the module's name. So the
+    weights are the same in any number of stages and in one process. They differ from those of
+    ``from_config``, which draws all from one stream. The global generators stay as they are.
 
     Args:
         kind: a class of transformers, or an auto class.
-        made_of: the model's configuration.
-        config: see `stage_from_pretrained`; without a pipeline the whole model is made.
-        seed: of all weights; the same on every rank.
+        made_of: the model's transformers configuration.
+        config: the actswap configuration, as for `stage_from_pretrained`; without a pipeline the whole model
+            is made.
+        seed: the seed of all weights; the same on every rank.
         how: further arguments of ``from_config`` (``dtype``, ``attn_implementation``).
 
     Raises:
@@ -132,7 +133,8 @@ def _opened_without(
     """Load a model without the modules at paths ``foreign``; then put these back, on ``meta``.
 
     Args:
-        foreign, kind, source, how: see `stage_from_pretrained`.
+        foreign: paths of the modules of other stages.
+        kind, source, how: see `stage_from_pretrained`.
         seed: each module draws its weights from a seed of its own; ``None``: from the global generator.
     """
     taken: dict[str, nn.Module] = {}
@@ -165,7 +167,7 @@ def _opened_without(
     model: Any = opening.from_pretrained(source, **how)
     for path, module in taken.items():
         model.set_submodule(path, module)
-        for name, parameter in module.named_parameters(prefix=path):  # as transformers leaves what it loads
+        for name, parameter in module.named_parameters(prefix=path):  # as transformers does after loading
             if any(kept in name for kept in model._get_dtype_plan(model.dtype)):
                 parameter.data = parameter.data.float()
             parameter.requires_grad_(parameter.is_floating_point())
@@ -176,7 +178,7 @@ def _opened_without(
     model.__class__, model.all_tied_weights_keys = kind, tied
     model._keys_to_ignore_on_load_unexpected -= quiet
     if not absent.isdisjoint((*tied, *tied.values())):
-        model.tie_weights()  # on meta
+        model.tie_weights()  # those on meta
     found: PreTrainedModel = model.eval()
     return found
 

@@ -10,5 +10,5 @@ from .trainer_mixin import ActSwapTrainerMixin
 class ActSwapTrainer(ActSwapTrainerMixin, Trainer):
     """`transformers.Trainer` for any configuration of ``actswap``, ``parallel_config`` included.
 
-    The arguments are those of `transformers.Trainer`; see `ActSwapTrainerMixin` for what differs.
+    The arguments are those of `transformers.Trainer`; `ActSwapTrainerMixin` says what differs.
     """

@@ -1,12 +1,12 @@
-"""A mixin with the Trainer's methods that must differ for a model in parts.
+"""A mixin with the Trainer's methods that must differ for a model divided among ranks.
 
-The Trainer itself is not imported here: `trainer` puts the two together.
+The Trainer itself is not imported here: the module `trainer` combines the two.
 
-**The loss of an evaluation** over several data ranks is what one process finds for their batches as one
-batch. The Trainer divides each rank's sum by the tokens of all ranks. What it then gathers are parts of a
-batch's loss, and the mean of them all is right. At an uneven end it is not: Accelerate fills the last batch
-up with samples of the beginning, whose tokens are counted, and the Trainer keeps as many parts as there are
-real samples, those of the first ranks. Nine samples on two ranks of two gave 4.35 in place of 4.21.
+**The loss of an evaluation** over several data ranks is the loss that one process computes for all their
+batches joined. The Trainer divides each rank's sum by the tokens of all ranks, gathers these parts, and
+takes their mean. That is right for full batches. For an uneven last batch it is not: Accelerate fills the
+batch up with samples from the beginning, whose tokens are counted, and the Trainer keeps as many parts as
+there are real samples, those of the first ranks. Nine samples on two ranks of two gave 4.35 in place of 4.21.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PARTLY_READ = Problem(
 
 
 class ActSwapTrainerMixin:
-    """Put in front of a Trainer's class: ``class T(ActSwapTrainerMixin, SFTTrainer): ...``.
+    """Mixin for a Trainer that trains divided models: ``class T(ActSwapTrainerMixin, SFTTrainer): ...``.
 
     With ``parallel_config.tensor_parallel_size`` above 1 in the configuration the model is divided at the end
     of the Trainer's construction, and then trained, evaluated, saved and resumed as in one process:
@@ -67,7 +67,7 @@ class ActSwapTrainerMixin:
 
     parallel: ParallelTraining | PipelineTraining | None = None
     holds_parallel_models = True
-    """What the callback looks at: saving, resuming and several models (dp > 1) are seen to."""
+    """Read by the callback: this Trainer can save, resume and train several models (dp > 1)."""
 
     args: Any
     model: Any
@@ -86,13 +86,13 @@ class ActSwapTrainerMixin:
             callback = ActSwapCallback(self.args)
             self.add_callback(callback)  # type: ignore[attr-defined]
             callback.on_init_end(self.args, self.state, self.control)  # type: ignore[attr-defined]
-        if self.place_model_on_device and _partly_read(self.model):  # not FSDP's loading by one rank
+        if self.place_model_on_device and _partly_read(self.model):  # under FSDP, weights on meta are usual
             raise PipelineError([_PARTLY_READ])
         if self.parallel is not None:
             self.parallel.take_fused_head()  # for an evaluation before the training
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """As the Trainer's; what `stage_from_pretrained` has not read stays on ``meta``."""
+        """Move a model as the Trainer does, but leave the weights of other stages on ``meta``."""
         if not _partly_read(model):
             super()._move_model_to_device(model, device)  # type: ignore[misc]
             return
@@ -106,14 +106,14 @@ class ActSwapTrainerMixin:
         return self.parallel.ranks_per_model
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's: in a pipeline, what it reads for a step are the micro-batches."""
+        """Read a step's batches as the Trainer does; in a pipeline they are its micro-batches."""
         batches, items = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
         if self.parallel is not None:
             self.parallel.begin_step(batches)
         return batches, items
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; that a rank has ended is said in words, also where DDP notices.
+        """Run the Trainer's step; if a rank has ended, say so in an error, also where DDP notices it.
 
         In a pipeline all micro-batches of a step run when the first one is asked for.
 
@@ -132,12 +132,12 @@ class ActSwapTrainerMixin:
             raise lost from None
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, whose scale counts each model once, not each rank."""
+        """Compute the loss as the Trainer does; its scale counts each model once, not each rank."""
         with self._declared():
             return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
 
     def prediction_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; over data ranks the loss is that of one process with their batches as one."""
+        """Run the Trainer's step; over several data ranks the loss is that of their batches joined."""
         mesh = None if self.parallel is None else self.parallel.mesh
         if mesh is None or mesh.data_parallel_size == 1 or not divides_by_all_tokens(self):
             return self._predicted(model, inputs, *args, **kwargs)
@@ -157,8 +157,8 @@ class ActSwapTrainerMixin:
         if self.parallel is None:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
             return
-        # Also for the call within a call, by `push_to_hub`: what was gathered before is used up by then.
-        # Not `only_rank`: with save_on_each_node several ranks write.
+        # `push_to_hub` calls save_model within save_model: the weights gathered before are used up by then.
+        # Not gathered for one rank only: with save_on_each_node several ranks write.
         self._whole_weights = self.parallel.whole_weights(self.args.should_save)
         try:
             super().save_model(output_dir, _internal_call)  # type: ignore[misc]
@@ -261,9 +261,9 @@ def without_filling(inputs: Mapping[str, Any], accelerator: Any, mesh: ParallelM
     """Return a data rank's batch with no label on the samples that only fill the last batch up.
 
     Args:
-        inputs: ``labels`` are ``[samples, ...]``; untouched.
-        accelerator: whose data loader is being read.
-        mesh: of all processes.
+        inputs: the batch; its ``labels`` are ``[samples, ...]``. It is not changed.
+        accelerator: the accelerator whose data loader is being read.
+        mesh: mesh of all processes.
     """
     found = dict(inputs)
     state = accelerator.gradient_state

@@ -1,6 +1,6 @@
-"""A Trainer is made ready for a model in parts, at the end of its construction.
+"""Prepares a Trainer for a divided model, at the end of the Trainer's construction.
 
-Launches that would start without an error, and train something else than was asked, are rejected here.
+Rejects launches that would start without an error but train something else than was asked for.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def begin_pipeline_for_trainer(trainer: Any, config: ActSwapConfig) -> PipelineT
     """Cut a Trainer's model into stages, of which this rank keeps one. Every rank must call it.
 
     Raises:
-        MeshError, PipelineError, PatchError: it cannot be; see `stage_model` and `patch_model`.
-        RankAgreementError: ranks differ in what they were given, or do not answer in time.
+        MeshError, PipelineError, PatchError: the model cannot be cut; see `stage_model` and `patch_model`.
+        RankAgreementError: ranks were given different arguments, or do not answer in time.
     """
     with failing_together("pipeline", trainer.args.ddp_timeout) as facts:
         facts.update({name: str(getattr(trainer.args, name, None)) for name in AGREED_ARGUMENTS})
@@ -63,21 +63,24 @@ def begin_pipeline_for_trainer(trainer: Any, config: ActSwapConfig) -> PipelineT
 
 
 def _gather_by_model(trainer: Any) -> None:
-    """Let a Trainer's first evaluation, too, gather as its accelerator does since the model is in parts."""
+    """Let a Trainer's first evaluation use the accelerator's new ``gather_for_metrics``, not the old one.
+
+    The Trainer stored the method at its construction, and reads it again only after an evaluation.
+    """
     trainer.gather_function = functools.partial(
         trainer.accelerator.gather_for_metrics, use_gather_object=trainer.args.eval_use_gather_object
     )
 
 
 def begin_for_trainer(trainer: Any, config: ActSwapConfig) -> ParallelTraining:
-    """Divide a Trainer's model and make the Trainer fit for it.
+    """Divide a Trainer's model among the ranks, and prepare the Trainer for it.
 
-    A Trainer with `ActSwapTrainerMixin` brings the methods along; any other one gets the two that training
-    needs, on the object itself, and raises where it would need more.
+    A Trainer with `ActSwapTrainerMixin` has the methods that a divided model needs. On any other Trainer
+    those that training needs are set on the object itself, and those that save or load raise.
 
     Raises:
         MeshError, RankAgreementError, PatchError: see `begin_parallel_training`.
-        ParallelTrainingError: something asked of the Trainer does not go together with it.
+        ParallelTrainingError: a setting of the Trainer does not work with a divided model.
     """
     size = config.parallel_config.tensor_parallel_size
     can_do_more = getattr(trainer, "holds_parallel_models", False)
@@ -97,7 +100,7 @@ def begin_for_trainer(trainer: Any, config: ActSwapConfig) -> ParallelTraining:
 
 
 def wrap_model(trainer: Any, parallel: ParallelTraining | PipelineTraining, model: nn.Module) -> nn.Module:
-    """Return what a Trainer trains: see `ParallelTraining.wrap`.
+    """Wrap a Trainer's model for training (`ParallelTraining.wrap`, `PipelineTraining.wrap`).
 
     By default the Trainer lets DDP search for unused parameters; here that is done only on request.
     """
@@ -106,7 +109,7 @@ def wrap_model(trainer: Any, parallel: ParallelTraining | PipelineTraining, mode
 
 
 def _serve_training_only(trainer: Any, parallel: ParallelTraining) -> None:
-    """Put on a Trainer without the mixin what training a part needs; reject what writes the model."""
+    """Set the methods that training needs on a Trainer without the mixin; let saving and loading raise."""
 
     def wrapped(model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return wrap_model(trainer, parallel, model) if training else model
@@ -128,7 +131,7 @@ def _serve_training_only(trainer: Any, parallel: ParallelTraining) -> None:
 
 
 def started_together() -> bool:
-    """Whether this process is one of several, so far as the launcher says or a process group shows."""
+    """Whether this process is one of several, by the process group or else by the launcher's environment."""
     in_group = dist.is_available() and dist.is_initialized()
     return (dist.get_world_size() if in_group else started_processes(os.environ)) > 1
 

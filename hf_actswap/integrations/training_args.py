@@ -1,4 +1,4 @@
-"""The Trainer's arguments with one more field, and the callback by which any Trainer acts on it."""
+"""The Trainer's arguments with the field ``actswap``, and the callback by which any Trainer acts on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REPORTS_TO = "actswap"
 """The name in ``report_to`` under which transformers finds `ArgumentsCallback`: a Trainer makes one callback
 for each name in that field of its arguments; there is no other way from arguments to a callback."""
 
-INTEGRATION_TO_CALLBACK[REPORTS_TO] = ArgumentsCallback  # only arguments of the class below hold the name
+INTEGRATION_TO_CALLBACK[REPORTS_TO] = ArgumentsCallback  # only the class below reports to this name
 
 
 @dataclass
@@ -41,8 +41,8 @@ class ActSwapTrainingArguments(TrainingArguments):
             asks the Hub, and the saved arguments of a run name the commit.
 
     Raises:
-        ConfigError: the configuration is malformed; before anything of the Trainer is set up. All ranks
-            raise it if rank 0 cannot read it from the Hub.
+        ConfigError: the configuration is malformed; raised before process group and devices are set up. All
+            ranks raise it if rank 0 cannot read it from the Hub.
         PlanError: the plan is malformed.
         RankAgreementError: another rank has a malformed or a different configuration.
     """
@@ -61,7 +61,7 @@ class ActSwapTrainingArguments(TrainingArguments):
     @short_traceback
     def __post_init__(self) -> None:
         asked = self.actswap
-        with shared_store(self.ddp_timeout):  # until there is a process group
+        with shared_store(self.ddp_timeout):  # used until a process group exists
             with failing_together("configuration", self.ddp_timeout) as facts:
                 # Before the process group and the devices are set up.
                 moves = may_move(asked)
@@ -75,7 +75,7 @@ class ActSwapTrainingArguments(TrainingArguments):
         super().__setattr__(name, _with_ours(value) if name == "report_to" else value)
 
     def actswap_config(self) -> ActSwapConfig:
-        """Return the configuration. Raises `ConfigError`, also if ``actswap`` is a plan."""
+        """Return the configuration. Raises `ConfigError` if it is malformed, or if ``actswap`` is a plan."""
         return load_config(self.actswap)
 
 

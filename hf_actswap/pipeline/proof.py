@@ -30,14 +30,14 @@ _TOKENS = (2, 8)
 
 
 def prove_cut(staged: StagedModel, autocast: Callable[[], Any]) -> None:
-    """Compare a model in stages with the whole one, and record the form of what its layers return.
+    """Compare a model in stages with the whole one, and record what its layers return (`learn_form`).
 
     Args:
         staged: the model, before `StagedModel.cut`.
         autocast: returns the context in which the training calls the model.
 
     Raises:
-        PipelineError: the results differ, or a stage cannot be called; with the reason.
+        PipelineError: the results differ, or a stage cannot be called; the error says why.
     """
     model, relay = staged.model, staged.relay
     modes = {module: module.training for module in model.modules()}
@@ -61,14 +61,14 @@ def prove_cut(staged: StagedModel, autocast: Callable[[], Any]) -> None:
 
 
 def learn_form(staged: StagedModel, call: Callable[[], Any], shape: torch.Size) -> Any:
-    """Call the whole model, and record the form of what its first layer returns.
+    """Call the whole model, and record what its first layer returns: a tensor or a tuple, its size and dtype.
 
     Sets ``layer_outputs``, ``relay.hidden_size`` and ``relay.dtype`` of ``staged``.
 
     Args:
         staged: the model, before `StagedModel.cut`.
-        call: calls the model, without gradients.
-        shape: shape ``[batch, seq]`` of the ids that it is called with.
+        call: calls the model without gradients, and returns its output.
+        shape: shape ``[batch, seq]`` of the ids that the model is called with.
 
     Returns:
         What ``call`` returned.

@@ -42,7 +42,7 @@ class PipelineRuntime:
         staged: the model, after `StagedModel.cut`.
         group: the ranks of the pipeline, in the order of the stages.
         schedule: order of forwards and backwards.
-        device: of this rank.
+        device: device of this rank.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class PipelineRuntime:
         return found
 
     def _run(self, batches: Sequence[Batch], call: Call) -> list[torch.Tensor]:
-        """Run the schedule once; return the losses, on the last stage."""
+        """Run the schedule once; return the losses on the last stage, else an empty list."""
         schedule = self._schedule_for(len(batches))
         for module in self._modules:
             module.batches, module.call, module.shape = batches, call, self._shape
@@ -90,7 +90,7 @@ class PipelineRuntime:
             else:
                 schedule.step(micro_batch=numbers)
         except RuntimeError as error:
-            if error.__cause__ is not None:  # torch describes the arguments of a stage that has failed
+            if error.__cause__ is not None:  # torch's error only describes the arguments of the stage
                 raise error.__cause__ from None
             raise
         finally:
@@ -111,7 +111,7 @@ class PipelineRuntime:
             On every rank, what the last stage's call returned: tensors in tuples, lists and dicts. Any other
             value in it is ``None``.
         """
-        stages, shape = self.staged.layout.pp, _shape_of(batch)  # without gradients sequences are whole
+        stages, shape = self.staged.layout.pp, _shape_of(batch)  # without gradients no sequence is divided
         found = None
         for chunk in self.staged.own_chunks:
             received = None
@@ -148,7 +148,7 @@ class PipelineRuntime:
         return (*shape, self.staged.relay.hidden_size)
 
     def _grow(self, batches: Sequence[Batch]) -> None:
-        """Let hidden states be sent as large as the largest of these batches."""
+        """Enlarge the shape in which hidden states are sent, so that the largest of these batches fits."""
         shapes = [self._shape, *(_shape_of(batch, self.staged.sequence_ranks) for batch in batches)]
         self._shape = max(rows for rows, _ in shapes), max(length for _, length in shapes)
 
@@ -244,7 +244,7 @@ def order_of_passes(
 ) -> tuple[Pass, ...]:
     """Return the order of passes on a stage; for ``zero_bubble`` that of ``interleaved_1f1b``.
 
-    First as many forwards as the stage holds at most, then a backward and a forward in turn (2006.09503,
+    The stage first runs as many forwards as it may hold, then a backward and a forward in turn (2006.09503,
     2104.04473). torch's own ``pipeline_order`` differs from what ``gpipe`` and ``1f1b`` do on the last stage.
     ``gpipe`` with interleaves is torch's looped BFS, whose backwards run in reverse.
 
@@ -273,7 +273,7 @@ def order_of_passes(
 
 
 def _order_of(actions: Sequence[Any]) -> tuple[Pass, ...]:
-    """Return the passes in torch's list of actions of one rank; empty if it divides backwards in two."""
+    """Return the passes in torch's list of a rank's actions; empty if backwards are divided in two."""
     named = [(action.computation_type.value, action) for action in actions if action is not None]
     if any(kind in ("I", "W") for kind, _ in named):  # I: gradients of inputs, W: of weights
         return ()

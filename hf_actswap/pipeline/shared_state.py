@@ -3,7 +3,7 @@
 A parameter that several stages hold (tied embeddings: the first and the last) gets the sum of their gradients
 on each of them, so that their optimizers make the same step; it counts once in the norm. The norm is computed
 as `torch.nn.utils.clip_grad_norm_` does in one process, from the norms of all parameters in the model's
-order, so that it is equal bit for bit. Beside tensor parallelism it is the norm of the stages' norms.
+order, so that it is equal bit for bit. With tensor parallelism it is the norm of the stages' norms.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class StageGradients:
     Args:
         staged: the model, after `StagedModel.cut`.
         group: the ranks of the pipeline, in the order of the stages.
-        device: of this rank.
+        device: device of this rank.
         tensor_group: the tensor-parallel ranks of this stage; ``None``: this rank holds the stage alone.
     """
 
@@ -55,7 +55,7 @@ class StageGradients:
         }
 
     def _own(self) -> dict[str, torch.Tensor]:
-        """The trained parameters of this rank."""
+        """Return the trained parameters of this rank by name."""
         return {name: tensor for name, tensor in self._staged.own_state().items() if tensor.requires_grad}
 
     def sum_shared(self) -> None:

@@ -61,8 +61,8 @@ class Relay:
     """The received hidden state and the one to send, ``[batch, seq, hidden]``, shared by the stand-ins.
 
     Attributes:
-        received, sent: of the running call; ``None`` otherwise.
-        hidden_size, dtype: of hidden states between layers; set by `proof.learn_form`.
+        received, sent: hidden states of the running call; ``None`` otherwise.
+        hidden_size, dtype: size and type of hidden states between layers; set by `proof.learn_form`.
     """
 
     def __init__(self) -> None:
@@ -153,9 +153,9 @@ class _Slot:
     """The place of a layer, embedding, norm or head in the model.
 
     Args:
-        path: of the module.
-        stage: the stage that holds it.
-        children: the submodules of its parent.
+        path: path of the module in the model.
+        stage: index of the stage that holds it.
+        children: the submodules of its parent module.
         original: the module itself.
     """
 
@@ -181,10 +181,10 @@ class StagedModel:
             between layers, in forwards with gradients.
 
     Attributes:
-        model: inside its wrappers.
+        model: the model without its wrappers.
         structure, layout, stage, sequence_ranks: as given.
-        chunks: of all stages, in the order of the layers.
-        relay: the hidden states received and to send.
+        chunks: the chunks of all stages, in the order of the layers.
+        relay: holds the hidden state received and the one to send.
         passes: order of this rank's forwards and backwards, for the engine (`engine.Resources`).
         layer_outputs: how many values a layer returns in a tuple; 0: it returns a tensor.
         entries: every name in the whole state dict, with the first name of the same (tied) tensor.
@@ -260,13 +260,13 @@ class StagedModel:
         )
 
     def own_state(self) -> dict[str, torch.Tensor]:
-        """Return what this rank holds of the whole state dict, by its first name there."""
+        """Return the tensors of the whole state dict that this rank holds, by their first names there."""
         state = self.model.state_dict(keep_vars=True)
         held = {name: self.entries[name] for name in state if name in self.entries}
         return {first: state[name] for name, first in held.items() if self.stage in self._holders[first]}
 
     def own_partitions(self) -> dict[str, Partition]:
-        """Return how tensor parallelism divides what this rank holds, by the names of `own_state`."""
+        """Return how tensor parallelism divides this rank's tensors, by the names of `own_state`."""
         return {self.entries[name]: found for name, found in partitions_of(self.model)}
 
     def plan_of_stage(self, plan: MemoryPlan) -> MemoryPlan:

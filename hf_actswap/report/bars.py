@@ -1,4 +1,4 @@
-"""Progress bars for slow work, and whether bars are shown at all."""
+"""Progress bars for slow work, and the rule whether bars are shown at all."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ STABLE = "stable"
 def shows_bars(console: Console) -> bool:
     """Whether a bar is drawn: on a terminal, unless bars are switched off.
 
-    By ``disable_progress_bar()`` of transformers' logging, ``disable_progress_bars()`` of huggingface_hub, or
-    ``HF_HUB_DISABLE_PROGRESS_BARS=1``.
+    They are switched off by ``disable_progress_bar()`` of transformers' logging, ``disable_progress_bars()``
+    of huggingface_hub, or ``HF_HUB_DISABLE_PROGRESS_BARS=1``.
     """
     return console.is_terminal and not are_progress_bars_disabled()
 
 
 class BytesBar:
-    """Called with (bytes, bytes in all), equal at the end: give it to one rank only.
+    """A progress bar of bytes, called with (bytes done, bytes in total): give it to one rank only.
 
-    On a terminal a bar on stderr, which goes when all is done; elsewhere nothing. It is drawn anew at each
-    call and by no thread, so that it does not fight with the trainer's own bar.
+    On a terminal it is a line on stderr, which disappears when the two are equal; elsewhere nothing is shown.
+    It is drawn at each call, not by a thread, so it does not disturb the trainer's own bar.
 
     Args:
-        title: what is done.
+        title: text before the bar.
         console: by default stderr.
         shown: ``False``: nothing is drawn (the Trainer's ``disable_tqdm``).
     """
@@ -42,14 +42,14 @@ class BytesBar:
         self._progress: Progress | None = None
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        """Show how far it is; the two equal: the end."""
+        """Show the progress; when the two are equal, the bar disappears."""
         if self._shown and shows_bars(self._console):
             self._draw(done_bytes, total_bytes)
         if done_bytes >= total_bytes:
             self.close()
 
     def close(self) -> None:
-        """Take the bar away, also in the middle of the work. Safe to call again."""
+        """Remove the bar, also before the work is done. Safe to call again."""
         progress, self._progress = self._progress, None
         if progress is not None:
             progress.stop()
@@ -71,11 +71,9 @@ class BytesBar:
 
 
 class PinningBar(BytesBar):
-    """A ``progress`` callback of the host pool, while host memory is page-locked: give it to one rank only.
+    """A `BytesBar` while host memory is page-locked, for the host pool's ``progress``: for one rank only.
 
-    See `BytesBar`.
-
-    One log line at the end, whether the bar is drawn or not.
+    At the end it writes a log line, whether the bar is drawn or not.
 
     Args:
         console: by default stderr.
@@ -87,7 +85,7 @@ class PinningBar(BytesBar):
         self._started: float | None = None
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        """Show how far it is; the two equal: the end."""
+        """Show the progress; when the two are equal, the bar disappears and a line is logged."""
         if self._started is None:
             self._started = time.monotonic()
         super().__call__(done_bytes, total_bytes)
@@ -113,11 +111,11 @@ class PlannerBar:
         self._phase, self._steps = "", 0
 
     def __call__(self, phase: str, steps_left: int) -> None:
-        """Show how far it is.
+        """Show the progress.
 
         Args:
-            phase: of the planner; ``stable`` is the end.
-            steps_left: of the phase, at most.
+            phase: the planner's phase; ``stable`` is the end.
+            steps_left: the most steps that are left in the phase.
         """
         if phase == STABLE:
             self.close()
@@ -142,7 +140,7 @@ class PlannerBar:
         self._progress.update(task, completed=done, left=steps_left, refresh=True)
 
     def close(self) -> None:
-        """Take the line away. Safe to call again."""
+        """Remove the line. Safe to call again."""
         progress, self._progress = self._progress, None
         if progress is not None:
             progress.stop()

@@ -1,9 +1,9 @@
-"""The pictures of a run's report, each of any width.
+"""Draws the pictures of a run's report, each in any width.
 
 * Memory over a step, by fate: stacked, measured or predicted.
 * The timeline of one step, measured: compute, copies out, copies in, and where compute waited.
 * Bytes by layer and op: the colour of a cell is its fate, and it is stronger for more bytes.
-* What a training logs of its steps: their time and loss, with the planner's phases marked.
+* Time and loss of the steps that a training logged, with the planner's phases marked.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ _MOST_POINTS = 600
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """What the chart shows.
+    """The data of a chart of memory over a step: areas on top of each other.
 
     Args:
-        title: of the picture.
-        entries: meaning and text of each layer, from the bottom up.
-        points: (ms, bytes of each layer), in order of time.
-        parts: of compute; may be empty.
-        end_ms: where the step ends.
-        budget_bytes: to keep within; ``None``: none is drawn.
-        peak_bytes: that the allocator saw, if that is more than the points show; ``None``: not known.
-        saving: says what the peak is without a plan; ``None``: not known.
+        title: title of the picture.
+        entries: meaning and text of each area, from the bottom up.
+        points: (ms, bytes of each area), in order of time.
+        parts: what compute does; may be empty.
+        end_ms: time at which the step ends.
+        budget_bytes: the memory budget; ``None``: none is drawn.
+        peak_bytes: the allocator's peak, which may be above the points; ``None``: not known.
+        saving: gives the peak without a plan; ``None``: not known.
     """
 
     title: str
@@ -81,13 +81,13 @@ class MemoryCurve:
 
     @property
     def peak(self) -> tuple[float, int]:
-        """When most is in use, and how much."""
+        """Time (ms) and bytes of the highest point."""
         ms, sizes = max(self.points, key=lambda point: sum(point[1]))
         return ms, sum(sizes)
 
     @property
     def limits(self) -> list[tuple[int, str, str]]:
-        """Lines across the picture: bytes, text, colour. The highest first."""
+        """Lines across the picture: bytes, text, meaning (`COLOURS`). The highest comes first."""
         most, budget, seen, saving = self.peak[1], self.budget_bytes, self.peak_bytes, self.saving
         found = []
         if budget and budget < 2 * most:
@@ -106,7 +106,7 @@ def measured_curve(
     peak_bytes: int | None = None,
     saving: Saving | None = None,
 ) -> MemoryCurve:
-    """Return what was measured; what is neither kept nor swapped nor there before is the rest."""
+    """Return the curve of a measured step; bytes not kept, swapped or in use before it are the rest."""
     points = []
     for sample in memory.samples:
         base = min(memory.start_bytes, max(sample.total_bytes - sample.kept_bytes - sample.swapped_bytes, 0))
@@ -127,7 +127,7 @@ def measured_curve(
 def predicted_curve(
     prediction: Prediction, budget_bytes: int | None = None, saving: Saving | None = None
 ) -> MemoryCurve:
-    """Return what was predicted."""
+    """Return the curve of a predicted step."""
     points = [
         (point.ms, (point.base_bytes, point.kept_bytes, point.swapped_bytes, point.rebuilt_bytes))
         for point in prediction.memory
@@ -143,11 +143,11 @@ def predicted_curve(
 
 
 def memory_chart(curve: MemoryCurve, width: float) -> Drawing:
-    """Draw it.
+    """Draw memory over a step.
 
     Args:
-        curve: with one point at least.
-        width: in px.
+        curve: the data, with at least one point.
+        width: width in px.
     """
     peak_ms, peak_bytes = curve.peak
     limits = curve.limits
@@ -183,7 +183,7 @@ def memory_chart(curve: MemoryCurve, width: float) -> Drawing:
         Label(at + shift, top - 6, peak_text, "ink", "start" if anchor == "start" else "end", bold=True)
     )
     free = top
-    for size, text, means in limits:  # from above: a text that has no room over its line goes below the last
+    for size, text, means in limits:  # from the top: a text without room above its line goes below the last
         height = y(size / unit_bytes)
         drawing.add(Stroke([(left, height), (right, height)], means, 1.5, dashed=True))
         free = max(height - 4, free + 13)
@@ -194,7 +194,7 @@ def memory_chart(curve: MemoryCurve, width: float) -> Drawing:
 
 
 def _steps(xs: Sequence[float], ys: Sequence[float], end: float) -> list[tuple[float, float]]:
-    """A value holds until the next one."""
+    """Return the corners of a step curve: each y holds until the next x, the last one until ``end``."""
     found: list[tuple[float, float]] = []
     for x, y, until in zip(xs, ys, [*xs[1:], max(end, xs[-1])], strict=True):
         found += [(x, y), (until, y)]
@@ -224,11 +224,11 @@ _LANES = ("compute", "waits", "copies out", "copies in")
 
 
 def timeline_chart(timeline: StepTimeline, width: float) -> Drawing:
-    """Draw it.
+    """Draw compute, waits and copies of a step over time.
 
     Args:
-        timeline: of one step.
-        width: in px.
+        timeline: the measured step.
+        width: width in px.
     """
     narrow = width < 600
     left, right = (4.0 if narrow else 78.0), width - 8
@@ -261,7 +261,7 @@ def timeline_chart(timeline: StepTimeline, width: float) -> Drawing:
 
 
 def _box(x: Scale, start_ms: float, length_ms: float, y: float, lane: float, means: str, title: str) -> Box:
-    """At least as wide as can be seen."""
+    """Return the box of a wait or a copy, at least wide enough to be seen."""
     left = x(start_ms)
     return Box(left, y, max(x(start_ms + length_ms) - left - 0.3, 0.8), lane, means, title)
 
@@ -272,7 +272,7 @@ def _name(scope: object, op_path: str) -> str:
 
 
 Cells = Mapping[tuple[str, Scope], Mapping[str, int]]
-"""Of (op path, scope): fate -> bytes."""
+"""Bytes by fate, for each (op path, scope)."""
 
 _FATES_LEGEND = (("keep", "kept"), ("swap", "swapped"), ("recompute", "run again in backward"))
 _SWAPPED_ONLY = (("swap", "swapped"),)
@@ -282,7 +282,7 @@ _REST = "all others"
 
 
 def planned_cells(profile: Profile, plan: MemoryPlan) -> Cells:
-    """Return what autograd saves in the layers without a plan, and what becomes of it under one."""
+    """Return the bytes that autograd saves without a plan, by the fate that they have under ``plan``."""
     found: defaultdict[tuple[str, Scope], Counter[str]] = defaultdict(Counter)
     for storage, fate in zip(profile.saved.storages, fates_of(profile, plan), strict=True):
         first = next((use for use in storage.uses if use.kind == "saved"), None)
@@ -295,7 +295,7 @@ def planned_cells(profile: Profile, plan: MemoryPlan) -> Cells:
 
 
 def swapped_cells(timeline: StepTimeline) -> Cells:
-    """Return what was swapped in a measured step, by the rows of the plan."""
+    """Return the bytes swapped in a measured step, by op path and scope of the plan's rows."""
     found: defaultdict[tuple[str, Scope], Counter[str]] = defaultdict(Counter)
     for copy in timeline.copies:
         if copy.direction == "out" and copy.scope is not None:
@@ -304,11 +304,11 @@ def swapped_cells(timeline: StepTimeline) -> Cells:
 
 
 def bytes_chart(cells: Cells, width: float) -> Drawing:
-    """Draw them: a row for each op, the largest first, a column for each layer.
+    """Draw bytes by op and layer: a row for each op, the largest first, and a column for each layer.
 
     Args:
-        cells: at least one.
-        width: in px.
+        cells: the bytes; at least one entry.
+        width: width in px.
     """
     narrow = width < 600
     rows, columns = _rows(cells), _columns(cells)
@@ -343,7 +343,7 @@ def bytes_chart(cells: Cells, width: float) -> Drawing:
 def _add_cell(
     drawing: Drawing, sizes: Mapping[str, int], x: float, y: float, width: float, most: int, name: str
 ) -> None:
-    """Several fates in one cell share its width."""
+    """Draw a cell; several fates in it share its width."""
     height, gap = _ROW - 2, 1.0 if width > 5 else 0.3
     drawing.add(Box(x, y, width - gap, height, "grid", opacity=0.45))
     total = sum(sizes.values())
@@ -359,7 +359,7 @@ def _add_cell(
 def _add_column_names(
     drawing: Drawing, columns: Sequence[Scope], left: float, cell_width: float, y: float
 ) -> None:
-    """As many as fit."""
+    """Draw the names of the columns, as many as fit."""
     every = max(1, -(-int(text_width("00", 11) + 6) // max(int(cell_width), 1)))
     for number, scope in enumerate(columns):
         x = left + (number + 0.5) * cell_width
@@ -381,7 +381,7 @@ def _columns(cells: Cells) -> list[Scope]:
 
 
 def _rows(cells: Cells) -> list[tuple[str, dict[Scope, Mapping[str, int]]]]:
-    """Ops by bytes; what is beyond the rows is put together in the last one."""
+    """Return the rows of ops, the largest first; if there are too many, the last row joins the others."""
     totals: Counter[str] = Counter()
     for (op, _), sizes in cells.items():
         totals[op] += sum(sizes.values())
@@ -395,15 +395,15 @@ def _rows(cells: Cells) -> list[tuple[str, dict[Scope, Mapping[str, int]]]]:
 
 
 _CUT = 4.0
-"""Longer than this many medians is cut off, so that a first step of a minute leaves something to see."""
+"""Times above this many medians are cut off, so that a first step of a minute does not flatten the rest."""
 
 
 def steps_chart(steps: Sequence[LoggedStep], width: float) -> Drawing:
-    """Draw the time of a step.
+    """Draw the time of a step over the training.
 
     Args:
         steps: lines of the record, at least one.
-        width: in px.
+        width: width in px.
     """
     times = [float(line["step_ms"]) for line in steps]
     seconds = median(times) > 10_000
@@ -417,17 +417,17 @@ def steps_chart(steps: Sequence[LoggedStep], width: float) -> Drawing:
 
 
 def with_loss(steps: Sequence[LoggedStep]) -> list[tuple[LoggedStep, float]]:
-    """Return the lines that hold a loss, and the loss; what is no number counts as not finite."""
+    """Return the lines with a loss, and the loss; a loss that is not a number becomes NaN."""
     found = ((line, line.get("loss")) for line in steps if "loss" in line)
     return [(line, float(loss) if isinstance(loss, int | float) else math.nan) for line, loss in found]
 
 
 def loss_chart(steps: Sequence[LoggedStep], width: float) -> Drawing:
-    """Draw the loss.
+    """Draw the loss over the training.
 
     Args:
-        steps: lines of the record, one at least with a finite loss (`with_loss`).
-        width: in px.
+        steps: lines of the record, at least one of them with a finite loss (`with_loss`).
+        width: width in px.
     """
     lines, losses = zip(*with_loss(steps), strict=True)
     finite = [loss for loss in losses if math.isfinite(loss)]
@@ -444,7 +444,7 @@ def _add_curve(
     ends: tuple[float, float],
     texts: Sequence[str],
 ) -> None:
-    """A line with a point for each step; what is above the second of the ends, or no number, is red."""
+    """Draw a line with a point for each step; points above ``ends[1]`` or not finite are red, at the top."""
     least, most = ends
     left, right, top, bottom = 52.0, drawing.width - 8, 24.0, 150.0
     numbers = [float(line["step"]) for line in steps]

@@ -1,9 +1,9 @@
-"""Pictures as a few shapes: written as SVG for the page, drawn by matplotlib for files (`write_report`).
+"""Pictures made of a few shapes: written as SVG for the page, drawn by matplotlib for files (`write_report`).
 
-A shape says what it means, not how it looks: colours belong to `COLOURS`, in a light and a dark version.
+A shape has a meaning (``means``) in place of a colour; `COLOURS` gives each meaning a light and a dark one.
 
-Below the shapes is what charts over the time of a step share (the time axis, the legend, the band of
-layers), and how numbers are written: in round steps, with one unit for a whole axis.
+After the shapes come parts that several charts share (time axis, legend, band of layers), and functions that
+write numbers: in round steps, with one unit for a whole axis.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COLOURS = {
     "in": ("#e87ba4", "#d55181"),
     "stall": ("#d03b3b", "#e66767"),
 }
-"""What a shape means, and its colour on a light and on a dark surface."""
+"""The meanings of shapes, each with its colour on a light and on a dark surface."""
 
 TEXT_PX = 12.0
 _CHARACTER = 0.56
@@ -44,7 +44,7 @@ _CHARACTER = 0.56
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A filled rectangle; ``title`` is shown when pointed at."""
+    """A filled rectangle; ``title`` is shown when the mouse is on it."""
 
     x: float
     y: float
@@ -95,9 +95,9 @@ class Drawing:
     """Shapes, later ones above earlier ones.
 
     Args:
-        width, height: in px; y grows downwards.
+        width, height: size in px; y grows downwards.
         title: what the picture shows, for those who cannot see it.
-        shapes: that it consists of.
+        shapes: the shapes of the picture.
     """
 
     width: float
@@ -106,16 +106,16 @@ class Drawing:
     shapes: list[Shape] = field(default_factory=list)
 
     def add(self, *shapes: Shape) -> None:
-        """Put shapes above what is there."""
+        """Add shapes on top of the others."""
         self.shapes += shapes
 
     @property
     def titles(self) -> list[str]:
-        """What shapes say when they are pointed at, in order."""
+        """The titles of the shapes that have one, in order."""
         return [shape.title for shape in self.shapes if isinstance(shape, Box | Area) and shape.title]
 
     def svg(self, css_class: str = "") -> str:
-        """Return it as an SVG element whose colours are classes ``c-<meaning>`` (`colour_rules`)."""
+        """Return an SVG element whose colours are the CSS classes ``c-<meaning>`` (`colour_rules`)."""
         size = f'viewBox="0 0 {_n(self.width)} {_n(self.height)}" width="{_n(self.width)}"'
         head = f'<svg class="{css_class}" {size} role="img" aria-label="{escape(self.title)}">'
         return "\n".join([head, *map(_svg, self.shapes), "</svg>"])
@@ -202,7 +202,7 @@ def legend_rows(entries: Sequence[tuple[str, str]], width: float) -> int:
 def add_legend(
     drawing: Drawing, entries: Sequence[tuple[str, str]], x: float, y: float, width: float
 ) -> None:
-    """Draw (meaning, text) side by side, in as many rows as it takes."""
+    """Draw the entries (meaning, text) of a legend side by side, in as many rows as needed."""
     for row, line in enumerate(_placed(entries, width)):
         at = x
         for means, text in line:
@@ -213,7 +213,7 @@ def add_legend(
 
 
 def add_parts(drawing: Drawing, parts: Iterable[ComputePart], scale: Scale, y: float, height: float) -> None:
-    """Draw what compute does as boxes: phases by colour, layers by number."""
+    """Draw the parts of compute as boxes, with a colour for the phase and the number of the layer."""
     for part in parts:
         if part.phase == "waiting":
             continue
@@ -254,11 +254,11 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True)
 class Scale:
-    """Values onto px.
+    """Maps values to positions in px.
 
     Args:
         most: the largest value.
-        start_px, end_px: where ``least`` and ``most`` lie.
+        start_px, end_px: positions of ``least`` and ``most``.
         least: the smallest value.
     """
 
@@ -268,7 +268,7 @@ class Scale:
     least: float = 0.0
 
     def __call__(self, value: float) -> float:
-        """Return where a value lies."""
+        """Return the position of a value, in px."""
         span = self.most - self.least
         share = (value - self.least) / span if span else 0.0
         return self.start_px + share * (self.end_px - self.start_px)
@@ -297,21 +297,21 @@ def byte_unit(most_bytes: float) -> tuple[str, float]:
 
 
 def size_text(size_bytes: float) -> str:
-    """Return bytes in the largest unit of which there is at least one."""
+    """Return bytes as text, in the largest unit in which the number is at least 1."""
     unit, unit_bytes = byte_unit(abs(size_bytes))
     value = size_bytes / unit_bytes
     return f"{value:.0f} B" if unit == "B" else f"{_rounded(value)} {unit}"
 
 
 def ms_text(milliseconds: float) -> str:
-    """Return a time."""
+    """Return a time as text: in ms, from 10 seconds on in s."""
     if abs(milliseconds) >= 10_000:
         return f"{milliseconds / 1e3:,.1f} s"
     return f"{_rounded(milliseconds)} ms" if milliseconds else "0 ms"
 
 
 def tick_text(value: float) -> str:
-    """Return a round value for an axis."""
+    """Return a round value as text, for an axis."""
     return f"{value:,.0f}" if value == int(value) else f"{value:g}"
 
 

@@ -58,9 +58,9 @@ class Picture:
     """A section with a picture.
 
     Args:
-        heading: above it.
-        caption: what is to be seen.
-        draw: makes it in a width.
+        heading: heading of the section.
+        caption: text that says what the picture shows.
+        draw: returns the picture in a given width (px).
     """
 
     heading: str
@@ -69,7 +69,7 @@ class Picture:
 
 
 def page(run: RecordedRun, facts: RunFacts, pictures: Sequence[Picture]) -> str:
-    """Return the page."""
+    """Return the text of the HTML page."""
     about = run.about
     title = f"{about.get('model', 'model')}: swap and recompute"
     body = [
@@ -163,7 +163,7 @@ def _share(part_ms: float, step_ms: float | None) -> str:
 
 
 def _figure(picture: Picture) -> str:
-    """The list says what pointing at the shapes does, to those who read or have a keyboard alone."""
+    """Return a picture in two widths, and the titles of its shapes as a list for readers without a mouse."""
     wide, narrow = picture.draw(WIDE_PX), picture.draw(NARROW_PX).svg("narrow")
     heading, caption = escape(picture.heading), f"<figcaption>{escape(picture.caption)}</figcaption>"
     items = "".join(f"<li>{escape(title)}</li>" for title in wide.titles)
@@ -173,12 +173,12 @@ def _figure(picture: Picture) -> str:
 
 
 def _reached(name: str) -> str:
-    """Attributes of what may scroll: a key reaches it, and it has a name."""
+    """Return HTML attributes of an element that may scroll: it has a name and can be reached by keyboard."""
     return f'tabindex="0" role="region" aria-label="{escape(name)}"'
 
 
 def _table(name: str, head: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]], numbers: int) -> str:
-    """A heading and a table; ``rows``: (class, cells as HTML); the last ``numbers`` columns are numbers."""
+    """Return a heading and a table; ``rows`` are (CSS class, cells as HTML), the last columns ``numbers``."""
     first = len(head) - numbers
 
     def cells(tag: str, texts: Sequence[str]) -> str:
@@ -219,7 +219,7 @@ def _compared_table(compared: Sequence[Compared]) -> str:
 
 
 def _stages_table(run: RecordedRun, facts: RunFacts) -> str:
-    """The stages of a pipeline side by side, and by the formula how long equal ones wait; else nothing."""
+    """Return a table of pipeline stages and the time that equal stages wait; empty without a pipeline."""
     if (found := run.about.get("stages")) is None:
         return ""
 

@@ -1,4 +1,4 @@
-"""The effective plan as a table, equal layers folded."""
+"""Shows the effective plan as a table, with equal layers in one row."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from rich.table import Table
 from ..plan.actions import COMPILE_BUDGET, SCOPES, MemoryPlan, PlanRow, Scope, folded, folded_tiles
 
 _MEASURED = "auto"
-"""For windows that the engine chooses from measured times; what it chose is among the adjustments."""
+"""Text for windows that the engine chooses from measured times; its choice is among the adjustments."""
 
 
 def plan_table(plan: MemoryPlan, width: int = 110) -> str:
-    """Return the plan as text: what happens to what, then every adjustment with its reason.
+    """Return the plan as text: a table of the fates, then every adjustment with its reason.
 
     Args:
-        plan: to show.
-        width: of the table in characters; adjustments take a line each, however long.
+        plan: the plan to show.
+        width: width of the table in characters; each adjustment is one line, however long.
     """
     out = StringIO()
-    # In a notebook a console shows what it is given as HTML, and writes nothing to its file.
+    # In a notebook a console would show HTML and write nothing to its file.
     console = Console(file=out, width=width, color_system=None, highlight=False, force_jupyter=False)
     console.print(_rows_table(plan))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
@@ -54,7 +54,7 @@ def _rows_table(plan: MemoryPlan) -> Table:
 
 
 def _shape(plan: MemoryPlan, scope: Scope) -> tuple[PlanRow, ...]:
-    """The rows of a scope without the scope, so that equal layers are equal."""
+    """Return the rows of a scope with the scope left out, so that the rows of equal layers are equal."""
     return tuple(
         PlanRow(0, row.op_path, row.fate, row.ordinal, row.windows, row.parameters)
         for row in plan.rows

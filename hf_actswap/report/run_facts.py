@@ -1,4 +1,4 @@
-"""A recorded run in numbers: what the report says in tables, and ``--json`` in full."""
+"""Computes the numbers of a recorded run, for the tables of the report and for ``--json``."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from .saving import Saving
 
 @dataclass(frozen=True)
 class Compared:
-    """One quantity of a step.
+    """One quantity of a step, predicted and measured.
 
     Args:
-        name: for people.
+        name: name for tables.
         unit: ``ms`` or ``bytes``.
-        predicted, measured: ``None``: not known.
+        predicted, measured: values in that unit; ``None``: not known.
     """
 
     name: str
@@ -39,14 +39,14 @@ class Compared:
 
 @dataclass(frozen=True)
 class StageFacts:
-    """One stage of a pipeline.
+    """The numbers of one stage of a pipeline.
 
     Args:
-        layers: that it holds.
-        in_flight: micro-batches whose forward it has run and whose backward it has not, at most.
-        weight_bytes, peak_bytes, step_ms, offloaded_bytes, stall_ms: as of a run, on the rank that was
-            recorded; ``None``: not measured.
-        waiting_share: of the step that was watched, in which it waited for other stages.
+        layers: indices of its layers.
+        in_flight: the most micro-batches whose forward has run and whose backward has not.
+        weight_bytes, peak_bytes, step_ms, offloaded_bytes, stall_ms: as in `RunFacts`, on the rank of this
+            stage that was recorded; ``None``: not measured.
+        waiting_share: fraction of the measured step in which it waited for other stages; ``None``: not known.
     """
 
     layers: tuple[int, ...]
@@ -64,18 +64,18 @@ class RunFacts:
     """The numbers of a recorded run that the report shows.
 
     Args:
-        steps: that were logged last.
-        step_ms: median of the logged ones in the last stage; ``None``: none was logged.
-        peak_bytes: of device memory in use, measured; ``None``: not measured.
-        offloaded_bytes: of a step.
-        stall_ms: of a step.
-        host_bytes: most host memory in use.
-        rejected: what was to be swapped and stayed: reason -> bytes of a step.
-        compared: predicted beside measured; empty without a planner.
-        trials: of the planner.
-        budget_bytes: of the planner.
+        steps: number of the last step that was logged.
+        step_ms: median of the logged steps in the planner's last phase; ``None``: none was logged.
+        peak_bytes: measured peak of device memory in use; ``None``: not measured.
+        offloaded_bytes: bytes copied to the host in a step.
+        stall_ms: time in a step in which compute waits for copies.
+        host_bytes: the most host memory in use.
+        rejected: bytes of a step that should have been swapped but stayed on the device, by reason.
+        compared: quantities predicted and measured; empty without a prediction.
+        trials: the planner's trials.
+        budget_bytes: the planner's budget; ``None``: not known.
         saving: memory with and without the plan; ``None``: not known.
-        stages: of a pipeline; empty without one.
+        stages: stages of the pipeline; empty without one.
     """
 
     steps: int
@@ -92,18 +92,18 @@ class RunFacts:
     stages: Sequence[StageFacts] = ()
 
     def document(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the fields as JSON values."""
         return {**asdict(self), "compared": [{**asdict(item), "ratio": item.ratio} for item in self.compared]}
 
 
 def prediction_of(run: RecordedRun) -> Prediction | None:
-    """Return the step that was predicted for the plan that was on; ``None``: the planner recorded none.
+    """Predict a step under the run's plan from its profile; ``None``: a file is missing, or it is a pipeline.
 
     Raises:
         ReportError: plan and profile are of different models.
     """
     if run.profile is None or run.plan is None or run.about.get("stages") is not None:
-        return None  # of a stage, a profile is of one micro-batch
+        return None  # on a pipeline stage the profile is of one micro-batch
     if run.plan.num_layers != run.profile.num_layers:
         expected = f"{run.profile.num_layers}, as in {PROFILE}"
         raise ReportError([Problem(f"{PLAN}: num_layers", expected, str(run.plan.num_layers))])
@@ -111,10 +111,15 @@ def prediction_of(run: RecordedRun) -> Prediction | None:
 
 
 def run_facts(run: RecordedRun, prediction: Prediction | None) -> RunFacts:
-    """Put the numbers of a run together."""
+    """Return the numbers of a run.
+
+    Args:
+        run: the record.
+        prediction: the step that was predicted; ``None``: nothing is compared.
+    """
     phase = run.steps[-1].get("phase", "") if run.steps else ""
     last = [line for line in run.steps if line.get("phase", "") == phase]
-    settled = last[1:] or last  # a stage begins with what it has to prepare
+    settled = last[1:] or last  # the first line of a phase includes its preparations
     times = [float(line["step_ms"]) for line in settled]
     of_step = [_of_step(line) for line in settled]
     stats = of_step[-1] if of_step else {}
@@ -164,7 +169,10 @@ def _stages(run: RecordedRun, first: RunFacts) -> Iterator[StageFacts]:
 
 
 def _waiting_share(stage: RecordedRun, schedule: str) -> float | None:
-    """Of a step; under ``zero_bubble`` the gradients of weights, made apart, cannot be told from waiting."""
+    """Return the fraction of a step in which a stage waits for others; ``None``: not known.
+
+    Under ``zero_bubble`` gradients of weights are computed separately, and look like waiting.
+    """
     timeline = stage.timeline
     if timeline is None or not timeline.step_ms or schedule == "zero_bubble":
         return None
@@ -172,7 +180,7 @@ def _waiting_share(stage: RecordedRun, schedule: str) -> float | None:
 
 
 def _of_step(line: LoggedStep) -> dict[str, Any]:
-    """The totals since the line before, of one step."""
+    """Return the totals in a line, which are those since the line before, divided by its number of steps."""
     count = max(int(line.get("steps", 1)), 1)
     stats = line["stats"]
     return {

@@ -1,18 +1,18 @@
-"""What a run leaves behind in ``<output_dir>/actswap/``, and how it is read back.
+"""Writes and reads the files that a run leaves in ``<output_dir>/actswap/``.
 
 ============== =========================================================================================
 run.json       what ran: versions, device, model, configuration
-plan.json      the plan that was on last
+plan.json      the last plan that was on the model
 steps.jsonl    one line for each logged step: loss, time, peak memory, statistics of the plan
 planner.json   the planner's trials, and the budget
-saving.json    the peak, by how much it is lower than without the plan, and the time (`report.saving.Saving`)
+saving.json    peak memory, the memory saved by the plan, and the time of a step (`report.saving.Saving`)
 profile.json   what the planner recorded of a step without a plan
 timeline.json  one step, measured: compute, copies, stalls (`engine.step_watch.StepTimeline`)
 memory.json    the step after it: memory by fate (`engine.step_watch.StepMemory`)
 ============== =========================================================================================
 
-All but ``run.json`` may be missing. Sizes in bytes and times in ms, of rank 0. In a pipeline rank 0 holds the
-first stage; the folders ``stage_1``, ``stage_2`` .. hold the same files of the others.
+All but ``run.json`` may be missing. Sizes are in bytes and times in ms, of rank 0. In a pipeline rank 0 holds
+the first stage; folders ``stage_1``, ``stage_2`` .. hold the same files of the other stages.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ PROFILE, TIMELINE, MEMORY = "profile.json", "timeline.json", "memory.json"
 SAVING = "saving.json"
 
 _MAX_BYTES = 256 * 2**20
-"""Of one file; a million lines of steps."""
+"""The largest file that is read; it holds about a million lines of steps."""
 
 
 class RecordedStages(TypedDict):
-    """How a pipeline divided the model: of each stage its layers, and the micro-batches in flight at most."""
+    """How a pipeline divides the model: for each stage its layers and the most micro-batches in flight."""
 
     schedule: str
     micro_batches: Count
@@ -62,7 +62,7 @@ class RecordedStages(TypedDict):
 
 
 class RunAbout(TypedDict, total=False):
-    """``run.json``."""
+    """The content of ``run.json``."""
 
     started: str
     versions: Mapping[str, str]
@@ -80,7 +80,7 @@ class RunAbout(TypedDict, total=False):
 
 
 class LoggedStats(TypedDict):
-    """Of `SwapStats` since the line before, what is read again."""
+    """The statistics (`SwapStats`) since the line before, as far as they are read back."""
 
     offloaded_bytes: int
     stall_ms: float
@@ -95,7 +95,7 @@ class _LoggedAlways(TypedDict):
 
 
 class LoggedStep(_LoggedAlways, total=False):
-    """A line of ``steps.jsonl``; it holds what the training logged besides."""
+    """A line of ``steps.jsonl``; it also holds all values that the training logged."""
 
     phase: str
     steps: Count
@@ -121,14 +121,14 @@ class RecordedTrial(TypedDict):
 
 
 class RecordedPlanner(TypedDict):
-    """``planner.json``."""
+    """The content of ``planner.json``."""
 
     budget_bytes: Bytes | None
     trials: tuple[RecordedTrial, ...]
 
 
 class ReportError(ActSwapError):
-    """A folder holds no record of a run, or a damaged one."""
+    """A folder has no record of a run or a damaged one, or its report cannot be drawn."""
 
     subject = "record of the run"
 
@@ -138,15 +138,15 @@ class RecordedRun:
     """A run as it was recorded.
 
     Args:
-        folder: with the files.
-        about: ``run.json``.
-        plan: that was on last; ``None``: not written.
+        folder: the folder with the files.
+        about: content of ``run.json``.
+        plan: the last plan that was on the model; ``None``: not written.
         steps: the lines of ``steps.jsonl``.
-        planner: ``planner.json``; ``None``: there was no planner, or it had not settled.
-        saving: ``saving.json``; ``None``: it is not known.
-        profile: ``profile.json``; ``None``: the planner recorded no step.
-        timeline, memory: ``timeline.json`` and ``memory.json``; ``None``: not written.
-        stages: of a pipeline, by number, those after the first.
+        planner: content of ``planner.json``; ``None``: there was no planner, or its trials did not end.
+        saving: content of ``saving.json``; ``None``: not written.
+        profile: content of ``profile.json``; ``None``: the planner recorded no step.
+        timeline, memory: contents of ``timeline.json`` and ``memory.json``; ``None``: not written.
+        stages: the records of a pipeline's stages after the first, by number.
     """
 
     folder: Path
@@ -162,14 +162,14 @@ class RecordedRun:
 
 
 class RunFiles:
-    """Writes the files of one run; each whole or not at all, except for the file of lines.
+    """Writes the files of one run; each is written whole or not at all, except for ``steps.jsonl``.
 
-    No training ends because its record cannot be written: the first failure is a warning, and
+    A record that cannot be written does not end the training: the first failure is logged as a warning, and
     nothing more is written.
 
     Args:
-        output_dir: of the training. Files of an earlier run in it are replaced.
-        stage: of a pipeline, whose run it is.
+        output_dir: the training's ``output_dir``. Files of an earlier run in it are replaced.
+        stage: index of the pipeline stage whose run it is.
     """
 
     def __init__(self, output_dir: str | os.PathLike[str], stage: int = 0) -> None:
@@ -196,19 +196,19 @@ class RunFiles:
             )
 
     def write(self, name: str, document: Mapping[str, Any]) -> None:
-        """Write a document."""
+        """Write a JSON document to the file ``name``."""
         self._write(name, json.dumps(document, indent=1, default=str))
 
     def write_plan(self, plan: MemoryPlan) -> None:
-        """Write the plan that is on."""
+        """Write the plan that is on the model."""
         self._write(PLAN, plan.to_json())
 
     def write_profile(self, profile: Profile) -> None:
-        """Write what the planner recorded."""
+        """Write the profile that the planner recorded."""
         self._write(PROFILE, profile_to_json(profile))
 
     def write_measured(self, measured: StepTimeline | StepMemory) -> None:
-        """Write a measured step, a row on each line."""
+        """Write a measured step, with each row of its tables on a line of the file."""
         name = TIMELINE if isinstance(measured, StepTimeline) else MEMORY
         document = {
             key: [list(row.values()) for row in value] if isinstance(value, list | tuple) else value
@@ -218,7 +218,7 @@ class RunFiles:
         self._write(name, "{\n" + ",\n".join(lines) + "\n}")
 
     def add_step(self, line: Mapping[str, Any]) -> None:
-        """Add the line of a step."""
+        """Append a line for a step to ``steps.jsonl``."""
         text = json.dumps(line, default=_number_or_text) + "\n"
 
         def write() -> None:
@@ -232,7 +232,7 @@ class RunFiles:
 
 
 def _number_or_text(value: Any) -> float | str:
-    """A tensor or a number of NumPy's as a number; what else a training logs as text."""
+    """Return a logged tensor or NumPy number as a float, and any other value as text."""
     try:
         return float(value)
     except (TypeError, ValueError):
@@ -246,7 +246,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> RecordedRun:
         run_dir: the ``output_dir`` of the training, or the folder ``actswap`` in it.
 
     Raises:
-        ReportError: there is none, or it is damaged.
+        ReportError: there is no record, or it is damaged.
         PlanError: the plan or the profile in it is damaged.
     """
     folder = Path(run_dir)
@@ -277,7 +277,7 @@ def _of_stage(folder: Path, stage: int) -> Path:
 
 
 def _read(path: Path, kind: Any) -> Any:
-    """Read a document of a dataclass, whose rows stand as such, or of a ``TypedDict``; ``None``: no file."""
+    """Read a JSON file as a dataclass (its tables as rows) or a ``TypedDict``; ``None``: there is no file."""
     if not path.is_file():
         return None
     reader = JsonReader(_text(path), path.stem, ReportError, str(path))
@@ -288,9 +288,9 @@ def _read(path: Path, kind: Any) -> Any:
 
 
 def _lines(path: Path) -> Sequence[LoggedStep]:
-    """The last line may be cut off where a run was killed."""
+    """Return the lines of a file; a last line without an end is left out, because the run was killed."""
     lines = _text(path).split("\n")[:-1] if path.is_file() else []
-    # As one document, whose lines are those of the file.
+    # Read as one document with the same line numbers as the file, for errors.
     reader = JsonReader('{"steps": [' + ",\n".join(lines) + "]}", path.stem, ReportError, str(path))
     found: list[LoggedStep] = reader.document["steps"]
     reader.read(tuple[LoggedStep, ...], ("steps",), found)

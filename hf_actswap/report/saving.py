@@ -1,4 +1,4 @@
-"""How much memory a plan saves in a step, and what that costs: numbers for the log, a line for people."""
+"""How much memory a plan saves in a step, and how long the step takes, as numbers and as a sentence."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from ..engine.stats import gib, gib_text
 
 COUNTED = "counted: what it swaps and recomputes"
-"""Where nothing was measured without the plan. More than the peak falls where the plan moves the peak."""
+"""`Saving.source` if no step was measured without the plan. The counted bytes are then an upper bound: the
+peak falls by less if the plan moves it to another moment of the step."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """Of one step, on one rank.
+    """Memory that a plan saves in one step on one rank, and the time of the step.
 
     Args:
-        saved_bytes: how much less device memory the plan's step needs; ``None``: it is not known.
-        source: how that is known, or why not.
-        peak_bytes: the most device memory in use in a step with the plan; ``None``: it was not measured.
-        step_ms: with the plan; ``None``: not known.
-        without_step_ms: without it; ``None``: not known.
-        stall_ms: of ``step_ms``, waiting for copies.
+        saved_bytes: how much less device memory the step needs with the plan; ``None``: not known.
+        source: how ``saved_bytes`` was obtained, or why it is not known.
+        peak_bytes: the most device memory in use in a step with the plan; ``None``: not measured.
+        step_ms: time of the step with the plan; ``None``: not known.
+        without_step_ms: time of the step without the plan; ``None``: not known.
+        stall_ms: part of ``step_ms`` in which compute waits for copies.
     """
 
     saved_bytes: int | None
@@ -32,25 +33,25 @@ class Saving:
 
     @property
     def without_peak_bytes(self) -> int | None:
-        """The peak of the same step without the plan; at most this where it is `COUNTED`."""
+        """The peak of the same step without the plan; an upper bound if ``source`` is `COUNTED`."""
         if self.peak_bytes is None or self.saved_bytes is None:
             return None
         return self.peak_bytes + self.saved_bytes
 
     @property
     def at_most(self) -> str:
-        """What is said before `without_peak_bytes`."""
+        """Text to put before `without_peak_bytes`: "at most ", or nothing."""
         return "at most " if self.source == COUNTED else ""
 
     def as_log(self, prefix: str = "actswap_") -> dict[str, float]:
-        """Return the numbers that belong into a training log, under names for it."""
+        """Return numbers for a training log, in GiB, by names that begin with ``prefix``."""
         numbers = {} if self.saved_bytes is None else {f"{prefix}saved_gib": gib(self.saved_bytes)}
         if self.peak_bytes is not None:
             numbers[f"{prefix}peak_gib"] = gib(self.peak_bytes)
         return numbers
 
     def in_words(self) -> str:
-        """Return it as one line."""
+        """Return the saving and the time as one line of text."""
         return f"{self._memory_in_words()} {self._time_in_words()}".rstrip()
 
     def _memory_in_words(self) -> str:

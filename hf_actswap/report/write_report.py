@@ -1,6 +1,6 @@
-"""The report of a recorded run: one page, its numbers, and pictures as PNG files if asked.
+"""Writes the report of a recorded run: one page, and, if asked for, its pictures as PNG files.
 
-The files are made by matplotlib (``pip install 'hf_actswap[report]'``); the page needs nothing.
+The PNG files need matplotlib (``pip install 'hf_actswap[report]'``); the page does not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PAGE = "report.html"
 
 _DPI = 96
 _SCALE = 2
-"""Pixels for each px of the drawing."""
+"""Pixels of a PNG file for each px of the drawing."""
 _ANCHORS = {"start": "left", "middle": "center", "end": "right"}
 _POINTS = 72 / _DPI
 """A px in points, the unit of fonts and lines."""
@@ -44,11 +44,11 @@ _POINTS = 72 / _DPI
 
 @dataclass(frozen=True)
 class WrittenReport:
-    """What was written.
+    """The files and numbers of a report that was written.
 
     Args:
-        page: the HTML file.
-        pictures: PNG files.
+        page: path of the HTML file.
+        pictures: paths of the PNG files.
         facts: the numbers.
     """
 
@@ -88,7 +88,7 @@ def write_report(
 
 
 def pictures_of(run: RecordedRun, prediction: Prediction | None, facts: RunFacts) -> dict[str, Picture]:
-    """Return what can be shown of a run, by the names of its files."""
+    """Return the pictures for which a run has data, by the names of their PNG files."""
     found: dict[str, Picture] = {}
     saving = facts.saving
     source = f" Peak without a plan: {saving.source}." if saving is not None and saving.saved_bytes else ""

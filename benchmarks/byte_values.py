@@ -44,7 +44,7 @@ from benchmarks.workloads import PRESETS, DecoderStack, Workload
 from hf_actswap import model_structure
 from hf_actswap.engine.forecast import record_saved
 from hf_actswap.plan import ModelStructure
-from hf_actswap.plan.dry_run import fake_batch, fake_weights, fakes_only, one_sequence_each
+from hf_actswap.plan.dry_run import assume_unpacked_rows, fake_batch, fake_weights, fakes_only
 
 Result = Mapping[str, Any]
 
@@ -305,7 +305,7 @@ def _calls(step: DecoderStack, named: ModelStructure, clock: Clock) -> list[Call
 def _calls_on_fakes(step: DecoderStack, named: ModelStructure, clock: Clock) -> list[Call]:
     """Return the calls of a forward on fake CPU tensors, which runs as `record_saved` runs it."""
     follower = CallFollower(step.decoder_layers[0], named.layers[0], clock)
-    with one_sequence_each(), fakes_only():
+    with assume_unpacked_rows(), fakes_only():
         state = fake_weights(step.model, _CPU)
         hidden = fake_batch(step.hidden, _CPU)
         with follower.following():

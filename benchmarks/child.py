@@ -22,7 +22,7 @@ _SECONDS_TO_END = 3.0
 """Time that a process gets to end by itself or to write the stacks of its threads."""
 
 
-class Child:
+class ReportingProcess:
     """A process that reports line by line to a pipe, whose number it reads from ``REPORTS_VARIABLE``.
 
     Args:
@@ -107,7 +107,7 @@ class Child:
 
 
 def reports_to() -> Callable[[str], None]:
-    """Return the function by which the process of a `Child` reports a line."""
+    """Return the function by which the process of a `ReportingProcess` reports a line."""
     stream = os.fdopen(int(os.environ[REPORTS_VARIABLE]), "w", encoding="utf-8")
 
     def report(line: str) -> None:

@@ -32,7 +32,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import Answers, FrontierJob, Session, frontier_jobs, longest_jobs
+from benchmarks.harness import FrontierJob, InProcessMeasurer, Session, frontier_jobs, longest_jobs
 from benchmarks.records import Record, Records, Result, device_named, file_name, origin, results_folder
 from benchmarks.rows import EAGER, ROWS, Row, with_bases
 from benchmarks.workloads import DEFAULT_PRESETS, PRESETS, Workload, fitted
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None, rows: Sequence[Row] = ROWS) -> int:
     again = set(arguments.again or ()) if arguments.again is not None else None
     session = Session(
         Records(path),
-        Answers(device, rows),
+        InProcessMeasurer(device, rows),
         about,
         lambda name: again is not None and (not again or name in again),
     )

@@ -4,7 +4,7 @@ A `Session` goes through its jobs. A job whose result is recorded is not measure
 does not fit into the time that is left is left out; every result is in the file before the next job begins.
 One of two objects measures:
 
-* `Answers` measures in this process, for the CPU and for tests.
+* `InProcessMeasurer` measures in this process, for the CPU and for tests.
 * `Worker` is a process of its own that answers the same requests. A kernel that fails poisons the CUDA
   context of its whole process, and a hang in the driver cannot be interrupted from inside. So the process
   that measures must be one that can be ended from outside, and the process that keeps the results must never
@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import torch
 
-from benchmarks.child import Child, reports_to
+from benchmarks.child import ReportingProcess, reports_to
 from benchmarks.measure import Bench, empty_result
 from benchmarks.methods import options_of
 from benchmarks.records import (
@@ -77,11 +77,11 @@ Ask = Callable[[Request, float | None], Line]
 """Function of a request and a limit in seconds that measures and returns the fields of a record.
 
 Raises:
-    Unanswered: it took too long, or its process died.
+    MeasureError: it took too long, or its process died.
 """
 
 
-class Unanswered(Exception):
+class MeasureError(Exception):
     """A request that got no answer.
 
     Args:
@@ -340,7 +340,7 @@ class Session:
                 self._origin_is_whole = True
             answer = self._ask(request, limit_s)
             record = type(record)(**_known_fields(record, answer))
-        except Unanswered as error:
+        except MeasureError as error:
             cut = error.status == "timed out" and limit_s < own_s
             record.status = "left out" if cut else error.status  # type: ignore[assignment]
             record.reason = "the time of the run was over" if cut else error.reason
@@ -373,7 +373,7 @@ def in_words(record: Record) -> str:
     return ", ".join(parts)
 
 
-class Answers:
+class InProcessMeasurer:
     """Measures in this process.
 
     Args:
@@ -405,7 +405,7 @@ class Answers:
 
 
 def serve(device: str, rows: Sequence[Row] = ROWS) -> None:
-    """Answer requests, one line of JSON each, from the standard input to the pipe of a `Child`.
+    """Answer requests, one line of JSON each, from the standard input to the pipe of a `ReportingProcess`.
 
     The first line is ``ready``. If this process cannot be trusted after a failure, its last answer has
     ``ends`` set.
@@ -414,7 +414,7 @@ def serve(device: str, rows: Sequence[Row] = ROWS) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    answers = Answers(device_named(device), rows)
+    answers = InProcessMeasurer(device_named(device), rows)
     reports("ready")
     for line in sys.stdin:
         try:
@@ -442,8 +442,8 @@ class Worker:
     """
 
     def __init__(self, command: Sequence[str], stderr: Path, environment: Mapping[str, str]) -> None:
-        self._starts = lambda: Child(command, stderr, environment)
-        self._child: Child | None = None
+        self._starts = lambda: ReportingProcess(command, stderr, environment)
+        self._child: ReportingProcess | None = None
 
     def __call__(self, request: Request, limit_s: float | None = None) -> Line:
         """Measure a request, as `Ask` says; the limit does not include the start of the process."""
@@ -467,8 +467,8 @@ class Worker:
             line = self._child.next_line(limit_s)
         except queue.Empty:
             _, told = self.stop(says=True)
-            raise Unanswered("timed out", f"{what} {limit_s:.0f} s", told) from None
+            raise MeasureError("timed out", f"{what} {limit_s:.0f} s", told) from None
         if line is None:
             status, told = self.stop()
-            raise Unanswered("failed", f"its process ended with status {status}", told)
+            raise MeasureError("failed", f"its process ended with status {status}", told)
         return line

@@ -103,7 +103,7 @@ CASES = (
 )
 
 
-class _Half(nn.Module):
+class _ChainModule(nn.Module):
     def __init__(self, ops: int) -> None:
         super().__init__()
         self.ops = ops
@@ -119,7 +119,7 @@ class _ChainLayer(nn.Module):
 
     def __init__(self, ops: int) -> None:
         super().__init__()
-        self.self_attn, self.mlp = _Half(ops), _Half(ops)
+        self.self_attn, self.mlp = _ChainModule(ops), _ChainModule(ops)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.mlp(self.self_attn(hidden))

@@ -306,7 +306,7 @@ def _draw_byte_panel(axes: Axes, panel: Sequence[Row]) -> None:
     lowest = min(row["ps_per_byte"] for row in drawn)
     highest = max(row["ps_per_byte"] for row in drawn)
     axes.set_yscale("log")
-    axes.set_ylim(lowest / 1.6, highest * (highest / lowest) ** 1.0)
+    axes.set_ylim(lowest / 1.6, highest * (highest / lowest))
     left = 0.0
     for row in drawn:
         width = row["held_bytes"] / _MIB

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from benchmarks.child import Child
+from benchmarks.child import ReportingProcess
 from benchmarks.harness import Session, in_words
 from benchmarks.records import REPOSITORY, Record, write_text
 
@@ -117,7 +117,7 @@ class SuiteRun:
             settled = Path(folder, "settled.json")
             settled.write_text(json.dumps(self._settled()), encoding="utf-8")
             environment = {**self._place.environment, "HF_ACTSWAP_SETTLED": str(settled)}
-            child = Child(self._command(), self._place.stderr, environment, REPOSITORY)
+            child = ReportingProcess(self._command(), self._place.stderr, environment, REPOSITORY)
             crashes = sum(self._attempts.values())
             try:
                 ended = self._follow(child)
@@ -144,7 +144,7 @@ class SuiteRun:
         settled = {line["method"] for line in mine if self._session.is_settled_line(line)}
         return sorted(settled | {getattr(record, "method", "") for record in self._done})
 
-    def _follow(self, child: Child) -> bool:
+    def _follow(self, child: ReportingProcess) -> bool:
         """Record the tests that the process reports; return whether it ended as it should."""
         while True:
             now_s = self._session.clock()
@@ -187,13 +187,13 @@ class SuiteRun:
         if self._attempts[test] >= _MOST_ATTEMPTS:
             self._record(test, "failed", told)
 
-    def _died(self, child: Child) -> None:
+    def _died(self, child: ReportingProcess) -> None:
         status, told = child.stop()
         for test in list(self._running):
             self._crashed(test, f"pytest's process ended with status {status}\n{told}")
         self._running = {}
 
-    def _cut(self, child: Child) -> bool:
+    def _cut(self, child: ReportingProcess) -> bool:
         """End the process, because the time is over or a test hangs; return whether the time is over."""
         _, told = child.stop(says=True)
         now_s = self._session.clock()

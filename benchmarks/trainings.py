@@ -174,7 +174,7 @@ class StatesRow(Record):
             optimizer's step.
         moved_bytes: bytes copied in one step, both directions together.
         stall_ms: time in one step in which compute waits for copies.
-        pinning_ms: time of page-locking host memory in the timed steps.
+        pinning_ms: time of page-locking host memory in all steps, warm-up included.
         parameters: digest of the parameters' fingerprints after the last step; equal in all cases.
         settings: the `Sizes`.
     """
@@ -518,7 +518,8 @@ def measure_states(case: Case, sizes: Sizes, device: torch.device) -> StatesRow:
     if subject.states is not None and before is not None:
         change = subject.states.stats() - before
         row.moved_bytes = (change.offloaded_bytes + change.prefetched_bytes) // sizes.steps
-        row.stall_ms, row.pinning_ms = change.stall_ms / sizes.steps, change.pinning_ms
+        row.stall_ms = change.stall_ms / sizes.steps
+        row.pinning_ms = subject.states.stats().pinning_ms  # in warm-up
     if subject.forward_peaks:
         row.forward_peak_bytes, row.step_peak_bytes = max(subject.forward_peaks), max(subject.step_peaks)
     subject.finish()

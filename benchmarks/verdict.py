@@ -391,7 +391,7 @@ def _reduction(name: str, rows: Rows) -> Iterator[Finding]:
         away = abs(fall / wanted - 1)
     remark = _remark(rows, _REDUCED, "eager")
     yield Finding(
-        f"12 {name}: {_REDUCED}, fall of the peak off the requested policy",
+        f"12 {name}: {_REDUCED}, fall of the peak, off the request",
         away,
         REDUCTION,
         "at most",

@@ -36,10 +36,10 @@ from hf_actswap.config import (  # noqa: E402 - the package need not be installe
 from hf_actswap.config.keys import (  # noqa: E402  # noqa: E402
     FOREIGN_PARALLEL_KEYS,
     FOREIGN_SECTIONS,
+    MINDSPEED_COUNTERPARTS,
+    MINDSPEED_IGNORED,
     MODE_FLAGS,
     PARALLEL_SPELLINGS,
-    TRANSLATED,
-    UNUSED,
 )
 from hf_actswap.errors import ConfigError  # noqa: E402
 
@@ -215,7 +215,7 @@ def _table(name: str) -> str:
     if name == "mindspeed":
         return _markdown(("setting", "type", "unit", "sets"), _mindspeed_rows())
     if name == "mindspeed_notes":
-        rows = [(f"`{key}`", instead.replace("<", "&lt;")) for key, instead in UNUSED.items()]
+        rows = [(f"`{key}`", instead.replace("<", "&lt;")) for key, instead in MINDSPEED_IGNORED.items()]
         return _markdown(("setting", "what happens instead"), rows)
     if name == "spellings":
         several = {ours: also for ours, also in PARALLEL_SPELLINGS.items() if len(also) > 1}
@@ -256,7 +256,7 @@ def _mindspeed_rows() -> list[tuple[str, ...]]:
         (f"`{flag}`", expected("memory", flag), "", f"`mode: {mode}`; also at the top level")
         for flag, mode in MODE_FLAGS.items()
     ]
-    for setting, ours in TRANSLATED.items():
+    for setting, ours in MINDSPEED_COUNTERPARTS.items():
         sets = " or ".join(f"`{key}`" for key in ours.split(" or "))
         rows.append((f"`{setting}`", expected("memory", setting), UNITS.get(setting, ""), sets))
     return rows

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 from docs.make_sketches import write_svgs  # noqa: E402 - neither need be installed
 from hf_actswap.engine.link import Link  # noqa: E402
-from hf_actswap.engine.windows import Candidate, Decision, Hooks, Timeline  # noqa: E402
+from hf_actswap.engine.windows import Candidate, Decision, HookTimes, Timeline  # noqa: E402
 from hf_actswap.plan.actions import Windows  # noqa: E402
 from tests.engine.window_simulation import Simulated, simulate  # noqa: E402
 
@@ -107,7 +107,7 @@ def with_table(page: str) -> str:
 def draw_one_tensor(figure: Any) -> None:
     """The life of one tensor: streams above, memory below."""
     axes = figure.add_subplot()
-    run, hooks, candidate = step(PREFETCH).simulated, Hooks(timeline()), candidates()[FOLLOWED]
+    run, hooks, candidate = step(PREFETCH).simulated, HookTimes(timeline()), candidates()[FOLLOWED]
     windows = Windows.of_prefetch(PREFETCH)
     saved, released = (
         hooks.ready_ms(candidate.ready_op),

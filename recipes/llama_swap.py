@@ -52,7 +52,7 @@ logger = logging.getLogger("llama_swap")
 SHORTEST_POSITION_RANGE = 2048
 
 
-def reject_lonely_processes(args: TrainingArguments) -> None:
+def reject_independent_processes(args: TrainingArguments) -> None:
     """Raise an error if the launcher started several processes that would each train alone.
 
     Accelerate starts them so, without an error, on a machine without accelerator when its configuration says
@@ -221,7 +221,7 @@ def run(argv: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> None:
     logging.getLogger("llama_swap").setLevel(logging.INFO if args.process_index == 0 else logging.WARNING)
     logging.getLogger("hf_actswap").setLevel(logging.INFO)
     with failing_together("start", args.ddp_timeout) as facts:
-        reject_lonely_processes(args)
+        reject_independent_processes(args)
         checkpoint = checkpoint_to_resume(args)
         facts["resume_from_checkpoint"] = checkpoint_fact(checkpoint, args.output_dir)
     # It runs inside train(): after evaluate() alone, accelerate takes the model for prepared and does not

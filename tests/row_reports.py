@@ -1,4 +1,4 @@
-"""A plugin of pytest that reports each test as it begins and ends, to `benchmarks.child.Child`.
+"""A plugin of pytest that reports each test as it begins and ends, to `benchmarks.child.ReportingProcess`.
 
     python -m pytest -p tests.row_reports ...
 

@@ -12,7 +12,7 @@ from rich.console import RenderableType
 from ..config import ActSwapConfig, load_config
 from ..errors import ActSwapError, ConfigError, Problem
 from ..plan import MemoryPlan, resolve_plan, with_problems_of_model
-from ..plan.actions import folded
+from ..plan.actions import format_scopes
 from ..plan.resolve import RequestedPolicy, requested_policies
 from ..plan.tile_ladder import named
 from ..planner.profile import Prediction, Profile
@@ -21,9 +21,9 @@ from . import options
 from .output import answer, heading, listed, problems_document, shown_problems
 from .plan_answer import fate_table, step_table
 from .plan_request import ModelRequest
-from .planned import PLANNED, planned, poor_deal, usual_steps
+from .planned import PLANNED, comparison_steps, costly_fates_note, planned
 from .step import StepShape, device_name, prediction_document, profile_of
-from .subject import ModelError, Subject, subject, with_tp
+from .subject import AnalysedModel, ModelError, subject, with_tp
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Checked:
         if self.predicted and self.step is not None:
             yield heading(f"Predicted step: {self.step.described()}")
             yield step_table(self.predicted)
-            yield from poor_deal(self.predicted)
+            yield from costly_fates_note(self.predicted)
         if self.not_known:
             yield heading("Not known")
             yield from listed([self.not_known])
@@ -150,7 +150,7 @@ def check(
     answer("check", as_json, ask)
 
 
-def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigError) -> None:
+def _look(found: Checked, looked_at: AnalysedModel, config: ActSwapConfig | ConfigError) -> None:
     """Fill ``found`` from a model and a configuration; for a malformed one, add the model's problems."""
     found.model, found.described = looked_at.document(), looked_at.described()
     if not looked_at.shape.functions_known:
@@ -180,7 +180,7 @@ def _look(found: Checked, looked_at: Subject, config: ActSwapConfig | ConfigErro
         found.not_known = f"Bytes and times: {error.problems[0].found.rstrip('.')}."
         return
     if config.memory.mode == "off":
-        found.predicted = usual_steps(found.profile, plan)
+        found.predicted = comparison_steps(found.profile, plan)
         return
     best = planned(looked_at, found.step, config, config.memory, found.profile)
     steps = dict(best.steps)
@@ -198,7 +198,7 @@ def _meaning(requested: RequestedPolicy) -> str:
     for path, layers in requested.targets.items():
         by_layers.setdefault(layers, []).append(path)
     meant = "; ".join(
-        ", ".join(paths) + ("" if layers == requested.layers else f" (layers {folded(layers)})")
+        ", ".join(paths) + ("" if layers == requested.layers else f" (layers {format_scopes(layers)})")
         for layers, paths in by_layers.items()
     )
     return f"{requested}. It means {meant}."

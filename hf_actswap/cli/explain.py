@@ -22,7 +22,7 @@ from .output import answer, heading, listed, size_text
 from .plan_answer import windows_text
 from .plan_request import ModelRequest
 from .step import StepShape, profile_of, saved_by_op
-from .subject import Subject, subject, with_tp
+from .subject import AnalysedModel, subject, with_tp
 
 
 class ExplainError(PlanError):
@@ -135,7 +135,7 @@ def explain(
 
 
 def _explained(
-    found: Subject, config: ActSwapConfig, layer: str, op: str, step: StepShape | None
+    found: AnalysedModel, config: ActSwapConfig, layer: str, op: str, step: StepShape | None
 ) -> Explanation:
     shape = found.shape
     plan, scope = resolve_plan(config, shape), _scope(layer, shape)

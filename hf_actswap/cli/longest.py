@@ -26,11 +26,11 @@ from ..planner.profile import Prediction, Profile
 from ..stream import ChunkedStep, problems_of_model
 from .optimizers import state_bytes
 from .output import busy, heading, listed, size_text, step_ms_text
-from .plan_answer import ALONE, assumptions, memory_table, step_on_paper
+from .plan_answer import ALONE, assumptions, memory_table, step_shape
 from .plan_request import PlanRequest
 from .planned import MemoryParts, memory_in_force, memory_parts
 from .step import StepShape, ladder_of, prediction_document, profile_of
-from .subject import ModelError, Subject, subject, with_tp
+from .subject import AnalysedModel, ModelError, subject, with_tp
 
 STREAMED = "streamed in chunks"
 TILED, SWAPPED, CHECKPOINTED = "tiles, inputs swapped", "inputs swapped", "checkpointing"
@@ -94,7 +94,7 @@ class LongestAnswer:
         not_streamed: reasons why streaming is not predicted.
     """
 
-    subject: Subject
+    subject: AnalysedModel
     shape: StepShape
     budget_bytes: int
     host_limit_bytes: int | None
@@ -132,9 +132,7 @@ class LongestAnswer:
             table.add_column(name, justify="right", no_wrap=True)
         for name, item in self.found.items():
             sizes = map(size_text, (item.step.peak_bytes, item.host_bytes))
-            table.add_row(
-                name, f"{item.tokens:,}" or "none", *sizes, step_ms_text(item.step.step_ms), item.ends
-            )
+            table.add_row(name, f"{item.tokens:,}", *sizes, step_ms_text(item.step.step_ms), item.ends)
         yield table
         if any(not item.tokens for item in self.found.values()):
             yield f"0 tokens: {UNIT_TOKENS:,} do not fit, of which the other numbers are."
@@ -169,9 +167,9 @@ class _Lengths:
         config: the configuration whose ``parallel_config`` and ``memory`` sections apply.
     """
 
-    def __init__(self, found: Subject, asked: PlanRequest, config: ActSwapConfig) -> None:
+    def __init__(self, found: AnalysedModel, asked: PlanRequest, config: ActSwapConfig) -> None:
         self._found, self._config, self._host = found, config, asked.host_bytes
-        self._shape = replace(step_on_paper(asked.step), sequences=1)
+        self._shape = replace(step_shape(asked.step), sequences=1)
         self._memory = memory_in_force(config, asked.budget_bytes)
         self._budget_bytes = 0
         self._profiles: dict[tuple[bool, int], Profile] = {}

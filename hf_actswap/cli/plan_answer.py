@@ -19,7 +19,7 @@ from rich.table import Table
 from ..config import ActSwapConfig, TileConfig, load_config
 from ..errors import ActSwapError, PlanError, Problem
 from ..plan import MemoryPlan, PlanRow
-from ..plan.actions import COMPILE_BUDGET, SCOPES, Scope, folded, folded_tiles
+from ..plan.actions import COMPILE_BUDGET, SCOPES, Scope, folded_tiles, format_scopes
 from ..plan.tile_ladder import SECOND_CLASS
 from ..planner.cost.tensor_axis import Exchanged, exchanged, tensor_axis
 from ..planner.profile import Prediction, Profile
@@ -27,11 +27,11 @@ from ..planner.record.devices import DEVICES, Fabric
 from .optimizers import state_bytes
 from .output import folded_by_layer, heading, listed, problems_document, size_text, step_ms_text
 from .plan_request import PREDICTED, AskedStep, PlanRequest
-from .planned import NOTHING, PLANNED, MemoryParts, Planned, memory_in_force, planned, poor_deal
+from .planned import NOTHING, PLANNED, MemoryParts, SearchResult, costly_fates_note, memory_in_force, planned
 from .profile_file import ProfileFile, read_profile
 from .stages import StagesAnswer, answer_stages
 from .step import StepShape, device_name, prediction_document, saved_by_row
-from .subject import Subject, subject, with_tp
+from .subject import AnalysedModel, subject, with_tp
 
 ALONE = "Times are computed from shapes and the device's rates, without communication between ranks."
 _SEQ = 4096
@@ -41,7 +41,7 @@ _SEQ = 4096
 class PlanAnswer:
     """The answer with one plan. An `output.Answer`."""
 
-    found: Planned
+    found: SearchResult
     saved_to: str | None
     full: bool = False
     windows: bool = False
@@ -89,7 +89,7 @@ class PlanAnswer:
         if found.parts:
             yield heading("At the peak")
             yield memory_table(found.parts)
-        yield from poor_deal(found.steps)
+        yield from costly_fates_note(found.steps)
         yield ALONE if self.recorded is None else self.recorded.described()
         yield from listed(assumptions(found.subject, found.step))
         if self.saved_to is not None:
@@ -100,12 +100,12 @@ class PlanAnswer:
 class ComparedSizes:
     """For several numbers of tensor-parallel ranks, a plan or the error. An `output.Answer`."""
 
-    by_tp: Mapping[int, Planned | ActSwapError]
+    by_tp: Mapping[int, SearchResult | ActSwapError]
 
     @property
     def ok(self) -> bool:
         """Whether there is a plan for at least one number of ranks."""
-        return any(isinstance(found, Planned) for found in self.by_tp.values())
+        return any(isinstance(found, SearchResult) for found in self.by_tp.values())
 
     def document(self) -> Mapping[str, Any]:
         """Return the fields as JSON values."""
@@ -113,7 +113,7 @@ class ComparedSizes:
 
     def shown(self) -> Iterable[RenderableType]:
         """Yield the text and tables to print."""
-        known = [found for found in self.by_tp.values() if isinstance(found, Planned)]
+        known = [found for found in self.by_tp.values() if isinstance(found, SearchResult)]
         if known:
             yield f"Step:   {known[0].step.described()}"
             yield f"Budget: {size_text(known[0].budget_bytes)} a rank, {known[0].memory.mode}"
@@ -122,7 +122,7 @@ class ComparedSizes:
         for name in ("tp", "Peak, nothing", "Peak", "Step", "Comm.", "Swapped", "Recomputed"):
             table.add_column(name, justify="right", no_wrap=True)
         for tp, found in self.by_tp.items():
-            if isinstance(found, Planned):
+            if isinstance(found, SearchResult):
                 step, told = found.prediction, communication_of(found)
                 added_ms = 0.0 if told is None else told.added_ms
                 table.add_row(
@@ -146,14 +146,14 @@ class ComparedSizes:
             yield from listed(assumptions(known[0].subject, known[0].step))
 
     @staticmethod
-    def _entry(tp: int, found: Planned | ActSwapError) -> dict[str, Any]:
+    def _entry(tp: int, found: SearchResult | ActSwapError) -> dict[str, Any]:
         if isinstance(found, ActSwapError):
             return {"tp": tp, "problems": problems_document(found.problems)}
         told = communication_document(communication_of(found))
         return {"tp": tp, **PlanAnswer(found, None).document(), "communication": told}
 
 
-def assumptions(subject: Subject, step: StepShape) -> Iterator[str]:
+def assumptions(subject: AnalysedModel, step: StepShape) -> Iterator[str]:
     """Yield the assumptions about how the model is trained."""
     if subject.trained < subject.parameters:
         yield "Adapters are as PEFT makes them, in fp32 beside a base in half precision."
@@ -198,14 +198,14 @@ def answer_plan(asked: PlanRequest) -> PlanAnswer | ComparedSizes | StagesAnswer
     if written.parallel_config.runs_pipeline:
         table = fate_table if asked.windows else summary_table if asked.full else short_table
         with subject(asked.model, written) as seen:
-            return answer_stages(asked, written, seen, step_on_paper(asked.step), table)
+            return answer_stages(asked, written, seen, step_shape(asked.step), table)
     if asked.micro_batches is not None:
         raise PlanError([_NO_PIPELINE], written.source)
 
-    def of(size: int | None, recorded: ProfileFile | None = None) -> Planned:
+    def of(size: int | None, recorded: ProfileFile | None = None) -> SearchResult:
         wanted = with_tp(written, size)
         memory = memory_in_force(wanted, asked.budget_bytes)
-        step = step_on_paper(asked.step) if recorded is None else recorded.step(asked.step)
+        step = step_shape(asked.step) if recorded is None else recorded.step(asked.step)
         with subject(asked.model, wanted) as found:
             if recorded is None:
                 return planned(found, step, wanted, memory, with_least=asked.full)
@@ -235,7 +235,7 @@ _STREAMED = Problem(
 )
 
 
-def step_on_paper(asked: AskedStep) -> StepShape:
+def step_shape(asked: AskedStep) -> StepShape:
     """Return the step that the options describe, with defaults for options that were not given."""
     return StepShape(
         asked.sequences or 1,
@@ -253,15 +253,15 @@ def _tile_document(tiles: TileConfig) -> dict[str, Any]:
     return document
 
 
-def _or_why_not(of: Any, size: int) -> Planned | ActSwapError:
+def _or_why_not(of: Any, size: int) -> SearchResult | ActSwapError:
     try:
-        found: Planned = of(size)
+        found: SearchResult = of(size)
     except ActSwapError as error:
         return error
     return found
 
 
-def _write(path: str, found: Planned) -> None:
+def _write(path: str, found: SearchResult) -> None:
     document = json.loads(found.plan.to_json())
     document[PREDICTED] = {
         "model": found.subject.document(),
@@ -277,12 +277,12 @@ def _write(path: str, found: Planned) -> None:
         raise typer.BadParameter(f"{path}: {error.strerror}", param_hint="--save") from error
 
 
-def fabric_of(found: Planned) -> Fabric | None:
+def fabric_of(found: SearchResult) -> Fabric | None:
     """Return the interconnect between the devices of a step; ``None``: not known."""
     return next((rates.fabric for rates in DEVICES if rates.name == found.step.device), None)
 
 
-def communication_of(found: Planned) -> Exchanged | None:
+def communication_of(found: SearchResult) -> Exchanged | None:
     """Return what tensor-parallel ranks send in a step, whatever the plan; ``None``: not known."""
     fabric, ranks = fabric_of(found), found.subject.tensor_parallel_size
     if fabric is None or (ranks > 1 and not found.subject.shape.communicates):
@@ -464,7 +464,7 @@ def _by_fate(lines: Iterable[_Line]) -> Iterator[_Line]:
 
 
 def _label(scopes: list[Scope], with_names: bool) -> str:
-    return folded(scope for scope in scopes if with_names or scope not in SCOPES)
+    return format_scopes(scope for scope in scopes if with_names or scope not in SCOPES)
 
 
 def _size_of(sizes: Mapping[tuple[Scope, PlanRow | None], int], row: PlanRow) -> int:

@@ -13,19 +13,19 @@ from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..errors import PlanError
 from ..plan import MemoryPlan, resolve_plan
 from ..plan.tile_ladder import named
-from ..planner.budget import BudgetError, budget_bytes, impossible, limits_of, rests_within
+from ..planner.budget import BudgetError, budget_bytes, fits_outside_backward, impossible, limits_of
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
 from ..planner.search.find_plan import find_plan, least_peak
 from .output import busy, size_text, step_ms_text
 from .step import StepShape, ladder_of, profile_of, recompute_everything
-from .subject import Subject
+from .subject import AnalysedModel
 
 LEAST = "least budget"
 NOTHING = "nothing"
 EVERYTHING = "recompute all"
-WRITTEN = "as written"
-BETTER = "better"
+BY_HAND = "as written"
+PLANNER_SAME_PEAK = "better"
 PLANNED = "planned"
 
 _POOR_SHARE = 0.01
@@ -79,7 +79,7 @@ def memory_parts(profile: Profile, step: Prediction, states_moved: bool = False)
 
 
 @dataclass(frozen=True)
-class Planned:
+class SearchResult:
     """The result of the planner's search.
 
     Args:
@@ -89,12 +89,12 @@ class Planned:
         profile: profile of the step without a plan.
         plan: the plan that was found.
         budget_bytes: the budget, which the plan keeps within.
-        steps: predictions by name: those of `usual_steps`, `PLANNED`, and `LEAST` if requested.
+        steps: predictions by name: those of `comparison_steps`, `PLANNED`, and `LEAST` if requested.
         chosen_tiles: ``tile_config`` of the plan if it has more tiles than the user wrote, because nothing
             fits without them.
     """
 
-    subject: Subject
+    subject: AnalysedModel
     step: StepShape
     memory: MemoryConfig
     profile: Profile
@@ -130,37 +130,38 @@ def memory_in_force(config: ActSwapConfig, budget: int | None) -> MemoryConfig:
     return memory if budget is None else replace(memory, budget_gib=budget / GIB, reduce_by_gib=None)
 
 
-def usual_steps(profile: Profile, written: MemoryPlan) -> dict[str, Prediction]:
+def comparison_steps(profile: Profile, written: MemoryPlan) -> dict[str, Prediction]:
     """Predict the steps with which a planned step is compared.
 
     Returns:
-        `NOTHING` and `EVERYTHING`; `WRITTEN` if fates are written by hand; and `BETTER`, the planner's plan
-        within the same peak, if those fates take much longer.
+        `NOTHING` and `EVERYTHING`; `BY_HAND` if fates are written by hand; and `PLANNER_SAME_PEAK`, the
+        planner's plan within the same peak, if those fates take much longer.
     """
     layers, family = profile.num_layers, profile.family
     simulator = Simulator(profile)
     plans = {NOTHING: MemoryPlan((), layers, family), EVERYTHING: recompute_everything(layers, family)}
     if written.rows:
-        plans[WRITTEN] = written
+        plans[BY_HAND] = written
     steps = {name: simulator.predict(plan, curve=False) for name, plan in plans.items()}
-    if written.rows and _more_ms(steps, WRITTEN) > _POOR_SHARE * steps[NOTHING].step_ms:
-        limits = limits_of(MemoryConfig(), steps[WRITTEN].peak_bytes, written.min_tensor_bytes)
+    if written.rows and _more_ms(steps, BY_HAND) > _POOR_SHARE * steps[NOTHING].step_ms:
+        limits = limits_of(MemoryConfig(), steps[BY_HAND].peak_bytes, written.min_tensor_bytes)
         with suppress(PlanError):  # no solver is installed, or no plan that the search can make fits
             best = find_plan(profile, plans[NOTHING], limits).prediction
-            if steps[WRITTEN].step_ms - best.step_ms > _POOR_SHARE * steps[NOTHING].step_ms:
-                steps[BETTER] = best
+            if steps[BY_HAND].step_ms - best.step_ms > _POOR_SHARE * steps[NOTHING].step_ms:
+                steps[PLANNER_SAME_PEAK] = best
     return steps
 
 
-def poor_deal(steps: Mapping[str, Prediction]) -> Iterator[str]:
+def costly_fates_note(steps: Mapping[str, Prediction]) -> Iterator[str]:
     """Yield a line if fates written by hand cost much more time than necessary."""
-    if BETTER not in steps:
+    if PLANNER_SAME_PEAK not in steps:
         return
     saved, best = (
-        size_text(max(steps[NOTHING].peak_bytes - steps[name].peak_bytes, 0)) for name in (WRITTEN, BETTER)
+        size_text(max(steps[NOTHING].peak_bytes - steps[name].peak_bytes, 0))
+        for name in (BY_HAND, PLANNER_SAME_PEAK)
     )
-    budget = math.ceil(steps[WRITTEN].peak_bytes / GIB * 100) / 100
-    cost, best_cost = (step_ms_text(_more_ms(steps, name)) for name in (WRITTEN, BETTER))
+    budget = math.ceil(steps[BY_HAND].peak_bytes / GIB * 100) / 100
+    cost, best_cost = (step_ms_text(_more_ms(steps, name)) for name in (BY_HAND, PLANNER_SAME_PEAK))
     yield (
         f"! Costly: it saves {saved} and adds {cost} to a step. `memory: {{mode: adaptive, budget_gib: "
         f"{budget:g}}}` without fates by hand saves {best} and adds {best_cost}; `auto` uses all memory of "
@@ -173,13 +174,13 @@ def _more_ms(steps: Mapping[str, Prediction], name: str) -> float:
 
 
 def planned(
-    found: Subject,
+    found: AnalysedModel,
     step: StepShape,
     config: ActSwapConfig,
     memory: MemoryConfig,
     profile: Profile | None = None,
     with_least: bool = False,
-) -> Planned:
+) -> SearchResult:
     """Search a plan; fates that are written by hand stay as they are.
 
     If no plan fits, more of the model runs in tiles than the user wrote, but no more than needed. That is not
@@ -211,7 +212,11 @@ def planned(
     except BudgetError as error:
         errors = [error]
     chosen = config.memory.mode != "smart_swap" and profile.source == "shapes"
-    if chosen and step.sequences * step.tokens > AUTO_LEAST_TOKENS and rests_within(profile, memory, budget):
+    if (
+        chosen
+        and step.sequences * step.tokens > AUTO_LEAST_TOKENS
+        and fits_outside_backward(profile, memory, budget)
+    ):
         for tiles, tiled in ladder_of(found, config):
             with busy(f"profile of {found.described()}, {named(tiled.tiles)} in tiles"):
                 profile = profile_of(found, step, tiled.tiles)
@@ -234,7 +239,7 @@ class _Search:
         budget_bytes: the budget.
     """
 
-    found: Subject
+    found: AnalysedModel
     step: StepShape
     memory: MemoryConfig
     profile: Profile
@@ -243,7 +248,7 @@ class _Search:
     unplanned_bytes: int
     budget_bytes: int
 
-    def planned(self, profile: Profile, fixed: MemoryPlan) -> Planned:
+    def planned(self, profile: Profile, fixed: MemoryPlan) -> SearchResult:
         """Search a plan.
 
         Args:
@@ -263,7 +268,7 @@ class _Search:
             error = impossible(memory, budget, least.peak_bytes, self.unplanned_bytes, fixed.tiles)
             parts = memory_parts(profile, least, memory.preference == "memory_saving")
             raise error.with_hint("" if parts is None else f"The least is {parts}.") from None
-        steps = {**usual_steps(self.profile, self.written), PLANNED: best.prediction}
+        steps = {**comparison_steps(self.profile, self.written), PLANNED: best.prediction}
         if self.with_least:
             steps[LEAST] = least_peak(profile, fixed, limits)
-        return Planned(self.found, self.step, memory, profile, best.plan, budget, steps)
+        return SearchResult(self.found, self.step, memory, profile, best.plan, budget, steps)

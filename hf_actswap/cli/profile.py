@@ -18,7 +18,7 @@ from ..config.sizes import device_kind
 from ..engine.host_memory import available_bytes
 from ..errors import Problem
 from ..plan import MemoryPlan, PlanRow, model_structure
-from ..plan.actions import Scope, folded
+from ..plan.actions import Scope, format_scopes
 from ..planner.cost.simulate import Simulator
 from ..planner.meter import device_name as name_of
 from ..planner.profile import Prediction, Profile
@@ -31,7 +31,7 @@ from .plan_request import ModelRequest
 from .profile_file import write_profile
 from .recorded_steps import TIMED_STEPS, RecordedSteps, for_all_layers
 from .step import DEFAULT_DEVICE, StepShape, device_name, kind_here, not_run, prediction_document, profile_of
-from .subject import ModelError, Subject, parameters_of, random_model, subject
+from .subject import AnalysedModel, ModelError, parameters_of, random_model, subject
 
 THIS = "this"
 _FEWER = "Ask for fewer --layers: their times are taken for the others too. Or for less --seq or --batch."
@@ -58,7 +58,7 @@ class Profiled:
         written_to: path of the file; ``None``: no file was written.
     """
 
-    subject: Subject
+    subject: AnalysedModel
     step: StepShape
     profile: Profile
     measured_layers: int
@@ -188,13 +188,13 @@ def _nothing_to_measure(name: str) -> Problem:
     return Problem("--layers", f"{name} on this machine, to measure on", "none", hint)
 
 
-def _from_shapes(found: Subject, step: StepShape) -> Profile:
+def _from_shapes(found: AnalysedModel, step: StepShape) -> Profile:
     with busy(f"profile of {found.described()}, from shapes"):
         return profile_of(found, step)
 
 
 def _measured(
-    whole: Subject, step: StepShape, dtype: DtypeName | None, device: torch.device, layers: int | None
+    whole: AnalysedModel, step: StepShape, dtype: DtypeName | None, device: torch.device, layers: int | None
 ) -> Profiled:
     """Measure a step with the first layers, or all; layers that are not measured get the others' times.
 
@@ -213,7 +213,7 @@ def _measured(
     return _profiled(whole, step, made, measured_layers)
 
 
-def _layer_types(whole: Subject) -> Sequence[str]:
+def _layer_types(whole: AnalysedModel) -> Sequence[str]:
     config: Any = whole.model.config
     return getattr(config.get_text_config(), "layer_types", None) or ()
 
@@ -242,7 +242,7 @@ def _recorded(
         bar.close()
 
 
-def _reject_if_too_large(whole: Subject, step: StepShape, layers: int) -> None:
+def _reject_if_too_large(whole: AnalysedModel, step: StepShape, layers: int) -> None:
     """Raise an error if a step does not fit in host memory: the kernel would kill the process silently.
 
     Before a model runs, only the sizes of its weights, gradients and optimizer states are known.
@@ -256,7 +256,7 @@ def _reject_if_too_large(whole: Subject, step: StepShape, layers: int) -> None:
         raise ModelError([Problem("model", expected, found, _FEWER)])
 
 
-def _profiled(found: Subject, step: StepShape, made: Profile, measured_layers: int) -> Profiled:
+def _profiled(found: AnalysedModel, step: StepShape, made: Profile, measured_layers: int) -> Profiled:
     return Profiled(found, step, made, measured_layers, op_costs(made), _without_a_plan(made))
 
 
@@ -327,7 +327,7 @@ def cost_table(profile: Profile, costs: Sequence[OpCost]) -> Table:
     for cost in costs:
         if cost.layers and cost.layers != shown:
             shown = cost.layers
-            table.add_row(f"layers {folded(shown)}")
+            table.add_row(f"layers {format_scopes(shown)}")
         table.add_row(f"  {cost.op or 'between'}" if cost.layers else cost.scope, *_numbers(profile, cost))
     return table
 

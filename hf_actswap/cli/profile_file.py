@@ -20,7 +20,7 @@ from ..planner.record.profile_document import profile_from_document, profile_to_
 from .options import AutocastName, OptimizerName
 from .plan_request import AskedStep
 from .step import StepShape
-from .subject import Subject
+from .subject import AnalysedModel
 
 _MAX_BYTES = 64 * 2**20
 """Ten times the largest profile so far, of a model with many experts, each with its own ops."""
@@ -112,7 +112,7 @@ class ProfileFile:
             raise ProfileError(problems)
         return own
 
-    def check(self, found: Subject) -> None:
+    def check(self, found: AnalysedModel) -> None:
         """Raise `ProfileError` if the profile is of another model, with every difference."""
         problems = [
             Problem(f"{self.path}: {what}", wanted, has, _AGAIN) for what, wanted, has in self._differs(found)
@@ -126,7 +126,7 @@ class ProfileFile:
         step = self.made_for.get("step", {})
         return StepShape(sequences, tokens, self.profile.device, step.get("autocast"), step.get("optimizer"))
 
-    def _differs(self, found: Subject) -> Iterator[tuple[str, str, str]]:
+    def _differs(self, found: AnalysedModel) -> Iterator[tuple[str, str, str]]:
         model, wanted = self.made_for.get("model", {}), found.document()
         own: dict[str, object] = {
             "family": self.profile.family,
@@ -151,7 +151,9 @@ def _same_device(asked: str, own: str) -> bool:
     return asked == own if kind is None else kind == device_kind(own)
 
 
-def write_profile(path: str, profile: Profile, found: Subject, step: StepShape, measured_layers: int) -> None:
+def write_profile(
+    path: str, profile: Profile, found: AnalysedModel, step: StepShape, measured_layers: int
+) -> None:
     """Write a profile, and for what it was made; the whole file is written or nothing.
 
     Args:

@@ -12,9 +12,9 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from ..plan.actions import folded
+from ..plan.actions import format_scopes
 from ..report.drawing import ms_text, size_text
-from ..report.run_facts import Compared
+from ..report.run_facts import ComparedQuantity
 from ..report.write_report import WrittenReport, write_report
 from . import options
 from .output import answer
@@ -46,7 +46,7 @@ class Reported:
             table.add_row("saved", size_text(facts.saving.saved_bytes))
         for number, stage in enumerate(facts.stages):
             peak = "not measured" if stage.peak_bytes is None else size_text(stage.peak_bytes)
-            table.add_row(f"stage {number}", f"layers {folded(stage.layers)}, peak memory {peak}")
+            table.add_row(f"stage {number}", f"layers {format_scopes(stage.layers)}, peak memory {peak}")
         table.add_row("swapped a step", size_text(facts.offloaded_bytes))
         table.add_row("waits a step", ms_text(facts.stall_ms))
         yield table
@@ -87,7 +87,7 @@ def report(
     answer("report", as_json, ask)
 
 
-def _compared_table(compared: Iterable[Compared]) -> Table:
+def _compared_table(compared: Iterable[ComparedQuantity]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("")
     for name in ("Predicted", "Measured", "Ratio"):

@@ -25,15 +25,15 @@ from torch.func import functional_call
 from ..config import ActSwapConfig
 from ..config.schema import MemoryConfig, ParallelConfig
 from ..errors import ActSwapError, PlanError, Problem
-from ..pipeline import StagedModel, learn_form
+from ..pipeline import StagedModel, record_layer_outputs
 from ..pipeline.runtime import bubble_share, order_of_passes, passes_in_flight, problem_of_schedule
 from ..pipeline.stages import layout_of
 from ..plan import MemoryPlan, resolve_plan
-from ..plan.actions import folded
+from ..plan.actions import format_scopes
 from ..plan.dry_run import dry_call, fake_batch, fake_weights
 from ..plan.layout import CountTable, PipelineLayout, shown
 from ..planner.budget import budget_bytes, limits_of
-from ..planner.cost.pipeline_step import Pipeline, PipelineStep, StageOnPaper, StageRun
+from ..planner.cost.pipeline_step import Pipeline, PipelineStep, SimulatedStage, StageRun
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
 from ..planner.search.stage_plans import plan_stages
@@ -41,7 +41,7 @@ from .output import busy, heading, listed, size_text, step_ms_text
 from .plan_request import PlanRequest
 from .planned import memory_in_force
 from .step import StepShape, not_run, prediction_document, profile_of
-from .subject import DTYPES, Subject
+from .subject import DTYPES, AnalysedModel
 
 _USUAL = 4
 """Default number of micro-batches in a step, for each stage."""
@@ -70,7 +70,7 @@ class Stage:
 
     layers: tuple[int, ...]
     plan: MemoryPlan
-    paper: StageOnPaper
+    paper: SimulatedStage
     alone: Prediction
     run: StageRun
     peak_bytes: int
@@ -132,7 +132,7 @@ class StagesAnswer:
         asker: predicts other layouts.
     """
 
-    subject: Subject
+    subject: AnalysedModel
     shape: StepShape
     parallel: ParallelConfig
     layout: PipelineLayout
@@ -142,7 +142,7 @@ class StagesAnswer:
     states_moved: bool
     budget_bytes: int
     table: Any
-    asker: _Asker
+    asker: LayoutPredictor
     ok: bool = True
 
     @cached_property
@@ -219,7 +219,7 @@ class StagesAnswer:
             over = " !" if stage.peak_bytes > self.budget_bytes else ""
             table.add_row(
                 str(number),
-                folded(stage.layers),
+                format_scopes(stage.layers),
                 size_text(stage.fixed_bytes),
                 f"{float(stage.paper.in_flight):g} x {size_text(stage.alone.kept_bytes)}",
                 f"{size_text(stage.peak_bytes)}{over}",
@@ -258,7 +258,7 @@ def _notes(parallel: ParallelConfig) -> Iterator[str]:
 
 
 def answer_stages(
-    asked: PlanRequest, config: ActSwapConfig, found: Subject, shape: StepShape, table: Any
+    asked: PlanRequest, config: ActSwapConfig, found: AnalysedModel, shape: StepShape, table: Any
 ) -> StagesAnswer:
     """Return the answer of ``hf-actswap plan`` for a pipeline.
 
@@ -283,23 +283,25 @@ def answer_stages(
             found.model, found.shape, layout_of(found.shape, parallel), 0, parallel.sequence_ranks
         )
         _learn(form, shape)
-    asker = _Asker(config, found, shape, count, form, memory_in_force(config, asked.budget_bytes), table)
+    asker = LayoutPredictor(
+        config, found, shape, count, form, memory_in_force(config, asked.budget_bytes), table
+    )
     return asker.answer(parallel)
 
 
 @dataclass(frozen=True)
-class _Asker:
+class LayoutPredictor:
     """Predicts different layouts of one model.
 
     Args:
         config, found, shape, table: see `answer_stages`.
         count: number of micro-batches of a step.
-        form: the model in stages, after `learn_form`.
+        form: the model in stages, after `record_layer_outputs`.
         memory: the ``memory`` section to use.
     """
 
     config: ActSwapConfig
-    found: Subject
+    found: AnalysedModel
     shape: StepShape
     count: int
     form: StagedModel
@@ -346,7 +348,7 @@ class _Asker:
 
     def _stage(
         self, parallel: ParallelConfig, layout: PipelineLayout, number: int, plan: MemoryPlan
-    ) -> tuple[StageOnPaper, MemoryPlan]:
+    ) -> tuple[SimulatedStage, MemoryPlan]:
         """Return one stage without its plan, and its part of a plan of the whole model."""
         model, shape, schedule = self.found.model, self.shape, parallel.schedule
         assert schedule is not None
@@ -360,7 +362,7 @@ class _Asker:
         fixed = _weights_and_gradients(profile) + profile.optimizer_state_bytes
         loss = max(profile.op_events[-1].forward_base_bytes - fixed, 0) if staged.is_last else 0
         buffers = _buffer_bytes(staged, shape) * self.count
-        return StageOnPaper(profile, order, Fraction(passes, layout.vpp), loss, buffers), own
+        return SimulatedStage(profile, order, Fraction(passes, layout.vpp), loss, buffers), own
 
     def better(self, answer: StagesAnswer) -> StagesAnswer | None:
         """Return an answer whose layers are balanced better, if one is found by moving layers one by one."""
@@ -403,7 +405,7 @@ def _is_better(one: StagesAnswer, other: StagesAnswer) -> bool:
 
 
 def _learn(staged: StagedModel, shape: StepShape) -> None:
-    """Record what layers return (`learn_form`) in a run on fake tensors, without the check of `prove_cut`."""
+    """Record what layers return in a run on fake tensors (`record_layer_outputs`), without `check_cut`."""
     cpu, batch_shape = torch.device("cpu"), torch.Size((shape.sequences, shape.tokens))
     batch = {"input_ids": torch.empty(batch_shape, dtype=torch.long, device="meta")}
     mixed = torch.autocast("cpu", DTYPES[shape.autocast]) if shape.autocast else nullcontext()
@@ -411,7 +413,7 @@ def _learn(staged: StagedModel, shape: StepShape) -> None:
         with mixed, dry_call(staged.model, batch) as named, torch.no_grad():
             state = fake_weights(staged.model, cpu)
             call = fake_batch(named, cpu)
-            learn_form(staged, lambda: functional_call(staged.model, state, (), call), batch_shape)
+            record_layer_outputs(staged, lambda: functional_call(staged.model, state, (), call), batch_shape)
     except ActSwapError:
         raise
     except Exception as error:  # the model's own code runs: it may raise anything

@@ -26,7 +26,7 @@ from ..planner.record.shapes import profile_from_shapes
 from .optimizers import state_bytes
 from .options import AutocastName, DtypeName, PaperOptimizerName, QuantizeName
 from .plan_request import Sharding
-from .subject import DTYPES, ModelError, Subject
+from .subject import DTYPES, AnalysedModel, ModelError
 
 DEFAULT_DEVICE = "H200"
 
@@ -95,7 +95,7 @@ def kind_here() -> str | None:
 
 
 def profile_of(
-    found: Subject,
+    found: AnalysedModel,
     step: StepShape,
     tiles: Iterable[Tile] = (),
     has_loss: bool = True,
@@ -140,13 +140,13 @@ def profile_of(
     return with_baseline(profile, _baseline(found, step, profile))
 
 
-def ladder_of(found: Subject, config: ActSwapConfig) -> Iterator[tuple[TileConfig, MemoryPlan]]:
+def ladder_of(found: AnalysedModel, config: ActSwapConfig) -> Iterator[tuple[TileConfig, MemoryPlan]]:
     """Yield the configurations and plans of `tile_ladder` for a model: each has more in tiles."""
     replicas = enclosing_replicas()
     return tile_ladder(config, found.model, found.shape, 1 if replicas is None else replicas.size)
 
 
-def _baseline(found: Subject, step: StepShape, profile: Profile) -> Baseline:
+def _baseline(found: AnalysedModel, step: StepShape, profile: Profile) -> Baseline:
     """Return sizes of stored weights and gradients (quantised, sharded, or in another type).
 
     Buffers count as weights outside the layers.

@@ -28,7 +28,7 @@ from .plan_request import Lora, ModelRequest
 
 
 @dataclass(frozen=True)
-class Subject:
+class AnalysedModel:
     """A model to plan for.
 
     Args:
@@ -86,7 +86,7 @@ def with_tp(config: ActSwapConfig, tp: int | None) -> ActSwapConfig:
 
 
 @contextmanager
-def subject(asked: ModelRequest, config: ActSwapConfig) -> Iterator[Subject]:
+def subject(asked: ModelRequest, config: ActSwapConfig) -> Iterator[AnalysedModel]:
     """Make the model as one rank holds it; within the block its forward runs on fake tensors.
 
     Args:
@@ -102,13 +102,13 @@ def subject(asked: ModelRequest, config: ActSwapConfig) -> Iterator[Subject]:
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     facts = parameters_of(model), dtype_name(model), size, trained, asked.quantize
     if size == 1:
-        yield Subject(asked.name, model, model_structure(model), *facts)
+        yield AnalysedModel(asked.name, model, model_structure(model), *facts)
         return
     if asked.quantize is not None:
         expected = "1 where weights are quantised"
         raise ModelError([Problem("parallel_config.tensor_parallel_size", expected, str(size))])
     with rank_0_of(size) as group:
-        yield Subject(asked.name, model, _divided(model, config, group), *facts)
+        yield AnalysedModel(asked.name, model, _divided(model, config, group), *facts)
 
 
 def _divided(model: nn.Module, config: ActSwapConfig, group: dist.ProcessGroup) -> ModelStructure:
@@ -116,7 +116,7 @@ def _divided(model: nn.Module, config: ActSwapConfig, group: dist.ProcessGroup) 
     return model_structure(model)
 
 
-class _AllSayTheSame(Store):
+class _ReplicatedStore(Store):
     """A store that answers as if every rank had written the same as this one; keys end in a rank's number."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ def rank_0_of(size: int) -> Iterator[dist.ProcessGroup]:
     """
     if dist.is_initialized():
         raise RuntimeError("a process group exists already: this command pretends to be one of several")
-    store = _AllSayTheSame()  # a reference must stay here: PyTorch holds the C++ part only
+    store = _ReplicatedStore()  # a reference must stay here: PyTorch holds the C++ part only
     dist.init_process_group("fake", store=store, rank=0, world_size=size)
     try:
         group = dist.group.WORLD

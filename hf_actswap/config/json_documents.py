@@ -94,7 +94,7 @@ class JsonReader:
     """Reads one document, and collects what is wrong with it until `finish`.
 
     In a document a dataclass is a mapping of its fields, and fields with a default may be missing; if it was
-    passed to `stands_as_row`, it is a list of its fields' values in order. A ``TypedDict`` may hold keys that
+    passed to `read_as_list`, it is a list of its fields' values in order. A ``TypedDict`` may hold keys that
     it does not declare, and is returned as it is.
 
     Args:
@@ -130,11 +130,11 @@ class JsonReader:
             self.value(kind, key)
             self.finish()
 
-    def stands_as_row(self, *kinds: Any) -> None:
+    def read_as_list(self, *kinds: Any) -> None:
         """Read these dataclasses as lists of their fields' values."""
         self._rows += kinds
 
-    def stands_as(self, kind: Any, read: Read | Rule) -> None:
+    def read_type_with(self, kind: Any, read: Read | Rule) -> None:
         """Read values that are declared as ``kind`` by a function of the caller, or by a rule alone."""
         self._reads[kind] = self._checked(read) if isinstance(read, Rule) else read
 

@@ -163,7 +163,7 @@ FOREIGN_PARALLEL_KEYS = frozenset(
 )
 
 
-def meaningless(key: str) -> str:
+def ignored_key_note(key: str) -> str:
     """Return the note about a key that is accepted and does nothing."""
     return f"`{key}` has no meaning here and is ignored."
 
@@ -177,7 +177,7 @@ def unknown_key_hint(key: object, ours: Sequence[str], also: Sequence[str] = ())
         ("parallel_config", PARALLEL_KEYS),
         ("tile_config", TILE_KEYS),
         ("stream_config", STREAM_KEYS),
-        ("memory", (*MEMORY_KEYS, *TRANSLATED)),
+        ("memory", (*MEMORY_KEYS, *MINDSPEED_COUNTERPARTS)),
     ):
         if name in keys:
             return f"It is a key of `{section}`: write it below that line."
@@ -195,7 +195,7 @@ REDUCTION_MEMORY_BYTES = 3 * 2**30
 OUTPUT_ROOT_PATH = "./swap_output"
 """MindSpeed's defaults, for settings that apply although they are not written."""
 
-TRANSLATED: Mapping[str, str] = MappingProxyType(
+MINDSPEED_COUNTERPARTS: Mapping[str, str] = MappingProxyType(
     {
         "policy_pref": "preference",
         "target_mode": "budget_gib or reduce_by_gib",
@@ -215,7 +215,7 @@ _WEIGHT = "a weight of MindSpeed's heuristic: here the simulated time of the ste
 _MEASURED = "measured instead, in both directions, alone and together, on all ranks at once."
 _DELAY = "release points follow from the simulated copies, op by op and not stage by stage."
 
-UNUSED: Mapping[str, str] = MappingProxyType(
+MINDSPEED_IGNORED: Mapping[str, str] = MappingProxyType(
     {
         "policy_v2": "one planner serves both versions: the budget holds, and swap_bucket_size and "
         "num_attn_layers_per_stage apply as well.",
@@ -240,4 +240,4 @@ UNUSED: Mapping[str, str] = MappingProxyType(
 )
 """Setting that is accepted and has no effect -> what happens instead."""
 
-SETTINGS = (*TRANSLATED, *UNUSED)
+SETTINGS = (*MINDSPEED_COUNTERPARTS, *MINDSPEED_IGNORED)

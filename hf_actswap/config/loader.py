@@ -14,7 +14,7 @@ from ..errors import ConfigError, Problem, short_traceback
 from . import published
 from .hub import CONFIG_FILE_NAME, HubFile, HubOptions, PushOptions, fetch, split_hub_id
 from .json_documents import read_text
-from .keys import FOREIGN_SECTIONS, MODE_FLAGS, OUR_SECTIONS, STACK_SECTIONS, meaningless
+from .keys import FOREIGN_SECTIONS, MODE_FLAGS, OUR_SECTIONS, STACK_SECTIONS, ignored_key_note
 from .memory_section import check_fates, read_memory
 from .parallel_section import (
     MODEL_CONFIG,
@@ -315,7 +315,7 @@ def _note_foreign_sections(findings: Findings) -> None:
         elif key == "parallel" and lookup(findings, PIPELINE_INTERLEAVE) is not None:
             findings.note((key,), _interleave_note(findings))
         elif key in FOREIGN_SECTIONS:
-            findings.note((key,), meaningless(key))
+            findings.note((key,), ignored_key_note(key))
         elif key not in (*OUR_SECTIONS, *MODE_FLAGS):
             also = (*sorted(FOREIGN_SECTIONS), *MODE_FLAGS)
             hint = findings.key_hint(key, (*OUR_SECTIONS, "model"), also)

@@ -13,12 +13,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from .keys import (
     MEMORY_KEYS,
+    MINDSPEED_IGNORED,
     MODE_FLAGS,
     OUTPUT_ROOT_PATH,
     REDUCTION_MEMORY_BYTES,
     SETTINGS,
     TARGET_MEMORY_BYTES,
-    UNUSED,
 )
 from .reader import (
     Findings,
@@ -164,8 +164,8 @@ class MindSpeedSetting:
 def read_settings(findings: Findings, section: Mapping[Any, Any]) -> list[MindSpeedSetting]:
     """Read all of MindSpeed's settings but ``stable_step`` and the flags, and note those without effect."""
     for key in section:
-        if key in UNUSED:
-            findings.note(("memory", key), f"`memory.{key}`: {UNUSED[key]}")
+        if key in MINDSPEED_IGNORED:
+            findings.note(("memory", key), f"`memory.{key}`: {MINDSPEED_IGNORED[key]}")
     return [
         *_read_direct(findings, section),
         *_read_target(findings, section),

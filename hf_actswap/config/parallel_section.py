@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from .keys import FOREIGN_PARALLEL_KEYS, PARALLEL_KEYS, PARALLEL_SPELLINGS, meaningless
+from .keys import FOREIGN_PARALLEL_KEYS, PARALLEL_KEYS, PARALLEL_SPELLINGS, ignored_key_note
 from .reader import Findings, Path, is_int, read_bool, read_choice, read_int, read_section, show, where
 from .schema import Offset, ParallelConfig, PipelineSchedule
 from .tables import TableShape, read_table
@@ -31,7 +31,7 @@ def read_parallel(findings: Findings) -> tuple[ParallelConfig, TableShape | None
     section = read_section(findings, "parallel_config", PARALLEL_KEYS, FOREIGN_PARALLEL_KEYS)
     for key in section:
         if key in FOREIGN_PARALLEL_KEYS:
-            findings.note(("parallel_config", key), meaningless(f"parallel_config.{key}"))
+            findings.note(("parallel_config", key), ignored_key_note(f"parallel_config.{key}"))
     values = {
         field: _read_spellings(findings, _written(findings, field), read)
         for field, read in (

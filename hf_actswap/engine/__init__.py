@@ -15,10 +15,10 @@ It depends on tensors, autograd and streams, and on neither YAML nor model famil
 from __future__ import annotations
 
 from .install import AppliedPlan, install
+from .plan_runtime import Resources
 from .stats import SwapStats
 from .transfer import BlockingTransfer, Transfer
 from .transfer_streams import StreamTransfer
-from .workplace import Resources
 
 __all__ = [
     "AppliedPlan",

@@ -63,7 +63,7 @@ Key = tuple[Scope | None, int]
 
 
 @dataclass(slots=True)
-class Seen:
+class ObservedStorage:
     """A storage that the plan swaps, as it was seen in the observed forward.
 
     Args:
@@ -104,7 +104,7 @@ class Observation:
     """
 
     def __init__(self, transfer: Transfer) -> None:
-        self.seen: dict[Key, Seen] = {}
+        self.seen: dict[Key, ObservedStorage] = {}
         self._log: StepLog[tuple[_Part, int, int]] = StepLog(transfer)
         self._latest: dict[_Part, int] = {}
         self._waits: list[PendingTime] = []
@@ -279,7 +279,9 @@ class AutoWindows:
         self._say([(agreed, decisions, seen)], self._link)
 
     def _say(
-        self, decided: Sequence[tuple[Measured, Sequence[Decision], Mapping[Key, Seen]]], link: Link
+        self,
+        decided: Sequence[tuple[Measured, Sequence[Decision], Mapping[Key, ObservedStorage]]],
+        link: Link,
     ) -> None:
         """Log the decisions of each observed forward, and add them to the plan as adjustments."""
         self._transfer.empty_cache()  # two steps kept everything, and later ones need much less
@@ -448,7 +450,9 @@ class AutoForward:
         key = scope, self._count[scope]
         self._count[scope] += 1
         if self.observation is not None:
-            self.observation.seen[key] = Seen(requested.op_path, size_bytes, op, op, requested.windows)
+            self.observation.seen[key] = ObservedStorage(
+                requested.op_path, size_bytes, op, op, requested.windows
+            )
         if requested.windows is not None:
             return requested, key
         if self._actions is not None:
@@ -560,7 +564,7 @@ def _bytes_decided(measured: Measured, decisions: Sequence[Decision], swap: bool
 
 
 def _adjustments(
-    measured: Measured, decisions: Sequence[Decision], seen: Mapping[Key, Seen], link: Link
+    measured: Measured, decisions: Sequence[Decision], seen: Mapping[Key, ObservedStorage], link: Link
 ) -> list[Adjustment]:
     """Return one adjustment per op path and outcome, with layers, bytes and the range of the windows."""
     groups: defaultdict[tuple[str, bool, str], list[int]] = defaultdict(list)

@@ -82,7 +82,7 @@ class Blocks:
         self.held_bytes = 0
 
     @property
-    def joined_bytes(self) -> int:
+    def free_bytes(self) -> int:
         """Free bytes outside of kept blocks."""
         return self._free.total_bytes
 

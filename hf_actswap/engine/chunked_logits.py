@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..plan.actions import Tile
 from ..plan.fsdp2 import FSDP2_METHOD
 from ..plan.op_facts import FULL_LOGITS, ROW_LOSSES, argument_of
-from .head_chunks import Head, HeadCall, Here, RowCall, RowsForm, is_same_for_rows, layout_of
+from .head_chunks import Head, HeadCall, LogitsPlaceholder, RowCall, RowRecipe, is_same_for_rows, layout_of
 from .hook_wrappers import Hook, Undo, reject_tracing, replace_forward
 from .pieces import first_order_only
 from .pieces import no_saved_tensor_hooks as no_hooks
@@ -63,7 +63,7 @@ NOT_CALLED = (
     "loss, TRL's trainers): switch that off, or leave tile_config.loss out"
 )
 
-Say = Callable[[str], None]
+ReportWhole = Callable[[str], None]
 """Called with the reason why the logits are made whole in training after all."""
 
 
@@ -77,7 +77,7 @@ def auto_tokens(tokens: int, hidden_size: int, vocabulary_size: int) -> int:
     return max(AUTO_LEAST_TOKENS, tokens * hidden_size // (2 * vocabulary_size))
 
 
-def chunk_head(head: nn.Module, tile: Tile, say: Say, model: nn.Module, unused: Say) -> Undo:
+def chunk_head(head: nn.Module, tile: Tile, say: ReportWhole, model: nn.Module, unused: ReportWhole) -> Undo:
     """Run a head and the calls that follow it in chunks; return a function that restores its forward.
 
     Args:
@@ -112,7 +112,7 @@ def is_chunked(head: nn.Module) -> bool:
 
 
 class _ChunkedHead:
-    def __init__(self, module: nn.Module, tile: Tile, say: Say) -> None:
+    def __init__(self, module: nn.Module, tile: Tile, say: ReportWhole) -> None:
         self._head, self._tile, self._say = Head(module), tile, say
         self._kinds: dict[Any, tuple[int, torch.dtype]] = {}
         self.called = False
@@ -146,7 +146,7 @@ class _ChunkedHead:
         vocabulary, dtype = self._kind(hidden)
         trained = {name: item for name, item in module.named_parameters() if item.requires_grad}
         call = HeadCall(self._head, tuple(trained), tokens, dtype, hidden.device)
-        form = RowsForm(call, layout_of(hidden.shape[:-1], vocabulary, dtype))
+        form = RowRecipe(call, layout_of(hidden.shape[:-1], vocabulary, dtype))
         return _shown(form, self._say, hidden, tuple(trained.values()))
 
     def _kind(self, hidden: torch.Tensor) -> tuple[int, torch.dtype]:
@@ -180,14 +180,14 @@ def _why_whole(head: Head) -> str:
 class ChunkedLogits(torch.Tensor):
     """Logits ``[.., V]`` that are computed only if they are read; until then it holds the hidden states."""
 
-    form: RowsForm
-    say: Say
+    form: RowRecipe
+    say: ReportWhole
     hidden: torch.Tensor
     parameters: tuple[torch.Tensor, ...]
     whole: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, form: RowsForm, say: Say) -> ChunkedLogits:
+    def __new__(cls, form: RowRecipe, say: ReportWhole) -> ChunkedLogits:
         layout, device = form.layout, form.call.device
         made: ChunkedLogits = torch.Tensor._make_wrapper_subclass(
             cls, layout.shape, dtype=layout.dtype, device=device
@@ -235,7 +235,7 @@ class ChunkedLogits(torch.Tensor):
         return f"ChunkedLogits(shape={list(self.shape)}, dtype={self.dtype}, made when read)"
 
 
-def _like(logits: ChunkedLogits, form: RowsForm) -> ChunkedLogits:
+def _like(logits: ChunkedLogits, form: RowRecipe) -> ChunkedLogits:
     """Return logits of the same call, outside of any graph."""
     made = ChunkedLogits(form, logits.say)
     made.hidden, made.parameters = logits.hidden, logits.parameters
@@ -255,8 +255,8 @@ def _in_graph(logits: ChunkedLogits) -> bool:
 
 
 def _shown(
-    form: RowsForm,
-    say: Say,
+    form: RowRecipe,
+    say: ReportWhole,
     hidden: torch.Tensor,
     parameters: tuple[torch.Tensor, ...],
     parent: ChunkedLogits | None = None,
@@ -280,7 +280,12 @@ class _Show(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, form: RowsForm, say: Say, parent: Any, hidden: torch.Tensor, *parameters: torch.Tensor
+        ctx: Any,
+        form: RowRecipe,
+        say: ReportWhole,
+        parent: Any,
+        hidden: torch.Tensor,
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.form = form
@@ -301,7 +306,7 @@ class _RowValues(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        form: RowsForm,
+        form: RowRecipe,
         function: RowCall,
         parent: Any,
         hidden: torch.Tensor,
@@ -334,7 +339,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        form: RowsForm,
+        form: RowRecipe,
         function: RowCall,
         reduce: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         parent: Any,
@@ -371,7 +376,7 @@ def _unread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in ROW_LOSSES:
         return _row_loss(logits, func, args, kwargs)
     if name == FULL_LOGITS:
-        held, state = (Here(), *args[1:3]), CallState(logits.form.call.device, False, ())
+        held, state = (LogitsPlaceholder(), *args[1:3]), CallState(logits.form.call.device, False, ())
         gather = RowCall(func, held, {}, logits.form.lead, state)
         return _derived(logits, logits.form.and_then(gather, args[1]))
     if func in _COPIES:
@@ -382,13 +387,13 @@ def _unread(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return made
 
 
-def _derived(logits: ChunkedLogits, form: RowsForm) -> ChunkedLogits:
+def _derived(logits: ChunkedLogits, form: RowRecipe) -> ChunkedLogits:
     if not _in_graph(logits):
         return _like(logits, form)
     return _shown(form, logits.say, logits.hidden, logits.parameters, logits)
 
 
-def _row_values(logits: ChunkedLogits, form: RowsForm, function: RowCall) -> torch.Tensor:
+def _row_values(logits: ChunkedLogits, form: RowRecipe, function: RowCall) -> torch.Tensor:
     if not _in_graph(logits):
         return form.values(function, logits.hidden, logits.parameters)
     with no_hooks():
@@ -408,7 +413,7 @@ def _row_loss(logits: ChunkedLogits, func: Any, args: tuple[Any, ...], kwargs: d
     if target.is_floating_point() or target.shape != form.lead or (is_torchs and target.dim() != 1):
         return NotImplemented
     state = CallState(form.call.device, False, ())
-    function = RowCall(_losses, (func, Here(), target.unsqueeze(-1)), given, form.lead, state)
+    function = RowCall(_losses, (func, LogitsPlaceholder(), target.unsqueeze(-1)), given, form.lead, state)
 
     def reduce(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         counts = target != given["ignore_index"]
@@ -445,7 +450,7 @@ class _OpsOfCall(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _traced(logits: ChunkedLogits, form: RowsForm, func: Any, args: Any, kwargs: Any) -> Any:
+def _traced(logits: ChunkedLogits, form: RowRecipe, func: Any, args: Any, kwargs: Any) -> Any:
     """Trace what a function does with logits; return its result for ``form``, without computing them whole,
     or ``NotImplemented``.
     """
@@ -469,7 +474,7 @@ def _traced(logits: ChunkedLogits, form: RowsForm, func: Any, args: Any, kwargs:
     if learned or not all(_is_row_wise(call, layout) for call in ops.calls):
         return NotImplemented
     lead, state = form.lead, CallState(form.call.device, False, ())
-    held_args, held_kwargs = tree_map_only(ChunkedLogits, lambda _: Here(), (args, kwargs))
+    held_args, held_kwargs = tree_map_only(ChunkedLogits, lambda _: LogitsPlaceholder(), (args, kwargs))
     call = RowCall(func, held_args, held_kwargs, lead, state)
     of_rows = [item for item in others if not is_same_for_rows(item, lead)]
     if out.shape == layout.shape and not of_rows:

@@ -172,7 +172,7 @@ class CompiledRegions:
         rules = self._rules.get(scope)
         if rules is None:
             return []
-        return [self._replace_forward(uncompiled(layer), rules), *self._in_force(layer, rules)]
+        return [self._replace_forward(uncompiled(layer), rules), *self._compiler_options(layer, rules)]
 
     def _replace_forward(self, layer: nn.Module, rules: RegionRules) -> Undo:
         own = vars(layer).get("forward")
@@ -184,7 +184,7 @@ class CompiledRegions:
             shared = _traced_forward(rules, own)
         return replace_forward(layer, MethodType(shared, layer))
 
-    def _in_force(self, layer: nn.Module, rules: RegionRules) -> list[Undo]:
+    def _compiler_options(self, layer: nn.Module, rules: RegionRules) -> list[Undo]:
         """Set the compiler's options during each call of the region, because it may be compiled then.
 
         After a few recompilations dynamo runs a code object uncompiled, without a warning. So that limit is

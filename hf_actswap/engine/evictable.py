@@ -2,8 +2,8 @@
 
 A plan says beforehand what is swapped. Before there is a plan, in the planner's first steps, everything is
 kept, and when the device is full, **idle** tensors can be evicted: those that are saved for backward and held
-only by autograd. `IdleTensors.keep` replaces `tickets.keep`, and `IdleTensors.evict` moves the storages that
-backward will read last to the host, synchronously::
+only by autograd. `EvictableTensors.keep` replaces `tickets.keep`, and `EvictableTensors.evict` moves the
+storages that backward will read last to the host, synchronously::
 
     on device --evict--> host only --read--> block on the device --last reader, or evict--> host only
 
@@ -45,7 +45,7 @@ def _uses(storage: torch.UntypedStorage) -> int:
     return int(_use_count(storage._cdata))
 
 
-class IdleTensors:
+class EvictableTensors:
     """The evictable tensors that are alive, in order of packing: backward reads them from the end.
 
     All methods may be called from any thread.
@@ -139,7 +139,7 @@ class EvictableStorage:
         storage: the storage, on the device.
     """
 
-    def __init__(self, idle: IdleTensors, storage: torch.UntypedStorage) -> None:
+    def __init__(self, idle: EvictableTensors, storage: torch.UntypedStorage) -> None:
         self._idle, self._device, self._size_bytes = idle, storage.device, storage.nbytes()
         self._tensors: dict[int, torch.Tensor] = {}
         self._versions: dict[int, int] = {}

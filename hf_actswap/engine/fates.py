@@ -12,7 +12,7 @@ from ..plan.actions import SCOPES, MemoryPlan, Scope, Windows
 from ..plan.model_structure import ModelStructure
 from ..plan.recomputed_modules import RUN_AGAIN, RecomputedModules
 from .slices import Slices
-from .tickets import Moved
+from .tickets import RestorableTicket
 
 Kind = Literal["keep", "swap", "recompute_inside", "recompute_function", "slice"]
 
@@ -36,7 +36,7 @@ class Action:
     windows: Windows | None = None
     op_path: str = ""
     scope: Scope | None = None
-    ticket: Callable[[torch.Tensor], Moved | None] | None = None
+    ticket: Callable[[torch.Tensor], RestorableTicket | None] | None = None
 
 
 KEEP = Action()

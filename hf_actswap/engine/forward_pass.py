@@ -32,11 +32,11 @@ from .backward import Backward
 from .cached_traces import BETWEEN, CachedTraces, SavedStep, SmallStep, Step, step_of
 from .checkpoint_inputs import Checkpoint, CheckpointInputs
 from .fates import KEEP, Action
-from .owners import Owner, Owners, Place
+from .owners import Owner, Owners, ScopeModules
 from .parameters import is_cast_of_parameter
 from .recompute import Region
 from .schedule import PrefetchOrder
-from .swapped_storages import TOO_SMALL, Setting, SwappedStorages
+from .swapped_storages import TOO_SMALL, ForwardContext, SwappedStorages
 from .tickets import Ticket, keep
 from .views import View
 
@@ -52,7 +52,7 @@ class ForwardPass:
     """
 
     def __init__(
-        self, setting: Setting, outside: Iterable[nn.Module], traces: CachedTraces, call: Any = ()
+        self, setting: ForwardContext, outside: Iterable[nn.Module], traces: CachedTraces, call: Any = ()
     ) -> None:
         # 30 attributes at most: with more, Python takes a tenth longer to find any of them, in `pack` too.
         self._setting, self._traces = setting, traces
@@ -69,7 +69,7 @@ class ForwardPass:
         self._settled = self._auto is None or self._auto.settled
         self._autocast = False
         self._ended = False
-        self._call: tuple[Place, tuple[Any, ...], dict[str, Any]] | None = None
+        self._call: tuple[ScopeModules, tuple[Any, ...], dict[str, Any]] | None = None
         trace = traces[BETWEEN] if self._settled else None
         watches = self._settled and trace is None and BETWEEN in traces.segments
         self._between = None if trace is None else iter(trace)
@@ -106,7 +106,7 @@ class ForwardPass:
 
     def start_scope(
         self,
-        place: Place,
+        place: ScopeModules,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         compiled_nodes: int | None,

@@ -1,8 +1,8 @@
 """Logits as rows that are computed chunk by chunk, from hidden states, a head and the calls that follow it.
 
-`RowsForm` describes how the rows are made, and computes the values that a function returns for them: without
-gradients (`RowsForm.values`), or with gradients of hidden states and parameters
-(`RowsForm.differentiated`). One chunk of logits exists at a time.
+`RowRecipe` describes how the rows are made, and computes the values that a function returns for them: without
+gradients (`RowRecipe.values`), or with gradients of hidden states and parameters
+(`RowRecipe.differentiated`). One chunk of logits exists at a time.
 
 Gradients are summed over the chunks in fp32, from products that are not rounded before. So for a head that
 is just a linear layer, autograd differentiates only the calls that follow it, and the two products of the
@@ -92,7 +92,7 @@ class HeadCall:
         return weight.detach().to(self.dtype), None if bias is None else bias.detach().to(self.dtype)
 
 
-class Here:
+class LogitsPlaceholder:
     """Stands for the logits among the arguments of a `RowCall`."""
 
 
@@ -102,7 +102,7 @@ class RowCall:
 
     Args:
         func: the function.
-        args, kwargs: its arguments, with `Here` in the place of the logits.
+        args, kwargs: its arguments, with `LogitsPlaceholder` in the place of the logits.
         lead: shape of the logits without their last dimension. A tensor among the arguments is the same for
             all rows, or has this shape and a dimension more.
         state: the autocast state in which the model made the call.
@@ -119,13 +119,13 @@ class RowCall:
         chunk = torch.Size((*(1 for _ in self.lead[1:]), len(logits)))
 
         def given(item: Any) -> Any:
-            if isinstance(item, Here):
+            if isinstance(item, LogitsPlaceholder):
                 return logits.reshape(*chunk, logits.shape[-1])
             if is_same_for_rows(item, self.lead):
                 return item
             return item.reshape(-1, item.shape[-1])[rows].reshape(*chunk, item.shape[-1])
 
-        args, kwargs = tree_map_only((Here, torch.Tensor), given, (self.args, dict(self.kwargs)))
+        args, kwargs = tree_map_only((LogitsPlaceholder, torch.Tensor), given, (self.args, dict(self.kwargs)))
         with self.state.autocast_restored():
             values: torch.Tensor = self.func(*args, **kwargs)
         return values.reshape(len(logits), *values.shape[len(chunk) :])
@@ -143,7 +143,7 @@ def layout_of(lead: Sequence[int], vocabulary: int, dtype: torch.dtype) -> torch
 
 
 @dataclass(frozen=True)
-class RowsForm:
+class RowRecipe:
     """How logits are made from hidden states and the head's parameters.
 
     Args:
@@ -163,14 +163,14 @@ class RowsForm:
         """The shape of the logits without the vocabulary."""
         return self.layout.shape[:-1]
 
-    def copied(self) -> RowsForm:
+    def copied(self) -> RowRecipe:
         """Return the form of a contiguous copy."""
         if self.layout.select(-1, 0).is_contiguous() and self.lead.numel() == self.layout.stride(-1):
             return self
         fresh = layout_of(self.lead, self.layout.shape[-1], self.layout.dtype)
         return replace(self, layout=fresh, numbers=self._row_numbers())
 
-    def and_then(self, step: RowCall, vocabulary: int | None = None) -> RowsForm:
+    def and_then(self, step: RowCall, vocabulary: int | None = None) -> RowRecipe:
         """Return the form with one more step.
 
         Args:

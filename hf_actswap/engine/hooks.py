@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..errors import PlanError
 from ..interrupts import uninterrupted
-from ..plan.actions import Adjustment, MemoryPlan, PlanRow, Scope, folded
+from ..plan.actions import Adjustment, MemoryPlan, PlanRow, Scope, format_scopes
 from ..plan.checkpointing_rules import problems_of_checkpointing
 from ..plan.compiled import called_modules, uncompiled
 from ..plan.dry_run import holds_several_sequences
@@ -52,12 +52,12 @@ from .forecast import DryRunForecast, dropped_by
 from .forward_pass import ForwardPass
 from .hook_wrappers import Undo, compiled_wrapper, replace_call, replace_forward, wrap_call
 from .naming_mode import NamingMode, end_region
-from .owners import Place
+from .owners import ScopeModules
+from .plan_runtime import PlanRuntime, Resources
 from .recompute import Region
 from .slices import Slices
 from .stats import Counters, SwapStats
 from .swapped_storages import PackHandler
-from .workplace import Resources, Workplace
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Engine:
             plan, structure, None if resources.replicas is None else Slices(resources.replicas)
         )
         self._regions = CompiledRegions(self._fates.recomputed, structure)
-        self._place = Workplace(self._root, plan, self._fates, self._counters, resources, self.adjust)
+        self._runtime = PlanRuntime(self._root, plan, self._fates, self._counters, resources, self.adjust)
         self._inside: set[nn.Module] = set()
         self._outside: tuple[nn.Module, ...] = ()
         self._forward: ForwardPass | None = None
@@ -106,16 +106,16 @@ class Engine:
 
     def stats(self) -> SwapStats:
         """Return the totals since the plan was applied; subtract an earlier one to get a step."""
-        return self._place.stats()
+        return self._runtime.stats()
 
     @property
-    def place(self) -> Workplace:
+    def runtime(self) -> PlanRuntime:
         """The device, host memory, transfer and counters that the plan works with."""
-        return self._place
+        return self._runtime
 
-    def handle_packs_by(self, pack_handler: PackHandler | None) -> None:
+    def set_pack_handler(self, pack_handler: PackHandler | None) -> None:
         """Let ``pack_handler`` make the tickets of tensors that stay, from the next forward on."""
-        self._place.handle_packs_by(pack_handler)
+        self._runtime.set_pack_handler(pack_handler)
         self._acts = bool(self.plan.rows) or pack_handler is not None
 
     def attach(self) -> list[Callable[[], None]]:
@@ -125,7 +125,7 @@ class Engine:
         """
         if not self._acts:
             return []
-        self._place.bind()
+        self._runtime.bind()
         undo = [replace_call(self._called, self._cleaning_up)]
         if self.structure.compiled:
             return [*undo, *wrap_call(self._called, self._start_compiled, self._end_compiled), self._clean_up]
@@ -151,8 +151,8 @@ class Engine:
     def close(self) -> None:
         """Unbind the thread and free the host memory, once the hooks are off for good. Safe to call again."""
         self._first_step.removed(self.plan, self._measures)
-        self._place.unbind()
-        self._place.close()
+        self._runtime.unbind()
+        self._runtime.close()
 
     def _follow_layer(self, layer: LayerStructure) -> list[Callable[[], None]]:
         module = self._layers[layer.index]
@@ -217,21 +217,21 @@ class Engine:
             return
         self._watch.check()
         self._first_step.forward_starts(self.plan, self._measures)
-        traces = CachedTraces(frozenset(), False) if self._place.evictable else self._traces
+        traces = CachedTraces(frozenset(), False) if self._runtime.evictable else self._traces
         if traces.knows(self._named):
             self._leave_inside()
         else:
             self._follow_inside()
-        setting, new = self._place.made_ready()
+        setting, new = self._runtime.prepared()
         if new:
             forecast = DryRunForecast(self._root, self.structure, args, kwargs)
             self._settle(forecast)
-            self._place.host.make_ready(setting.pool, setting.transfer.overlaps, self.plan, forecast)
-            if not self._place.evictable:  # else the planner counts
+            self._runtime.host.make_ready(setting.pool, setting.transfer.overlaps, self.plan, forecast)
+            if not self._runtime.evictable:  # else the planner counts
                 self.dropped_bytes = dropped_by(self.plan, forecast)
             if holds_several_sequences(kwargs):
                 logger.info(_PACKED)
-        forward = ForwardPass(self._place.watched(setting), self._outside, traces, (args, kwargs))
+        forward = ForwardPass(self._runtime.watched(setting), self._outside, traces, (args, kwargs))
         self._forward = forward
         self._counters.forwards += 1
         self._saving = torch.autograd.graph.saved_tensors_hooks(forward.pack, forward.backward.unpack)
@@ -240,7 +240,7 @@ class Engine:
     @property
     def _measures(self) -> bool:
         """Whether windows that the plan leaves open are chosen by measurement."""
-        setting = self._place.setting
+        setting = self._runtime.setting
         return setting is not None and setting.auto is not None and setting.transfer.overlaps
 
     def _end_forward(self, _module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
@@ -256,7 +256,7 @@ class Engine:
         self._start_forward(module, args, kwargs)
         if self._forward is not None:
             nodes = sum(layer.nodes for layer in self.structure.layers)
-            self._forward.start_scope(Place(0, tuple(self._root.modules())), args, kwargs, nodes)
+            self._forward.start_scope(ScopeModules(0, tuple(self._root.modules())), args, kwargs, nodes)
             if self._first_step.entered is not None:
                 self._first_step.entered.update(self.plan.scopes)
 
@@ -289,7 +289,7 @@ class Engine:
                 forward.end()
 
     def _follow_scope(self, module: nn.Module, scope: Scope, layer: LayerStructure | None) -> list[Undo]:
-        place = Place(scope, tuple(module.modules()))
+        place = ScopeModules(scope, tuple(module.modules()))
         self._inside.update(place.modules)
         naming = layer if layer is not None and layer.index in self._fates.named_layers else None
         compiled_nodes = layer.nodes if layer is not None and layer.compiled else None
@@ -498,9 +498,9 @@ class FirstStep:
     def _why(self, rows: Sequence[PlanRow], entered: set[Scope]) -> str:
         scopes = {row.scope for row in rows}
         if not scopes & entered:
-            return f"the model does not call what it names ({folded(scopes)})"
+            return f"the model does not call what it names ({format_scopes(scopes)})"
         frozen = "" if any(map(self._trains, scopes)) else ", where no weight needs a gradient"
-        return f"autograd saves nothing of what it names ({folded(scopes)}){frozen}"
+        return f"autograd saves nothing of what it names ({format_scopes(scopes)}){frozen}"
 
     def _trains(self, scope: Scope) -> bool:
         """Whether a layer has weights that need gradients; for a scope that is no layer: true."""

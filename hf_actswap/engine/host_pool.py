@@ -224,7 +224,7 @@ class HostPool:
             step = min(_SLAB_STEP_BYTES, self._slab_bytes)
             want = -(-size_bytes // step) * step
         want = self._allowed(want)
-        if want <= 0 or self._blocks.joined_bytes + want < size_bytes:
+        if want <= 0 or self._blocks.free_bytes + want < size_bytes:
             return False
         try:
             self._add_slab(self._allocate(want))

@@ -21,13 +21,13 @@ from ..plan.token_mixing import checked_tiles
 from .chunked_logits import chunk_head, is_chunked
 from .hook_wrappers import Hook
 from .hooks import Engine
+from .plan_runtime import PlanRuntime, Resources
 from .slices import ReplicaRanks
 from .stats import SwapStats
 from .swapped_storages import PackHandler
 from .tiled_calls import is_tiled, tile_module
 from .transfer import Transfer
 from .watched_copies import CopyListener
-from .workplace import Resources, Workplace
 
 logger = logging.getLogger(__name__)
 
@@ -77,33 +77,33 @@ class AppliedPlan:
         """
         return self._engine.dropped_bytes
 
-    def handle_packs_by(self, pack_handler: PackHandler | None) -> None:
+    def set_pack_handler(self, pack_handler: PackHandler | None) -> None:
         """Let ``pack_handler`` make the tickets of tensors that stay on the device, from the next forward on.
 
         Args:
             pack_handler: ``None``: tensors stay for good, and cached traces are used. Any other needs a plan
                 with rows, or one that was installed with a pack handler.
         """
-        self._engine.handle_packs_by(pack_handler)
+        self._engine.set_pack_handler(pack_handler)
 
     @property
     def transfer(self) -> Transfer:
         """The transfer that copies between device and host."""
-        return self._engine.place.transfer()
+        return self._engine.runtime.transfer()
 
     @property
-    def place(self) -> Workplace:
+    def runtime(self) -> PlanRuntime:
         """Device, host memory, transfer and counters of the plan, for code that also acts on the step."""
-        return self._engine.place
+        return self._engine.runtime
 
     @property
     def evictable(self) -> bool:
-        """Whether a pack handler makes the tickets of tensors that stay (`handle_packs_by`)."""
-        return self._engine.place.evictable
+        """Whether a pack handler makes the tickets of tensors that stay (`set_pack_handler`)."""
+        return self._engine.runtime.evictable
 
     def listen(self, listener: CopyListener | None) -> None:
         """Report copies to ``listener``, in forwards that start from now on; ``None``: report none."""
-        self._engine.place.listener = listener
+        self._engine.runtime.listener = listener
 
     def on_remove(self, step: Callable[[], None]) -> None:
         """Let `remove` also call ``step``."""
@@ -142,11 +142,11 @@ class AppliedPlan:
             plan: a plan with the same tiles; not checked against the model.
         """
         self.suspend()
-        before = self._engine.place
+        before = self._engine.runtime
         before.unbind()
         before.close()
         self._engine, self._attach = self._make(plan)
-        self._engine.place.listener = before.listener
+        self._engine.runtime.listener = before.listener
         self.resume()
 
     @uninterrupted()

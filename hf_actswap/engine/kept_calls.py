@@ -26,7 +26,7 @@ RUN = object()
 """Returned in place of a result: the op must run."""
 
 
-class NotAsBefore(Exception):
+class ReplayMismatch(Exception):
     """A region does not do what it did in forward; every op of it must run."""
 
 
@@ -49,7 +49,7 @@ class Catches(Protocol):
 
 
 @dataclass(frozen=True)
-class _Shown:
+class _ArgumentView:
     """A saved tensor that is a view of argument ``at``; the view's offset counts from the argument's."""
 
     at: int
@@ -137,10 +137,10 @@ class KeptCall:
         self._device = device
         self._random: RandomState | None = random_state(device) if random else None
         self._repeatable = not any(isinstance(leaf, torch.Generator) for leaf in self._leaves)
-        self._shown: dict[int, _Shown] = {}
+        self._shown: dict[int, _ArgumentView] = {}
         self._returned: list[Any] = []
         self._spec: TreeSpec | None = None
-        self.looked_through = False
+        self.returned_only_views = False
         """Whether it has returned nothing but views of its arguments."""
         self.after = first_pack
         """How many tensors the region has saved when it returns."""
@@ -157,7 +157,7 @@ class KeptCall:
             whole = View.of(leaf)
             first, last = whole.range_bytes
             if first <= start and stop <= last:
-                self._shown[index] = _Shown(
+                self._shown[index] = _ArgumentView(
                     at, view._replace(offset_bytes=view.offset_bytes - whole.offset_bytes)
                 )
                 return
@@ -173,7 +173,7 @@ class KeptCall:
         leaves, self._spec = tree_flatten(value)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         views = [storage_key(tensor) in read for tensor in tensors]
-        self.looked_through = all(views)
+        self.returned_only_views = all(views)
         if not self._repeatable or not tensors or any(views):
             return False
         if not all(isinstance(leaf, (torch.Tensor, *_CONSTANTS)) for leaf in leaves):
@@ -194,7 +194,7 @@ class KeptCall:
         """Return the recorded result and pass the saved tensors to ``catcher``; or return `RUN`.
 
         Raises:
-            NotAsBefore: it must run but earlier calls gave it ``meta`` tensors, or its result is not held.
+            ReplayMismatch: it must run but earlier calls gave it ``meta`` tensors, or its result is not held.
         """
         leaves = tree_leaves(arguments)
         if catcher.count != self._first_pack or [_geometry(leaf) for leaf in leaves] != self._geometry:
@@ -211,7 +211,7 @@ class KeptCall:
         catcher.count = self.after
         wanted = zip(self._returned, returned, strict=True)
         if self._spec is None or any(isinstance(item, Result) and found is None for item, found in wanted):
-            raise NotAsBefore  # in forward nothing after it was needed
+            raise ReplayMismatch  # in forward nothing after it was needed
         if self._random is not None:
             set_random_state(self._random)
         return tree_unflatten(returned, self._spec)
@@ -219,7 +219,7 @@ class KeptCall:
 
 def _run(leaves: list[Any]) -> Any:
     if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
-        raise NotAsBefore
+        raise ReplayMismatch
     return RUN
 
 

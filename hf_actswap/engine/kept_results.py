@@ -94,7 +94,7 @@ class KeptResults:
         if call is None:
             return
         if not call.returned(result, packs):
-            for known, tensor in observed if not call.looked_through else ():
+            for known, tensor in observed if not call.returned_only_views else ():
                 self._read_outside(known, tensor)
             return
         for inner in read:
@@ -150,7 +150,7 @@ class KeptResults:
         self._unheld, self._read, self._observed = [], [], []
         self._made.clear()
 
-    def needed_until(self, last: int) -> None:
+    def drop_after(self, last: int) -> None:
         """Drop results of calls after saved tensor ``last``, the last one that may have to be rebuilt."""
         for call in (*self._functions.values(), *self._modules.values()):
             if call.after > last:

@@ -25,7 +25,7 @@ from .recompute import Region
 
 
 @dataclass(frozen=True)
-class Place:
+class ScopeModules:
     """A decoder layer or a module around the layers, and everything in it."""
 
     scope: Scope

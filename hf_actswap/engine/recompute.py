@@ -25,7 +25,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from .catcher import AllCaught, Catcher, Kept, RecomputeError
-from .kept_calls import NotAsBefore
+from .kept_calls import ReplayMismatch
 from .kept_results import KeptResults
 from .replay import CallState
 from .stats import Counters
@@ -114,7 +114,7 @@ class Region:
         self.expected.pop(index, None)
         self._caught.pop(index, None)
         if self.kept:
-            self.kept.needed_until(max(self.expected, default=-1))
+            self.kept.drop_after(max(self.expected, default=-1))
 
     def take_output(self, position: int, ticket: OutputTicket) -> torch.Tensor:
         """Return output ``position``, running the region again if it must. The last consumer drops it."""
@@ -175,7 +175,7 @@ class Region:
         leaves = self._inputs()
         try:
             caught, result = self._run(leaves, outputs, self.kept)
-        except NotAsBefore:
+        except ReplayMismatch:
             caught, result = self._run(leaves, outputs, None)
         self.rebuilt_as(caught, tensors_in(result))
 

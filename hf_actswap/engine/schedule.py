@@ -59,7 +59,7 @@ class ReleaseQueue(Generic[Item]):
         return items
 
 
-class Want(NamedTuple, Generic[Item]):
+class PrefetchRequest(NamedTuple, Generic[Item]):
     """A tensor that backward will need.
 
     Args:
@@ -81,7 +81,7 @@ class PrefetchOrder(Generic[Item]):
         wants: tensors to fetch. A prefetch point before the first hook of backward is moved to that hook.
     """
 
-    def __init__(self, hooks: Iterable[int], wants: Iterable[Want[Item]]) -> None:
+    def __init__(self, hooks: Iterable[int], wants: Iterable[PrefetchRequest[Item]]) -> None:
         points = sorted(set(hooks))
         triggers = []
         for item, consumer, prefetch_ops in wants:

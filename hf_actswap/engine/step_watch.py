@@ -158,7 +158,7 @@ class _StepWatch:
     def __init__(self, model: nn.Module, applied: AppliedPlan) -> None:
         self._applied, self._transfer, self._on = applied, applied.transfer, True
         self._parts: StepLog[tuple[Phase, int | None]] = StepLog(self._transfer)
-        self._is_stage, self._in_backward = applied.place.passes is not None, False
+        self._is_stage, self._in_backward = applied.runtime.passes is not None, False
         root, whole = unwrapped(model), compiled_wrapper(model, applied.structure)
         self._undo: list[Undo] = wrap_call(
             root if whole is None else whole, self._forward_starts, self._forward_ends
@@ -331,7 +331,7 @@ class MemoryWatch(_StepWatch):
         self._samples: list[tuple[Stamp, int, int, int]] = []
         self._start_bytes = allocated_bytes()
         super().__init__(model, applied)
-        applied.handle_packs_by(self._keep)
+        applied.set_pack_handler(self._keep)
         self._sample()
 
     def copied(self, copy: WatchedCopy, on_device: torch.Tensor) -> None:
@@ -341,7 +341,7 @@ class MemoryWatch(_StepWatch):
     def close(self) -> None:
         """Stop watching, and remove the hooks from the model. Safe to call again."""
         if self._on:
-            self._applied.handle_packs_by(None)
+            self._applied.set_pack_handler(None)
         super().close()
 
     def memory(self) -> StepMemory:

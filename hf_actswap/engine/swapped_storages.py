@@ -19,7 +19,7 @@ from .fates import Action, FateTable
 from .host_pool import HostPool
 from .passes import CrossingReleases, PassOrder
 from .recompute import Region
-from .schedule import ReleaseQueue, Want
+from .schedule import PrefetchRequest, ReleaseQueue
 from .stats import Counters
 from .tickets import SwapGroup, SwapTicket, Ticket
 from .transfer import Transfer
@@ -39,7 +39,7 @@ TOO_SMALL = "smaller than min_tensor_mib"
 
 
 @dataclass(frozen=True)
-class Setting:
+class ForwardContext:
     """What all forwards under one applied plan share."""
 
     fates: FateTable
@@ -62,7 +62,7 @@ class SwappedStorages:
         inputs: is told of swapped storages that may be inputs of checkpointed layers.
     """
 
-    def __init__(self, setting: Setting, inputs: CheckpointInputs) -> None:
+    def __init__(self, setting: ForwardContext, inputs: CheckpointInputs) -> None:
         self._setting, self._inputs = setting, inputs
         self._name = setting.transfer.name if isinstance(setting.transfer, WatchedTransfer) else None
         self._groups: dict[int, weakref.ref[SwapGroup]] = {}
@@ -133,7 +133,7 @@ class SwappedStorages:
         """Release the storages that are due at a hook at operator ``op``."""
         _release(self.releases.due(op))
 
-    def end(self, backward: Backward) -> list[Want[Reference]]:
+    def end(self, backward: Backward) -> list[PrefetchRequest[Reference]]:
         """End the forward: release the rest, now or when due; return the storages that backward will need."""
         queue, passes = self.releases, self._setting.passes
         if passes is not None and isinstance(queue, CrossingReleases):
@@ -141,11 +141,11 @@ class SwappedStorages:
         else:
             _release(queue.drain())
         self._groups.clear()
-        wants: list[Want[Reference]] = []
+        wants: list[PrefetchRequest[Reference]] = []
         for reference in self._all_groups:
             group = reference()
             if group is not None:
-                wants.append(Want(reference, group.last_use, group.prefetch_ops))
+                wants.append(PrefetchRequest(reference, group.last_use, group.prefetch_ops))
         return wants
 
     def _known(self, storage: torch.UntypedStorage) -> SwapGroup | None:

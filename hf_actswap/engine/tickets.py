@@ -47,14 +47,14 @@ Kept = tuple[torch.Tensor, int]
 """The ticket of a tensor that stays: the tensor and its version. A bare tuple, because there are many."""
 
 
-class Moved(Protocol):
+class RestorableTicket(Protocol):
     """The ticket of a tensor that must be copied back or rebuilt."""
 
     def restore(self) -> torch.Tensor:
         """Return the tensor that was saved. Raises `StaleTensorError` if it changed."""
 
 
-Ticket = Kept | Moved
+Ticket = Kept | RestorableTicket
 
 
 def keep(tensor: torch.Tensor) -> Kept:

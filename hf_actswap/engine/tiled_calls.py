@@ -53,7 +53,7 @@ piece of sixteen less than the input's."""
 
 _CAPTURING = "transformers.utils.output_capturing"
 
-Say = Callable[[str], None]
+ReportWhole = Callable[[str], None]
 """Called with the reason why a module runs whole after all."""
 
 
@@ -62,7 +62,7 @@ def auto_tokens(tokens: int) -> int:
     return max(AUTO_LEAST_TOKENS, math.ceil(tokens / AUTO_MOST_TILES))
 
 
-def tile_module(module: nn.Module, tile: Tile, say: Say, parts: int = 1) -> Undo:
+def tile_module(module: nn.Module, tile: Tile, say: ReportWhole, parts: int = 1) -> Undo:
     """Let a module run over pieces of the tokens; return a function that restores it.
 
     Args:
@@ -93,7 +93,9 @@ class TiledModule:
         tile, say, parts: as of `tile_module`.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any], tile: Tile, say: Say, parts: int) -> None:
+    def __init__(
+        self, module: nn.Module, run: Callable[..., Any], tile: Tile, say: ReportWhole, parts: int
+    ) -> None:
         self.module, self.run = module, run
         self._exchangeable = Exchangeable(module, run)
         self._tile, self._say, self._parts = tile, say, parts
@@ -106,7 +108,7 @@ class TiledModule:
         hidden = next((leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), None)
         if hidden is None or hidden.dim() < 2 or not hidden.numel() or hidden.shape[-2] % self._parts:
             return self.run(*args, **kwargs)
-        cut = _Cut(hidden.shape[:-1], self._parts, self._tokens(hidden.shape[:-1].numel()))
+        cut = _TokenPieces(hidden.shape[:-1], self._parts, self._tokens(hidden.shape[:-1].numel()))
         reason = self._why_whole() if cut.pieces > 1 else ""
         if reason:
             self._say(reason)
@@ -150,7 +152,7 @@ def _is_captured(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", "") == _CAPTURING for hook in module._forward_hooks.values())
 
 
-class _Cut:
+class _TokenPieces:
     """Cuts tensors with a row for each token into pieces: along the sequence, for all sequences alike.
 
     If a sequence was gathered from several ranks, a piece has the same slice of each rank's part. So when the
@@ -198,7 +200,7 @@ class _Call:
         cut: how tensors are cut into pieces.
     """
 
-    def __init__(self, tiled: TiledModule, leaves: list[Any], spec: TreeSpec, cut: _Cut) -> None:
+    def __init__(self, tiled: TiledModule, leaves: list[Any], spec: TreeSpec, cut: _TokenPieces) -> None:
         self.tiled, self._leaves, self._spec, self._cut = tiled, leaves, spec, cut
         self._at = [at for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._wanted = [leaves[at].requires_grad for at in self._at]

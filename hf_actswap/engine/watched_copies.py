@@ -1,6 +1,6 @@
 """Observed copies: named for a profiler that is on, and reported to a listener.
 
-`WatchedTransfer` wraps another transfer for one forward and its backward (`Workplace.watched`). Without a
+`WatchedTransfer` wraps another transfer for one forward and its backward (`PlanRuntime.watched`). Without a
 profiler or a listener it is not used.
 """
 

@@ -114,7 +114,7 @@ class Timeline:
         return self.forward[-1][1]
 
 
-class Hooks:
+class HookTimes:
     """Looks up which hook of a timeline carries out an action, and when.
 
     Args:
@@ -210,13 +210,13 @@ def choose_windows(
     """
     if safety < 1:
         raise ValueError(f"safety is a factor of at least 1, not {safety}")
-    hooks = Hooks(timeline)
+    hooks = HookTimes(timeline)
     rejected, host_left = _rejected(candidates, hooks, math.inf if host_bytes is None else host_bytes)
     queue = _queue(candidates, rejected, timeline, hooks, link, safety, most_release_ops)
-    _clear_way_out(queue)
+    _tighten_deadlines(queue)
     busy = _fixed_back(queue, candidates, hooks)
     for copy in queue:
-        copy.room_ms -= sum(max(min(end, copy.read_ms) - start, 0.0) for start, end in busy)
+        copy.link_time_ms -= sum(max(min(end, copy.read_ms) - start, 0.0) for start, end in busy)
     loads = Loads(queue, best_set(queue, host_left), host_left)
     for copy in sorted(queue, key=lambda copy: (-copy.size_bytes, copy.place)):
         if not copy.fixed and copy.index not in loads.chosen:
@@ -237,7 +237,7 @@ def choose_windows(
 
 
 def _rejected(
-    candidates: Sequence[Candidate], hooks: Hooks, host_bytes: float
+    candidates: Sequence[Candidate], hooks: HookTimes, host_bytes: float
 ) -> tuple[dict[int, str], float]:
     """Return candidates ruled out at once, with reasons, and the host bytes that fixed ones leave."""
     rejected: dict[int, str] = {}
@@ -258,7 +258,7 @@ def _queue(
     candidates: Sequence[Candidate],
     rejected: Collection[int],
     timeline: Timeline,
-    hooks: Hooks,
+    hooks: HookTimes,
     link: Link,
     safety: float,
     most_release_ops: int,
@@ -288,13 +288,13 @@ def _queue(
                     candidate.ready_op, windows.release_ops if windows else most_release_ops
                 ),
                 read_ms=read_ms,
-                room_ms=read_ms - start_ms,
+                link_time_ms=read_ms - start_ms,
             )
         )
     return queue
 
 
-def _clear_way_out(queue: Sequence[SwapCopy]) -> None:
+def _tighten_deadlines(queue: Sequence[SwapCopy]) -> None:
     """Set earlier deadlines for copies that run before a fixed copy, so that they do not delay it.
 
     A fixed copy that would be complete before its release may be delayed until that release.
@@ -310,7 +310,7 @@ def _clear_way_out(queue: Sequence[SwapCopy]) -> None:
 
 
 def _fixed_back(
-    queue: Sequence[SwapCopy], candidates: Sequence[Candidate], hooks: Hooks
+    queue: Sequence[SwapCopy], candidates: Sequence[Candidate], hooks: HookTimes
 ) -> list[tuple[float, float]]:
     """Return when, (from, to) in ms, the link copies fixed ones back if nothing else uses it."""
     issued = []
@@ -327,7 +327,7 @@ def _fixed_back(
 
 
 def _prefetches(
-    chosen: Sequence[SwapCopy], busy: Sequence[tuple[float, float]], timeline: Timeline, hooks: Hooks
+    chosen: Sequence[SwapCopy], busy: Sequence[tuple[float, float]], timeline: Timeline, hooks: HookTimes
 ) -> dict[int, int]:
     """Return the prefetch window of each chosen copy by index, in operators, as short as possible.
 
@@ -346,7 +346,7 @@ def _prefetches(
     return found
 
 
-def _releases(queue: Sequence[SwapCopy], chosen: Collection[int], hooks: Hooks) -> dict[int, int]:
+def _releases(queue: Sequence[SwapCopy], chosen: Collection[int], hooks: HookTimes) -> dict[int, int]:
     """Return by index after how many operators each copy out is complete."""
     out = [copy for copy in queue if copy.fixed or copy.index in chosen]
     return {
@@ -368,7 +368,7 @@ class SwapCopy:
         out_ms, in_ms: how long the copy out and the copy back take.
         out_by_ms: when the copy out must have ended.
         read_ms: when backward reads it.
-        room_ms: time on the link from the start of backward until ``read_ms``, without fixed copies.
+        link_time_ms: time on the link from the start of backward until ``read_ms``, without fixed copies.
     """
 
     index: int
@@ -382,7 +382,7 @@ class SwapCopy:
     in_ms: float
     out_by_ms: float
     read_ms: float
-    room_ms: float
+    link_time_ms: float
 
 
 def best_set(queue: Sequence[SwapCopy], host_bytes: float) -> frozenset[int]:
@@ -403,7 +403,7 @@ def best_set(queue: Sequence[SwapCopy], host_bytes: float) -> frozenset[int]:
         taken = []
         for minus_bytes, end_ms, minus_slack, at in states:
             done_ms = max(end_ms, copy.ready_ms) + copy.out_ms
-            slack_ms = min(-minus_slack, copy.room_ms) - copy.in_ms
+            slack_ms = min(-minus_slack, copy.link_time_ms) - copy.in_ms
             size_bytes = copy.size_bytes - minus_bytes
             if (
                 done_ms <= copy.out_by_ms + ROUNDING_MS
@@ -472,7 +472,7 @@ class Loads:
         back = sorted((copy for copy in out if not copy.fixed), key=lambda copy: -copy.consumer_op)
         self._reads = [-copy.consumer_op for copy in back]
         self._back_ms = list(accumulate((copy.in_ms for copy in back), initial=0.0))
-        slacks = [copy.room_ms - end for copy, end in zip(back, self._back_ms[1:], strict=True)]
+        slacks = [copy.link_time_ms - end for copy, end in zip(back, self._back_ms[1:], strict=True)]
         self._slacks_ms = list(accumulate(reversed(slacks), min, initial=math.inf))[::-1]
 
     def obstacle(self, copy: SwapCopy) -> str:
@@ -482,7 +482,7 @@ class Loads:
         if start_ms + copy.out_ms > min(copy.out_by_ms, self._latest_ms[at]) + ROUNDING_MS:
             return TOO_LATE_OUT
         at = bisect_right(self._reads, -copy.consumer_op)
-        slack_ms = min(copy.room_ms - self._back_ms[at], self._slacks_ms[at])
+        slack_ms = min(copy.link_time_ms - self._back_ms[at], self._slacks_ms[at])
         if slack_ms < copy.in_ms - ROUNDING_MS:
             return TOO_LATE_BACK
         return NO_HOST_MEMORY if copy.size_bytes > self._host_left else ""

@@ -32,11 +32,11 @@ from .parallel_limits import rejection
 from .parallel_training import ParallelTraining
 from .pipeline_training import PipelineTraining
 from .run_record import RunRecord
-from .shared_config import console_logging, facts_of, worker_log
+from .shared_config import console_logging, facts_to_compare, worker_log
 from .trainer_setup import (
     begin_for_trainer,
     begin_pipeline_for_trainer,
-    reject_lonely_processes,
+    reject_independent_processes,
     started_together,
 )
 
@@ -125,10 +125,10 @@ class ActSwapCallback(TrainerCallback):
             ParallelTrainingError, RankAgreementError, PatchError: the model cannot be divided as asked.
         """
         with failing_together("configuration of the callback", args.ddp_timeout) as facts:
-            reject_lonely_processes(args.world_size)
+            reject_independent_processes(args.world_size)
             if self._fault is not None:
                 raise self._fault
-            facts.update(facts_of(self._requested))
+            facts.update(facts_to_compare(self._requested))
         trainer = calling_trainer(self)
         if trainer is None:
             logger.warning("No Trainer found: the statistics stay in `applied.stats()` and reach no log.")
@@ -152,7 +152,7 @@ class ActSwapCallback(TrainerCallback):
         @functools.wraps(train)
         def train_and_remove(*args: Any, **kwargs: Any) -> Any:
             if self.parallel is not None:
-                self.parallel.take_fused_head()  # TRL adds one when the Trainer is constructed
+                self.parallel.replace_fused_head()  # TRL adds one when the Trainer is constructed
             with failing_together("checkpoint", trainer.args.ddp_timeout) as facts:
                 asked = kwargs.get("resume_from_checkpoint", next(iter(args), None))
                 facts["resume_from_checkpoint"] = checkpoint_fact(asked, trainer.args.output_dir)
@@ -209,7 +209,7 @@ class ActSwapCallback(TrainerCallback):
                 with nullcontext() if parallel is None else parallel.whole_model():
                     shape = model_structure(model)
                 plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, shape)
-            with self._spoken(state):
+            with self._console_on_rank_0(state):
                 own = plan if parallel is None else parallel.plan_of_rank(plan)
             optimizer = kwargs.get("optimizer")
             training = PlannedTraining(model, shape, own, config.memory, optimizer, counts_steps=False)
@@ -238,7 +238,7 @@ class ActSwapCallback(TrainerCallback):
         silent = PinningBar(shown=False) if args.disable_tqdm and state.is_world_process_zero else None
         memory, plan = training.memory, training.fixed
         if memory.mode != "off" and plan.streamed is None:
-            with self._spoken(state):
+            with self._console_on_rank_0(state):
                 planner = self._started_planner(training, args, silent)
             if args.disable_tqdm:
                 planner.progress = None
@@ -323,7 +323,7 @@ class ActSwapCallback(TrainerCallback):
         now = self.applied.stats()
         if isinstance(self.applied, Planner):
             parallel = self.parallel
-            with self._spoken(state), nullcontext() if parallel is None else parallel.deciding():
+            with self._console_on_rank_0(state), nullcontext() if parallel is None else parallel.deciding():
                 self.applied.step_ended()
         first = not self._before.forwards
         self._step, self._before = now - self._before, now
@@ -352,7 +352,7 @@ class ActSwapCallback(TrainerCallback):
             with console_logging(logger):
                 logger.info("Decided in step %d:\n%s", state.global_step, plan_table(plan))
 
-    def _spoken(self, state: TrainerState) -> AbstractContextManager[Any]:
+    def _console_on_rank_0(self, state: TrainerState) -> AbstractContextManager[Any]:
         """Return the context in which the package's log lines reach the console, on rank 0 only."""
         package = logging.getLogger("hf_actswap")
         return console_logging(package) if state.is_world_process_zero else nullcontext()
@@ -397,7 +397,7 @@ class ArgumentsCallback(ActSwapCallback):
     ) -> None:
         """Read ``actswap`` of the arguments, which are known only now; then as `ActSwapCallback`."""
         self._source = getattr(args, "actswap", None)
-        if self._source is not None and not self._gives_way():
+        if self._source is not None and not self._replaced_by_given_callback():
             self._requested = load_config_or_plan(self._source)
             super().on_init_end(args, state, control, **kwargs)
 
@@ -410,7 +410,7 @@ class ArgumentsCallback(ActSwapCallback):
         **kwargs: Any,
     ) -> None:
         """Apply the plan. Raises `PlanError` or `ParallelTrainingError`, before the first step."""
-        if self._gives_way():
+        if self._replaced_by_given_callback():
             return
         if self._source is not None:
             super().on_train_begin(args, state, control, model, **kwargs)
@@ -418,7 +418,7 @@ class ArgumentsCallback(ActSwapCallback):
             with console_logging(logger):
                 logger.warning(_DOES_NOTHING, self._why_nothing())
 
-    def _gives_way(self) -> bool:
+    def _replaced_by_given_callback(self) -> bool:
         trainer = calling_trainer(self)
         callbacks = [] if trainer is None else trainer.callback_handler.callbacks
         others = [item for item in callbacks if item is not self]

@@ -45,7 +45,7 @@ class ParallelFusedOutput(ModelOutput):
     logits: torch.Tensor | None = None
 
 
-def take_fused_head(patched: Patched) -> None:
+def replace_fused_head(patched: Patched) -> None:
     """Replace TRL's fused forward on a patched model, if there is one; safe to call again.
 
     Raises:

@@ -88,7 +88,7 @@ def full_optimizer_state(
     ):
         partition = partitions.get(name)
         found = {
-            key: whole_entry(value, f"{name}: {key}", parameter.shape, partition, patched.group)
+            key: gathered_entry(value, f"{name}: {key}", parameter.shape, partition, patched.group)
             for key, value in entries.items()
         }
         if keeps:
@@ -131,7 +131,7 @@ def own_optimizer_state(
             if entries is not None:
                 own[index] = {
                     key: _shard(
-                        own_entry(value, f"{name}: {key}", parameter.shape, partitions.get(name), rank),
+                        shard_of_entry(value, f"{name}: {key}", parameter.shape, partitions.get(name), rank),
                         parameter,
                     )
                     for key, value in entries.items()
@@ -144,7 +144,7 @@ def _bytes_of(entries: Mapping[str, Any]) -> int:
     return sum(value.nbytes for value in entries.values() if isinstance(value, torch.Tensor))
 
 
-def whole_entry(
+def gathered_entry(
     value: Any, what: str, shape: torch.Size, partition: Partition | None, group: dist.ProcessGroup | None
 ) -> Any:
     """Return an entry of an optimizer's state whole, on the CPU; every rank of the group must call it.
@@ -169,8 +169,8 @@ def whole_entry(
     return whole_of_ranks(value, partition, group).cpu().clone()
 
 
-def own_entry(value: Any, what: str, shape: torch.Size, partition: Partition | None, rank: int) -> Any:
-    """Return a rank's part of what `whole_entry` returned.
+def shard_of_entry(value: Any, what: str, shape: torch.Size, partition: Partition | None, rank: int) -> Any:
+    """Return a rank's part of what `gathered_entry` returned.
 
     Raises:
         ValueError: ``value`` does not have the shape of the whole parameter.

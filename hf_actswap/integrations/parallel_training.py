@@ -39,18 +39,18 @@ from ..plan import MemoryPlan
 from ..planner import PlannedTraining
 from ..report import BytesBar
 from ..report.run_files import RecordedStages
-from .fused_head import take_fused_head
+from .fused_head import replace_fused_head
 from .optimizer_parameters import (
     full_optimizer_state,
     names_of_parameters,
     own_optimizer_state,
     rebind,
 )
-from .replicated_batches import answering, gather_one_of_each, read_by_data_rank
-from .shared_config import facts_of
+from .replicated_batches import gather_one_of_each, patched_attribute, read_by_data_rank
+from .shared_config import facts_to_compare
 
 
-class ModelInParts(ABC):
+class DividedTraining(ABC):
     """Base class: a model that several ranks hold together, in a training that Accelerate drives.
 
     Args:
@@ -140,11 +140,11 @@ class ModelInParts(ABC):
             bar.close()
 
 
-class ParallelTraining(ModelInParts):
+class ParallelTraining(DividedTraining):
     """A patched model in a training that Accelerate drives.
 
     Args:
-        accelerator, mesh, timeout_s: see `ModelInParts`.
+        accelerator, mesh, timeout_s: see `DividedTraining`.
         patched: the divided model.
 
     Attributes:
@@ -163,9 +163,9 @@ class ParallelTraining(ModelInParts):
         """The ranks that hold each layer together: all ranks of the model."""
         return self.patched.group
 
-    def take_fused_head(self) -> None:
+    def replace_fused_head(self) -> None:
         """Replace TRL's fused head (`fused_head`) by one for a divided vocabulary, if there is one."""
-        take_fused_head(self.patched)
+        replace_fused_head(self.patched)
 
     def plan_of_rank(self, plan: MemoryPlan) -> MemoryPlan:
         """Return this rank's part of a plan of the whole model: all of it, as each rank has all layers."""
@@ -227,7 +227,7 @@ class ParallelTraining(ModelInParts):
         """
         with self.gathering("optimizer states") as progress:
             full = full_optimizer_state(optimizer.optimizer, self.patched, keeps, progress)
-            with answering(optimizer, "state_dict", lambda: full):
+            with patched_attribute(optimizer, "state_dict", lambda: full):
                 yield
 
     def own_optimizer_state(
@@ -309,7 +309,7 @@ def begin_parallel_training(
         check_processes(parallel_config.tensor_parallel_size)
         facts["processes"] = str(accelerator.num_processes)
         facts["parameters"] = parameters_fact(model)
-        facts.update(facts_of(config))
+        facts.update(facts_to_compare(config))
     mesh = build_mesh(parallel_config.tensor_parallel_size, device_type=accelerator.device.type)
     names = None if optimizer is None else names_of_parameters(model, optimizer)
     patched = patch_model(model, parallel_config, mesh.tensor_parallel_group, timeout_s=timeout_s)

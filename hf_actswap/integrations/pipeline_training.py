@@ -4,7 +4,7 @@
 what                   how
 ====================== ==================================================================================
 who holds what         a mesh (stages, data axis, tensor axis). Before the optimizer is built the model is
-                       checked (`prove_cut`), divided over the tensor axis and checked again, and cut
+                       checked (`check_cut`), divided over the tensor axis and checked again, and cut
 batches                by data rank (`replicated_batches`); gradient accumulation steps are the micro-batches
 a step                 the whole schedule runs at the first micro-batch of an optimizer step; then the losses
                        are handed out one by one, as the Trainer adds them up
@@ -50,20 +50,20 @@ from ..pipeline import (
     PipelineRuntime,
     StagedModel,
     StageGradients,
+    check_cut,
     collected,
-    prove_cut,
     whole_state,
 )
 from ..pipeline.runtime import Call, bubble_share, passes_in_flight, problem_of_schedule
 from ..pipeline.stages import layout_of, stage_of_rank
 from ..plan import MemoryPlan, model_structure
-from ..plan.actions import folded
+from ..plan.actions import format_scopes
 from ..planner import BudgetError, PlannedTraining
 from ..report.run_files import RecordedStages
-from .optimizer_parameters import names_of_parameters, own_entry, whole_entry
+from .optimizer_parameters import gathered_entry, names_of_parameters, shard_of_entry
 from .parallel_limits import USE_OUR_TRAINER, problems_of_trainer
-from .parallel_training import ModelInParts
-from .replicated_batches import answering
+from .parallel_training import DividedTraining
+from .replicated_batches import patched_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +72,12 @@ _OWN_STEPS = ("compute_loss", "training_step", "prediction_step")
 """Methods that a Trainer's subclass must not override: they run on one stage only, or not at all."""
 
 
-class PipelineTraining(ModelInParts):
+class PipelineTraining(DividedTraining):
     """A staged model in a training that a Trainer drives.
 
     Args:
-        accelerator, mesh, timeout_s: see `ModelInParts`.
-        staged: the model, after `prove_cut` and `StagedModel.cut`.
+        accelerator, mesh, timeout_s: see `DividedTraining`.
+        staged: the model, after `check_cut` and `StagedModel.cut`.
         parallel: the section ``parallel_config`` of the configuration.
         pipeline_group: one rank of each stage, in the order of the stages: the ranks that have this rank's
             places on the data axis and the tensor axis.
@@ -150,7 +150,7 @@ class PipelineTraining(ModelInParts):
             path = Path(memory.plan_file)
             own = path.with_name(f"{path.stem}.stage_{stage}{path.suffix}")
             memory = replace(memory, plan_file=str(own))
-        layers = folded(layout.layers_of(stage))
+        layers = format_scopes(layout.layers_of(stage))
         part = f", stage {stage} with layers {layers}, {passes} passes in flight"
         return replace(training, memory=memory, in_flight=passes / layout.vpp, chunks=layout.vpp, part=part)
 
@@ -173,7 +173,7 @@ class PipelineTraining(ModelInParts):
             except BudgetError as error:
                 raise error.with_hint(f"This is stage {self.staged.stage} of the pipeline.") from None
 
-    def take_fused_head(self) -> None:
+    def replace_fused_head(self) -> None:
         """Do nothing: trainers with a ``compute_loss`` of their own (TRL's) are rejected."""
 
     def begin_step(self, batches: Sequence[Mapping[str, Any]]) -> None:
@@ -239,7 +239,7 @@ class PipelineTraining(ModelInParts):
             with trainer.compute_loss_context_manager():
                 return model(**_without_labels(trainer, batch))
 
-        with answering(trainer, "_get_num_items_in_batch", lambda *_: items):
+        with patched_attribute(trainer, "_get_num_items_in_batch", lambda *_: items):
             return self._runtime.evaluate(batch, call)
 
     def _call(self, trainer: Any, items: Any, count: int) -> Call:
@@ -319,7 +319,7 @@ class PipelineTraining(ModelInParts):
         held, partitions, group = self.staged.own_state(), self.staged.own_partitions(), self._tensor_group
         own = {
             name: {
-                key: whole_entry(value, f"{name}: {key}", held[name].shape, partitions.get(name), group)
+                key: gathered_entry(value, f"{name}: {key}", held[name].shape, partitions.get(name), group)
                 for key, value in state["state"][index].items()
             }
             for of_group, settings in zip(names, state["param_groups"], strict=True)
@@ -335,7 +335,7 @@ class PipelineTraining(ModelInParts):
             full["state"] |= {
                 number: found[name] for number, name in zip(numbers, whole, strict=True) if name in found
             }
-        with answering(optimizer, "state_dict", lambda: full if keeps else {}):
+        with patched_attribute(optimizer, "state_dict", lambda: full if keeps else {}):
             yield
 
     def own_optimizer_state(
@@ -363,7 +363,9 @@ class PipelineTraining(ModelInParts):
             for index, name in enumerate(of_group, count):
                 if number_of[name] in full["state"]:
                     own["state"][index] = {
-                        key: own_entry(value, f"{name}: {key}", held[name].shape, partitions.get(name), rank)
+                        key: shard_of_entry(
+                            value, f"{name}: {key}", held[name].shape, partitions.get(name), rank
+                        )
                         for key, value in full["state"][number_of[name]].items()
                     }
             numbers = list(range(count, count := count + len(of_group)))
@@ -416,7 +418,7 @@ def stage_model(trainer: Any, config: ActSwapConfig) -> StagedModel:
     if absent := [name for name, tensor in staged.own_state().items() if tensor.is_meta]:
         hint = "Open it by hf_actswap.stage_from_pretrained with the configuration of this training."
         raise PipelineError([Problem("model", f"the weights of stage {stage}", f"no {absent[0]}", hint)])
-    prove_cut(staged, trainer.accelerator.autocast)
+    check_cut(staged, trainer.accelerator.autocast)
     for stage in range(stages):
         if not any(
             p.requires_grad and stage in staged.holders(staged.entries[n]) for n, p in _named(trainer)
@@ -458,7 +460,7 @@ def pipeline_of(trainer: Any, staged: StagedModel, parallel: ParallelConfig) -> 
         patch_model(trainer.model, parallel, tensor_group, timeout_s=timeout_s)
         whole = staged
         staged = StagedModel(trainer.model, whole.structure, whole.layout, whole.stage, whole.sequence_ranks)
-        prove_cut(staged, trainer.accelerator.autocast)
+        check_cut(staged, trainer.accelerator.autocast)
     staged.cut()
     stage_group, _ = dist.new_subgroups(models * size)
     return PipelineTraining(

@@ -21,8 +21,8 @@ from ..planner import Planner
 from .optimizer_parameters import full_optimizer_state, own_optimizer_state
 from .parallel_limits import ParallelTrainingError
 from .parallel_training import ParallelTraining, begin_parallel_training
-from .shared_config import facts_of
-from .trainer_setup import reject_lonely_processes
+from .shared_config import facts_to_compare
+from .trainer_setup import reject_independent_processes
 
 
 @dataclass
@@ -121,8 +121,8 @@ def prepare(
     with failing_together("hf_actswap.prepare") as facts:
         requested = load_config_or_plan(config)
         loaded = requested if isinstance(requested, ActSwapConfig) else ActSwapConfig()
-        reject_lonely_processes(accelerator.num_processes)
-        facts.update(facts_of(requested), shard_over_data=str(shard_over_data))
+        reject_independent_processes(accelerator.num_processes)
+        facts.update(facts_to_compare(requested), shard_over_data=str(shard_over_data))
         if loaded.parallel_config.runs_pipeline:
             raise PipelineError([_PIPELINE])
         if loaded.parallel_config.tensor_parallel_size > 1:

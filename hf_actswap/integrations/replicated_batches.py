@@ -25,7 +25,7 @@ def read_by_data_rank(accelerator: Any, mesh: ParallelMesh) -> None:
     index = mesh.data_parallel_rank * mesh.tensor_parallel_size + mesh.tensor_parallel_rank
 
     def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
-        with answering(accelerator.state, "process_index", index):
+        with patched_attribute(accelerator.state, "process_index", index):
             return type(accelerator).prepare_data_loader(accelerator, *args, **kwargs)
 
     accelerator.prepare_data_loader = prepare_data_loader
@@ -56,7 +56,7 @@ def gather_one_of_each(accelerator: Any, mesh: ParallelMesh) -> None:
         if use_gather_object or not _all_tensors(input_data):
             mine = input_data if mesh.tensor_parallel_rank == 0 else type(input_data)()
             return original(mine, use_gather_object=True)
-        with answering(accelerator, "gather", gather):
+        with patched_attribute(accelerator, "gather", gather):
             return original(input_data)
 
     accelerator.gather_for_metrics = gather_for_metrics
@@ -79,7 +79,7 @@ def declared(accelerator: Any, tensor_parallel_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def answering(of: Any, name: str, answer: Any) -> Iterator[None]:
+def patched_attribute(of: Any, name: str, answer: Any) -> Iterator[None]:
     """Within the block, the attribute ``name`` (a method or value) of the object ``of`` is ``answer``."""
     before = vars(of).get(name)
     setattr(of, name, answer)

@@ -24,7 +24,7 @@ from ..plan import MemoryPlan
 logger = logging.getLogger(__name__)
 
 
-def facts_of(config: ActSwapConfig | MemoryPlan) -> dict[str, str]:
+def facts_to_compare(config: ActSwapConfig | MemoryPlan) -> dict[str, str]:
     """Return short texts by which ranks compare their configurations (a text for each key) or plans."""
     if isinstance(config, MemoryPlan):
         beside = [item for item in (config.tiles, config.streamed) if item]
@@ -40,20 +40,21 @@ def facts_of(config: ActSwapConfig | MemoryPlan) -> dict[str, str]:
     return facts
 
 
-def may_move(source: object) -> bool:
+def is_unpinned_hub_id(source: object) -> bool:
     """Whether a source can be a Hub id without a commit: the content behind it may change at any time."""
     hub_id = split_hub_id(source) if isinstance(source, str) else None
     return hub_id is not None and not is_commit(hub_id[1])
 
 
-def pin_together(source: str, rank: int, world_size: int) -> str:
+def pin_commit_on_all_ranks(source: str, rank: int, world_size: int) -> str:
     """Return the Hub id with the commit that it is now; every rank must call it.
 
     Rank 0 downloads. The others read the same commit: from the cache where they share it, else each machine
     downloads it once.
 
     Args:
-        source: a Hub id without a commit (`may_move`); the name of a file or folder is returned unchanged.
+        source: a Hub id without a commit (`is_unpinned_hub_id`); the name of a file or folder is returned
+            unchanged.
         rank: rank of this process among all.
         world_size: number of processes; if it is above 1, they are in one process group.
 

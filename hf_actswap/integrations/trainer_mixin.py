@@ -89,7 +89,7 @@ class ActSwapTrainerMixin:
         if self.place_model_on_device and _partly_read(self.model):  # under FSDP, weights on meta are usual
             raise PipelineError([_PARTLY_READ])
         if self.parallel is not None:
-            self.parallel.take_fused_head()  # for an evaluation before the training
+            self.parallel.replace_fused_head()  # for an evaluation before the training
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move a model as the Trainer does, but leave the weights of other stages on ``meta``."""
@@ -141,9 +141,9 @@ class ActSwapTrainerMixin:
         mesh = None if self.parallel is None else self.parallel.mesh
         if mesh is None or mesh.data_parallel_size == 1 or not divides_by_all_tokens(self):
             return self._predicted(model, inputs, *args, **kwargs)
-        inputs = without_filling(inputs, self.accelerator, mesh)
+        inputs = mask_padding_samples(inputs, self.accelerator, mesh)
         loss, logits, labels = self._predicted(model, inputs, *args, **kwargs)
-        return None if loss is None else loss_of_all(loss, mesh), logits, labels
+        return None if loss is None else mean_over_data_ranks(loss, mesh), logits, labels
 
     def _predicted(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         stock = super().prediction_step  # type: ignore[misc]
@@ -257,7 +257,7 @@ def divides_by_all_tokens(trainer: Any) -> bool:
     )
 
 
-def without_filling(inputs: Mapping[str, Any], accelerator: Any, mesh: ParallelMesh) -> dict[str, Any]:
+def mask_padding_samples(inputs: Mapping[str, Any], accelerator: Any, mesh: ParallelMesh) -> dict[str, Any]:
     """Return a data rank's batch with no label on the samples that only fill the last batch up.
 
     Args:
@@ -279,7 +279,7 @@ def without_filling(inputs: Mapping[str, Any], accelerator: Any, mesh: ParallelM
     return found
 
 
-def loss_of_all(loss: torch.Tensor, mesh: ParallelMesh) -> torch.Tensor:
+def mean_over_data_ranks(loss: torch.Tensor, mesh: ParallelMesh) -> torch.Tensor:
     """Return the mean over the data ranks of ``loss``, a scalar; the same on every rank."""
     total = loss.detach().clone()
     dist.all_reduce(total, group=mesh.data_parallel_group)

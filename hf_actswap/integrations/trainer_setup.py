@@ -20,7 +20,7 @@ from ..parallel.rank_agreement import failing_together, parameters_fact
 from .parallel_limits import reject_for_callback, reject_unsupported, rejection
 from .parallel_training import ParallelTraining, begin_parallel_training
 from .pipeline_training import PipelineTraining, pipeline_of, stage_model
-from .shared_config import facts_of
+from .shared_config import facts_to_compare
 
 AGREED_ARGUMENTS = (
     "adam_beta1",
@@ -54,7 +54,7 @@ def begin_pipeline_for_trainer(trainer: Any, config: ActSwapConfig) -> PipelineT
     with failing_together("pipeline", trainer.args.ddp_timeout) as facts:
         facts.update({name: str(getattr(trainer.args, name, None)) for name in AGREED_ARGUMENTS})
         facts["parameters"] = parameters_fact(trainer.model)
-        facts.update(facts_of(config))
+        facts.update(facts_to_compare(config))
         staged = stage_model(trainer, config)
     parallel = pipeline_of(trainer, staged, config.parallel_config)
     _gather_by_model(trainer)
@@ -136,7 +136,7 @@ def started_together() -> bool:
     return (dist.get_world_size() if in_group else started_processes(os.environ)) > 1
 
 
-def reject_lonely_processes(num_processes: int) -> None:
+def reject_independent_processes(num_processes: int) -> None:
     """Raise an error if the launcher started several processes that would each train alone.
 
     Accelerate starts them so, without an error, on a machine without accelerator when its configuration says

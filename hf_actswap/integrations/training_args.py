@@ -16,7 +16,7 @@ from ..errors import short_traceback
 from ..parallel.rank_agreement import failing_together, shared_store
 from ..plan import load_config_or_plan
 from .callback import ArgumentsCallback
-from .shared_config import facts_of, may_move, pin_together
+from .shared_config import facts_to_compare, is_unpinned_hub_id, pin_commit_on_all_ranks
 
 REPORTS_TO = "actswap"
 """The name in ``report_to`` under which transformers finds `ArgumentsCallback`: a Trainer makes one callback
@@ -64,11 +64,13 @@ class ActSwapTrainingArguments(TrainingArguments):
         with shared_store(self.ddp_timeout):  # used until a process group exists
             with failing_together("configuration", self.ddp_timeout) as facts:
                 # Before the process group and the devices are set up.
-                moves = may_move(asked)
-                facts.update({"actswap": str(asked)} if moves else facts_of(load_config_or_plan(asked)))
+                moves = is_unpinned_hub_id(asked)
+                facts.update(
+                    {"actswap": str(asked)} if moves else facts_to_compare(load_config_or_plan(asked))
+                )
             super().__post_init__()
-        if isinstance(asked, str) and may_move(asked):
-            self.actswap = pin_together(asked, self.process_index, self.world_size)
+        if isinstance(asked, str) and is_unpinned_hub_id(asked):
+            self.actswap = pin_commit_on_all_ranks(asked, self.process_index, self.world_size)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; ``report_to`` holds ``"actswap"``, whatever is assigned and whenever."""

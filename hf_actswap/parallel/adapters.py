@@ -44,7 +44,7 @@ class SharedInputLinear(nn.Linear):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-class RowShare(RowParallelLinear):
+class UnreducedRowLinear(RowParallelLinear):
     """A row-parallel layer that returns this rank's share; its caller sums shares and adds the bias."""
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
@@ -103,11 +103,11 @@ def divide_column_adapters(
 
 def divide_row_adapters(
     module: Any, settings: dict[str, Any], region: SequenceRegion, tags: ParameterTags
-) -> RowShare:
+) -> UnreducedRowLinear:
     """Divide an adapted projection and each A by input features; a hook sums the output over the ranks."""
-    base = module.base_layer = RowShare.from_linear(module.base_layer, **settings)
+    base = module.base_layer = UnreducedRowLinear.from_linear(module.base_layer, **settings)
     for name, lora_a in module.lora_A.items():
-        module.lora_A[name] = RowShare.from_linear(lora_a, **settings)
+        module.lora_A[name] = UnreducedRowLinear.from_linear(lora_a, **settings)
         tags.add_summed(module.lora_B[name])
     module.register_forward_hook(ReduceHook(region))
     return base

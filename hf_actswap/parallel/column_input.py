@@ -141,7 +141,7 @@ def linear(
         return result
     if group.size() == 1:
         return F.linear(x, weight_of_linear(weight, transposed))
-    behind = node_behind(x, weight)
+    behind = input_node_of(x, weight)
     if behind is not None:
         product: torch.Tensor = _Product.apply(x, weight.detach(), *behind, transposed)
         return product
@@ -152,11 +152,11 @@ def linear(
     return F.linear(x, weight_of_linear(weight, transposed))
 
 
-def node_behind(x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, int] | None:
+def input_node_of(x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, int] | None:
     """Return the input node that made ``x``, and the index of ``weight`` among its weights.
 
-    That node computes the weight's gradient, from what the product passes to `hand_over`. ``None``: ``x`` was
-    not made by `column_input` with this weight.
+    That node computes the weight's gradient, from what the product passes to `pass_output_gradient`.
+    ``None``: ``x`` was not made by `column_input` with this weight.
     """
     node: Any = x.grad_fn
     input_node: Any = _ColumnInput._backward_cls
@@ -230,7 +230,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradient = gradient.contiguous()
         (weight,) = ctx.saved_tensors
-        hand_over(ctx.node, ctx.number, gradient, _weight_product(ctx.transposed))
+        pass_output_gradient(ctx.node, ctx.number, gradient, _weight_product(ctx.transposed))
         if not ctx.node.needs_input_grad[0]:
             return None, None, None, None, None
         weight = weight_of_linear(weight, ctx.transposed)
@@ -264,11 +264,11 @@ class _LeafProduct(torch.autograd.Function):
         return _input_gradient(gradient, weight, ctx.x_dtype), found[0], None
 
 
-def hand_over(node: Any, number: int, gradient: torch.Tensor, product: WeightProduct) -> None:
+def pass_output_gradient(node: Any, number: int, gradient: torch.Tensor, product: WeightProduct) -> None:
     """Pass a product's output gradient to the input node; the first call of a backward starts the gather.
 
     Args:
-        node, number: from `node_behind`. For a frozen weight nothing is held.
+        node, number: from `input_node_of`. For a frozen weight nothing is held.
         gradient: the output gradient, contiguous, in a shape that ``product`` accepts.
         product: computes the weight's gradient from it and the input's rows ``[T, H]``, in its dtype.
     """

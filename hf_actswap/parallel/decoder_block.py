@@ -20,8 +20,8 @@ from torch import nn
 
 from ..errors import Problem
 from .adapters import (
-    RowShare,
     SharedInputLinear,
+    UnreducedRowLinear,
     base_of,
     divide_column_adapters,
     divide_row_adapters,
@@ -247,7 +247,7 @@ def _divide_rows(
     layer: nn.Module, block: Block, is_split: bool, region: SequenceRegion, tags: ParameterTags
 ) -> Iterator[RowParallelLinear]:
     """Divide the projections that end the block, and yield each."""
-    row_class = RowShare if block.sums_output else SplitRow if is_split else RowParallelLinear
+    row_class = UnreducedRowLinear if block.sums_output else SplitRow if is_split else RowParallelLinear
     for name in block.rows:
         target = layer.get_submodule(name)
         if is_adapted(target):

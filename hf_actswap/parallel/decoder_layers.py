@@ -22,8 +22,8 @@ from .families import EXPERTS, FAMILIES, Block, Family
 from .gradients import TAG
 from .parameter_tags import ParameterTags
 from .routed_experts import divide_experts, experts_of, problems_of_experts
-from .sequence_region import PartsHook, ScatterHook, SequenceRegion, WholeAgainHook
-from .tensor_plan import blocks_of, closed_paths, is_linear, plan_of
+from .sequence_region import ScatterHook, SequenceRegion, TagAfterLayersHook, WholeAgainHook
+from .tensor_plan import blocks_of, is_linear, plan_of, undivided_expert_parents
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Decoder:
         """Return the dense blocks of a layer."""
         return blocks_of(layer, self.plan, self.family)
 
-    def further_modules(self, root: Any) -> list[str]:
+    def parameters_between(self, root: Any) -> list[str]:
         """Return the names of the parameters that are neither the decoder's nor the head's."""
         known = {id(p) for p in self.base.parameters()}
         head = root.get_output_embeddings()
@@ -129,7 +129,7 @@ def _why_no_sequence(decoder: Decoder) -> str:
         return decoder.family.no_sequence
     if len(decoder.stacks) > 1:
         return f"several lists of layers ({', '.join(decoder.stacks)})"
-    if any("" in closed_paths(layer, decoder.family) for layer in decoder.layers):
+    if any("" in undivided_expert_parents(layer, decoder.family) for layer in decoder.layers):
         return "routed experts of an unknown kind that are the layer's own"
     return ""
 
@@ -144,7 +144,7 @@ def divide_layers(decoder: Decoder, region: SequenceRegion, tags: ParameterTags)
     if not region.enabled:
         return
     for module, is_behind in decoder.around():
-        hook = PartsHook(module, is_behind, region, tags)
+        hook = TagAfterLayersHook(module, is_behind, region, tags)
         module.register_forward_pre_hook(hook)
     family = decoder.family
     for place, layer in enumerate(decoder.layers):
@@ -187,7 +187,7 @@ def _divide_layer(
         divide_experts(layer, path, region, tags)
     if region.enabled:
         handled = {*(b.path for b in blocks), *(row for b in blocks for row in b.rows), *experts}
-        _Rest(layer, handled, seen, decoder.family, region, tags).see_to(layer)
+        _Rest(layer, handled, seen, decoder.family, region, tags).handle(layer)
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class _Rest:
     region: SequenceRegion
     tags: ParameterTags
 
-    def see_to(self, module: nn.Module, prefix: str = "") -> None:
+    def handle(self, module: nn.Module, prefix: str = "") -> None:
         """Tag modules that work token by token; gather the sequence for all others."""
         for name in module._parameters:
             self.tags.add(module, name, **{TAG: True})
@@ -220,7 +220,7 @@ class _Rest:
                 continue
             is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
             if is_list or any(other.startswith(f"{path}.") for other in self.handled):
-                self.see_to(child, f"{path}.")
+                self.handle(child, f"{path}.")
                 continue
             self.tags.add_summed(child)
             if not self._is_token_wise(path, child):

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 from torch.overrides import handle_torch_function, has_torch_function
 
-from .column_input import hand_over, node_behind
+from .column_input import input_node_of, pass_output_gradient
 
 _KERNEL_ALIGNMENT_BYTES = 16
 """``grouped_mm`` raises unless the size of each row of its matrices is a multiple of this."""
@@ -99,7 +99,7 @@ def routed_product(
             routed_product, (x, weight), x, weight, routing, settings
         )
         return result
-    behind = node_behind(x, weight)
+    behind = input_node_of(x, weight)
     given = weight if behind is None else weight.detach()
     product: torch.Tensor = _RoutedProduct.apply(x, given, *routing, (behind, settings))
     return product
@@ -161,7 +161,7 @@ class _RoutedProduct(torch.autograd.Function):
         product = partial(_gradient_of_routed, order=order, ends=ends, settings=ctx.settings)
         if ctx.behind is not None:
             node, number = ctx.behind
-            hand_over(node, number, gradient, product)
+            pass_output_gradient(node, number, gradient, product)
             needs_x = node.needs_input_grad[0]
         elif ctx.x is not None:
             if ctx.x._version != ctx.version:

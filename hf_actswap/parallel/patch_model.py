@@ -277,7 +277,7 @@ def _divide(root: Any, decoder: Decoder, region: SequenceRegion, tags: Parameter
     divide_layers(decoder, region, tags)
     divide_vocabulary(root, region)
     entries = (base, root) if region.head is not None else (base,)
-    region.head_reads_parts = not decoder.further_modules(root)
+    region.head_reads_parts = not decoder.parameters_between(root)
     entries[-1].register_forward_pre_hook(StepGuard(region.group, tags.put))
     for module in entries:
         entry = EntryHook(region, module.forward, tags.put, calls_head=module is root and len(entries) > 1)

@@ -258,7 +258,7 @@ def experts_of(layer: nn.Module) -> list[str]:
     return [
         path
         for path, module in layer.named_modules()
-        if path.rpartition(".")[2] == EXPERTS and is_understood(module)
+        if path.rpartition(".")[2] == EXPERTS and is_supported(module)
     ]
 
 
@@ -295,7 +295,7 @@ def divide_experts(layer: nn.Module, path: str, region: SequenceRegion, tags: Pa
         tags.add(experts, experts.layout.rows_bias, **{TAG: True})
 
 
-def is_understood(experts: Any) -> bool:
+def is_supported(experts: Any) -> bool:
     """Whether a module is routed experts of a supported kind, which compute as transformers' do."""
     names = {name for name, _ in experts.named_parameters()}
     layout = ExpertsLayout.of(experts)

@@ -50,7 +50,8 @@ class SequenceForward:
         length: tokens per sequence, without padding; 0: not known, and nothing was padded.
         padding: number of tokens that were added to each sequence.
         was_active: whether the region was active before.
-        is_for_head: whether the head gets all rows, also those of padding, because the labels have them too.
+        head_gets_padding: whether the head gets all rows, also those of padding, because the labels have them
+            too.
         masked: whether an attention mask was given.
         labelled: whether labels were given, so that a loss is to be computed.
         lost: whether a loss was computed, by ours, or by the model's own from whole logits.
@@ -61,7 +62,7 @@ class SequenceForward:
     length: int
     padding: int
     was_active: bool
-    is_for_head: bool = False
+    head_gets_padding: bool = False
     masked: bool = False
     labelled: bool = False
     lost: bool = False
@@ -156,7 +157,7 @@ class SequenceRegion:
         if padding:
             _reject_cache(arguments, found.length, self.group.size())
             arguments = padded(arguments, found.length, padding)
-        found.is_for_head = calls_head and _keeps_all_logits(arguments)
+        found.head_gets_padding = calls_head and _keeps_all_logits(arguments)
         self.switch(divides, False)
         self.current = found
         return arguments
@@ -293,10 +294,10 @@ class BaseExitHook:
                 f"behind its layers the model gives hidden states the shape {list(hidden.shape)}: no part of "
                 f"{length} tokens. Set sequence_parallel_enabled: false"
             )
-        if current.is_for_head and current.is_cut and self._region.head_reads_parts:
+        if current.head_gets_padding and current.is_cut and self._region.head_reads_parts:
             self._region.switch(self._region.is_active, True)
             return hidden
-        return self._region.whole(hidden, 0 if current.is_for_head else current.length)
+        return self._region.whole(hidden, 0 if current.head_gets_padding else current.length)
 
     def _attentions(
         self, attentions: Sequence[torch.Tensor | None], current: SequenceForward
@@ -394,7 +395,7 @@ def share_sequence_hooks(layer: nn.Module, stand_in: nn.Module) -> None:
             stand_in.register_forward_hook(behind)
 
 
-class PartsHook:
+class TagAfterLayersHook:
     """Pre-hook of a module outside the layers: tags its parameters if its input is a part of the sequence.
 
     Before the layers a module gets the whole sequence, and its gradients are complete; after them it gets

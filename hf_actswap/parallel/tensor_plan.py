@@ -27,7 +27,7 @@ from .families import (
     Family,
 )
 from .layers import ParallelLinear, sizes_of
-from .routed_experts import is_understood
+from .routed_experts import is_supported
 
 Styles = dict[str, str | Columns]
 
@@ -65,10 +65,10 @@ def blocks_of(layer: nn.Module, plan: Mapping[str, str], family: Family) -> list
     return sorted(found, key=lambda block: places[block.path])
 
 
-def closed_paths(layer: nn.Module, family: Family) -> list[str]:
+def undivided_expert_parents(layer: nn.Module, family: Family) -> list[str]:
     """Return the modules of a layer that stay whole because they hold routed experts of an unknown kind."""
     experts = [path for path, module in layer.named_modules() if path.rpartition(".")[2] == EXPERTS]
-    unknown = [path for path in experts if not is_understood(layer.get_submodule(path))]
+    unknown = [path for path in experts if not is_supported(layer.get_submodule(path))]
     return [parent for path in unknown if (parent := path.rpartition(".")[0]) not in family.shares]
 
 
@@ -119,7 +119,7 @@ def _groups(layer: nn.Module, plan: Mapping[str, str], family: Family) -> dict[s
                 groups.setdefault(group, {}).update(pattern)
     for styles in groups.values():
         styles.update({path: kind for path, kind in family.styles.items() if path in styles})
-    whole = (*family.undivided, *closed_paths(layer, family))
+    whole = (*family.undivided, *undivided_expert_parents(layer, family))
     return {g: of for g, of in groups.items() if not any(_is_at_or_below(g, path) for path in whole if path)}
 
 

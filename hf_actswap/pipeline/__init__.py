@@ -4,7 +4,7 @@ In: a model and its structure, the layout of layers over stages, and batches. Ou
 each stage's own parameters. The schedules are those of `torch.distributed.pipelining`.
 """
 
-from .proof import learn_form, prove_cut
+from .check import check_cut, record_layer_outputs
 from .runtime import PipelineRuntime
 from .shared_state import StageGradients, collected, whole_state
 from .stages import PipelineError, StagedModel
@@ -14,8 +14,8 @@ __all__ = [
     "PipelineRuntime",
     "StageGradients",
     "StagedModel",
+    "check_cut",
     "collected",
-    "learn_form",
-    "prove_cut",
+    "record_layer_outputs",
     "whole_state",
 ]

@@ -62,7 +62,8 @@ class Relay:
 
     Attributes:
         received, sent: hidden states of the running call; ``None`` otherwise.
-        hidden_size, dtype: size and type of hidden states between layers; set by `proof.learn_form`.
+        hidden_size, dtype: size and type of hidden states between layers; set by
+            `check.record_layer_outputs`.
     """
 
     def __init__(self) -> None:

@@ -164,7 +164,7 @@ class Adjustment:
     reason: str
 
     def __str__(self) -> str:
-        layers = f", layers {folded(self.layers)}" if self.layers else ""
+        layers = f", layers {format_scopes(self.layers)}" if self.layers else ""
         name = f" {self.op_path}" if self.op_path else ""
         return f"{self.where}{name}{layers}: asked {self.asked}, got {self.got}: {self.reason}"
 
@@ -239,7 +239,7 @@ class MemoryPlan:
                     return table[key]
             if not path:
                 return None
-            path = path_around(path)
+            path = parent_path(path)
 
     @cached_property
     def _by_path(self) -> dict[Scope, dict[tuple[str, int | None], PlanRow]]:
@@ -282,8 +282,10 @@ class MemoryPlan:
         num_layers = reader.value(LayerCount, "num_layers")
         reader.finish()
         layer = f"a layer from 0 to {num_layers - 1}"
-        reader.stands_as(Scope, scope_rule(num_layers, stacks=True))
-        reader.stands_as(Layer, Rule(layer, lambda value: type(value) is int and 0 <= value < num_layers))
+        reader.read_type_with(Scope, scope_rule(num_layers, stacks=True))
+        reader.read_type_with(
+            Layer, Rule(layer, lambda value: type(value) is int and 0 <= value < num_layers)
+        )
         values = reader.fields(cls)
         reader.finish()
         return cls(**values)
@@ -307,13 +309,13 @@ def scope_rule(num_layers: int, stacks: bool = False) -> Rule:
     return Rule(f"a layer from 0 to {num_layers - 1}, {path}{around}", holds)
 
 
-def path_around(op_path: str) -> str:
+def parent_path(op_path: str) -> str:
     """Return the path of the module around an op; ``""``: the layer, also for ops in a module `OUTPUT`."""
     around = op_path.rpartition(".")[0]
     return "" if around == OUTPUT else around
 
 
-def folded(scopes: Iterable[Scope]) -> str:
+def format_scopes(scopes: Iterable[Scope]) -> str:
     """Return scopes in order, with runs of layers folded: ``0-2, 5, encoder.layers.0-3, head``."""
     runs: list[tuple[str, int, int]] = []
     names = []
@@ -334,7 +336,7 @@ def folded_tiles(tiles: Iterable[Tile]) -> list[tuple[str, str, str]]:
     by_op: dict[tuple[str, str], list[Scope]] = {}
     for tile in tiles:
         by_op.setdefault((tile.op_path or "everything", str(tile)), []).append(tile.scope)
-    return [(folded(scopes), *line) for line, scopes in by_op.items()]
+    return [(format_scopes(scopes), *line) for line, scopes in by_op.items()]
 
 
 def layer_order(scope: Scope) -> tuple[str, int]:

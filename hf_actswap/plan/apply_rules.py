@@ -249,7 +249,7 @@ class RuleApplier:
         for layer, fates in self.fates.items():
             if not fates.layer.checkpointed or self._structure.compiled:
                 continue
-            lost, own = fates.give_up_swap()
+            lost, own = fates.drop_swaps()
             if lost:
                 windows[layer] = own
                 what = ", ".join(lost)

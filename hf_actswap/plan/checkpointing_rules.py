@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import Problem
-from .actions import MemoryPlan, Scope, folded
+from .actions import MemoryPlan, Scope, format_scopes
 from .gradient_checkpointing import is_checkpointed
 from .model_structure import OUTPUT
 
@@ -30,7 +30,7 @@ def problems_of_checkpointing(
     if not on or not plan.rows:
         return []
     if recomputed := {row.scope for row in plan.rows if row.fate == "recompute"}:
-        where = folded(recomputed)
+        where = format_scopes(recomputed)
         hint = (
             "Use recompute_config and switch gradient checkpointing off (gradient_checkpointing=False): "
             "{recompute: true} does the same, and it can name layers and ops."
@@ -44,7 +44,7 @@ def problems_of_checkpointing(
     if lost and not compiled:
         expected = "of checkpointed layers only inputs swapped (`output` rows of what comes before)"
         hint = "Resolve the plan from its configuration while gradient checkpointing is on."
-        found.append(Problem("plan", expected, f"{_ON}, and rows inside layers {folded(lost)}", hint))
+        found.append(Problem("plan", expected, f"{_ON}, and rows inside layers {format_scopes(lost)}", hint))
     return found
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule
 from ..errors import Problem
-from .actions import COMPILE_BUDGET, Adjustment, MemoryPlan, PlanRow, Scope, folded
+from .actions import COMPILE_BUDGET, Adjustment, MemoryPlan, PlanRow, Scope, format_scopes
 from .mindformers_names import EXPERTS_MODULE
 from .model_structure import OUTPUT, LayerStructure, ModelStructure, is_below
 
@@ -34,7 +34,9 @@ _DATA_DEPENDENT = "routed experts depend on data, which breaks the graph"
 _UNSEEN = "nothing in it is a function that the tracer names"
 
 
-def by_layer(config: ActSwapConfig, structure: ModelStructure) -> tuple[ActSwapConfig, list[Adjustment]]:
+def default_as_layer_swap(
+    config: ActSwapConfig, structure: ModelStructure
+) -> tuple[ActSwapConfig, list[Adjustment]]:
     """Return ``config``, with layer swap as the default strategy if layers are compiled; and adjustments."""
     swap = config.swap_config
     compiled = structure.compiled or any(layer.compiled for layer in structure.layers)
@@ -70,7 +72,7 @@ def problems_of_compiled(plan: MemoryPlan, structure: ModelStructure) -> list[Pr
     inside = {layer.module_path for stack in structure.stacks if stack.compiled for layer in stack.layers}
     if lost := [row.scope for row in plan.rows if row.scope in inside and row.fate != "keep"]:
         problems.append(
-            Problem("stacks", _ONE_BY_ONE, f"{folded(set(lost))} inside compiled code", _REGIONAL)
+            Problem("stacks", _ONE_BY_ONE, f"{format_scopes(set(lost))} inside compiled code", _REGIONAL)
         )
     return problems
 
@@ -96,7 +98,7 @@ def _problems_of_budgets(plan: MemoryPlan, structure: ModelStructure) -> list[Pr
     ]
     if not without:
         return []
-    what = "a model compiled whole" if structure.compiled else f"layers {folded(without)} not compiled"
+    what = "a model compiled whole" if structure.compiled else f"layers {format_scopes(without)} not compiled"
     return [Problem("recompute_config.compile_budget", _ONE_BY_ONE, what, _HOW_TO_COMPILE)]
 
 
@@ -112,7 +114,7 @@ def _problems_of_tags(rows: list[PlanRow], structure: ModelStructure) -> list[Pr
         Problem(
             "recompute_config.select_recompute",
             "ops that can be told apart in a compiled layer",
-            f"{path!r} in layers {folded(scopes)}: {reason}",
+            f"{path!r} in layers {format_scopes(scopes)}: {reason}",
             "Do not compile these layers, or write recompute or compile_budget for them.",
         )
         for (path, reason), scopes in why.items()

@@ -86,7 +86,7 @@ def hooks_off(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def one_sequence_each() -> Iterator[None]:
+def assume_unpacked_rows() -> Iterator[None]:
     """Tell transformers that no row is packed from several sequences; it cannot read that from fake tensors.
 
     It would build an attention mask to be safe. With a mask, attention repeats keys and values for their
@@ -197,8 +197,8 @@ def dry_call(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[dict[str, 
         The arguments without an idle mask; the caller makes their tensors fake (`fake_batch`).
     """
     named = without_idle_mask(kwargs)
-    packed = nullcontext() if holds_several_sequences(named) else one_sequence_each()
-    with uninterrupted(), quietly(), hooks_off(model), packed, fakes_only():
+    packed = nullcontext() if holds_several_sequences(named) else assume_unpacked_rows()
+    with uninterrupted(), silenced_log(), hooks_off(model), packed, fakes_only():
         yield named
 
 
@@ -305,7 +305,7 @@ def _stand_in(
 
 
 @contextmanager
-def quietly() -> Iterator[None]:
+def silenced_log() -> Iterator[None]:
     """Silence PyTorch, which logs the traceback of an error on fake tensors that it also raises."""
     own = logging.getLogger("torch._subclasses.fake_tensor")
     before, own.disabled = own.disabled, True

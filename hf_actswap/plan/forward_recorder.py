@@ -206,7 +206,7 @@ class ForwardRecorder(TorchFunctionMode):
         """
         return torch.autograd.graph.saved_tensors_hooks(partial(self._pack, hold), restore)
 
-    def ran_unseen(self, path: str, received: torch.Tensor, outputs: list[torch.Tensor]) -> None:
+    def record_opaque_module(self, path: str, received: torch.Tensor, outputs: list[torch.Tensor]) -> None:
         """Record that a module has run as one op; call this before its outputs are used.
 
         Args:

@@ -319,7 +319,7 @@ def _record(
     recorder = ForwardRecorder({path: str(path) for path in attention}, attention, None)
     layers = [layer for own in stacks.values() for layer in own]
     try:
-        with dry_call(model, {}), expert_stand_ins(layers, recorder.ran_unseen):
+        with dry_call(model, {}), expert_stand_ins(layers, recorder.record_opaque_module):
             state = fake_weights(model, device_of(root))  # on meta, attention would have other ops
             recorder.run_on_fakes(model, root, state, (), example_batch(model, state.values()))
     except Exception as error:  # the model's own code runs: it may raise anything

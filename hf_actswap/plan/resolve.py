@@ -15,9 +15,9 @@ from typing import Any
 from ..config import ActSwapConfig
 from ..config.schema import LayerSwapRule, OpSwapRule, Prefetch, TileTokens
 from ..errors import ConfigError, PlanError, Problem, short_traceback
-from .actions import Adjustment, MemoryPlan, PlanRow, Scope, SequenceChunks, Tile, folded
+from .actions import Adjustment, MemoryPlan, PlanRow, Scope, SequenceChunks, Tile, format_scopes
 from .apply_rules import CommunicationRuleApplier, RuleApplier, Selection, same_ops
-from .compiled_rules import by_layer, problems_of_compiled
+from .compiled_rules import default_as_layer_swap, problems_of_compiled
 from .layer_tables import (
     layers_from_counts,
     layers_from_indices,
@@ -79,7 +79,7 @@ def resolve_plan(config: ActSwapConfig, structure: ModelStructure, stage: int | 
     if problems:
         raise PlanError(problems, config.source)
     kept = [stack for stack in structure.stacks if stack.path not in named]
-    plan = _together(plans, [f"Layers of {stack.path} are kept: {_ELSEWHERE}" for stack in kept])
+    plan = _merged(plans, [f"Layers of {stack.path} are kept: {_ELSEWHERE}" for stack in kept])
     if problems := problems_of_compiled(plan, structure):
         raise PlanError(problems, config.source)
     return plan
@@ -138,7 +138,7 @@ def _of_other_stack(name: str, stack: ModelStructure, plan: MemoryPlan) -> Memor
     )
 
 
-def _together(plans: Sequence[MemoryPlan], lines: Sequence[str]) -> MemoryPlan:
+def _merged(plans: Sequence[MemoryPlan], lines: Sequence[str]) -> MemoryPlan:
     """Return the first plan with the rows, adjustments and lines of all plans."""
     return replace(
         plans[0],
@@ -150,7 +150,7 @@ def _together(plans: Sequence[MemoryPlan], lines: Sequence[str]) -> MemoryPlan:
 
 
 def _resolve_stack(config: ActSwapConfig, structure: ModelStructure, stage: int | None) -> MemoryPlan:
-    config, changed = by_layer(config, structure)
+    config, changed = default_as_layer_swap(config, structure)
     plan = _Resolution(config, structure, stage).plan()
     return replace(plan, adjustments=(*changed, *plan.adjustments)) if changed else plan
 
@@ -197,7 +197,7 @@ class RequestedPolicy:
         name = f" {self.op_name}" if self.op_name else ""
         ahead = f", {self.prefetch} ops ahead" if self.prefetch is not None else ""
         ahead = ", measured windows" if self.prefetch == "auto" else ahead
-        layers = f"layer{'s' if len(self.layers) > 1 else ''} {folded(self.layers)}"
+        layers = f"layer{'s' if len(self.layers) > 1 else ''} {format_scopes(self.layers)}"
         return f"{self.where}{name}: {self.asked} in {layers}{ahead}"
 
 
@@ -213,7 +213,7 @@ def requested_policies(config: ActSwapConfig, structure: ModelStructure) -> tupl
     """
     swap = config.swap_config
     written = swap.op_swap is not None or swap.layer_swap is not None
-    found = _Resolution(by_layer(config, structure)[0], structure, None).requested(written)
+    found = _Resolution(default_as_layer_swap(config, structure)[0], structure, None).requested(written)
     return tuple(policy for policy in found if policy.layers)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from .actions import COMPILE_BUDGET, OUTPUT, Fate, PlanRow, Scope, Windows, path_around
+from .actions import COMPILE_BUDGET, OUTPUT, Fate, PlanRow, Scope, Windows, parent_path
 from .model_structure import LayerStructure, is_below
 from .op_facts import GATHER, is_repeatable
 from .recomputed_modules import RUN_AGAIN
@@ -135,7 +135,7 @@ class LayerFates:
         Returns:
             The topmost op paths, at or below ``path``, whose own fate is dropped, with the dropped fate.
         """
-        own, around = self._nodes[path], self._nodes[path_around(path)]
+        own, around = self._nodes[path], self._nodes[parent_path(path)]
         returned = KEEP if own.fate in RUN_AGAIN and own != around else own
         inside = [node for node in self._nodes if node not in (OUTPUT, path) and is_below(node, path)]
         lost = [node for node in (path, *inside) if self._nodes[node] not in (KEEP, around, returned)]
@@ -182,7 +182,7 @@ class LayerFates:
         if self._nodes[OUTPUT].fate != "swap":
             self._nodes[OUTPUT] = Assigned("swap", windows)
 
-    def give_up_swap(self) -> tuple[list[str], Windows | None]:
+    def drop_swaps(self) -> tuple[list[str], Windows | None]:
         """Drop every swap in the layer, because nothing inside it is saved.
 
         Returns:
@@ -246,7 +246,7 @@ class LayerFates:
         effective: dict[str, Assigned] = {}
         for path in sorted(self._nodes, key=lambda node: (bool(node), node.count("."))):
             assigned = self._nodes[path]
-            above = effective[path_around(path)] if path else KEEP
+            above = effective[parent_path(path)] if path else KEEP
             effective[path] = assigned
             own = {} if path or self.compile_budget is None else {COMPILE_BUDGET: self.compile_budget}
             if assigned != above or own:

@@ -64,7 +64,7 @@ class SwappedCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedSwap:
+class HostTicketUse:
     """A use of a storage for which the engine hands out a ticket on a host copy.
 
     Args:
@@ -133,7 +133,7 @@ def swapped_copies(saved: SavedBytes, plan: MemoryPlan) -> Iterator[SwappedCopy]
 
 def swap_tickets(
     storage: SavedStorage, recomputed: RecomputedModules, held: Use | None
-) -> Iterator[AskedSwap]:
+) -> Iterator[HostTicketUse]:
     """Yield the tickets of one storage that are on the host at the end of forward.
 
     Args:
@@ -160,7 +160,7 @@ def swap_tickets(
             copied = start, stop, use.version
             number += 1
         if copied is not None:
-            yield AskedSwap(use, row, number, copied[1] - copied[0], is_new)
+            yield HostTicketUse(use, row, number, copied[1] - copied[0], is_new)
 
 
 def held_results(saved: SavedBytes, recomputed: RecomputedModules) -> Iterator[tuple[int, Use]]:

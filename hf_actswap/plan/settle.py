@@ -38,7 +38,7 @@ _REASON = (
 
 
 @dataclass(frozen=True)
-class _Costly:
+class _KeptCall:
     """A module or function call that is kept, since recomputing it would not reduce the bytes saved.
 
     Args:
@@ -168,10 +168,10 @@ class _Graph:
                 uses += [use for use in self.inputs.get(unit, ()) if use[1] != unit]
         return held, needed
 
-    def decided(self) -> tuple[list[_Costly], set[OpCall]]:
+    def decided(self) -> tuple[list[_KeptCall], set[OpCall]]:
         """Return the units that are to be kept, and the units that are run again."""
         kept: frozenset[OpCall] = frozenset()
-        costly: list[_Costly] = []
+        costly: list[_KeptCall] = []
         held, needed = self.held(kept)
         untried = held != {storage for storage, unit in self.saved if unit is None}  # else none costs bytes
         while untried:
@@ -180,7 +180,7 @@ class _Graph:
                 other, still_needed = self.held(kept | group)
                 if self._bytes(other) <= self._bytes(held):
                     more, less = self._bytes(held - other), self._bytes(other - held)
-                    costly += [_Costly(op, more, less) for op in self.made if op in group]
+                    costly += [_KeptCall(op, more, less) for op in self.made if op in group]
                     kept, held, needed, untried = kept | group, other, still_needed, True
                     break
         return costly, needed

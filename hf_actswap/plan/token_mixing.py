@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ..errors import PlanError, Problem
-from .actions import Scope, Tile, folded
+from .actions import Scope, Tile, format_scopes
 from .dry_run import dry_call, example_batch, expert_stand_ins, fake_weights
 from .forward_recorder import ForwardRecorder
 from .mindformers_names import EXPERTS_MODULE
@@ -91,7 +91,9 @@ def checked_tiles(
     if layers:
         raise PlanError(
             [
-                Problem(f"tile_config.tile {op_path} (layers {folded(scopes)})", _EXPECTED, found, _HINT)
+                Problem(
+                    f"tile_config.tile {op_path} (layers {format_scopes(scopes)})", _EXPECTED, found, _HINT
+                )
                 for (op_path, found), scopes in layers.items()
             ]
         )
@@ -104,7 +106,7 @@ _HINT = "The MLP and the norms of a layer do; remove the entry, or name a module
 
 
 @dataclass
-class _Look:
+class _ModuleFindings:
     """What the calls of a module show.
 
     Args:
@@ -118,8 +120,8 @@ class _Look:
 
 def _looks(
     model: nn.Module, paths: Iterable[str], structure: ModelStructure, parts: int
-) -> tuple[dict[str, _Look], str]:
-    """Return the `_Look` of each module, by path, and why the model does not run on fake tensors."""
+) -> tuple[dict[str, _ModuleFindings], str]:
+    """Return the `_ModuleFindings` of each module by path, and why the model does not run on fakes."""
     paths, why_not = list(paths), ""
     taken = {size for weight in model.parameters() for size in weight.shape}
     batch, *_ = [prime for prime in _BATCHES if all(size % prime for size in taken)] or _BATCHES
@@ -135,8 +137,8 @@ def _looks(
 
 def _looks_at(
     model: nn.Module, paths: Iterable[str], structure: ModelStructure, sizes: _Sizes
-) -> dict[str, _Look]:
-    found = {path: _Look() for path in paths}
+) -> dict[str, _ModuleFindings]:
+    found = {path: _ModuleFindings() for path in paths}
     layers = [model.get_submodule(layer.module_path) for layer in structure.all_layers]
     with dry_call(model, {}), expert_stand_ins(layers, lambda *_: None):
         state = fake_weights(model, _CPU)
@@ -154,7 +156,7 @@ def _looks_at(
     return found
 
 
-def _watch(module: nn.Module, path: str, look: _Look, sizes: _Sizes) -> list[Callable[[], None]]:
+def _watch(module: nn.Module, path: str, look: _ModuleFindings, sizes: _Sizes) -> list[Callable[[], None]]:
     """Record in ``look`` what each run of a module's forward shows; return the functions that undo this.
 
     Only the forward is watched, without the module's hooks, because only that runs in tiles. Routed experts

@@ -21,7 +21,7 @@ from ..engine.stats import gib_text
 from ..errors import ActSwapError
 from ..plan.actions import MemoryPlan
 from .cost.simulate import predict
-from .planning import Task
+from .planning import PlanningTask
 from .profile import Prediction
 from .run import Run
 from .shape_buckets import MOST_BUCKETS, BatchSize, bucket_of
@@ -70,7 +70,7 @@ class BucketPlans:
         planning_s: seconds that each search took.
     """
 
-    def __init__(self, run: Run, task: Task, largest: Trial) -> None:
+    def __init__(self, run: Run, task: PlanningTask, largest: Trial) -> None:
         if run.applied is None or task.size is None:
             raise ValueError("there is no plan for batches of a known size")
         self._run, self._task, self._top, self._largest = run, task, task.size, run.applied

@@ -91,7 +91,7 @@ def limits_of(memory: MemoryConfig, device_bytes: int, engine_min_bytes: int) ->
     )
 
 
-def rests_within(profile: Profile, memory: MemoryConfig, budget: int) -> bool:
+def fits_outside_backward(profile: Profile, memory: MemoryConfig, budget: int) -> bool:
     """Return whether ``budget`` suffices outside forward and backward, where tiles change nothing."""
     moved = profile.optimizer_state_bytes if memory.preference == "memory_saving" else 0
     return profile.outside_base_bytes - moved <= budget

@@ -28,7 +28,7 @@ from ..plan.actions import MemoryPlan
 from ..plan.model_structure import ModelStructure, unwrapped
 from ..plan.tile_ladder import named
 from .budget import limits_of
-from .record.devices import nearest_device
+from .record.devices import known_device_or_default
 from .record.shapes import profile_from_shapes
 from .search.find_plan import least_peak_bytes
 from .states.optimizer_kinds import expected_state_bytes, inner_optimizer
@@ -57,7 +57,7 @@ class LeastBudget:
         optimizer: torch.optim.Optimizer | None,
         device: str,
     ) -> None:
-        self._rates = nearest_device(device)
+        self._rates = known_device_or_default(device)
         self._root, self._structure, self._fixed, self._memory = unwrapped(model), structure, fixed, memory
         self._optimizer = None if optimizer is None else inner_optimizer(optimizer)
         self._first = next((item for item in self._root.parameters() if item.requires_grad), None)

@@ -35,9 +35,9 @@ from ..plan.actions import MemoryPlan
 from ..plan.dry_run import is_dry
 from ..plan.model_structure import ModelStructure
 from .bucket_plans import BucketPlans, ShapeBucket
-from .budget import BudgetError, rests_within
+from .budget import BudgetError, fits_outside_backward
 from .plan_file import FilePlan, MadeFor, write_plan
-from .planning import Task, task_of
+from .planning import PlanningTask, agreed_task
 from .profile import Prediction
 from .record.recorder import batch_shape
 from .rescue.out_of_memory import Failure
@@ -86,7 +86,7 @@ class Planner:
         self.structure: ModelStructure = run.structure
         self.trials: list[Trial] = []
         self.planning_s: list[float] = []
-        self.task: Task | None = None
+        self.task: PlanningTask | None = None
         self.outcome: Outcome | None = None
         self.progress: Callable[[str, int], None] | None = None
         self._in_step = False
@@ -247,7 +247,7 @@ class Planner:
         step = phase.step_ended()
         if step is None:
             return
-        own, step = step, _more_telling(step, self._recorded)
+        own, step = step, _better_record(step, self._recorded)
         self._recorded = step
         if step is own:
             self._warm_up_peak_bytes = self._warm_up_peak_bytes if self._without_tiles else phase.peak_bytes
@@ -259,21 +259,21 @@ class Planner:
         except BudgetError as error:
             if self._last is None:
                 raise
-            self._go_on_guarded(self._last, error)
+            self._keep_last_plan_guarded(self._last, error)
 
     def _begin_search(self, step: RecordedStep, largest: BatchSize | None) -> SearchPhase | WarmUp:
         """Begin to search for the largest batch; if nothing fits, for more tiles or the recorded batch."""
         run, again = self._run, self._last is not None
         states_bytes = 0 if run.states is None else run.states.state_bytes
-        device_bytes, beyond_bytes = run.meter.limit_bytes(), self._beyond_bytes
+        device_bytes, unpredicted_bytes = run.meter.limit_bytes(), self._beyond_bytes
         without = self._without_tiles
-        task = task_of(
+        task = agreed_task(
             step,
             run.fixed,
             run.memory,
             device_bytes,
             states_bytes,
-            beyond_bytes,
+            unpredicted_bytes,
             again,
             largest,
             without,
@@ -283,7 +283,7 @@ class Planner:
             return SearchPhase(run, task, max(run.memory.search_steps, 1))
         except BudgetError as error:
             self._impossible.append(error)
-            rests = rests_within(task.profile, run.memory, task.budget_bytes)
+            rests = fits_outside_backward(task.profile, run.memory, task.budget_bytes)
             if rests and (anew := self._more_tiles(task.size, task.unplanned)) is not None:
                 return anew
             if largest is None or task.step is None or task.size == task.step.size:
@@ -336,7 +336,7 @@ class Planner:
             self._phase = anew
         return self._phase is not before
 
-    def _go_on_guarded(self, plan: MemoryPlan, error: BudgetError) -> None:
+    def _keep_last_plan_guarded(self, plan: MemoryPlan, error: BudgetError) -> None:
         """Keep the earlier plan under the guard: nothing fits any more, but a running training goes on."""
         run = self._run
         logger.warning("%s: the plan before stays on, under the guard, which costs time: %s", run.name, error)
@@ -378,7 +378,7 @@ class Planner:
         run.switch(best.plan, guarded=not fits)
         task = search.task
         self.outcome = self._outcome(task, best)
-        self._beyond_bytes = task.beyond_bytes
+        self._beyond_bytes = task.unpredicted_bytes
         alone = run.in_flight == 1  # else other micro-batches in flight may be larger
         smaller = BucketPlans(run, task, best) if fits and alone and task.size is not None else None
         self._phase = Stable(run, budget, task.size, self._plans, not fits, smaller)
@@ -391,7 +391,7 @@ class Planner:
                 said = "%s: the plan is on, but cannot be written to %s (%s)"
                 logger.warning(said, run.name, run.memory.plan_file, error.strerror)
 
-    def _outcome(self, task: Task, best: Trial) -> Outcome:
+    def _outcome(self, task: PlanningTask, best: Trial) -> Outcome:
         nothing = MemoryPlan((), task.profile.num_layers, task.profile.family)
         without = self._without_tiles or task.predicted(task.profile, nothing)
         peak_bytes, source = without.peak_bytes, "predicted from the recorded step"
@@ -407,7 +407,7 @@ class Planner:
         return Outcome(used_bytes, best.step_ms, peak_bytes, best.step_ms * times, source)
 
 
-def _more_telling(step: RecordedStep, before: RecordedStep | None) -> RecordedStep:
+def _better_record(step: RecordedStep, before: RecordedStep | None) -> RecordedStep:
     """Return the earlier step if its batch was larger, since less must be guessed from it; else the later."""
     if before is None or before.size is None or step.size is None:
         return step

@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Task:
+class PlanningTask:
     """What is to be planned; the same on every rank.
 
     Args:
@@ -32,7 +32,7 @@ class Task:
         budget_bytes: the most device memory that a step may use, fragments included.
         unplanned: the step with only the fates written by hand, without tiles that the planner chose.
         states_bytes: host memory that the optimizer's states take.
-        beyond_bytes: the most that a step so far used beyond the prediction of its plan.
+        unpredicted_bytes: the most that a step so far used beyond the prediction of its plan.
         step: the recorded step; scaled to ``size`` it is ``profile``; ``None``: it cannot be scaled.
         size: the largest batch that is planned for; ``None``: not known.
         in_flight: the most micro-batches whose activations a pipeline stage holds at once.
@@ -44,7 +44,7 @@ class Task:
     budget_bytes: int
     unplanned: Prediction
     states_bytes: int = 0
-    beyond_bytes: int = 0
+    unpredicted_bytes: int = 0
     step: RecordedStep | None = None
     size: BatchSize | None = None
     in_flight: float = 1
@@ -61,7 +61,7 @@ class Task:
             raise ValueError("there is no recorded step to scale")
         return replace(self.step.at(size), frontier=self.profile.frontier)
 
-    def grown(self, size: BatchSize) -> Task:
+    def grown(self, size: BatchSize) -> PlanningTask:
         """Return the same task for batches of up to ``size`` too."""
         if self.step is None or self.size is None:
             raise ValueError("there is no recorded step to scale")
@@ -83,43 +83,43 @@ class Task:
 
     def predicted(self, profile: Profile, plan: MemoryPlan) -> Prediction:
         """Predict a micro-batch under a plan; its peak includes all micro-batches in flight."""
-        return of_stage(Limits(0), self.in_flight).with_others(predict(profile, plan))
+        return limits_in_flight(Limits(0), self.in_flight).with_others(predict(profile, plan))
 
     def limits(self) -> Limits:
         """Return a plan's limits: budget less fragments, or less what steps used beyond predictions."""
-        beyond = max(self.beyond_bytes, self.profile.reserved_bytes)
+        beyond = max(self.unpredicted_bytes, self.profile.reserved_bytes)
         found = limits_of(self.memory, self.budget_bytes - beyond, self.fixed.min_tensor_bytes)
         host = None if found.host_bytes is None else max(found.host_bytes - self.states_bytes, 0)
         found = replace(found, host_bytes=host, frees_optimizer_states=False)  # the profile lacks them
-        return of_stage(found, self.in_flight)
+        return limits_in_flight(found, self.in_flight)
 
 
-def task_of(
+def agreed_task(
     own: RecordedStep,
     fixed: MemoryPlan,
     memory: MemoryConfig,
     device_bytes: int,
     states_bytes: int,
-    beyond_bytes: int = 0,
+    unpredicted_bytes: int = 0,
     again: bool = False,
     largest: BatchSize | None = None,
     unplanned: Prediction | None = None,
     in_flight: float = 1,
-) -> Task:
+) -> PlanningTask:
     """Return the task made of what all ranks recorded; every rank must call it.
 
     Args:
         own: the step that this rank recorded, with the optimizer's states where they are in every step.
-        fixed, memory: as in `Task`.
+        fixed, memory: as in `PlanningTask`.
         device_bytes: device memory that this rank can use.
         states_bytes: host memory that the optimizer's states take on this rank.
-        beyond_bytes: as in `Task`; the same on every rank.
+        unpredicted_bytes: as in `PlanningTask`; the same on every rank.
         again: whether there was a plan before; then a device that has less than ``budget_gib`` by now lowers
             the budget and is no error.
         largest: the largest batch that this rank has seen, which is planned for if it is larger than the
             recorded one; ``None``: not known.
-        unplanned: as in `Task`; ``None``: predicted from the recorded step.
-        in_flight: as in `Task`.
+        unplanned: as in `PlanningTask`; ``None``: predicted from the recorded step.
+        in_flight: as in `PlanningTask`.
 
     Raises:
         BudgetError: the budget is larger than a rank's device, or the reduction larger than the peak.
@@ -133,13 +133,15 @@ def task_of(
     least_device_bytes = min(from_all_ranks(device_bytes))
     if again and memory.budget_gib is not None:
         memory = replace(memory, budget_gib=min(memory.budget_gib, least_device_bytes / GIB))
-    unplanned = unplanned or of_stage(Limits(0), in_flight).with_others(predict(profile, fixed))
+    unplanned = unplanned or limits_in_flight(Limits(0), in_flight).with_others(predict(profile, fixed))
     budget = budget_bytes(memory, least_device_bytes, unplanned.peak_bytes + profile.reserved_bytes)
     states_bytes = max(from_all_ranks(states_bytes))
-    return Task(profile, fixed, memory, budget, unplanned, states_bytes, beyond_bytes, step, size, in_flight)
+    return PlanningTask(
+        profile, fixed, memory, budget, unplanned, states_bytes, unpredicted_bytes, step, size, in_flight
+    )
 
 
-def of_stage(limits: Limits, in_flight: float) -> Limits:
+def limits_in_flight(limits: Limits, in_flight: float) -> Limits:
     """Return ``limits`` for one of the micro-batches in flight, which share the host's memory equally.
 
     What the others keep is on the device. Of what they swap, at most half of one micro-batch's share is
@@ -190,7 +192,7 @@ def found_by_rank_0(search: Callable[[], Value]) -> Value:
     return value  # type: ignore[return-value]
 
 
-def best_plans(task: Task, count: int) -> Sequence[Found]:
+def best_plans(task: PlanningTask, count: int) -> Sequence[Found]:
     """Return up to ``count`` plans that are worth a trial, the best first; the same on every rank.
 
     Raises:

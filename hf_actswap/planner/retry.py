@@ -5,8 +5,8 @@ move but more of the model can run in tiles. Two things can run again as a whole
 and the guard on, because a failed attempt leaves nothing behind:
 
 * a **forward**: a function of its inputs, unless it has written into a buffer or an input. One of several
-  ranks can run it again alone if nothing communicates inside it (`Exchanges`), as in the model inside
-  DistributedDataParallel. The other ranks wait at the next collective;
+  ranks can run it again alone if nothing communicates inside it (`CommunicationCheck`), as in the model
+  inside DistributedDataParallel. The other ranks wait at the next collective;
 * a **micro-batch**, forward and backward, if there were no gradients before it: the new ones are dropped. The
   training loop must pass it (`Retry.micro_batch`), since a hook cannot run a backward again.
 
@@ -70,7 +70,7 @@ class Retry:
         devices = {torch.device("cpu"), device}
         self._random = [RandomStates(item) for item in devices]
         self._model = model
-        self._exchanges = Exchanges(model)
+        self._exchanges = CommunicationCheck(model)
         self._known: tuple[list[nn.Parameter], list[torch.Tensor]] | None = None
 
     def around(self, module: nn.Module) -> list[Undo]:
@@ -191,7 +191,7 @@ def _explained(failure: Failure, what: str, why: str, stage: str) -> RuntimeErro
     )
 
 
-class Exchanges:
+class CommunicationCheck:
     """Finds out whether a forward communicates with other ranks; if not, this rank can rerun it alone.
 
     Three sources are asked, each of which sees what the others cannot:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_all_ranks
-from ..engine.evictable import IdleTensors
+from ..engine.evictable import EvictableTensors
 from ..engine.hook_wrappers import Before, Undo, compiled_wrapper, replace_call
 from ..engine.install import AppliedPlan
 from ..engine.stats import SwapStats
@@ -28,10 +28,10 @@ from .states.optimizer_kinds import state_bytes_beside_weights
 from .states.optimizer_states import OptimizerStates
 from .trials import MeasuredStep
 
-Put = Callable[[MemoryPlan, PackHandler | None], AppliedPlan]
+ApplyPlan = Callable[[MemoryPlan, PackHandler | None], AppliedPlan]
 """Puts a plan on the model; the pack handler makes the tickets of tensors that stay on the device."""
 
-PutTiles = Callable[[Iterable[Tile]], list[Undo]]
+ApplyTiles = Callable[[Iterable[Tile]], list[Undo]]
 """Lets parts of the model run in tiles; returns functions that restore them."""
 
 
@@ -94,9 +94,9 @@ class Run:
     meter: Meter
     transfer: Transfer
     guard: OomGuard
-    idle: IdleTensors
-    put: Put
-    put_tiles: PutTiles
+    idle: EvictableTensors
+    put: ApplyPlan
+    put_tiles: ApplyTiles
     device_name: str
     optimizer: torch.optim.Optimizer | None = None
     states: OptimizerStates | None = None
@@ -187,12 +187,12 @@ class Run:
                 self.applied = self._put(plan)
                 self._plans.append(self.applied)
             else:
-                plan.handle_packs_by(self.pack_handler)  # its hooks are there even if nothing is swapped
+                plan.set_pack_handler(self.pack_handler)  # its hooks are there even if nothing is swapped
                 plan.resume()
                 self.applied = plan
         except ActSwapError:
             if before is not None:
-                before.handle_packs_by(self.pack_handler)
+                before.set_pack_handler(self.pack_handler)
                 before.resume()
             raise
         finally:
@@ -235,7 +235,7 @@ class Run:
         """Turn the guard against running out of memory on or off, from the next forward on."""
         self._guard(on)
         if self.applied is not None:
-            self.applied.handle_packs_by(self.pack_handler if on else None)
+            self.applied.set_pack_handler(self.pack_handler if on else None)
 
     @uninterrupted()
     def take_off(self) -> None:

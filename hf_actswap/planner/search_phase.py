@@ -20,7 +20,7 @@ from functools import reduce
 from ..engine.agreement import from_all_ranks
 from ..engine.stats import gib_text
 from .budget import BudgetError
-from .planning import Task, best_plans
+from .planning import PlanningTask, best_plans
 from .run import Run
 from .search.compiled_frontier import learned, shown_by
 from .search.find_plan import Found
@@ -51,7 +51,7 @@ class SearchPhase:
 
     name = "search"
 
-    def __init__(self, run: Run, task: Task, steps: int) -> None:
+    def __init__(self, run: Run, task: PlanningTask, steps: int) -> None:
         self._run, self.task, self._steps_left = run, task, steps
         self.trials: list[Trial] = []
         self.outgrown: list[Trial] = []
@@ -166,8 +166,12 @@ class SearchPhase:
             predicted = task.predicted(profile_of_trial, trial.plan)
         used = trial.reserved_peak_bytes + max(step.evicted_bytes for step in trial.steps)
         beyond = used - predicted.peak_bytes
-        if not fits or profile is not task.profile or beyond > max(task.beyond_bytes, profile.reserved_bytes):
-            self.task = replace(task, profile=profile, beyond_bytes=max(beyond, task.beyond_bytes))
+        if (
+            not fits
+            or profile is not task.profile
+            or beyond > max(task.unpredicted_bytes, profile.reserved_bytes)
+        ):
+            self.task = replace(task, profile=profile, unpredicted_bytes=max(beyond, task.unpredicted_bytes))
             self._search_again()
         return bool(self._waiting)
 

@@ -30,7 +30,7 @@ MOST_BUCKETS = 6
 _RATIO = 0.5**0.5
 """Ratio of two neighbouring edges: above the lowest, a plan is for at most 1.42 times a batch's tokens."""
 
-Module = tuple[Scope | None, str]
+ModuleName = tuple[Scope | None, str]
 """The name of a module: its scope, and its path inside the scope."""
 
 
@@ -109,7 +109,7 @@ class RecordedStep:
     """
 
     profile: Profile
-    weights: Mapping[Module, ModuleWeights] = field(default_factory=dict)
+    weights: Mapping[ModuleName, ModuleWeights] = field(default_factory=dict)
     baseline_bytes: int = 0
 
     @property
@@ -135,7 +135,7 @@ class RecordedStep:
         profile = self.profile
         by_tokens = Fraction(size.tokens, own.tokens)
         by_pairs = Fraction(size.pairs, own.pairs) if own.pairs else by_tokens
-        bases = _Bases(self, max(by_tokens, by_pairs))
+        bases = _BaseBytesScaler(self, max(by_tokens, by_pairs))
         forward, backward = bases.forward(), bases.backward()
         op_events = [
             replace(
@@ -216,7 +216,7 @@ def _up(value: int, factor: Fraction) -> int:
     return -(-value * factor.numerator // factor.denominator)
 
 
-class _Bases:
+class _BaseBytesScaler:
     """Scales the base bytes of op events: device memory in use beside saved storages.
 
     Args:
@@ -243,7 +243,7 @@ class _Bases:
     def backward(self) -> dict[int, int]:
         """Return the scaled base bytes in backward, by number of the op events that backward visits."""
         bases = [self._op_events[at].backward_base_bytes for at in self._back]
-        seen: set[Module] = set()
+        seen: set[ModuleName] = set()
         gradients = []
         for at in self._back:
             module = self._module(self._op_events[at].call)
@@ -265,7 +265,7 @@ class _Bases:
             found[at] = fixed + _up(base - fixed, self._factor)
         return found
 
-    def _module(self, call: OpCall) -> Module | None:
+    def _module(self, call: OpCall) -> ModuleName | None:
         """Return the innermost module with weights that runs ``call``; ``None``: there is none."""
         scope, path, _ = call
         while (scope, path) not in self._step.weights:

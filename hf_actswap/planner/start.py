@@ -15,7 +15,7 @@ from torch import nn
 
 from ..config.schema import MemoryConfig
 from ..engine.agreement import from_one_rank, rank, world_size
-from ..engine.evictable import IdleTensors
+from ..engine.evictable import EvictableTensors
 from ..engine.hook_wrappers import Hook
 from ..engine.host_budget import HostMemory
 from ..engine.host_pool import HostPool
@@ -24,7 +24,7 @@ from ..engine.transfer import Transfer
 from ..engine.transfer_streams import transfer_of
 from ..errors import ActSwapError, PlanError, Problem
 from ..interrupts import uninterrupted
-from ..plan.actions import MemoryPlan, PlanRow, Scope, Tile, Windows, folded
+from ..plan.actions import MemoryPlan, PlanRow, Scope, Tile, Windows, format_scopes
 from ..plan.checkpointing_rules import problems_of_checkpointing
 from ..plan.gradient_checkpointing import is_checkpointed
 from ..plan.model_structure import OUTPUT, ModelStructure, unwrapped
@@ -33,7 +33,7 @@ from .meter import AllocatorMeter, CountingMeter, Meter, baseline_tensors, devic
 from .phases import Planner
 from .plan_file import FilePlan, MadeFor, read_plan
 from .rescue.oom_guard import OomGuard
-from .run import PlannedTraining, Put, PutTiles, Run
+from .run import ApplyPlan, ApplyTiles, PlannedTraining, Run
 from .states.optimizer_kinds import inner_optimizer
 from .states.optimizer_states import OptimizerStates
 
@@ -52,8 +52,8 @@ _WRAPPED = "_checkpoint_wrapped_module"  # torch.distributed.algorithms._checkpo
 
 def start_planner(
     training: PlannedTraining,
-    put: Put,
-    put_tiles: PutTiles,
+    put: ApplyPlan,
+    put_tiles: ApplyTiles,
     host: HostMemory,
     *,
     transfer: Transfer | None = None,
@@ -86,7 +86,7 @@ def start_planner(
     transfer = transfer or transfer_of(device)
     meter = meter or _meter_of(device, training)
     pool = host.pool(device, transfer.overlaps, None)
-    idle = IdleTensors(device, pool if transfer.overlaps else None, fixed.min_tensor_bytes)
+    idle = EvictableTensors(device, pool if transfer.overlaps else None, fixed.min_tensor_bytes)
     least = LeastBudget(model, structure, lambda: run.fixed, memory, optimizer, device_name(device))
     guard = OomGuard(meter, idle, least.in_words)
     run = Run(
@@ -115,7 +115,9 @@ def start_planner(
 
     known, ours = _known_plan(memory, structure, made_for(()))
     with uninterrupted():
-        run.tile(fixed if known is None else replace(fixed, tiles=_of_both(known.plan.tiles, fixed.tiles)))
+        run.tile(
+            fixed if known is None else replace(fixed, tiles=_merged_tiles(known.plan.tiles, fixed.tiles))
+        )
         try:
             planner = Planner(run, made_for if ours else None, known)
         except BaseException:
@@ -135,7 +137,7 @@ def _watch(planner: Planner, training: PlannedTraining, least: LeastBudget) -> N
         planner.on_remove(steps.remove)
 
 
-def _of_both(found: Iterable[Tile], written: Iterable[Tile]) -> tuple[Tile, ...]:
+def _merged_tiles(found: Iterable[Tile], written: Iterable[Tile]) -> tuple[Tile, ...]:
     """Return the tiles of a plan file and those that the user wrote; for the same op the user's win."""
     return tuple({(tile.scope, tile.op_path): tile for tile in (*found, *written)}.values())
 
@@ -340,4 +342,4 @@ def _checkpointed(layers: Mapping[Scope, nn.Module]) -> Problem | None:
         "Write gradient_checkpointing=False (or model.gradient_checkpointing_disable()): adaptive finds out "
         "what is worth recomputing. Beside smart_swap it may stay."
     )
-    return Problem("memory.mode", expected, f"it switched on in layers {folded(on)}", hint)
+    return Problem("memory.mode", expected, f"it switched on in layers {format_scopes(on)}", hint)

@@ -31,7 +31,7 @@ from .record.clock import DeviceClock
 from .record.recorder import StepRecorder
 from .run import Run
 from .search.compiled_frontier import variants_of
-from .shape_buckets import Module, ModuleWeights, RecordedStep, tokens_of
+from .shape_buckets import ModuleName, ModuleWeights, RecordedStep, tokens_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +80,10 @@ class WarmUp:
         self._run, self._steps_left = run, steps
         self._forwards_before = self._forwards = 0  # 0 until a step's forwards have been counted
         self._recorder: StepRecorder | None = None
-        self._held: HeldForwards | None = None
+        self._held: EvictableForwards | None = None
         self._memory: Profile | None = None
         self._states_bytes = self._baseline_bytes = 0
-        self._weights: dict[Module, ModuleWeights] = {}
+        self._weights: dict[ModuleName, ModuleWeights] = {}
         logger.info("%s: warm-up, %d step(s)", run.name, steps)
         self._next()
 
@@ -160,7 +160,7 @@ class WarmUp:
             away_bytes=lambda: run.idle.away_bytes,
             chunks=run.chunks,
         )
-        self._held = HeldForwards(run.called, run.pack_handler, lambda: recorder.in_forward)
+        self._held = EvictableForwards(run.called, run.pack_handler, lambda: recorder.in_forward)
         self._held.start()
         recorder.start()
         run.wrap()
@@ -226,7 +226,7 @@ def _at_shape_of(memory: Profile, times: Profile) -> Profile:
     )
 
 
-class HeldForwards:
+class EvictableForwards:
     """Makes the tensors evictable that a step's unrecorded forwards save.
 
     The recorder follows only one of a step's micro-batches, and no plan is on meanwhile. Without this class
@@ -273,7 +273,7 @@ class HeldForwards:
         return self._hold(tensor.detach())
 
 
-def module_weights(root: nn.Module, structure: ModelStructure) -> dict[Module, ModuleWeights]:
+def module_weights(root: nn.Module, structure: ModelStructure) -> dict[ModuleName, ModuleWeights]:
     """Return the device memory that each module's weights need during a step, beside the weights themselves.
 
     Call it ahead of a forward. It covers the modules of all scopes.
@@ -283,7 +283,7 @@ def module_weights(root: nn.Module, structure: ModelStructure) -> dict[Module, M
         structure: structure of the model.
     """
     seen: set[int] = set()
-    found: dict[Module, ModuleWeights] = {}
+    found: dict[ModuleName, ModuleWeights] = {}
     for scope, module in _scope_modules(root, structure):
         sharded_bytes = _GATHERED * _weight_bytes(module, True) if structure.sharded else 0
         whole = uncompiled(module)

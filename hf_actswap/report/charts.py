@@ -457,7 +457,7 @@ def _add_curve(
     for number in numbers[:: max(1, -(-len(numbers) // shown))]:
         drawing.add(Label(x(number), bottom + 15, tick_text(number), anchor="middle", size=11))
     drawing.add(Label(right, bottom + 30, "step", anchor="end", size=11))
-    _add_stages(drawing, steps, x, top, bottom)
+    _add_phases(drawing, steps, x, top, bottom)
     within = [math.isfinite(value) and value <= most for value in values]
     heights = [y(value if fits else most) for value, fits in zip(values, within, strict=True)]
     points = list(zip(map(x, numbers), heights, strict=True))
@@ -467,7 +467,7 @@ def _add_curve(
         drawing.add(Box(at - 2.5, height - 2.5, 5, 5, "keep" if fits else "stall", title))
 
 
-def _add_stages(drawing: Drawing, steps: Sequence[LoggedStep], x: Scale, top: float, bottom: float) -> None:
+def _add_phases(drawing: Drawing, steps: Sequence[LoggedStep], x: Scale, top: float, bottom: float) -> None:
     phase, free = "", 0.0
     for line in steps:
         if line.get("phase", "") == phase:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from html import escape
 
 from ..plan import MemoryPlan
-from ..plan.actions import COMPILE_BUDGET, SCOPES, PlanRow, Scope, folded
+from ..plan.actions import COMPILE_BUDGET, SCOPES, PlanRow, Scope, format_scopes
 from .drawing import Drawing, colour_rules, ms_text, size_text
-from .run_facts import Compared, RunFacts
-from .run_files import RecordedRun, RunAbout
+from .run_facts import ComparedQuantity, RunFacts
+from .run_files import RecordedRun, RunDescription
 
 WIDE_PX, NARROW_PX = 1000.0, 344.0
 """Widths in which each picture is drawn; the window decides which one is shown."""
@@ -115,7 +115,7 @@ _HTML = """<!doctype html>
 """
 
 
-def _subtitle(about: RunAbout) -> str:
+def _subtitle(about: RunDescription) -> str:
     parameters = float(about.get("parameters", 0))
     scaled = f"{parameters / 1e9:.2f} billion" if parameters >= 1e9 else f"{parameters / 1e6:.1f} million"
     ranks = int(about.get("world_size", 1))
@@ -131,7 +131,7 @@ def _subtitle(about: RunAbout) -> str:
 
 def _tiles(facts: RunFacts) -> str:
     tiles = [
-        ("Step", "" if facts.step_ms is None else ms_text(facts.step_ms), "median of the last stage"),
+        ("Step", "" if facts.step_ms is None else ms_text(facts.step_ms), "median of the last phase"),
         (
             "Peak memory",
             "" if facts.peak_bytes is None else size_text(facts.peak_bytes),
@@ -194,7 +194,7 @@ def _table(name: str, head: Sequence[str], rows: Iterable[tuple[str, Sequence[st
     )
 
 
-def _compared_table(compared: Sequence[Compared]) -> str:
+def _compared_table(compared: Sequence[ComparedQuantity]) -> str:
     def text(value: float | None, unit: str) -> str:
         if value is None:
             return "not measured"
@@ -231,7 +231,7 @@ def _stages_table(run: RecordedRun, facts: RunFacts) -> str:
             "",
             (
                 str(number),
-                folded(stage.layers),
+                format_scopes(stage.layers),
                 size(stage.weight_bytes),
                 f"{stage.in_flight:g}",
                 size(stage.peak_bytes),
@@ -295,7 +295,7 @@ def _plan_table(plan: MemoryPlan) -> str:
         groups.setdefault(own, []).append(scope)
     rows: list[tuple[str, Sequence[str]]] = []
     for own, scopes in groups.items():
-        label = folded(scope for scope in scopes if own or scope not in SCOPES)
+        label = format_scopes(scope for scope in scopes if own or scope not in SCOPES)
         for row in (own or (PlanRow(0, "", "keep"),)) if label else ():
             rows.append(("", (escape(label), *_plan_cells(row))))
             label = ""
@@ -327,7 +327,7 @@ def _rejected_table(rejected: Mapping[str, float]) -> str:
     return _table("Planned to be swapped, and stayed", ("Why", "In a step"), rows, 1)
 
 
-def _about_table(about: RunAbout) -> str:
+def _about_table(about: RunDescription) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in about.get("versions", {}).items())
     device_bytes = about.get("device_bytes")
     device = str(about.get("device", "")) + (f", {size_text(device_bytes)}" if device_bytes else "")

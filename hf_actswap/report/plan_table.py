@@ -7,7 +7,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from ..plan.actions import COMPILE_BUDGET, SCOPES, MemoryPlan, PlanRow, Scope, folded, folded_tiles
+from ..plan.actions import COMPILE_BUDGET, SCOPES, MemoryPlan, PlanRow, Scope, folded_tiles, format_scopes
 
 _MEASURED = "auto"
 """Text for windows that the engine chooses from measured times; its choice is among the adjustments."""
@@ -39,7 +39,7 @@ def _rows_table(plan: MemoryPlan) -> Table:
     for scope in plan.scopes:
         by_rows.setdefault(_shape(plan, scope), []).append(scope)
     for rows, scopes in by_rows.items():
-        label = folded(scope for scope in scopes if rows or scope not in SCOPES)
+        label = format_scopes(scope for scope in scopes if rows or scope not in SCOPES)
         if not label:
             continue
         for row in rows or (PlanRow(0, "", "keep"),):

@@ -15,7 +15,7 @@ from .saving import Saving
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparedQuantity:
     """One quantity of a step, predicted and measured.
 
     Args:
@@ -85,7 +85,7 @@ class RunFacts:
     stall_ms: float
     host_bytes: int
     rejected: Mapping[str, float]
-    compared: Sequence[Compared]
+    compared: Sequence[ComparedQuantity]
     trials: Sequence[RecordedTrial]
     budget_bytes: int | None
     saving: Saving | None
@@ -190,16 +190,16 @@ def _of_step(line: LoggedStep) -> dict[str, Any]:
     }
 
 
-def _compared(facts: RunFacts, prediction: Prediction) -> list[Compared]:
+def _compared(facts: RunFacts, prediction: Prediction) -> list[ComparedQuantity]:
     chosen = next((trial["steps"] for trial in facts.trials if trial["chosen"] and trial["steps"]), None)
     peak = facts.peak_bytes if facts.peak_bytes is not None else chosen[-1]["peak_bytes"] if chosen else None
     stall_ms = prediction.forward_stall_ms + prediction.backward_stall_ms
     return [
-        Compared("step", "ms", prediction.step_ms, facts.step_ms),
-        Compared("peak memory", "bytes", prediction.peak_bytes, peak),
-        Compared("swapped", "bytes", prediction.swapped_bytes, facts.offloaded_bytes),
-        Compared("waits for copies", "ms", stall_ms, facts.stall_ms),
-        Compared("host memory", "bytes", prediction.host_bytes, facts.host_bytes),
-        Compared("run again", "ms", prediction.recompute_ms, None),
-        Compared("kept", "bytes", prediction.kept_bytes, None),
+        ComparedQuantity("step", "ms", prediction.step_ms, facts.step_ms),
+        ComparedQuantity("peak memory", "bytes", prediction.peak_bytes, peak),
+        ComparedQuantity("swapped", "bytes", prediction.swapped_bytes, facts.offloaded_bytes),
+        ComparedQuantity("waits for copies", "ms", stall_ms, facts.stall_ms),
+        ComparedQuantity("host memory", "bytes", prediction.host_bytes, facts.host_bytes),
+        ComparedQuantity("run again", "ms", prediction.recompute_ms, None),
+        ComparedQuantity("kept", "bytes", prediction.kept_bytes, None),
     ]

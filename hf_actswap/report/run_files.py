@@ -61,7 +61,7 @@ class RecordedStages(TypedDict):
     in_flight: tuple[float, ...]
 
 
-class RunAbout(TypedDict, total=False):
+class RunDescription(TypedDict, total=False):
     """The content of ``run.json``."""
 
     started: str
@@ -150,7 +150,7 @@ class RecordedRun:
     """
 
     folder: Path
-    about: RunAbout
+    about: RunDescription
     plan: MemoryPlan | None
     steps: Sequence[LoggedStep]
     planner: RecordedPlanner | None
@@ -255,7 +255,7 @@ def read_run(run_dir: str | os.PathLike[str]) -> RecordedRun:
     if not (folder / RUN).is_file():
         raise ReportError([Problem(str(run_dir), f"{FOLDER}/{RUN}, which a training leaves there", "none")])
     plan, profile = folder / PLAN, folder / PROFILE
-    about: RunAbout = _read(folder / RUN, RunAbout)
+    about: RunDescription = _read(folder / RUN, RunDescription)
     stages = about.get("stages")
     others = range(1, 0 if stages is None else len(stages["layers"]))
     return RecordedRun(
@@ -281,7 +281,7 @@ def _read(path: Path, kind: Any) -> Any:
     if not path.is_file():
         return None
     reader = JsonReader(_text(path), path.stem, ReportError, str(path))
-    reader.stands_as_row(ComputePart, MeasuredCopy, Stall, MemorySample)
+    reader.read_as_list(ComputePart, MeasuredCopy, Stall, MemorySample)
     found = reader.read(kind, (path.stem,), reader.document)
     reader.finish()
     return found

@@ -5,8 +5,8 @@ Out: the same model, whose long training calls hold one chunk on the device; and
 
 `two_passes` runs the chunks. `streamed_attention` replaces the model's attention, and `piecewise_attention`
 computes it. `host_sequence` holds keys, values, outputs and gradients in host memory. `rejections` lists what
-cannot be streamed. `on_paper` predicts memory, copies and FLOP from shapes; `chunked_step` predicts the step,
-and chooses how many layers of a chunk are kept within a budget.
+cannot be streamed. `predictions` predicts memory, copies and FLOP from shapes; `chunked_step` predicts the
+step, and chooses how many layers of a chunk are kept within a budget.
 
 It knows transformers' attention and mask interfaces, the engine's host memory and transfers, the planner's
 predictions; no YAML, no model families.

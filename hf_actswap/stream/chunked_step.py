@@ -1,7 +1,8 @@
 """Predicts streamed steps, and chooses how many layers of a chunk are kept within a device memory budget.
 
-One chunk of the second pass runs on fake tensors; the rest is arithmetic on its shapes (`on_paper`). ``plan
---longest`` uses the prediction, and so does ``memory.mode: adaptive``, at the first training call of a model.
+One chunk of the second pass runs on fake tensors; the rest is arithmetic on its shapes (`predictions`).
+``plan --longest`` uses the prediction, and so does ``memory.mode: adaptive``, at the first training call of a
+model.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from ..planner.budget import BudgetError, budget_bytes
 from ..planner.cost.simulate import predict
 from ..planner.meter import AllocatorMeter, CountingMeter, Meter, device_name
 from ..planner.profile import OpEvent, Prediction, Profile
-from ..planner.record.devices import device_rates, nearest_device
+from ..planner.record.devices import device_rates, known_device_or_default
 from ..planner.record.shapes import profile_from_shapes
 from ..planner.states.optimizer_kinds import (
     expected_state_bytes,
     inner_optimizer,
     state_bytes_beside_weights,
 )
-from .on_paper import (
+from .predictions import (
     TOKEN_BYTES,
     PassWork,
     chunk_bounds,
@@ -257,7 +258,7 @@ class KeptLayers:
         logger.info("%s", plan.adjustments[-1])
 
     def _chosen(self, plan: MemoryPlan, rows: int, tokens: int) -> MemoryPlan:
-        device = self._applied.place.device()
+        device = self._applied.runtime.device()
         meter = self._budget.meter
         if meter is None:
             meter = CountingMeter() if device.type == "cpu" else AllocatorMeter(device)
@@ -322,7 +323,7 @@ class KeptLayers:
                 state_bytes_beside_weights(optimizer),
                 expected_state_bytes(optimizer) or 0,
             )
-        name, kind = nearest_device(device_name(device)), device.type
+        name, kind = known_device_or_default(device_name(device)), device.type
 
         def profile_of(tokens: int) -> Profile:
             ids = torch.empty(rows, tokens, dtype=torch.long, device="meta")

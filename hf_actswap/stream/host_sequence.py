@@ -4,11 +4,12 @@
 where they are: a second tier behind host memory would be added here.
 
 **Order.** Copies follow the contract of `engine.transfer`. `put` starts a copy to the host and keeps its
-source; compute waits for that copy after `_LEAVING` later calls of `put`. So device memory holds the sources
-of a few copies only, and compute never waits for a copy that was started just before. `expect` starts a copy
-to the device, which the transfer orders after the copy that wrote the host block; callers start it for the
-next tensors before they compute with the present ones. `bring` makes compute wait for that copy. A `put`
-under the same key may then overwrite the block, because its last reader is done: gradients of keys and values
+source; compute waits for that copy after `_MAX_PENDING_OFFLOADS` later calls of `put`. So device memory holds
+the sources of a few copies only, and compute never waits for a copy that was started just before. `expect`
+starts a copy to the device, which the transfer orders after the copy that wrote the host block; callers start
+it for the next tensors before they compute with the present ones. `bring` makes compute wait for that copy. A
+`put` under the same key may then overwrite the block, because its last reader is done: gradients of keys and
+    values
 are brought, added to, and put back. `drop` waits for copies that still run, then returns the block to the
 pool.
 
@@ -28,7 +29,7 @@ from ..engine.stats import Counters, gib_text
 from ..engine.transfer import Copy, Transfer
 from ..errors import PlanError, Problem
 
-_LEAVING = 4
+_MAX_PENDING_OFFLOADS = 4
 """How many entries may have unfinished copies to the host."""
 
 Key = Hashable
@@ -109,7 +110,7 @@ class HostSequence:
             self._counters.offloaded_bytes += tensor.nbytes
         entry.leaving = tensors
         self._leaving.append(entry)
-        while len(self._leaving) > _LEAVING:
+        while len(self._leaving) > _MAX_PENDING_OFFLOADS:
             self._has_left(self._leaving.popleft())
 
     def expect(self, key: Key) -> None:

@@ -30,8 +30,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import PlanError, Problem
 from .host_sequence import HostSequence
-from .on_paper import LayerTrace, first_seen, left_by
 from .piecewise_attention import Scores, Visibility, attend, attend_backward, merge
+from .predictions import AttentionShapes, first_visible_chunk, stored_positions
 
 _UNKNOWN = ("s_aux", "position_bias", "cache", "head_mask", "cu_seq_lens_q", "block_table")
 """Arguments of attention functions that would change the result and are not supported."""
@@ -65,7 +65,7 @@ class ChunkAttention:
         self._rounded = torch.bfloat16 if grad_accum_dtype == "bf16" else None
         self._again = again
         self.chunk, self.second = 0, False
-        self.layers: dict[int, LayerTrace] = {}
+        self.layers: dict[int, AttentionShapes] = {}
         self._masks: dict[int | None, Visibility] = {}
         self._given: set[int] = set()
 
@@ -90,9 +90,9 @@ class ChunkAttention:
         """Return the positions of a chunk's tokens."""
         return range(self.bounds[chunk], self.bounds[chunk + 1])
 
-    def left_by(self, chunk: int, visible: Visibility) -> range:
+    def stored_positions(self, chunk: int, visible: Visibility) -> range:
         """Return the positions in a chunk whose keys a later chunk sees."""
-        return left_by(self.bounds, chunk, visible)
+        return stored_positions(self.bounds, chunk, visible)
 
     def forget(self, chunk: int) -> None:
         """Free the host memory of a chunk, after its backward."""
@@ -181,7 +181,7 @@ class ChunkAttention:
             coming.append(("keys", min(self.layers), self.chunk))
         for piece in coming[:1]:
             self.host.expect(piece)
-        left = len(self.left_by(self.chunk, scores.visible))
+        left = len(self.stored_positions(self.chunk, scores.visible))
         if left:
             ends = (item[:, :, -left:].contiguous() for item in (key, value))
             self.host.put(("keys", layer, self.chunk), *ends)
@@ -190,7 +190,7 @@ class ChunkAttention:
             for piece in coming[place + 1 : place + 2]:
                 self.host.expect(piece)
             keys, values = self.host.bring(("keys", layer, chunk))
-            there = self.left_by(chunk, scores.visible)
+            there = self.stored_positions(chunk, scores.visible)
             out, total = merge(out, total, *attend(query, keys, values, scores, own, there))
         out = out.to(query.dtype)
         self.host.put(("output", layer, self.chunk), out, total)
@@ -198,7 +198,7 @@ class ChunkAttention:
 
     def _seen(self, visible: Visibility) -> list[int]:
         """Return the earlier chunks with keys that the present chunk sees, the nearest first."""
-        return [*reversed(range(first_seen(self.bounds, self.chunk, visible), self.chunk))]
+        return [*reversed(range(first_visible_chunk(self.bounds, self.chunk, visible), self.chunk))]
 
     def output(self, layer: int) -> list[torch.Tensor]:
         """Return a layer's output and log-sum-exp from the first pass, and start the next copies.
@@ -223,7 +223,7 @@ class ChunkAttention:
         scores: Scores,
         upstream: torch.Tensor,
         saved: tuple[torch.Tensor, ...],
-        learns_keys: bool,
+        keys_need_grad: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Return the gradients of the chunk's queries, keys and values; add to earlier chunks' on the host.
 
@@ -232,7 +232,7 @@ class ChunkAttention:
             scores: scale, softcap and visible keys.
             upstream: gradient of the output, ``[B, H, C, E]``.
             saved: queries, keys, values, output and log-sum-exp of the chunk.
-            learns_keys: whether keys and values need gradients.
+            keys_need_grad: whether keys and values need gradients.
         """
         query, key, value, out, total = saved
         own, host = self.positions, self.host
@@ -245,15 +245,15 @@ class ChunkAttention:
         for place, chunk in enumerate(earlier):
             self._expect_piece(layer, earlier[place + 1 : place + 2])
             keys, values = host.bring(("keys", layer, chunk))
-            there = self.left_by(chunk, scores.visible)
+            there = self.stored_positions(chunk, scores.visible)
             found = attend_backward(upstream, query, keys, values, out, total, scores, own, there)
             of_query += found[0]
-            if learns_keys:
+            if keys_need_grad:
                 self._add_gradients(("gradients", layer, chunk), self._rounded or wide, *found[1:])
         below = self.layers.get(layer - 1)
         if below is not None and not below.again:  # backward through its MLP comes next
             self._expect_piece(layer - 1, self._seen(below.visible)[:1])
-        if not learns_keys:
+        if not keys_need_grad:
             return of_query.to(query.dtype), None, None
         later = ("gradients", layer, self.chunk)
         if later in host:
@@ -296,9 +296,9 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
         attention: ChunkAttention = ctx.attention
-        learns_keys = any(ctx.needs_input_grad[4:])
+        keys_need_grad = any(ctx.needs_input_grad[4:])
         with torch.autocast(upstream.device.type, enabled=False):
-            found = attention.backward(ctx.layer, ctx.scores, upstream, ctx.saved_tensors, learns_keys)
+            found = attention.backward(ctx.layer, ctx.scores, upstream, ctx.saved_tensors, keys_need_grad)
         return None, None, None, *found
 
 
@@ -309,11 +309,13 @@ def _trace(
     value: torch.Tensor,
     rounded: torch.dtype | None,
     again: bool,
-) -> LayerTrace:
+) -> AttentionShapes:
     rows, heads, _, size = query.shape
     wide = torch.promote_types(query.dtype, torch.float32)
     sizes = size, value.shape[-1], query.dtype.itemsize, wide.itemsize
-    return LayerTrace(visible, rows * heads, rows * key.shape[1], *sizes, (rounded or wide).itemsize, again)
+    return AttentionShapes(
+        visible, rows * heads, rows * key.shape[1], *sizes, (rounded or wide).itemsize, again
+    )
 
 
 def _check(module: Any, mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:

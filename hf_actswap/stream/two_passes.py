@@ -42,7 +42,7 @@ from ..parallel.decoder_block import OwnHeadsConfig
 from ..parallel.patch_model import check_step
 from ..plan.actions import Scope, SequenceChunks
 from .host_sequence import HostSequence
-from .on_paper import LayerTrace, chunk_bounds, host_bytes, longest_on_host, recomputed_attention
+from .predictions import AttentionShapes, chunk_bounds, host_bytes, longest_on_host, recomputed_attention
 from .rejections import documents_of, named_arguments, reject_call
 from .streamed_attention import ChunkAttention
 
@@ -122,7 +122,7 @@ def attending(root: nn.Module, attention: ChunkAttention) -> Iterator[None]:
 @contextmanager
 def traced(
     root: nn.Module, tokens: int, grad_accum_dtype: Literal["fp32", "bf16"] = "fp32"
-) -> Iterator[Mapping[int, LayerTrace]]:
+) -> Iterator[Mapping[int, AttentionShapes]]:
     """Within the block a call of the model on fake tensors fills in the shapes of its layers' attention.
 
     Args:
@@ -195,9 +195,9 @@ class _StreamedModel:
 
     def host(self) -> HostSequence:
         """Return host memory for one sequence."""
-        place = self._applied.place
-        transfer = self._transfer or place.transfer()
-        return HostSequence(place.pool(transfer), transfer, place.counters)
+        runtime = self._applied.runtime
+        transfer = self._transfer or runtime.transfer()
+        return HostSequence(runtime.pool(transfer), transfer, runtime.counters)
 
     def check_first_chunk(self, attention: ChunkAttention) -> None:
         """Raise `PlanError` if a layer has not called ``attention``, or host memory does not suffice."""

@@ -19,9 +19,9 @@ from benchmarks.harness import (
     LEAST_LIMIT_S,
     FrontierJob,
     Line,
+    MeasureError,
     Request,
     Session,
-    Unanswered,
     Worker,
     frontier_jobs,
     longest_jobs,
@@ -57,7 +57,7 @@ class Asked:
         self.rows: list[str] = []
         self.limits: dict[str, float | None] = {}
         self.configs: dict[str, Any] = {}
-        self.fails: dict[str, Unanswered] = {}
+        self.fails: dict[str, MeasureError] = {}
         self.answers: dict[str, Line] = {}
 
     def __call__(self, request: Request, limit_s: float | None) -> Line:
@@ -135,7 +135,7 @@ def test_rows_are_measured_again_on_request_and_where_they_have_changed(path: Pa
 def test_a_failure_is_recorded_and_the_next_row_begins(path: Path, status: str) -> None:
     clock = Clock()
     asked = Asked(clock)
-    asked.fails["one"] = Unanswered(status, "it broke", "Traceback ...")
+    asked.fails["one"] = MeasureError(status, "it broke", "Traceback ...")
     said = run(session_with(path, asked), jobs(ONE, TWO))
     assert asked.rows == ["one", "two"]
     found = lines(path)
@@ -151,7 +151,7 @@ def test_what_failed_is_tried_again_where_it_may_have_been_mended(
 ) -> None:
     clock = Clock()
     failing = Asked(clock)
-    failing.fails["one"] = Unanswered("failed", "it broke", "")
+    failing.fails["one"] = MeasureError("failed", "it broke", "")
     run(session_with(path, failing), jobs(ONE, TWO))
     asked = Asked(clock)
     run(session_with(path, asked, {**ABOUT, "commit": commit_now}), jobs(ONE, TWO))
@@ -202,7 +202,7 @@ def test_each_row_has_a_limit_and_no_row_outlasts_the_stage(path: Path) -> None:
         "one": pytest.approx(LEAST_LIMIT_S + 3 * 3.5),
         "two": pytest.approx(LEAST_LIMIT_S + 3 * 102.5),
     }
-    asked.fails["three"] = Unanswered("timed out", "no answer after 35 s", "stacks")
+    asked.fails["three"] = MeasureError("timed out", "no answer after 35 s", "stacks")
     run(session, jobs(THREE), clock.now_s + 25.0)
     assert asked.limits["three"] == 35.0
     # The row itself did nothing wrong: it is measured in the next call.
@@ -352,7 +352,7 @@ def test_a_worker_answers_until_it_cannot_be_trusted(worker: Worker, tmp_path: P
 
 def test_a_worker_that_hangs_is_ended_and_tells_where(worker: Worker) -> None:
     pid = worker({"kind": "a"}, 30)["pid"]
-    with pytest.raises(Unanswered) as raised:
+    with pytest.raises(MeasureError) as raised:
         worker({"kind": "hang"}, 0.5)
     assert (raised.value.status, raised.value.reason) == ("timed out", "no answer after 0 s")
     assert "hang_in_here" in raised.value.told
@@ -361,7 +361,7 @@ def test_a_worker_that_hangs_is_ended_and_tells_where(worker: Worker) -> None:
 
 
 def test_a_worker_that_dies_leaves_its_last_words(worker: Worker) -> None:
-    with pytest.raises(Unanswered) as raised:
+    with pytest.raises(MeasureError) as raised:
         worker({"kind": "die"}, 30)
     assert (raised.value.status, raised.value.reason) == ("failed", "its process ended with status 9")
     assert raised.value.told.endswith("the last words\n")

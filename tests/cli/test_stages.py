@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_actswap import load_config, model_structure
 from hf_actswap.cli import stages
-from hf_actswap.pipeline import StagedModel, prove_cut
+from hf_actswap.pipeline import StagedModel, check_cut
 from hf_actswap.pipeline.stages import layout_of
 from tests.pipeline.staged_worker import Meter
 
@@ -96,8 +96,10 @@ def test_a_better_offset_is_proposed(
 
 def test_the_whole_model_runs_once(run: Run, tiny: Path, tmp_path: Path, monkeypatch: Any) -> None:
     calls = Counter[str]()
-    learn = stages.learn_form
-    monkeypatch.setattr(stages, "learn_form", lambda *given: calls.update(["whole"]) or learn(*given))
+    learn = stages.record_layer_outputs
+    monkeypatch.setattr(
+        stages, "record_layer_outputs", lambda *given: calls.update(["whole"]) or learn(*given)
+    )
     (path := tmp_path / "config.yaml").write_text(PIPELINE.replace("2", "4"))
     assert len(run("plan", tiny, path, *STEP, "--json").document["stages"]) == 4
     assert calls == {"whole": 1}
@@ -108,7 +110,7 @@ def held_by(stage: int, layout: Any) -> tuple[int, int]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY), dtype=torch.bfloat16).train()
     found = StagedModel(model, model_structure(model), layout, stage)
-    prove_cut(found, nullcontext)
+    check_cut(found, nullcontext)
     ids, meter = torch.zeros(ROWS, TOKENS, dtype=torch.long), Meter(model)
     hidden = torch.zeros(ROWS, TOKENS, 32, dtype=torch.bfloat16, requires_grad=True)
     batch = {"input_ids": ids, "labels": ids} if found.is_last else {"input_ids": ids}

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_actswap.config import MemoryConfig, load_config
-from hf_actswap.config.keys import MEMORY_KEYS, MODE_FLAGS, SETTINGS, TRANSLATED, UNUSED
+from hf_actswap.config.keys import (
+    MEMORY_KEYS,
+    MINDSPEED_COUNTERPARTS,
+    MINDSPEED_IGNORED,
+    MODE_FLAGS,
+    SETTINGS,
+)
 from hf_actswap.errors import ConfigError
 
 GIB, MIB = 2**30, 2**20
@@ -77,9 +83,9 @@ def test_every_setting_is_ours_or_translated_or_has_a_note() -> None:
     same = set(THEIR_FILE) & set(MEMORY_KEYS)
     assert same == {"swap_bucket_size", "num_attn_layers_per_stage"}
     assert set(THEIR_FILE) == same | set(SETTINGS)
-    for key in UNUSED:
+    for key in MINDSPEED_IGNORED:
         (line,) = notes(**{key: THEIR_FILE[key]})
-        assert line == f"`memory.{key}`: {UNUSED[key]}"
+        assert line == f"`memory.{key}`: {MINDSPEED_IGNORED[key]}"
         assert memory(**{key: THEIR_FILE[key]}) == MemoryConfig()
 
 
@@ -192,7 +198,7 @@ def test_a_misspelt_setting_finds_the_nearest_of_both_vocabularies() -> None:
 
 
 def test_a_setting_at_the_top_level_is_sent_below_memory() -> None:
-    for name in TRANSLATED:
+    for name in MINDSPEED_COUNTERPARTS:
         with pytest.raises(
             ConfigError, match=f"{name}: .* It is a key of `memory`: write it below that line."
         ):

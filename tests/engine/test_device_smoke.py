@@ -25,7 +25,7 @@ from benchmarks.records import device_named, hardware, origin
 from benchmarks.rows import EAGER, ROWS, Row
 from benchmarks.trainings import OUT_OF_MEMORY_CASES, STATES_CASES, Sizes, measure_states, train
 from benchmarks.workloads import PRESETS, Workload
-from hf_actswap.engine.evictable import IdleTensors
+from hf_actswap.engine.evictable import EvictableTensors
 from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.link import measure_link
 from hf_actswap.engine.slabs import PageableSlabs, PinnedSlabs, SlabSource
@@ -236,7 +236,7 @@ def test_out_of_memory_is_survived_by_what_can_be_evicted(repeatable: None) -> N
     def step(limit_bytes: int | None) -> tuple[dict[str, torch.Tensor], int, OomGuard]:
         model.zero_grad()
         with limited(limit_bytes, model) as meter:
-            idle = IdleTensors(DEVICE, min_tensor_bytes=512)
+            idle = EvictableTensors(DEVICE, min_tensor_bytes=512)
             guard = OomGuard(meter, idle)
             guard.start()
             try:

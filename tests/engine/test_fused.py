@@ -48,7 +48,7 @@ def steps(model: nn.Module, count: int = 3) -> list[dict[str, torch.Tensor]]:
 
 
 def fuser_of(applied: AppliedPlan) -> object:
-    setting = applied._engine._place.setting
+    setting = applied._engine.runtime.setting
     return setting.fuse.__self__  # type: ignore[attr-defined]
 
 
@@ -76,7 +76,7 @@ def test_off_unless_asked_for() -> None:
     with apply(model, config(MODULES, fused=False)) as applied:
         for found, expected in zip(steps(model), bare, strict=True):
             assert_bitwise_equal(found, expected)
-        setting = applied._engine._place.setting
+        setting = applied._engine.runtime.setting
         assert setting.fuse is None
 
 

@@ -7,7 +7,7 @@ from itertools import combinations, combinations_with_replacement
 
 import pytest
 
-from hf_actswap.engine.schedule import PrefetchOrder, ReleaseQueue, Want
+from hf_actswap.engine.schedule import PrefetchOrder, PrefetchRequest, ReleaseQueue
 from hf_actswap.plan import Windows
 
 NODES = range(6)
@@ -18,7 +18,7 @@ def subsets(nodes: range) -> Iterator[tuple[int, ...]]:
         yield from combinations(nodes, size)
 
 
-def fetched_at(hooks: tuple[int, ...], wants: list[Want[str]]) -> dict[str, int]:
+def fetched_at(hooks: tuple[int, ...], wants: list[PrefetchRequest[str]]) -> dict[str, int]:
     """Run one backward over ``hooks``; return the node at which each item was fetched."""
     order = PrefetchOrder(hooks, wants)
     found: dict[str, int] = {}
@@ -43,7 +43,7 @@ def test_prefetch_starts_at_the_last_hook_in_time_in_every_small_world() -> None
     for hooks in subsets(NODES):
         for consumer in hooks:
             for prefetch in range(len(NODES) + 2):
-                found = fetched_at(hooks, [Want("x", consumer, prefetch)])
+                found = fetched_at(hooks, [PrefetchRequest("x", consumer, prefetch)])
                 expected = last_hook_in_time(hooks, consumer + prefetch)
                 assert found == {"x": expected}, (hooks, consumer, prefetch)
                 assert found["x"] >= consumer  # never after the consumer
@@ -57,7 +57,7 @@ def test_two_wants_do_not_disturb_each_other() -> None:
         for one, two in combinations_with_replacement(hooks, 2):
             for lead in range(4):
                 for other_lead in range(4):
-                    wants = [Want("one", one, lead), Want("two", two, other_lead)]
+                    wants = [PrefetchRequest("one", one, lead), PrefetchRequest("two", two, other_lead)]
                     assert fetched_at(hooks, wants) == {
                         "one": last_hook_in_time(hooks, one + lead),
                         "two": last_hook_in_time(hooks, two + other_lead),
@@ -65,7 +65,10 @@ def test_two_wants_do_not_disturb_each_other() -> None:
 
 
 def test_what_is_needed_first_is_fetched_first_at_one_hook() -> None:
-    order = PrefetchOrder([1, 2, 9], [Want("late", 1, 20), Want("early", 9, 20), Want("middle", 2, 20)])
+    order = PrefetchOrder(
+        [1, 2, 9],
+        [PrefetchRequest("late", 1, 20), PrefetchRequest("early", 9, 20), PrefetchRequest("middle", 2, 20)],
+    )
     assert order.due(9) == ["early", "middle", "late"]
 
 
@@ -75,13 +78,13 @@ def test_a_skipped_hook_does_not_lose_its_items() -> None:
         for consumer in hooks:
             for prefetch in range(3):
                 for now in (node for node in hooks if node <= consumer):
-                    order = PrefetchOrder(hooks, [Want("x", consumer, prefetch)])
+                    order = PrefetchOrder(hooks, [PrefetchRequest("x", consumer, prefetch)])
                     assert order.due(now) == ["x"]
                     assert order.due(now) == []
 
 
 def test_a_number_that_rises_starts_the_order_again() -> None:
-    wants = [Want("a", 5, 1), Want("b", 3, 0), Want("c", 1, 0)]
+    wants = [PrefetchRequest("a", 5, 1), PrefetchRequest("b", 3, 0), PrefetchRequest("c", 1, 0)]
     for stop in range(1, 6):
         order = PrefetchOrder([1, 3, 5, 6], wants)
         first = [item for node in (6, 5, 3, 1) if node >= stop for item in order.due(node)]
@@ -93,14 +96,14 @@ def test_a_number_that_rises_starts_the_order_again() -> None:
 
 def test_the_same_number_twice_fetches_once() -> None:
     """One node unpacks several tensors."""
-    order = PrefetchOrder([4], [Want("x", 4, 0)])
+    order = PrefetchOrder([4], [PrefetchRequest("x", 4, 0)])
     assert [order.due(4), order.due(4), order.due(3)] == [["x"], [], []]
 
 
 def test_an_empty_order_is_false() -> None:
     assert not PrefetchOrder([1, 2], [])
-    assert PrefetchOrder([], [Want("x", 1, 0)])
-    assert PrefetchOrder([], [Want("x", 1, 2)]).due(3) == ["x"]
+    assert PrefetchOrder([], [PrefetchRequest("x", 1, 0)])
+    assert PrefetchOrder([], [PrefetchRequest("x", 1, 2)]).due(3) == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def test_prefetch_vectors(vector: str, prefetch: int, fetched_before: int, hidde
     which our forward has always behind it; what is left is the clamp to the first operator.
     """
     node_of = {operator: 19 - operator for operator in range(20)}
-    order = PrefetchOrder(node_of.values(), [Want(vector, node_of[15], prefetch)])
+    order = PrefetchOrder(node_of.values(), [PrefetchRequest(vector, node_of[15], prefetch)])
     started = [operator for operator in range(20) if order.due(node_of[operator])]
     assert started == [fetched_before]
     assert 15 - started[0] == hidden_by

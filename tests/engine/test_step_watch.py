@@ -188,7 +188,7 @@ def test_watching_changes_no_number_and_leaves_nothing(kind: str) -> None:
         watch.close()
         found = gradients(model)
         assert not applied.evictable
-        place = applied._engine.place
+        place = applied._engine.runtime
         assert place.watched(place.setting) is place.setting  # the next forward is as any other
         assert not isinstance(place.setting.transfer, WatchedTransfer)
         one_step(model, 4)

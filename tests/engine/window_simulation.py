@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_actswap.engine.link import DuplexLink, Lane, Link
-from hf_actswap.engine.schedule import PrefetchOrder, ReleaseQueue, Want
+from hf_actswap.engine.schedule import PrefetchOrder, PrefetchRequest, ReleaseQueue
 from hf_actswap.engine.windows import Candidate, Decision, Timeline
 from hf_actswap.plan.actions import Windows
 
@@ -119,7 +119,7 @@ class _Step:
         order = PrefetchOrder(
             [op for op, _ in hooks],
             [
-                Want(index, self._candidates[index].consumer_op, windows.prefetch_ops)
+                PrefetchRequest(index, self._candidates[index].consumer_op, windows.prefetch_ops)
                 for index, windows in sorted(self._windows.items(), key=lambda item: self._place(item[0]))
             ],
         )

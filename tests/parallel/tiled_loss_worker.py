@@ -19,7 +19,7 @@ from hf_actswap.apply import apply
 from hf_actswap.engine import AppliedPlan
 from hf_actswap.engine.chunked_logits import ChunkedLogits
 from hf_actswap.integrations import fused_head
-from hf_actswap.integrations.fused_head import take_fused_head
+from hf_actswap.integrations.fused_head import replace_fused_head
 from hf_actswap.parallel.gradients import allreduce_sequence_parallel_gradients
 from hf_actswap.parallel.group import tensor_parallel_group
 from hf_actswap.parallel.patch_model import patch_model
@@ -212,7 +212,7 @@ def run_fused_head(group: dist.ProcessGroup) -> list[tuple[torch.Tensor, ...]]:
             raise AssertionError("another one is put in its place")
 
         model.forward = MethodType(fused, model)
-        take_fused_head(patched)
+        replace_fused_head(patched)
         limits = (VOCABULARY, VOCABULARY // WORLD_SIZE) if written != "off" else (-1,)
         pieces = mock.patch.object(fused_head, "_PIECE_TOKENS", TILE)
         with pieces, tiled(model, group, written), NoLogits(*limits):

@@ -31,7 +31,7 @@ from hf_actswap.config.schema import PipelineSchedule
 from hf_actswap.engine import Resources, host_budget
 from hf_actswap.engine.passes import Pass, PassOrder, Point
 from hf_actswap.engine.slabs import PageableSlabs
-from hf_actswap.pipeline import PipelineRuntime, StagedModel, prove_cut
+from hf_actswap.pipeline import PipelineRuntime, StagedModel, check_cut
 from hf_actswap.pipeline.shared_state import StageGradients, whole_state
 from hf_actswap.plan.layout import build_layout
 from tests.engine.simulated_transfer import Clock
@@ -207,7 +207,7 @@ def staged_of(case: Case, model: nn.Module, stages: int, stage: int) -> tuple[St
     assert layout is not None, problems
     staged = StagedModel(model, shape, layout, stage)
     staged.passes = WatchedPasses()
-    prove_cut(staged, nullcontext)
+    check_cut(staged, nullcontext)
     staged.cut()
     plan = staged.plan_of_stage(resolve_plan(config, shape))
     resources = Resources(passes=staged.passes)

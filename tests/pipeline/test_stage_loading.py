@@ -18,7 +18,7 @@ from transformers import (
 
 from hf_actswap import load_config, model_structure, stage_from_config, stage_from_pretrained
 from hf_actswap.parallel.rank_agreement import parameters_fact
-from hf_actswap.pipeline import PipelineError, StagedModel, prove_cut
+from hf_actswap.pipeline import PipelineError, StagedModel, check_cut
 from hf_actswap.pipeline.stages import Entrance, layout_of
 from tests.pipeline.staged_worker import tiny_model
 from tests.pipeline.trainer_worker import pipeline, trainer_of
@@ -149,7 +149,7 @@ def test_the_cut_is_proven_without_the_weights_of_others(
     layout = layout_of(structure, load_config(pipeline(STAGES)).parallel_config)
 
     def prove(rank: int) -> None:
-        prove_cut(StagedModel(models[rank], structure, layout, rank), nullcontext)
+        check_cut(StagedModel(models[rank], structure, layout, rank), nullcontext)
 
     for rank, model in enumerate(models):
         before = {name: id(tensor) for name, tensor in model.state_dict(keep_vars=True).items()}

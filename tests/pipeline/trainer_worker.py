@@ -17,7 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_actswap import ActSwapTrainerMixin, stage_from_pretrained
-from hf_actswap.engine import host_budget, workplace
+from hf_actswap.engine import host_budget, plan_runtime
 from hf_actswap.engine.link import Link
 from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.integrations.pipeline_training import PipelineTraining
@@ -175,7 +175,7 @@ def planned(
     memory = {"mode": "smart_swap", "warmup_steps": 2, **(asked or {"budget_gib": 461_709 / 2**30})}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_budget, "PinnedSlabs", lambda *_: PageableSlabs())
-        for module in (workplace, start):
+        for module in (plan_runtime, start):
             patch.setattr(module, "transfer_of", lambda _device: transfer)
         model = tiny_model("llama", 4)
         clock.drive(model)

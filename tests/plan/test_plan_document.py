@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hf_actswap import MemoryPlan, PlanError, load_config
 from hf_actswap.plan import Adjustment, PlanRow, Windows, load_config_or_plan
-from hf_actswap.plan.actions import FATES, Fate, Scope, folded
+from hf_actswap.plan.actions import FATES, Fate, Scope, format_scopes
 
 NUM_LAYERS = 3
 PATHS = ["", "a", "a.b", "a.b.c", "a.bc", "d", "output"]
@@ -109,8 +109,8 @@ def test_layers_that_do_not_exist() -> None:
 
 
 def test_folded_layers() -> None:
-    assert folded((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
-    assert folded(()) == ""
+    assert format_scopes((0, 1, 2, 5, 7, 8)) == "0-2, 5, 7-8"
+    assert format_scopes(()) == ""
 
 
 def document(**changes: Any) -> str:

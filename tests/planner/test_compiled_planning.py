@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from hf_actswap import ConfigError, PlanError, apply, model_structure
 from hf_actswap.plan.actions import COMPILE_BUDGET, Fate, MemoryPlan, PlanRow
-from hf_actswap.planner.cost.compiled_shares import offered_points, point_of_share, points_in
+from hf_actswap.planner.cost.compiled_shares import compile_points_of, offered_points, point_of_share
 from hf_actswap.planner.cost.simulate import predict
 from hf_actswap.planner.profile import FrontierPoint, Limits, Profile
 from hf_actswap.planner.record.profile_document import profile_from_json, profile_to_json
@@ -48,7 +48,7 @@ def found_at(profile: Profile, gib: float) -> Found:
 
 
 def ways_in(profile: Profile, found: Found) -> set[Any]:
-    return {point.variant for _, point in points_in(profile, found.plan)}
+    return {point.variant for _, point in compile_points_of(profile, found.plan)}
 
 
 @pytest.mark.parametrize("share", MEASURED_MS)
@@ -87,14 +87,14 @@ def test_what_is_told_the_compiler_is_told_in_rows() -> None:
     assert FEED_FORWARD.variant in ways_in(profile, found)
     told = {row.scope for row in found.plan.rows if row.op_path == "mlp"}
     assert told == {row.scope for row in found.plan.rows if row.op_path == "norm.mul"}
-    assert told == {layer for layer, point in points_in(profile, found.plan) if point.recomputed}
+    assert told == {layer for layer, point in compile_points_of(profile, found.plan) if point.recomputed}
 
 
 def test_layers_with_fates_of_their_own_are_told_nothing() -> None:
     profile = compiled_profile()
     fixed = MemoryPlan((PlanRow(3, "", "swap"), PlanRow(4, "", "keep")), 16)
     found = find_plan(profile, fixed, Limits(5 * GIB))
-    assert not {3, 4} & {layer for layer, _ in points_in(profile, found.plan)}
+    assert not {3, 4} & {layer for layer, _ in compile_points_of(profile, found.plan)}
 
 
 def test_candidates_show_different_points() -> None:
@@ -135,7 +135,7 @@ def test_swapped_bytes_tell_what_is_saved_and_the_peak_what_passes() -> None:
     again = predict(better, found.plan)
     assert again.swapped_bytes == pytest.approx(shown.offloaded_bytes, rel=0.01)
     assert again.peak_bytes == pytest.approx(shown.peak_bytes, rel=0.01)
-    for _, point in points_in(better, found.plan):
+    for _, point in compile_points_of(better, found.plan):
         before = next(item for item in offered_points(profile) if item.variant == point.variant)
         assert point.saved < before.saved
         assert point.again == before.again  # no step was timed

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_actswap.engine.evictable import EvictableTicket, IdleTensors
+from hf_actswap.engine.evictable import EvictableTensors, EvictableTicket
 from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.slabs import PageableSlabs
 from hf_actswap.engine.tickets import StaleTensorError, restore
@@ -27,11 +27,11 @@ class Tagged(torch.Tensor):
 
 
 @pytest.fixture
-def idle() -> IdleTensors:
-    return IdleTensors(CPU, min_tensor_bytes=64)
+def idle() -> EvictableTensors:
+    return EvictableTensors(CPU, min_tensor_bytes=64)
 
 
-def saving(idle: IdleTensors) -> saved_tensors_hooks:
+def saving(idle: EvictableTensors) -> saved_tensors_hooks:
     """Let autograd keep tickets of ``idle``."""
     return saved_tensors_hooks(lambda tensor: idle.keep(tensor.detach()), restore)
 
@@ -40,7 +40,7 @@ def fresh(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_an_evicted_tensor_comes_back_as_it_was(idle: IdleTensors) -> None:
+def test_an_evicted_tensor_comes_back_as_it_was(idle: EvictableTensors) -> None:
     tensor = fresh(16, 8)
     expected, gone = tensor.clone(), weakref.ref(tensor.untyped_storage())
     ticket = idle.keep(tensor.detach())
@@ -56,7 +56,7 @@ def test_an_evicted_tensor_comes_back_as_it_was(idle: IdleTensors) -> None:
     assert found.stride() == expected.stride()
 
 
-def test_the_oldest_goes_first_and_no_more_than_wanted(idle: IdleTensors) -> None:
+def test_the_oldest_goes_first_and_no_more_than_wanted(idle: EvictableTensors) -> None:
     tickets = [idle.keep(fresh(32, seed=seed)) for seed in range(4)]
     again = tickets[0].restore()  # type: ignore[union-attr]
     tickets.append(idle.keep(again.detach()))  # saved once more: backward reads it sooner now
@@ -79,7 +79,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def test_views_share_one_host_copy(idle: IdleTensors) -> None:
+def test_views_share_one_host_copy(idle: EvictableTensors) -> None:
     base = fresh(16, 8)
     expected = {name: view(base).clone() for name, view in VIEWS.items()}
     strides = {name: view(base).stride() for name, view in VIEWS.items()}
@@ -95,7 +95,7 @@ def test_views_share_one_host_copy(idle: IdleTensors) -> None:
         assert idle.reloads == repeat, "once for all views"
 
 
-def test_a_block_that_came_back_goes_again_for_nothing(idle: IdleTensors) -> None:
+def test_a_block_that_came_back_goes_again_for_nothing(idle: EvictableTensors) -> None:
     base = fresh(64)
     expected = base.clone()
     tickets = [idle.keep(base.detach()), idle.keep(base[:32].detach())]
@@ -110,7 +110,7 @@ def test_a_block_that_came_back_goes_again_for_nothing(idle: IdleTensors) -> Non
     assert (idle.evictions, idle.reloads) == (1, 2)
 
 
-def test_what_a_reader_has_is_not_evicted(idle: IdleTensors) -> None:
+def test_what_a_reader_has_is_not_evicted(idle: EvictableTensors) -> None:
     ticket = idle.keep(fresh(64))
     found = restore(ticket)
     assert idle.evict(EVERYTHING) == 0
@@ -130,21 +130,21 @@ def test_what_a_reader_has_is_not_evicted(idle: IdleTensors) -> None:
     ],
     ids=["sparse", "conjugated", "small", "empty", "elsewhere", "subclass"],
 )
-def test_what_is_rejected_is_kept(idle: IdleTensors, make: Callable[[], torch.Tensor]) -> None:
+def test_what_is_rejected_is_kept(idle: EvictableTensors, make: Callable[[], torch.Tensor]) -> None:
     tensor = make()
     ticket = idle.keep(tensor)
     assert isinstance(ticket, tuple)
     assert restore(ticket) is tensor
 
 
-def test_parameters_and_their_views_stay(idle: IdleTensors) -> None:
+def test_parameters_and_their_views_stay(idle: EvictableTensors) -> None:
     weight = nn.Parameter(fresh(16, 16))
     tickets = [idle.keep(weight.detach()), idle.keep(weight.t().detach())]
     assert idle.evict(EVERYTHING) == 0
     assert restore(tickets[0]).data_ptr() == weight.data_ptr()
 
 
-def test_a_resized_storage_is_left_alone(idle: IdleTensors) -> None:
+def test_a_resized_storage_is_left_alone(idle: EvictableTensors) -> None:
     """FSDP frees what it gathered by resizing to nothing, and gathers again into the same storage."""
     tensor = fresh(64)
     ticket = idle.keep(tensor)
@@ -157,7 +157,7 @@ def test_a_resized_storage_is_left_alone(idle: IdleTensors) -> None:
     assert idle.evict(EVERYTHING) == 256
 
 
-def test_a_change_after_saving_is_an_error(idle: IdleTensors) -> None:
+def test_a_change_after_saving_is_an_error(idle: EvictableTensors) -> None:
     base = fresh(64)
     early = idle.keep(base.detach())
     base.add_(1)
@@ -171,7 +171,7 @@ def test_a_change_after_saving_is_an_error(idle: IdleTensors) -> None:
     assert torch.equal(restore(late), expected)
 
 
-def test_a_change_by_a_reader_is_an_error_for_the_next(idle: IdleTensors) -> None:
+def test_a_change_by_a_reader_is_an_error_for_the_next(idle: EvictableTensors) -> None:
     base = fresh(64)
     tickets = [idle.keep(base.detach()), idle.keep(base.view(8, 8).detach())]
     del base
@@ -181,7 +181,7 @@ def test_a_change_by_a_reader_is_an_error_for_the_next(idle: IdleTensors) -> Non
         restore(tickets[1])
 
 
-def test_tickets_leave_nothing_behind(idle: IdleTensors) -> None:
+def test_tickets_leave_nothing_behind(idle: EvictableTensors) -> None:
     pool = HostPool(PageableSlabs(), slab_bytes=1)
     idle.pool = pool
     tickets = [idle.keep(fresh(64, seed=seed)) for seed in range(3)]
@@ -196,7 +196,7 @@ def test_tickets_leave_nothing_behind(idle: IdleTensors) -> None:
     pool.close()
 
 
-def test_a_full_pool_means_staying(idle: IdleTensors) -> None:
+def test_a_full_pool_means_staying(idle: EvictableTensors) -> None:
     idle.pool = HostPool(PageableSlabs(), cap_bytes=256, slab_bytes=1)
     tickets = [idle.keep(fresh(64, seed=seed)) for seed in range(3)]
     assert idle.evict(EVERYTHING) == 256
@@ -204,7 +204,7 @@ def test_a_full_pool_means_staying(idle: IdleTensors) -> None:
         assert torch.equal(restore(ticket), fresh(64, seed=seed))
 
 
-def test_a_ticket_in_a_cycle_is_collected(idle: IdleTensors) -> None:
+def test_a_ticket_in_a_cycle_is_collected(idle: EvictableTensors) -> None:
     holder: dict[str, Any] = {"ticket": idle.keep(fresh(64))}
     holder["self"] = holder
     idle.evict(EVERYTHING)
@@ -224,7 +224,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [item.grad.clone() for item in model.parameters() if item.grad is not None]
 
 
-def test_every_saved_tensor_evicted_and_backward_twice(idle: IdleTensors) -> None:
+def test_every_saved_tensor_evicted_and_backward_twice(idle: EvictableTensors) -> None:
     x = fresh(8, 16)
     plain = network()
     plain(x).sum().backward()
@@ -243,7 +243,7 @@ def test_every_saved_tensor_evicted_and_backward_twice(idle: IdleTensors) -> Non
     assert not idle._known
 
 
-def test_an_exception_in_mid_step_leaves_nothing(idle: IdleTensors) -> None:
+def test_an_exception_in_mid_step_leaves_nothing(idle: EvictableTensors) -> None:
     model = network()
 
     def fail(*_: object) -> None:
@@ -261,7 +261,7 @@ def test_an_exception_in_mid_step_leaves_nothing(idle: IdleTensors) -> None:
     assert not idle._known
 
 
-def test_two_forwards_before_two_backwards(idle: IdleTensors) -> None:
+def test_two_forwards_before_two_backwards(idle: EvictableTensors) -> None:
     inputs = [fresh(8, 16, seed=seed) for seed in (1, 2)]
     plain = network()
     for x in inputs:
@@ -275,7 +275,7 @@ def test_two_forwards_before_two_backwards(idle: IdleTensors) -> None:
     assert all(map(torch.equal, gradients(model), gradients(plain)))
 
 
-def test_threads_may_read_and_evict_at_once(idle: IdleTensors) -> None:
+def test_threads_may_read_and_evict_at_once(idle: EvictableTensors) -> None:
     failures: list[str] = []
 
     def work(seed: int) -> None:

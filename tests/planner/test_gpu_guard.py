@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.exactness import deterministic
-from hf_actswap.engine.evictable import IdleTensors
+from hf_actswap.engine.evictable import EvictableTensors
 from hf_actswap.engine.host_pool import HostPool
 from hf_actswap.engine.slabs import PinnedSlabs
 from hf_actswap.engine.tickets import restore
@@ -49,7 +49,7 @@ def tokens() -> torch.Tensor:
     return torch.randn(TOKENS, WIDTH, device=DEVICE, dtype=torch.bfloat16, generator=generator)
 
 
-def step(model: nn.Module, x: torch.Tensor, idle: IdleTensors | None) -> list[torch.Tensor]:
+def step(model: nn.Module, x: torch.Tensor, idle: EvictableTensors | None) -> list[torch.Tensor]:
     """Return the gradients, on the host."""
     torch.manual_seed(3)
     saving = nullcontext() if idle is None else saved_tensors_hooks(lambda t: idle.keep(t.detach()), restore)
@@ -93,7 +93,7 @@ def test_the_first_step_survives(dropout: float, pinned: bool) -> None:
     for fraction in (0.8, 0.6, 0.5):
         limit_to(fraction * peak)
         model, x = stack(dropout), tokens()
-        meter, idle = AllocatorMeter(DEVICE), IdleTensors(DEVICE, pool)
+        meter, idle = AllocatorMeter(DEVICE), EvictableTensors(DEVICE, pool)
         assert meter.limit_bytes() <= fraction * peak
         guard = OomGuard(meter, idle)
         guard.start()
@@ -126,7 +126,7 @@ def test_where_nothing_helps_the_error_says_so() -> None:
     _, peak = free_step(0.0)
     limit_to(0.3 * peak)
     model, x = stack(0.0), tokens()
-    idle = IdleTensors(DEVICE)
+    idle = EvictableTensors(DEVICE)
     guard = OomGuard(AllocatorMeter(DEVICE), idle)
     guard.start()
     try:
@@ -151,7 +151,7 @@ def test_compiled_layers_survive() -> None:
     del model, x
     limit_to(0.7 * peak)
     model, x = make(), tokens()
-    idle = IdleTensors(DEVICE)
+    idle = EvictableTensors(DEVICE)
     guard = OomGuard(AllocatorMeter(DEVICE), idle)
     undo = guard_compiled(guard, model)
     guard.start()

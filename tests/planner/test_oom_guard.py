@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_actswap import MemoryPlan, model_structure
 from hf_actswap.engine import Resources, install
-from hf_actswap.engine.evictable import IdleTensors
+from hf_actswap.engine.evictable import EvictableTensors
 from hf_actswap.engine.stats import gib_text
 from hf_actswap.engine.tickets import restore
 from hf_actswap.planner.meter import CountingMeter
@@ -68,13 +68,13 @@ class Device:
     limit_bytes: int | None
     owned: Iterable[torch.Tensor]
     meter: CountingMeter = field(init=False)
-    idle: IdleTensors = field(init=False)
+    idle: EvictableTensors = field(init=False)
     guard: OomGuard = field(init=False)
 
     def __post_init__(self) -> None:
         self.meter = CountingMeter(self.limit_bytes)
         self.meter.own(self.owned)
-        self.idle = IdleTensors(CPU, min_tensor_bytes=512)
+        self.idle = EvictableTensors(CPU, min_tensor_bytes=512)
         self.guard = OomGuard(self.meter, self.idle)
 
     @contextmanager

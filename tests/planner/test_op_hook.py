@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_actswap.engine.evictable import IdleTensors
+from hf_actswap.engine.evictable import EvictableTensors
 from hf_actswap.planner.rescue.op_hook import op_hook
 from tests.planner.test_oom_guard import Device
 
@@ -116,7 +116,7 @@ def test_an_op_that_failed_has_more_room_at_its_next_call() -> None:
 
 
 def test_inputs_stay_until_the_end() -> None:
-    idle = IdleTensors(CPU, min_tensor_bytes=64)
+    idle = EvictableTensors(CPU, min_tensor_bytes=64)
     ticket = idle.keep(torch.randn(64))
     with op_hook("reads", (ticket.restore(),)):  # type: ignore[union-attr]
         assert idle.evict(1) == 0
@@ -124,7 +124,7 @@ def test_inputs_stay_until_the_end() -> None:
 
 
 def test_it_passes_exceptions_on_and_lets_go() -> None:
-    idle = IdleTensors(CPU, min_tensor_bytes=64)
+    idle = EvictableTensors(CPU, min_tensor_bytes=64)
     ticket = idle.keep(torch.randn(64))
     hook = op_hook("fails", (ticket.restore(),))  # type: ignore[union-attr]
     with pytest.raises(KeyError), hook:

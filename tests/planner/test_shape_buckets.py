@@ -17,7 +17,7 @@ from hf_actswap.engine import AppliedPlan, Resources, install
 from hf_actswap.engine.host_budget import HostMemory
 from hf_actswap.plan.actions import MemoryPlan
 from hf_actswap.planner import bucket_plans, stable
-from hf_actswap.planner.planning import Task, task_of
+from hf_actswap.planner.planning import PlanningTask, agreed_task
 from hf_actswap.planner.profile import Profile
 from hf_actswap.planner.record.shapes import profile_from_shapes
 from hf_actswap.planner.search_phase import SearchPhase
@@ -268,12 +268,12 @@ def test_a_bucket_that_misses_the_budget_is_dropped(monkeypatch: pytest.MonkeyPa
     shapes = [[(8, 64)]] * 6 + [[(8, 40)]] * 4 + [[(8, 64)]] * 2
     plain = train_mixed(shapes)
     budget = int(0.5 * max(plain.peaks))
-    plan_at = Task.plan_at
+    plan_at = PlanningTask.plan_at
 
-    def too_hopeful(task: Task, size: BatchSize) -> Any:
+    def too_hopeful(task: PlanningTask, size: BatchSize) -> Any:
         return plan_at(task, BatchSize(size.tokens // 3))
 
-    monkeypatch.setattr(Task, "plan_at", too_hopeful)
+    monkeypatch.setattr(PlanningTask, "plan_at", too_hopeful)
     found = train_mixed(shapes, {"mode": "adaptive", "budget_gib": budget / GIB})
     assert_same_training(found, plain)
     assert found.phases[6:] == ["stable"] * 6
@@ -382,7 +382,7 @@ def search_of(share: float, steps: int = 8) -> tuple[SearchPhase, TimedRun, int]
     step = replace(step, profile=replace(step.profile, outside_ms=5.0))
     peak_bytes = measured_peak_bytes(step.profile)
     memory = MemoryConfig(mode="adaptive", budget_gib=share * peak_bytes / GIB)
-    task = task_of(step, MemoryPlan((), 4, "llama"), memory, 2 * peak_bytes, 0)
+    task = agreed_task(step, MemoryPlan((), 4, "llama"), memory, 2 * peak_bytes, 0)
     run = TimedRun(peak_bytes=int(0.1 * peak_bytes))
     return SearchPhase(run, task, steps), run, peak_bytes  # type: ignore[arg-type]
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from benchmarks.parallel_table import Llama, Setting, tensor_axis_bytes
 from hf_actswap.cli.plan_request import ModelRequest
 from hf_actswap.cli.step import StepShape, profile_of
-from hf_actswap.cli.subject import Subject, subject
+from hf_actswap.cli.subject import AnalysedModel, subject
 from hf_actswap.config import load_config
 from hf_actswap.planner.cost.tensor_axis import Exchange, exchanged, tensor_axis
 from hf_actswap.planner.profile import Profile
@@ -24,7 +24,7 @@ FABRIC = Fabric("a test", bytes_per_ms=1000.0, latency_ms=0.5)
 
 def divided(
     folder: Path, ranks: int, sequence_parallel: bool, kv_heads: int
-) -> Iterator[tuple[Subject, Profile]]:
+) -> Iterator[tuple[AnalysedModel, Profile]]:
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=96,

@@ -21,8 +21,8 @@ from hf_actswap.engine.stats import Counters
 from hf_actswap.plan import model_structure
 from hf_actswap.stream import streamed_attention, traced
 from hf_actswap.stream.host_sequence import HostSequence
-from hf_actswap.stream.on_paper import LayerTrace, chunk_bounds, host_bytes, longest_on_host, passes
 from hf_actswap.stream.piecewise_attention import Visibility, attend, attend_backward
+from hf_actswap.stream.predictions import AttentionShapes, chunk_bounds, host_bytes, longest_on_host, passes
 from hf_actswap.stream.two_passes import auto_tokens
 from tests.engine.recording_transfer import RecordingTransfer
 from tests.engine.simulated_transfer import Clock, SimulatedCopy, SimulatedTransfer
@@ -192,7 +192,7 @@ def waits_of_a_step(
         if output.requires_grad:
             output.register_hook(lambda _: clock.advance(2 * linear_ms))
 
-    trace, transfer = LayerTrace(Visibility(), 4, 1, 8, 8, 2, 4, 4), TimedTransfer(clock, link)
+    trace, transfer = AttentionShapes(Visibility(), 4, 1, 8, 8, 2, 4, 4), TimedTransfer(clock, link)
     with (
         monkeypatch.context() as patched,
         apply(model, {"stream_config": {"tokens": tokens}}, transfer=transfer),
@@ -267,7 +267,7 @@ def test_a_list_says_which_layers_are_recomputed_and_the_others_are_kept() -> No
     assert torch.equal(kept_loss, loss)
     assert all(torch.equal(found[name], one) for name, one in expected.items())
     assert stats.late_prefetches == stats.host_bytes == 0
-    trace = LayerTrace(Visibility(), 2 * 4, 2 * 2, 8, 8, 4, 4, 4)
+    trace = AttentionShapes(Visibility(), 2 * 4, 2 * 2, 8, 8, 4, 4, 4)
     first, second = passes([trace, *[replace(trace, again=False)] * 2], chunk_bounds(LENGTH, TOKENS))
     assert stats.prefetched_bytes == first.in_bytes + second.in_bytes
     assert all_again.prefetched_bytes - stats.prefetched_bytes == 2 * LENGTH * trace.output_bytes
@@ -337,7 +337,7 @@ def test_host_memory_and_copies_are_predicted_to_the_byte(
 @pytest.mark.parametrize("most_bytes", [0, 1000, 54_321, 10**6, 10**7])
 def test_the_longest_on_the_host_fits_and_one_token_more_does_not(most_bytes: int) -> None:
     layers = [
-        LayerTrace(visible, 4, 2, 8, 8, 2, 4, 4)
+        AttentionShapes(visible, 4, 2, 8, 8, 2, 4, 4)
         for visible in (Visibility(), Visibility(window=300), Visibility(block=512))
     ]
     longest = longest_on_host(layers, 100, most_bytes, 10**7)

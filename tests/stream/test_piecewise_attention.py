@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_actswap.stream import piecewise_attention
-from hf_actswap.stream.on_paper import LayerTrace, passes
 from hf_actswap.stream.piecewise_attention import Scores, Visibility, attend, attend_backward, merge
+from hf_actswap.stream.predictions import AttentionShapes, passes
 
 KEYS = 40
 CASES: dict[str, tuple[Visibility, float | None, tuple[int, int], tuple[int, int]]] = {
@@ -162,7 +162,7 @@ class Moved(TorchDispatchMode):
 def test_what_merging_a_piece_reads_and_writes(dtype: torch.dtype, item: int) -> None:
     heads, tokens, size = 4, 64, 1024  # the totals are 1/1024 of it
     out, total = torch.zeros(1, heads, tokens, size), torch.zeros(1, heads, tokens)
-    layer = LayerTrace(Visibility(), heads, heads, size, size, item, 4, 4)
+    layer = AttentionShapes(Visibility(), heads, heads, size, size, item, 4, 4)
     other = torch.ones_like(out, dtype=dtype)
     with Moved() as counted:
         merge(out, total, other, total.clone())

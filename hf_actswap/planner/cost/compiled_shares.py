@@ -75,7 +75,7 @@ def compiled_one_by_one(profile: Profile) -> bool:
     return all((layer, "", None) in calls for layer in profile.compiled_layers)
 
 
-def points_in(profile: Profile, plan: MemoryPlan) -> tuple[tuple[int, FrontierPoint], ...]:
+def compile_points_of(profile: Profile, plan: MemoryPlan) -> tuple[tuple[int, FrontierPoint], ...]:
     """Return (layer, point) of the compiled layers that save less under ``plan`` than by default.
 
     A combination of recomputed ops of which nothing is known is assumed to change nothing.
@@ -98,7 +98,7 @@ def points_in(profile: Profile, plan: MemoryPlan) -> tuple[tuple[int, FrontierPo
     return tuple(found)
 
 
-def without_points(profile: Profile, plan: MemoryPlan) -> MemoryPlan:
+def without_compile_options(profile: Profile, plan: MemoryPlan) -> MemoryPlan:
     """Return ``plan`` without the rows and parameters that tell the compiler what to save."""
     return replace(
         plan,
@@ -110,7 +110,7 @@ def without_points(profile: Profile, plan: MemoryPlan) -> MemoryPlan:
     )
 
 
-def with_points(profile: Profile, points: Mapping[int, FrontierPoint]) -> Profile:
+def with_compile_points(profile: Profile, points: Mapping[int, FrontierPoint]) -> Profile:
     """Return ``profile`` with the bytes and times of these layers changed to those of their points."""
     all_bytes = bytes_of_layers(profile)
     saved = replace(profile.saved, storages=tuple(_storage(item, points) for item in profile.saved.storages))

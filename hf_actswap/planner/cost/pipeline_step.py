@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ...engine.link import DuplexLink, Lane, Link
 from ...engine.passes import CrossingReleases, Pass, PassOrder
-from ...engine.schedule import PrefetchOrder, Want
+from ...engine.schedule import PrefetchOrder, PrefetchRequest
 from ...plan.actions import MemoryPlan, Windows
 from ..profile import CopyTimes, MemoryPoint, Profile
 from .simulate import Simulator, outside
@@ -79,7 +79,7 @@ class StageWork:
 
 
 @dataclass(frozen=True)
-class StageOnPaper:
+class SimulatedStage:
     """One stage, whatever its plan.
 
     Args:
@@ -150,7 +150,7 @@ class Pipeline:
         frees: whether a backward frees what its micro-batch held (not all of it under zero bubble).
     """
 
-    stages: tuple[StageOnPaper, ...]
+    stages: tuple[SimulatedStage, ...]
     chunks: int = 1
     crosses: bool = True
     frees: bool = True
@@ -416,7 +416,9 @@ class _Stage:
         return groups, backward
 
     def _backward(self, ops: range, others: int, groups: Sequence[_Group], backward: _Backward) -> None:
-        order = PrefetchOrder(ops, [Want(group, group.last_use, group.prefetch_ops) for group in groups])
+        order = PrefetchOrder(
+            ops, [PrefetchRequest(group, group.last_use, group.prefetch_ops) for group in groups]
+        )
         read, born = _grouped(groups, "last_use"), _grouped(groups, "born_op")
         for op in reversed(ops):
             backward.watcher(op)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from ...engine.link import Link
 from ...engine.windows import Candidate, choose_windows
 from ...plan.actions import MemoryPlan, Scope, Windows
-from .scope_fates import Built, CopyId, RunAgain, ScopeFate, StorageFate
+from .scope_fates import CopyId, RebuiltStorage, RecomputedRegion, ScopeFate, StorageFate
 from .step_order import Pack, StepOrder, timeline
 from .step_walk import BackwardWalk, ForwardWalk, MovingCopy, StepProgram
 from .storage_tickets import CopyOut
@@ -88,13 +88,13 @@ class _Assembler:
         wanted: Mapping[CopyId, tuple[int, int]],
     ) -> None:
         self._order, self._plan, self._copies, self._wanted = order, plan, copies, wanted
-        self._checkpoints: dict[Scope, RunAgain | None] = {
+        self._checkpoints: dict[Scope, RecomputedRegion | None] = {
             fate.checkpointed: next((region for region in fate.regions), None)
             for fate in fates
             if fate.checkpointed is not None
         }
         self._packs, self._hooks = self._points()
-        reads: dict[int, list[tuple[RunAgain, Built]]] = {}
+        reads: dict[int, list[tuple[RecomputedRegion, RebuiltStorage]]] = {}
         swap_reads: dict[int, list[CopyId]] = {}
         for fate in fates:
             for place, region, item in fate.reads:

@@ -37,7 +37,7 @@ class RunStep:
 
 
 @dataclass(eq=False, slots=True)
-class Built:
+class RebuiltStorage:
     """A storage that a region makes again.
 
     Args:
@@ -52,7 +52,7 @@ class Built:
 
 
 @dataclass(eq=False, slots=True)
-class RunAgain:
+class RecomputedRegion:
     """A region: a call that runs again in backward.
 
     Args:
@@ -72,8 +72,8 @@ class RunAgain:
     first_event: int
     last_op: int = -1
     steps: tuple[RunStep, ...] = ()
-    inputs: list[CopyId | tuple[RunAgain, Built]] = field(default_factory=list)
-    built: dict[int, Built] = field(default_factory=dict)
+    inputs: list[CopyId | tuple[RecomputedRegion, RebuiltStorage]] = field(default_factory=list)
+    built: dict[int, RebuiltStorage] = field(default_factory=dict)
     first_place: int = _NEVER
     last_place: int = -1
     ms: float = 0.0
@@ -124,8 +124,8 @@ class ScopeFate:
     dropped: list[tuple[int, int, int]] = field(default_factory=list)
     moved: list[StorageFate] = field(default_factory=list)
     dropped_bytes: int = 0
-    regions: list[RunAgain] = field(default_factory=list)
-    reads: list[tuple[int, RunAgain, Built]] = field(default_factory=list)
+    regions: list[RecomputedRegion] = field(default_factory=list)
+    reads: list[tuple[int, RecomputedRegion, RebuiltStorage]] = field(default_factory=list)
     holds: list[tuple[int, int]] = field(default_factory=list)
     swap_reads: list[tuple[int, CopyId]] = field(default_factory=list)
     wants: list[tuple[CopyId, int]] = field(default_factory=list)
@@ -181,9 +181,9 @@ def _regions(
     scope: Scope,
     known: Mapping[int, tuple[list[HeldTicket], list[CopyOut]]],
     fate: ScopeFate,
-) -> list[RunAgain]:
+) -> list[RecomputedRegion]:
     """Return the regions of a scope; those that nothing needs are left out, as in the engine."""
-    found: dict[RegionKey, RunAgain] = {}
+    found: dict[RegionKey, RecomputedRegion] = {}
     inputs: dict[RegionKey, list[tuple[int, int, HeldTicket]]] = {}
     readers: dict[RegionKey, list[tuple[int, HeldTicket]]] = {}
     for number, (tickets, _) in known.items():
@@ -193,8 +193,8 @@ def _regions(
             if ticket.holder is not None and rules.scope_of(ticket.holder) == scope:
                 inputs.setdefault(ticket.holder, []).append((ticket.order, number, ticket))
     for key in readers:
-        found[key] = RunAgain(key, _op_events(order, key)[0])
-    needed: list[RunAgain] = []
+        found[key] = RecomputedRegion(key, _op_events(order, key)[0])
+    needed: list[RecomputedRegion] = []
     for region in sorted(found.values(), key=lambda item: (-item.first_event, not isinstance(item.key, int))):
         for number, ticket in readers[region.key]:
             _read_by(order, fate, region, number, ticket, found)
@@ -210,17 +210,17 @@ def _regions(
 def _read_by(
     order: StepOrder,
     fate: ScopeFate,
-    region: RunAgain,
+    region: RecomputedRegion,
     number: int,
     ticket: HeldTicket,
-    found: Mapping[RegionKey, RunAgain],
+    found: Mapping[RegionKey, RecomputedRegion],
 ) -> None:
     """Note that a node, or a region later in forward, needs storage ``number``, which ``region`` builds."""
     if ticket.holder is not None and ticket.holder not in found:
         return
     item = region.built.get(number)
     if item is None:
-        item = region.built[number] = Built(number, order.lifetimes[number].size_bytes)
+        item = region.built[number] = RebuiltStorage(number, order.lifetimes[number].size_bytes)
     item.tickets += 1
     if ticket.holder is None:
         place = order.places.of_reader(ticket.op_event)
@@ -235,9 +235,9 @@ def _read_by(
 
 def _hold(
     order: StepOrder,
-    region: RunAgain,
+    region: RecomputedRegion,
     inputs: Iterable[tuple[int, int, HeldTicket]],
-    found: Mapping[RegionKey, RunAgain],
+    found: Mapping[RegionKey, RecomputedRegion],
     fate: ScopeFate,
 ) -> None:
     for _, number, ticket in inputs:
@@ -250,7 +250,7 @@ def _hold(
             fate.swap_holds.append((copy, region.last_place))
         elif ticket.source is not None and ticket.source in found:
             source = found[ticket.source]
-            item = source.built.setdefault(number, Built(number, order.lifetimes[number].size_bytes))
+            item = source.built.setdefault(number, RebuiltStorage(number, order.lifetimes[number].size_bytes))
             region.inputs.append((source, item))
 
 
@@ -258,7 +258,9 @@ def _op_events(order: StepOrder, key: RegionKey) -> list[int]:
     return [key] if isinstance(key, int) else order.inside(*key)
 
 
-def _lay_out(order: StepOrder, rules: TicketRules, region: RunAgain, tickets: list[HeldTicket]) -> None:
+def _lay_out(
+    order: StepOrder, rules: TicketRules, region: RecomputedRegion, tickets: list[HeldTicket]
+) -> None:
     """Set which op events of a region run again, for how long, and with how much memory."""
     key, op_events = region.key, _op_events(order, region.key)
     if isinstance(key, int):
@@ -287,7 +289,7 @@ def _lay_out(order: StepOrder, rules: TicketRules, region: RunAgain, tickets: li
     region.built_bytes = held
 
 
-def _steps(order: StepOrder, region: RunAgain, op_events: list[int]) -> Iterable[RunStep]:
+def _steps(order: StepOrder, region: RecomputedRegion, op_events: list[int]) -> Iterable[RunStep]:
     passing = dict.fromkeys(op_events, 0)
     built = dict.fromkeys(op_events, 0)
     born = [number for op_event in op_events for number in order.born_in[op_event]]

@@ -22,7 +22,7 @@ from ...plan.actions import MemoryPlan, PlanRow, Scope
 from ...plan.recomputed_modules import RecomputedModules
 from ...plan.saved_bytes import OpCall, SavedBytes, Use, held_results
 from ..profile import CopyTimes, FrontierPoint, MemoryPoint, Prediction, Profile
-from .compiled_shares import points_in, with_points, without_points
+from .compiled_shares import compile_points_of, with_compile_points, without_compile_options
 from .plan_program import Assembled, assemble
 from .scope_fates import ScopeFate, scope_fate
 from .step_order import StepOrder
@@ -99,8 +99,8 @@ class Simulator:
 
         Without ``curve`` this is faster, and `Prediction.memory` is empty.
         """
-        if points := points_in(self.profile, plan):
-            plain = without_points(self.profile, plan)
+        if points := compile_points_of(self.profile, plan):
+            plain = without_compile_options(self.profile, plan)
             return self._sharing_of(points).predict(plain, link, optimizer_states_moved, curve)
         profile, link = self.profile, link or self.profile.link
         fates = self._fates(plan)
@@ -109,7 +109,7 @@ class Simulator:
         ahead = ForwardWalk(assembled.program, duplex)
         back = BackwardWalk(assembled.program, duplex, ahead.numbers, ahead.forward_end_ms, curve)
         away_bytes = profile.optimizer_state_bytes if optimizer_states_moved else 0
-        memory = MemoryWalk(self._order, fates, assembled, ahead, back, away_bytes)
+        memory = MemoryCounter(self._order, fates, assembled, ahead, back, away_bytes)
         outside_ms, outside_bytes = outside(profile, link, optimizer_states_moved)
         swapped_bytes = sum(moving.copy.size_bytes for moving in assembled.program.moving.values())
         return Prediction(
@@ -135,13 +135,13 @@ class Simulator:
     def _sharing_of(self, points: tuple[tuple[int, FrontierPoint], ...]) -> Simulator:
         """Return the simulator of the profile in which these compiled layers save less."""
         if points not in self._sharing:
-            self._sharing[points] = Simulator(with_points(self.profile, dict(points)))
+            self._sharing[points] = Simulator(with_compile_points(self.profile, dict(points)))
         return self._sharing[points]
 
     def fates_of(self, plan: MemoryPlan) -> tuple[StorageOutcome, ...]:
         """Return the fate of each storage, as the function `fates_of` does."""
-        if points := points_in(self.profile, plan):
-            return self._sharing_of(points).fates_of(without_points(self.profile, plan))
+        if points := compile_points_of(self.profile, plan):
+            return self._sharing_of(points).fates_of(without_compile_options(self.profile, plan))
         fates = self._fates(plan)
         assembled = assemble(self._order, fates, plan, self.profile.link)
         moving = {number for number, _ in assembled.program.moving}
@@ -214,7 +214,7 @@ def _copy_times(ahead: ForwardWalk, back: BackwardWalk, duplex: DuplexLink | Non
     return tuple(found)
 
 
-class MemoryWalk:
+class MemoryCounter:
     """Computes how much memory is in use on the device at each moment.
 
     Args:

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...engine.link import DuplexLink, Lane
-from ...engine.schedule import PrefetchOrder, Want
+from ...engine.schedule import PrefetchOrder, PrefetchRequest
 from ...plan.actions import Windows
-from .scope_fates import Built, CopyId, RunAgain, RunStep
+from .scope_fates import CopyId, RebuiltStorage, RecomputedRegion, RunStep
 from .step_order import Pack, StepOrder
 from .storage_tickets import CopyOut
 
@@ -61,7 +61,7 @@ class StepProgram:
     order: StepOrder
     packs: Sequence[Pack]
     moving: Mapping[CopyId, MovingCopy]
-    reads: Mapping[int, Sequence[tuple[RunAgain, Built]]]
+    reads: Mapping[int, Sequence[tuple[RecomputedRegion, RebuiltStorage]]]
     swap_reads: Mapping[int, Sequence[CopyId]]
     hooks: Sequence[Sequence[int]]
 
@@ -177,7 +177,7 @@ class BackwardWalk:
         self._ready: set[CopyId] = set()
         self._run: set[int] = set()
         self._tickets: dict[int, int] = {}
-        self._reading: list[CopyId | Built] = []
+        self._reading: list[CopyId | RebuiltStorage] = []
         self._walk()
 
     def copy_times(self, link: DuplexLink | None) -> dict[CopyId, tuple[float, float, float]]:
@@ -220,7 +220,11 @@ class BackwardWalk:
 
     def _prefetches(self) -> PrefetchOrder[CopyId]:
         moving = sorted(self._program.moving.items(), key=lambda item: item[1].copy.order)
-        wants = [Want(name, item.want_op, item.windows.prefetch_ops) for name, item in moving if item.tickets]
+        wants = [
+            PrefetchRequest(name, item.want_op, item.windows.prefetch_ops)
+            for name, item in moving
+            if item.tickets
+        ]
         return PrefetchOrder((op for hooks in self._program.hooks for op in hooks), wants)
 
     def _fetch(self, name: CopyId) -> None:
@@ -249,7 +253,7 @@ class BackwardWalk:
     def _let_go(self) -> None:
         """Count the current reads as done, and free what nothing will read again."""
         for item in self._reading:
-            if isinstance(item, Built):
+            if isinstance(item, RebuiltStorage):
                 left = self._tickets[id(item)] = self._tickets.get(id(item), item.tickets) - 1
                 if not left:
                     self._rebuilt_bytes -= item.size_bytes
@@ -259,18 +263,18 @@ class BackwardWalk:
                     self._swapped_bytes -= self._program.moving[item].copy.size_bytes
         self._reading.clear()
 
-    def _build(self, region: RunAgain, place: int, boundary_bytes: int) -> None:
+    def _build(self, region: RecomputedRegion, place: int, boundary_bytes: int) -> None:
         """Run a region again, unless this has happened."""
         if id(region) in self._run:
             return
         self._run.add(id(region))
         for wanted in region.inputs:
-            if isinstance(wanted[1], Built):
+            if isinstance(wanted[1], RebuiltStorage):
                 self._build(wanted[0], place, boundary_bytes)
         # Reads by this op event's nodes last until it ends; reads by the region end when it has run.
         node_reads, self._reading = self._reading, []
         for wanted in region.inputs:
-            if isinstance(wanted[1], Built):
+            if isinstance(wanted[1], RebuiltStorage):
                 self._reading.append(wanted[1])
             else:
                 self._read_copy(wanted)

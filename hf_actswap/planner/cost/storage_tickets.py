@@ -19,7 +19,7 @@ from ...plan.actions import MemoryPlan, Scope, Windows
 from ...plan.model_structure import is_below
 from ...plan.op_facts import is_repeatable
 from ...plan.recomputed_modules import RUN_AGAIN, RecomputedModules
-from ...plan.saved_bytes import AskedSwap, OpCall, Use, swap_tickets
+from ...plan.saved_bytes import HostTicketUse, OpCall, Use, swap_tickets
 from .step_order import StepOrder
 
 RegionKey = tuple[Scope, str] | int
@@ -147,7 +147,7 @@ class TicketRules:
             return False
         return is_repeatable(call[1]) and self.recomputed.rebuilt_by(call) == call
 
-    def _copy_out(self, swap: AskedSwap, op_event: int, made_in: int) -> CopyOut:
+    def _copy_out(self, swap: HostTicketUse, op_event: int, made_in: int) -> CopyOut:
         use = swap.use
         return CopyOut(
             number=swap.copy,

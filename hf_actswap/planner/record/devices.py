@@ -112,7 +112,7 @@ DEVICES: tuple[DeviceRates, ...] = (
 )
 
 
-def nearest_device(name: str) -> str:
+def known_device_or_default(name: str) -> str:
     """Return the name of the known device that ``name`` means; for an unknown one that of `DEVICES[0]`."""
     return device_kind(name) or DEVICES[0].name
 

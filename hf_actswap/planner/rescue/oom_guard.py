@@ -111,7 +111,7 @@ def _traits_of(op: Any) -> OpTraits:
     return OpTraits(str(op), why_run_once(op), op_may_draw(op), allocates, gathers, resizes, bracket)
 
 
-class Evicts(Protocol):
+class Evictor(Protocol):
     """Holds tensors on the device that can be evicted to the host."""
 
     device: torch.device
@@ -144,7 +144,9 @@ class OomGuard(TorchDispatchMode):
     supports_higher_order_operators = True
     """Compiled backwards that repeat the forward's random numbers reach this mode as such an operator."""
 
-    def __init__(self, meter: Meter, idle: Evicts, least_budget: Callable[[int], str] = lambda _: "") -> None:
+    def __init__(
+        self, meter: Meter, idle: Evictor, least_budget: Callable[[int], str] = lambda _: ""
+    ) -> None:
         super().__init__()
         self._least_budget = least_budget
         self._meter, self._idle, self._device = meter, idle, idle.device
@@ -177,14 +179,14 @@ class OomGuard(TorchDispatchMode):
         """Free memory before an extension op (`op_hook`): as much as its last call turned out to need."""
         key = name, tuple(tensor.nbytes for tensor in inputs)
         self.make_room(name, self._room.get(key, 0))
-        self._called[call] = key, self._ever_bytes()
+        self._called[call] = key, self._bytes_without_evictions()
 
     def op_ends(self, call: int, outputs: Sequence[torch.Tensor], failed: bool, wanted_bytes: int) -> None:
         """Note how much memory an extension op needed; ``failed``: it ran out of memory."""
         if call not in self._called:  # the guard was not there when it began
             return
         key, before_bytes = self._called.pop(call)
-        used_bytes = max(self._ever_bytes() - before_bytes, _tensor_bytes(outputs))
+        used_bytes = max(self._bytes_without_evictions() - before_bytes, _tensor_bytes(outputs))
         if failed:
             used_bytes = max(used_bytes + wanted_bytes, 2 * self._room.get(key, 0), _LEAST_EVICTED_BYTES)
         self._room[key] = used_bytes
@@ -210,7 +212,7 @@ class OomGuard(TorchDispatchMode):
         key = name, tuple(leaf.nbytes for leaf in written)
         self.make_room(name, self._room.get(key, 0))
         versions = [tensor._version for tensor in written]
-        states, before_bytes = self._random.saved(None), self._ever_bytes()
+        states, before_bytes = self._random.saved(None), self._bytes_without_evictions()
 
         def run() -> tuple[Any, Failure | None]:
             return attempt(function, args, kwargs)
@@ -220,7 +222,7 @@ class OomGuard(TorchDispatchMode):
             if versions != [tensor._version for tensor in written]:
                 raise self._error(name, failure, "It cannot be run again: it has changed a buffer.")
             result = self._again(run, name, failure, states)
-        self._room[key] = max(self._ever_bytes() - before_bytes, _tensor_bytes(result))
+        self._room[key] = max(self._bytes_without_evictions() - before_bytes, _tensor_bytes(result))
         return result, self._room[key]
 
     def __torch_dispatch__(
@@ -291,7 +293,7 @@ class OomGuard(TorchDispatchMode):
             self.made_room += 1
             self._note(name, "made room before")
 
-    def _ever_bytes(self) -> int:
+    def _bytes_without_evictions(self) -> int:
         """Return the bytes that would be in use without evictions: they grow by what an op allocates."""
         return self._meter.allocated_bytes() + self.evicted_bytes
 

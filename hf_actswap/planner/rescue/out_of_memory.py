@@ -15,7 +15,7 @@ import torch
 
 _WANTED = re.compile(r"(?:[Tt]ried to allocate|asks for) ([\d,]+(?:\.\d+)?) (bytes|[KMGT]iB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_OF_LIBRARIES = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
+_LIBRARY_ERRORS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "CUDA error: out of memory")
 """Texts of errors of libraries that ask the driver for memory themselves; raised as ``RuntimeError``."""
 
 
@@ -52,7 +52,7 @@ def failure_of(error: BaseException) -> Failure | None:
     if not isinstance(error, RuntimeError):
         return None
     text = next(iter(str(error).splitlines()), "")
-    if not isinstance(error, torch.OutOfMemoryError) and not any(sign in text for sign in _OF_LIBRARIES):
+    if not isinstance(error, torch.OutOfMemoryError) and not any(sign in text for sign in _LIBRARY_ERRORS):
         return None
     wanted = _WANTED.search(text)
     if wanted is None:

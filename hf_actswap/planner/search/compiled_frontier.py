@@ -26,7 +26,7 @@ from ...plan.compiled_rules import problems_of_compiled
 from ...plan.mindformers_names import ATTENTION_CORE
 from ...plan.model_structure import LayerStructure, ModelStructure, is_below
 from ...plan.record import Call, OpKey
-from ..cost.compiled_shares import bytes_of_layers, passing_of, points_in
+from ..cost.compiled_shares import bytes_of_layers, compile_points_of, passing_of
 from ..cost.simulate import predict
 from ..profile import CompileVariant, FrontierPoint, Prediction, Profile
 from ..trials import Trial
@@ -74,7 +74,7 @@ def learned(profile: Profile, plan: MemoryPlan, shown: Shown) -> Profile:
         plan: the plan that was tried.
         shown: what its steps have measured.
     """
-    points = dict(points_in(profile, plan))
+    points = dict(compile_points_of(profile, plan))
     if not points:
         return profile
     predicted = predict(profile, plan)
@@ -127,7 +127,7 @@ def _moved(point: FrontierPoint, time_factor: float, bytes_factor: float) -> Fro
 def _with_peak(profile: Profile, plan: MemoryPlan, shown: Shown) -> Profile:
     """Attribute what is left of the peak's difference to the point of the layer in which the peak is."""
     predicted = predict(profile, plan)
-    points, scope = dict(points_in(profile, plan)), predicted.peak_at[0]
+    points, scope = dict(compile_points_of(profile, plan)), predicted.peak_at[0]
     all_bytes = bytes_of_layers(profile).get(scope, 0) if isinstance(scope, int) else 0
     if not isinstance(scope, int) or scope not in points or not all_bytes:
         return profile

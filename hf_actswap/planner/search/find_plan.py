@@ -23,7 +23,7 @@ from ...plan.actions import MemoryPlan
 from ...plan.model_structure import OUTPUT
 from ...plan.settle import keep_what_costs
 from ..budget import BudgetError
-from ..cost.compiled_shares import offered_points, points_in
+from ..cost.compiled_shares import compile_points_of, offered_points
 from ..cost.simulate import Simulator
 from ..profile import CompileVariant, Limits, Prediction, Profile
 from .layer_costs import LinkRate, Option
@@ -83,7 +83,7 @@ def find_plan(
     safety: float = SAFETY,
     rounds: int = _ROUNDS,
     without: Collection[CompileVariant] = (),
-    insists: bool = True,
+    search_least: bool = True,
 ) -> Found:
     """Return the plan with the shortest predicted step that keeps within the limits.
 
@@ -103,7 +103,7 @@ def find_plan(
     """
     started = time.perf_counter()
     search = Search(profile, fixed, limits, safety, without)
-    best = search.best(rounds, insists)
+    best = search.best(rounds, search_least)
     bound = best.solution.bound_ms if best.solution is not None else 0.0
     bound_ms = profile.compute_ms + profile.outside_ms + bound
     return Found(best.plan, search.with_curve(best.plan), bound_ms, time.perf_counter() - started)
@@ -143,7 +143,9 @@ def candidates(profile: Profile, fixed: MemoryPlan, limits: Limits, count: int) 
         if len(found) >= count:
             break
         try:
-            more = find_plan(profile, fixed, other, safety, _ROUNDS_OF_OTHERS, next(left_out), insists=False)
+            more = find_plan(
+                profile, fixed, other, safety, _ROUNDS_OF_OTHERS, next(left_out), search_least=False
+            )
         except BudgetError:
             continue
         if all(more.plan.rows != known.plan.rows for known in found):
@@ -155,7 +157,7 @@ def candidates(profile: Profile, fixed: MemoryPlan, limits: Limits, count: int) 
 def _variants_of_others(profile: Profile, found: list[Found]) -> Iterator[Collection[CompileVariant]]:
     """Yield the variants to leave out next: guessed ones that a trial of an earlier plan will measure."""
     while True:
-        points = [point for item in found for _, point in points_in(profile, item.plan)]
+        points = [point for item in found for _, point in compile_points_of(profile, item.plan)]
         yield {point.variant for point in points if not point.measured}
 
 
@@ -200,15 +202,15 @@ class Search:
         self._simulations: list[_Tried] = []
         self._points = tuple(point for point in offered_points(profile) if point.variant not in without)
 
-    def best(self, rounds: int = _ROUNDS, insists: bool = True) -> _Tried:
-        """Return the fastest plan that fits; ``rounds`` and ``insists`` are those of `find_plan`."""
+    def best(self, rounds: int = _ROUNDS, search_least: bool = True) -> _Tried:
+        """Return the fastest plan that fits; ``rounds`` and ``search_least`` are those of `find_plan`."""
         limit = self._limits.device_bytes
         unplanned = self._simulated(self._fixed, None)
         if unplanned.prediction.peak_bytes <= limit:
             return unplanned
-        fitting = list(self._approached(limit, unplanned, rounds))
+        fitting = list(self._plans_near(limit, unplanned, rounds))
         if not fitting:
-            least = self.least() if insists else unplanned
+            least = self.least() if search_least else unplanned
             if least.prediction.peak_bytes > limit:
                 raise self._impossible(least.prediction.peak_bytes)
             fitting = [one for one in self._simulations if one.prediction.peak_bytes <= limit]
@@ -232,16 +234,16 @@ class Search:
         tried = [unplanned]
         solution = self._solution(None)
         if solution is not None:
-            tried += self._realised(solution)
+            tried += self._plans_of(solution)
         least = min(tried, key=_peak_bytes)
         for _ in range(_LEAST_ROUNDS):
-            lower = list(self._approached(least.prediction.peak_bytes - 1, unplanned, _ROUNDS))
+            lower = list(self._plans_near(least.prediction.peak_bytes - 1, unplanned, _ROUNDS))
             if not lower:
                 break
             least = min(lower, key=_peak_bytes)
         return least
 
-    def _approached(self, limit: int, unplanned: _Tried, rounds: int) -> Iterator[_Tried]:
+    def _plans_near(self, limit: int, unplanned: _Tried, rounds: int) -> Iterator[_Tried]:
         """Solve for plans whose peaks come closer and closer to the limit; yield those that fit."""
         target, too_small = limit, 0
         near = max(int((unplanned.prediction.peak_bytes - limit) * _NEAR), 1)
@@ -255,7 +257,7 @@ class Search:
                 too_small = max(too_small, target)
                 target = (target + limit) // 2 if target < limit else int(target * 1.05)
                 continue
-            tried, *others = self._realised(solution)
+            tried, *others = self._plans_of(solution)
             yield from (other for other in others if other.prediction.peak_bytes <= limit)
             excess = tried.prediction.peak_bytes - limit
             if excess <= 0:
@@ -295,7 +297,7 @@ class Search:
         rows = (row for row in self._fixed.rows if row.scope == layer and row.op_path != OUTPUT)
         return layer in self._profile.compiled_layers and not any(rows)
 
-    def _realised(self, solution: Solution) -> list[_Tried]:
+    def _plans_of(self, solution: Solution) -> list[_Tried]:
         """Return the plan of a solution, then the same plan with shorter windows."""
         segments = map(as_chosen, self.segments, solution.options)
         choice = Choice(tuple(segments), solution.options)

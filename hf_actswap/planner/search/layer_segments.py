@@ -29,7 +29,7 @@ def segments_of(profile: Profile, fixed: MemoryPlan, limits: Limits) -> list[Seg
         limits: of these, the size of the smallest tensor that moves, and whether optimizer states are away.
     """
     states = profile.optimizer_state_bytes if limits.frees_optimizer_states else 0
-    whose = list(_whose(profile))
+    whose = list(_segment_of_events(profile))
     uses = _UsesBySegment(profile, whose)
     recomputed = RecomputedModules(fixed, profile.saved.modules)
     found = [
@@ -48,7 +48,7 @@ def effective_min_bytes(fixed: MemoryPlan, limits: Limits) -> int:
     return max(fixed.min_tensor_bytes, limits.min_tensor_bytes)
 
 
-def _whose(profile: Profile) -> Iterator[int]:
+def _segment_of_events(profile: Profile) -> Iterator[int]:
     """Yield the segment of each op event by its scope; without one it belongs to what ran before it."""
     current, last = -1, profile.num_layers
     for op_event in profile.op_events:
@@ -65,7 +65,7 @@ class _UsesBySegment:
 
     def __init__(self, profile: Profile, whose: Sequence[int]) -> None:
         self._last_orders = list(accumulate((op_event.last_order for op_event in profile.op_events), max))
-        self._whose = whose
+        self._segment_of_events = whose
         self.by_segment: dict[int, dict[int, list[tuple[int, Use]]]] = {}
         self.shared: set[int] = set()
         for number, storage in enumerate(profile.saved.storages):
@@ -75,7 +75,7 @@ class _UsesBySegment:
         readers: set[int] = set()
         for use in storage.uses:
             op_event = self.op_event(use)
-            segment = self._whose[op_event]
+            segment = self._segment_of_events[op_event]
             self.by_segment.setdefault(segment, {}).setdefault(number, []).append((op_event, use))
             if use.kind == "saved" and not is_handed_on(use.producer):
                 home = use.producer[0]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from ...engine.windows import Hooks, out_ends_ms
+from ...engine.windows import HookTimes, out_ends_ms
 from ...plan.actions import COMPILE_BUDGET, Fate, MemoryPlan, PlanRow, Scope, Windows
 from ...plan.model_structure import OUTPUT
 from ...plan.saved_bytes import OpCall
@@ -87,10 +87,10 @@ def _rows(segment: Segment, option: Option, windows: Mapping[OpCall, Windows]) -
             ]
     if any(row.op_path == "" and row.fate == "swap" for row in rows):  # the hidden state has its own fate
         rows.append(PlanRow(segment.layer, OUTPUT, "keep"))
-    return rows if option.point is None else _told(rows, segment.layer, option.point)
+    return rows if option.point is None else _with_compiler_rows(rows, segment.layer, option.point)
 
 
-def _told(rows: Sequence[PlanRow], layer: int, point: FrontierPoint) -> list[PlanRow]:
+def _with_compiler_rows(rows: Sequence[PlanRow], layer: int, point: FrontierPoint) -> list[PlanRow]:
     """Return the rows of a compiled layer with those added that tell the compiler what to save."""
     given: list[PlanRow] = []
     if point.share < 1:
@@ -157,11 +157,11 @@ class _Moves:
             max((op_event.first_op + op_event.num_ops for op_event in profile.op_events), default=0) + 1
         )
 
-    def hooks(self) -> Hooks:
+    def hooks(self) -> HookTimes:
         """Return the hooks where the engine gets control; at the end of forward it releases what is left."""
         forward = [(op, ms) for ms, op in sorted(self._forward)]
         found = timeline(forward, self._forward_end_ms, [(op, ms) for ms, op in self._backward])
-        return Hooks(replace(found, forward=(*found.forward[:-1], (self._end_op, self._forward_end_ms))))
+        return HookTimes(replace(found, forward=(*found.forward[:-1], (self._end_op, self._forward_end_ms))))
 
     def _add(
         self, choice: Choice, number: int, op_events: list[OpEvent], forward_ms: float, backward_ms: float

@@ -23,7 +23,7 @@ from ...engine.stats import gib_text
 from ...errors import Problem
 from ...plan import MemoryPlan
 from ..budget import BudgetError
-from ..cost.pipeline_step import LONGEST, Pipeline, PipelineStep, StageOnPaper, StageRun
+from ..cost.pipeline_step import LONGEST, Pipeline, PipelineStep, SimulatedStage, StageRun
 from ..profile import Limits, Profile
 from .find_plan import SAFETY, Search, find_plan
 
@@ -46,7 +46,7 @@ class _Searched:
         rate_share: share of the link's rate that the search assumes.
     """
 
-    stage: StageOnPaper
+    stage: SimulatedStage
     fixed: MemoryPlan
     limits: Limits
     rate_share: float = 1.0
@@ -63,7 +63,7 @@ class _Searched:
         if between and stage.alternates and profile.link is not None:
             profile = replace(profile, link=_link_over(profile, profile.link, cycle_ms, self.rate_share))
         try:
-            found = find_plan(profile, self.fixed, self.limits, insists=False).plan
+            found = find_plan(profile, self.fixed, self.limits, search_least=False).plan
         except BudgetError:
             found = Search(profile, self.fixed, self.limits, SAFETY).least().plan
         if not between:

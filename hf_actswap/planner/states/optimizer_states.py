@@ -101,7 +101,7 @@ class OptimizerStates:
         self._depth = 0
         self._in_closure = False
         self._pending_bytes = 0
-        self._returns = StateReturns(
+        self._returns = StatePrefetch(
             self._residence, lambda: self._step.order(self._watch()), self._most_returning_bytes
         )
 
@@ -314,7 +314,7 @@ def _outside_compiled(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.
     return [layer for layer in layers if id(layer) not in inside]
 
 
-class StateReturns:
+class StatePrefetch:
     """Starts copies of states back to the device during the last backward before a step.
 
     It counts gradients: the share of the copies that has started is that of the backward's gradients that

@@ -11,7 +11,7 @@ import torch
 from ...engine.host_pool import HostPool
 from ...engine.stats import Counters
 from ...engine.transfer import Transfer
-from .state_storages import Absent, Geometry, StateStorage, holders, plain_tensors
+from .state_storages import Geometry, Placeholders, StateStorage, holders, plain_tensors
 from .watched_states import WatchedStates
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class StateResidence:
     ) -> None:
         self._transfer, self._pool, self._counters = transfer, pool, counters
         self._device, self._min_tensor_bytes = device, max(1, min_tensor_bytes)
-        self.absent = Absent(device)
+        self.absent = Placeholders(device)
         self._of: dict[Hashable, list[StateStorage]] = {}
         self._home: dict[int, StateStorage] = {}
         """The storages that are on the device, by the address of the storage object."""

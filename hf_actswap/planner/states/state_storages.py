@@ -46,7 +46,7 @@ class Geometry:
         return empty.set_(storage, self.offset, self.shape, self.strides)
 
 
-class Absent:
+class Placeholders:
     """The placeholders to which tensors refer while their values are on the host: one element per dtype.
 
     Args:
@@ -95,7 +95,7 @@ class StateStorage:
         host: HostBuffer,
         transfer: Transfer,
         counters: Counters,
-        absent: Absent,
+        absent: Placeholders,
     ) -> None:
         self.size_bytes = storage.nbytes()
         self.host = host

@@ -14,7 +14,7 @@ from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditional
 from hf_actswap import PlanError, apply, load_config, model_structure, prepare, resolve_plan
 from hf_actswap.config.schema import ParallelConfig
 from hf_actswap.errors import ConfigError
-from hf_actswap.pipeline import PipelineError, StagedModel, prove_cut
+from hf_actswap.pipeline import PipelineError, StagedModel, check_cut
 from hf_actswap.pipeline.runtime import problem_of_schedule, schedule_class
 from hf_actswap.pipeline.stages import Entrance, PassThrough
 from hf_actswap.plan.layout import PipelineLayout, build_layout
@@ -32,7 +32,7 @@ def test_families_are_proven(family: str) -> None:
     model = tiny_model(family, 4)
     model.train()
     found = staged(model)
-    prove_cut(found, nullcontext)
+    check_cut(found, nullcontext)
     assert found.relay.hidden_size == 32
     assert all(module.training for module in model.modules())
     assert not any(isinstance(module, PassThrough) for module in model.modules())
@@ -41,16 +41,16 @@ def test_families_are_proven(family: str) -> None:
 def test_a_scale_of_embeddings_is_found_where_a_stage_applies_it_again(monkeypatch: Any) -> None:
     """Stages that enter by the embedding, as `inputs_embeds` does: right for Llama, wrong for Granite."""
     monkeypatch.setattr(Entrance, "act", lambda _self, hidden: hidden)
-    prove_cut(staged(tiny_model("llama", 4)), nullcontext)
+    check_cut(staged(tiny_model("llama", 4)), nullcontext)
     with pytest.raises(PipelineError, match=r"model \(granite\) in a pipeline.*another loss and logits"):
-        prove_cut(staged(tiny_model("granite", 4)), nullcontext)
+        check_cut(staged(tiny_model("granite", 4)), nullcontext)
 
 
 def test_a_balancing_loss_over_stages_is_rejected() -> None:
     model: Any = tiny_model("mixtral", 4)
     model.config.output_router_logits = True
     with pytest.raises(PipelineError, match=r"model \(mixtral\) in a pipeline.*output_router_logits"):
-        prove_cut(staged(model), nullcontext)
+        check_cut(staged(model), nullcontext)
 
 
 def test_a_layer_that_reads_an_earlier_one_is_rejected() -> None:
@@ -60,7 +60,7 @@ def test_a_layer_that_reads_an_earlier_one_is_rejected() -> None:
     model.model.layers[0].register_forward_hook(lambda _m, _a, output: kept.update(first=output))
     model.model.layers[3].register_forward_hook(lambda _m, _a, output: output + kept.get("first", 0))
     with pytest.raises(PipelineError, match="another loss and logits with layers 0 to 1, 2 to 3"):
-        prove_cut(staged(model), nullcontext)
+        check_cut(staged(model), nullcontext)
 
 
 def test_a_model_that_fails_in_a_stage_is_named() -> None:
@@ -73,7 +73,7 @@ def test_a_model_that_fails_in_a_stage_is_named() -> None:
 
     model.model.forward = reads_a_weight
     with pytest.raises(PipelineError, match=r"layers range\(2, 4\) can be called alone.*AttributeError"):
-        prove_cut(staged(model), nullcontext)
+        check_cut(staged(model), nullcontext)
 
 
 def test_models_without_one_stack_are_rejected() -> None:
@@ -86,7 +86,7 @@ def test_models_without_one_stack_are_rejected() -> None:
 def test_an_encoder_alone_is_proven() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2}
     bert = BertForMaskedLM(BertConfig(vocab_size=31, **sizes))
-    prove_cut(staged(bert), nullcontext)
+    check_cut(staged(bert), nullcontext)
 
 
 def test_a_stage_without_layers() -> None:
@@ -100,7 +100,7 @@ def test_cut_frees_the_parts_of_other_stages_and_only_these() -> None:
     model: Any = tiny_model("tied", 4)
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     found = staged(model, stage=1)
-    prove_cut(found, nullcontext)
+    check_cut(found, nullcontext)
     found.cut()
     names = {name for name, _ in model.named_parameters()}
     assert {name.split(".")[2] for name in names if "layers" in name} == {"2", "3"}

@@ -18,7 +18,7 @@ TOKEN_BYTES = 4 * 8
 
 
 @dataclass(frozen=True)
-class LayerTrace:
+class AttentionShapes:
     """Shapes of one layer's attention.
 
     Args:
@@ -64,7 +64,8 @@ class LayerTrace:
     def moving_bytes(self) -> int:
         """Device bytes in backward, per token of a chunk, of tensors that are being copied.
 
-        To the host: the gradients of keys and values of four pieces (`host_sequence._LEAVING`). To the
+        To the host: the gradients of keys and values of four pieces (`host_sequence._MAX_PENDING_OFFLOADS`).
+            To the
         device: the output of the next layer, and this layer's first piece with its gradients.
         """
         pieces = self.item_bytes + 5 * self.gradient_bytes
@@ -116,18 +117,18 @@ def chunk_bounds(length: int, tokens: int) -> list[int]:
     return [*range(0, length, tokens), length]
 
 
-def left_by(bounds: Sequence[int], chunk: int, visible: Visibility) -> range:
+def stored_positions(bounds: Sequence[int], chunk: int, visible: Visibility) -> range:
     """Return the positions in a chunk whose keys a later chunk sees: these are stored on the host."""
     start, stop = bounds[chunk : chunk + 2]
     return range(stop if stop == bounds[-1] else min(max(start, visible.first(stop)), stop), stop)
 
 
-def first_seen(bounds: Sequence[int], chunk: int, visible: Visibility) -> int:
+def first_visible_chunk(bounds: Sequence[int], chunk: int, visible: Visibility) -> int:
     """Return the first chunk that has a key which ``chunk`` sees."""
     return bisect_right(bounds, visible.first(bounds[chunk])) - 1
 
 
-def host_bytes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> int:
+def host_bytes(layers: Iterable[AttentionShapes], bounds: Sequence[int]) -> int:
     """Return the peak of the host memory that a sequence takes, in bytes.
 
     It is reached in the second pass, at the end of some chunk's backward. By then the host holds outputs,
@@ -143,12 +144,12 @@ def host_bytes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> int:
         left = _left_until(bounds, layer.visible)
         for chunk in range(len(at_end)):
             outputs, keys = bounds[chunk + 1] * layer.output_bytes, left[chunk + 1] * layer.item_bytes
-            seen = left[chunk + 1] - left[first_seen(bounds, chunk, layer.visible)]
+            seen = left[chunk + 1] - left[first_visible_chunk(bounds, chunk, layer.visible)]
             at_end[chunk] += count * (outputs + layer.key_numbers * (keys + seen * layer.gradient_bytes))
     return max(at_end)
 
 
-def longest_on_host(layers: Sequence[LayerTrace], tokens: int, most_bytes: int, length: int) -> int:
+def longest_on_host(layers: Sequence[AttentionShapes], tokens: int, most_bytes: int, length: int) -> int:
     """Return the longest sequence, in tokens, that takes at most ``most_bytes`` of host memory.
 
     Args:
@@ -162,7 +163,7 @@ def longest_on_host(layers: Sequence[LayerTrace], tokens: int, most_bytes: int, 
     return bisect_right(fits, most_bytes, key=lambda stop: host_bytes(layers, chunk_bounds(stop, tokens)))
 
 
-def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWork, PassWork]:
+def passes(layers: Iterable[AttentionShapes], bounds: Sequence[int]) -> tuple[PassWork, PassWork]:
     """Return the work of attention in the first pass and in the second.
 
     A piece is the keys and values that an earlier chunk has stored; each chunk that sees it copies it in. In
@@ -181,7 +182,7 @@ def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWor
         left = _left_until(bounds, layer.visible)
         pieces = merged = 0  # tokens of keys that chunks copy in; tokens of queries, counted once per piece
         for chunk, start in enumerate(bounds[:-1]):
-            seen = first_seen(bounds, chunk, layer.visible)
+            seen = first_visible_chunk(bounds, chunk, layer.visible)
             pieces += left[chunk] - left[seen]
             merged += (bounds[chunk + 1] - start) * (chunk - seen)
         pairs, outputs = layer.visible.pairs(bounds[-1]), bounds[-1] * layer.output_bytes
@@ -207,4 +208,4 @@ def passes(layers: Iterable[LayerTrace], bounds: Sequence[int]) -> tuple[PassWor
 def _left_until(bounds: Sequence[int], visible: Visibility) -> list[int]:
     """Return, for each bound, the number of tokens whose keys the chunks before it store on the host."""
     chunks = range(len(bounds) - 1)
-    return [0, *accumulate(len(left_by(bounds, chunk, visible)) for chunk in chunks)]
+    return [0, *accumulate(len(stored_positions(bounds, chunk, visible)) for chunk in chunks)]

@@ -18,7 +18,7 @@ from .parameters import parameter_places
 from .passes import PassOrder
 from .slices import ReplicaRanks
 from .stats import Counters, SwapStats
-from .swapped_storages import PackHandler, Setting
+from .swapped_storages import ForwardContext, PackHandler
 from .transfer import Transfer
 from .transfer_streams import transfer_of
 from .watched_copies import CopyListener, WatchedTransfer, profiler_is_on
@@ -32,10 +32,10 @@ class Resources:
         transfer: how bytes move; by default by streams on an accelerator and blocking on the CPU.
         progress: called with (bytes, bytes in all) while host memory is made ready.
         replicas: the tensor-parallel ranks, which the fate ``slice`` needs.
-        pack_handler: makes the tickets of tensors that stay on the device (`evictable.IdleTensors.keep`),
-            under a plan without rows too. Every op is then followed at every step. It is not called for
-            tensors that whole-layer recomputation saves again in backward, nor for tensors that recomputed
-            ops rebuild. ``None``: `tickets.keep`, with cached traces.
+        pack_handler: makes the tickets of tensors that stay on the device
+            (`evictable.EvictableTensors.keep`), under a plan without rows too. Every op is then followed at
+            every step. It is not called for tensors that whole-layer recomputation saves again in backward,
+            nor for tensors that recomputed ops rebuild. ``None``: `tickets.keep`, with cached traces.
         host: host memory shared with other plans, which outlives each of them; ``None``: the plan's own.
         passes: order of the passes of a pipeline stage, so that windows can reach into other passes;
             ``None``: each forward and its backward are treated alone.
@@ -49,7 +49,7 @@ class Resources:
     passes: PassOrder | None = None
 
 
-class Workplace:
+class PlanRuntime:
     """Holds the device, the host memory and the transfer of one applied plan.
 
     Each is made when a forward first needs it, on the device that the model is on by then.
@@ -81,7 +81,7 @@ class Workplace:
         self._resources, self._pack_handler = resources, resources.pack_handler
         self._adjusted = adjusted
         self.host = HostMemory(plan) if resources.host is None else resources.host
-        self.setting: Setting | None = None
+        self.setting: ForwardContext | None = None
         self._first_parameter: tuple[nn.Module, str] | None = None
         self.listener: CopyListener | None = None
         """Receives the copies of forwards that start from now on, and of their backward; may be ``None``."""
@@ -96,7 +96,7 @@ class Workplace:
         """Order of the passes of a pipeline stage; ``None``: there is no pipeline."""
         return self._resources.passes
 
-    def handle_packs_by(self, pack_handler: PackHandler | None) -> None:
+    def set_pack_handler(self, pack_handler: PackHandler | None) -> None:
         """Let ``pack_handler`` make the tickets of tensors that stay, from the next forward on."""
         self._pack_handler = pack_handler
         if self.setting is not None:
@@ -112,7 +112,7 @@ class Workplace:
         self._first_parameter = module, name
         return getattr(module._parameters.get(name), "device", torch.device("cpu"))
 
-    def made_ready(self) -> tuple[Setting, bool]:
+    def prepared(self) -> tuple[ForwardContext, bool]:
         """Return the setting of the coming forward, and whether it is new, as after the model has moved."""
         device = self.device()
         if self.setting is not None and self.setting.device == device:
@@ -126,7 +126,7 @@ class Workplace:
             given = transfer, pool, self.counters, self._pending_bytes, self._adjusted
             passes = self._resources.passes
             auto = AutoWindows(*given) if passes is None else StageWindows(*given, passes)
-        self.setting = Setting(
+        self.setting = ForwardContext(
             self._fates,
             pool,
             transfer,
@@ -140,7 +140,7 @@ class Workplace:
         )
         return self.setting, True
 
-    def watched(self, setting: Setting) -> Setting:
+    def watched(self, setting: ForwardContext) -> ForwardContext:
         """Return ``setting`` for a new forward, with observed copies if there is a listener or profiler."""
         profiled = profiler_is_on()
         if self.listener is None and not profiled:

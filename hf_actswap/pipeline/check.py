@@ -29,8 +29,9 @@ _TOKENS = (2, 8)
 """Shape of the ids: rows and length."""
 
 
-def prove_cut(staged: StagedModel, autocast: Callable[[], Any]) -> None:
-    """Compare a model in stages with the whole one, and record what its layers return (`learn_form`).
+def check_cut(staged: StagedModel, autocast: Callable[[], Any]) -> None:
+    """Compare a model in stages with the whole one, and record what its layers return
+    (`record_layer_outputs`).
 
     Args:
         staged: the model, before `StagedModel.cut`.
@@ -45,7 +46,9 @@ def prove_cut(staged: StagedModel, autocast: Callable[[], Any]) -> None:
     model.eval()
     try:
         with torch.no_grad(), autocast(), _values_for_foreign_parts(staged):
-            expected = _tensors(learn_form(staged, lambda: model(**batch), batch["input_ids"].shape))
+            expected = _tensors(
+                record_layer_outputs(staged, lambda: model(**batch), batch["input_ids"].shape)
+            )
             received = None
             for chunk in staged.chunks:
                 given = batch if chunk.is_last else {k: v for k, v in batch.items() if k != "labels"}
@@ -60,7 +63,7 @@ def prove_cut(staged: StagedModel, autocast: Callable[[], Any]) -> None:
     assert relay.received is None
 
 
-def learn_form(staged: StagedModel, call: Callable[[], Any], shape: torch.Size) -> Any:
+def record_layer_outputs(staged: StagedModel, call: Callable[[], Any], shape: torch.Size) -> Any:
     """Call the whole model, and record what its first layer returns: a tensor or a tuple, its size and dtype.
 
     Sets ``layer_outputs``, ``relay.hidden_size`` and ``relay.dtype`` of ``staged``.

@@ -14,7 +14,7 @@ from ..errors import ActSwapError, ConfigError, Problem
 from ..plan import MemoryPlan, resolve_plan, with_problems_of_model
 from ..plan.actions import format_scopes
 from ..plan.resolve import RequestedPolicy, requested_policies
-from ..plan.tile_ladder import named
+from ..plan.tile_ladder import tile_names
 from ..planner.profile import Prediction, Profile
 from ..stream import problems_of_model
 from . import options
@@ -184,7 +184,7 @@ def _look(found: Checked, looked_at: AnalysedModel, config: ActSwapConfig | Conf
         return
     best = planned(looked_at, found.step, config, config.memory, found.profile)
     steps = dict(best.steps)
-    tiles = "" if best.chosen_tiles is None else f", in tiles: {named(best.plan.tiles)}"
+    tiles = "" if best.chosen_tiles is None else f", in tiles: {tile_names(best.plan.tiles)}"
     step = steps.pop(PLANNED)  # shown last
     found.predicted = {**steps, f"{PLANNED} ({config.memory.mode}{tiles})": step}
 

@@ -12,7 +12,7 @@ from ..engine.stats import GIB
 from ..engine.tiled_calls import AUTO_LEAST_TOKENS
 from ..errors import PlanError
 from ..plan import MemoryPlan, resolve_plan
-from ..plan.tile_ladder import named
+from ..plan.tile_ladder import tile_names
 from ..planner.budget import BudgetError, budget_bytes, fits_outside_backward, impossible, limits_of
 from ..planner.cost.simulate import Simulator
 from ..planner.profile import Prediction, Profile
@@ -218,7 +218,7 @@ def planned(
         and fits_outside_backward(profile, memory, budget)
     ):
         for tiles, tiled in ladder_of(found, config):
-            with busy(f"profile of {found.described()}, {named(tiled.tiles)} in tiles"):
+            with busy(f"profile of {found.described()}, {tile_names(tiled.tiles)} in tiles"):
                 profile = profile_of(found, step, tiled.tiles)
             try:
                 return replace(on_paper.planned(profile, tiled), chosen_tiles=tiles)

@@ -355,7 +355,7 @@ class LayoutPredictor:
         staged = StagedModel(model, self.found.shape, layout, number, parallel.sequence_ranks)
         staged.relay, staged.layer_outputs = self.form.relay, self.form.layer_outputs
         own = staged.plan_of_stage(plan)
-        with busy(f"stage {number} of {self.found.described()}"), staged.held():
+        with busy(f"stage {number} of {self.found.described()}"), staged.with_stand_ins():
             profile = profile_of(self.found, shape, own.tiles, staged.is_last, gradients_exist=True)
         order = order_of_passes(schedule, self.count, layout.pp, number, layout.vpp)
         passes = passes_in_flight(schedule, self.count, layout.pp, layout.vpp, number)

@@ -118,18 +118,18 @@ class Observation:
         if op > self._latest.get("forward", -1):
             self._note("forward", op)
 
-    def turned(self, last_op: int | None = None) -> None:
+    def forward_ended(self, last_op: int | None = None) -> None:
         """Record the end of forward, at operator ``last_op``; ``None``: at the last one recorded."""
         self._note("forward_end", self._latest.get("forward", 0) if last_op is None else last_op)
 
-    def resumed(self) -> None:
+    def pause_ended(self) -> None:
         """Record the end of the pause after forward: time until here is not counted as compute's."""
         self._note("resumed", 0)
 
     def in_backward(self, op: int) -> None:
         """Record when backward ran a hook at operator ``op``, unless it has reached that operator before."""
         if "resumed" not in self._latest:
-            self.resumed()
+            self.pause_ended()
         if op < self._latest.get("backward", op + 1):
             self._note("backward", op)
 
@@ -238,13 +238,13 @@ class AutoWindows:
         observation = forward.observation
         if observation is None or self._link is None:
             return
-        observation.turned()
+        observation.forward_ended()
         self._transfer.synchronize()
         wanted = sum(seen.size_bytes for seen in observation.seen.values())
         carried = self._link.out_bytes_per_ms * observation.forward_ms() * _HEADROOM
         self._pool.reserve(int(min(wanted, carried)))
         self._pool.wait_reserved()
-        observation.resumed()
+        observation.pause_ended()
 
     def _free_bytes(self) -> int | None:
         free = self._transfer.free_bytes()
@@ -272,7 +272,7 @@ class AutoWindows:
             return
         agreed = _slowest_step(measured, everyone)
         chosen = choose_windows(
-            agreed.candidates, agreed.timeline, self._link, self._pool.most_bytes, safety=1.1
+            agreed.candidates, agreed.timeline, self._link, self._pool.limit_bytes, safety=1.1
         )
         decisions = _within_device(agreed, chosen, self._kept_limit)
         self._actions = _actions(agreed, decisions)
@@ -360,7 +360,7 @@ class StageWindows(AutoWindows):
         """Note that a training forward has ended."""
         for observation, reference in self._observed.values():
             if observation is forward.observation and (backward := reference()) is not None:
-                observation.turned(backward.clock.now())
+                observation.forward_ended(backward.clock.now())
 
     def _waited(self, time: PendingTime) -> None:
         for observation, _ in self._observed.values():
@@ -395,13 +395,13 @@ class StageWindows(AutoWindows):
         timeline = seen.timeline
         if length is not None and in_flight > 1:
             most_ops = int(REACH * length)
-            timeline = _across_passes(timeline, length, most_ops, *self._passes.crossed(chunk))
+            timeline = _across_passes(timeline, length, most_ops, *self._passes.neighbours(chunk))
             link = replace(
                 link,
                 out_bytes_per_ms=link.out_beside_in_bytes_per_ms,
                 in_bytes_per_ms=link.in_beside_out_bytes_per_ms,
             )
-        most_bytes, limit = self._pool.most_bytes, self._kept_limit
+        most_bytes, limit = self._pool.limit_bytes, self._kept_limit
         host_bytes = None if most_bytes is None else most_bytes // in_flight
         chosen = [
             Decision(False, None, TOO_LATE_BACK)

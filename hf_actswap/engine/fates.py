@@ -79,7 +79,7 @@ class FateTable:
             action = self._known[key] = self._look_up(*key)
         return action
 
-    def follow(self, plan: MemoryPlan) -> None:
+    def use_plan(self, plan: MemoryPlan) -> None:
         """Look fates up in ``plan`` from now on, which recomputes fewer ops of the same layers."""
         self.recomputed = RecomputedModules(plan, self.recomputed.modules)
         self._known.clear()

@@ -208,7 +208,7 @@ class Engine:
         for adjustment in plan.adjustments[len(self.plan.adjustments) :]:
             logger.log(level, "%s", adjustment)
         self.plan = plan
-        self._fates.follow(plan)
+        self._fates.use_plan(plan)
 
     def _start_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._clean_up()
@@ -335,7 +335,7 @@ class Engine:
             elif region is None or region.kept is None:
                 return
             elif self._fates.recomputed.is_kept_module(scope, path):
-                region.kept.enters(module, (args, kwargs), region.packs)
+                region.kept.on_module_call(module, (args, kwargs), region.packs)
 
         def after(_module: nn.Module, _args: tuple[Any, ...], output: Any) -> None:
             forward = self._forward
@@ -345,7 +345,7 @@ class Engine:
             if region is not None and region.function is module:
                 end_region(forward, output)
             elif region is not None and region.kept is not None:
-                region.kept.leaves(module, output, region.packs)
+                region.kept.on_module_return(module, output, region.packs)
             forward.stack.leave(path)
 
         return wrap_call(module, before, after)

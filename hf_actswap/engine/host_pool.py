@@ -100,7 +100,7 @@ class HostPool:
         return used_bytes
 
     @property
-    def most_bytes(self) -> int | None:
+    def limit_bytes(self) -> int | None:
         """Most bytes that may be in use at once; ``None``: no limit is known."""
         room = None if self._room is None else self.held_bytes + self._room()
         limits = [limit for limit in (self._cap_bytes, room) if limit is not None]

@@ -68,7 +68,7 @@ class KeptResults:
     def __bool__(self) -> bool:
         return bool(self._functions or self._modules)
 
-    def calls(self, name: str, path: str, arguments: Any, packs: int, kept: bool, random: bool) -> None:
+    def on_call(self, name: str, path: str, arguments: Any, packs: int, kept: bool, random: bool) -> None:
         """Note that a function is called in the region.
 
         Args:
@@ -84,7 +84,7 @@ class KeptResults:
         self._function = KeptCall(arguments, packs, self._device, random) if alone else None
         self._read = self._reads(arguments, path if alone else None)
 
-    def returns(self, name: str, path: str, result: Any, packs: int) -> None:
+    def on_return(self, name: str, path: str, result: Any, packs: int) -> None:
         """Note that the function that was called last has returned ``result``."""
         call, self._function = self._function, None
         read, self._read = self._read, []
@@ -103,7 +103,7 @@ class KeptResults:
         self._functions[name, self._seen[name] - 1] = call
         self._has(call, result, path)
 
-    def enters(self, module: nn.Module, arguments: Any, packs: int) -> None:
+    def on_module_call(self, module: nn.Module, arguments: Any, packs: int) -> None:
         """Note the call of a module in which everything is kept."""
         if self._module is not None or is_compiled(module):
             return
@@ -112,7 +112,7 @@ class KeptResults:
             self._reads(arguments, None)
         self._module = module, call, self._seen.copy()
 
-    def leaves(self, module: nn.Module, output: Any, packs: int) -> None:
+    def on_module_return(self, module: nn.Module, output: Any, packs: int) -> None:
         """Note that a module has returned ``output``."""
         if self._module is None or self._module[0] is not module:
             return

@@ -56,7 +56,7 @@ class NamingMode(TorchFunctionMode):
         if outer is not None and kept is not None:
             foreign = region is None and action.kind not in ("recompute_inside", "recompute_function")
             random = foreign and draws_random_numbers(func, name, args, kwargs)
-            kept.calls(name, path, (args, kwargs), outer.packs, foreign, random)
+            kept.on_call(name, path, (args, kwargs), outer.packs, foreign, random)
         if region is not None:
             forward.region = region
         try:
@@ -71,7 +71,7 @@ class NamingMode(TorchFunctionMode):
             )
         self._own_outputs(result, known, path, action, region)
         if outer is not None and kept is not None:
-            kept.returns(name, path, result, outer.packs)
+            kept.on_return(name, path, result, outer.packs)
         return result
 
     def _region(

@@ -40,7 +40,7 @@ class Owner:
         ref: keeps the storage object's address from being reused.
         action: what the plan does with tensors of the op.
         region, position: the recomputed function that returned it, and its place among the outputs.
-        outside: whether it stays unowned whatever op produces it (parameters, buffers).
+        is_external: whether it stays unowned whatever op produces it (parameters, buffers).
         chosen: for a swap under ``auto``: the action chosen when it was first saved, and its key there.
     """
 
@@ -48,7 +48,7 @@ class Owner:
     action: Action
     region: Region | None = None
     position: int = 0
-    outside: bool = False
+    is_external: bool = False
     chosen: tuple[Action, Key] | None = None
 
 
@@ -115,7 +115,7 @@ class Owners:
     ) -> None:
         if known is None:
             self._owners[key] = Owner(StorageWeakRef(tensor.untyped_storage()), action, region, position)
-        elif not known.outside:
+        elif not known.is_external:
             known.action, known.region, known.position, known.chosen = action, region, position, None
         if region is not None:
             self._rebuildable.append(self._owners[key])
@@ -169,4 +169,4 @@ class Owners:
                     key = storage_key(tensor)
                     if key is not None:
                         ref = StorageWeakRef(tensor.untyped_storage())
-                        self._owners[key] = Owner(ref, KEEP, outside=True)
+                        self._owners[key] = Owner(ref, KEEP, is_external=True)

@@ -144,7 +144,7 @@ class PassOrder:
         """
         last_op, back = backward.clock.now(), self._backward_of(queue.index)
         self._lengths[self._order[queue.index].chunk] = max(last_op + 1 - queue.first_op, 1)
-        backward.watch(lambda op: self.reached((back, last_op - op)))
+        backward.watch(lambda op: self.run_due((back, last_op - op)))
         if back == queue.index + 1:
             return queue.drain()
         released = queue.drain() if queue.most_ops == NEVER else []
@@ -170,7 +170,7 @@ class PassOrder:
         """Return the most forwards of a step whose backwards have not begun; 1 if the order is not known."""
         return max(accumulate(-1 if one.is_backward else 1 for one in self._order), default=1)
 
-    def crossed(self, chunk: int) -> tuple[bool, bool]:
+    def neighbours(self, chunk: int) -> tuple[bool, bool]:
         """Say which passes of other micro-batches run next to most passes of a chunk.
 
         Returns:
@@ -199,7 +199,7 @@ class PassOrder:
         length = self._lengths.get(self._order[index].chunk)
         return NEVER if length is None or self._backward_of(index) == index + 1 else int(REACH * length)
 
-    def reached(self, now: Point) -> int:
+    def run_due(self, now: Point) -> int:
         """Run the releases and copies that are due by now.
 
         Returns:
@@ -254,7 +254,7 @@ class CrossingReleases(ReleaseQueue[Swapped]):
 
     def due(self, now: int) -> list[Swapped]:
         """Return this forward's items that are due, after running what earlier forwards have scheduled."""
-        self._others_at = self.first_op + self._passes.reached((self.index, now - self.first_op))
+        self._others_at = self.first_op + self._passes.run_due((self.index, now - self.first_op))
         items = super().due(now)
         self.next_at = min(self.next_at, self._others_at)
         return items

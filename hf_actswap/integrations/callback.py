@@ -258,8 +258,8 @@ class ActSwapCallback(TrainerCallback):
         if parallel is None:
             return plan_while_training(training, Resources(progress=progress), written=self._config)
         passes = parallel.passes
-        training = parallel.planned(training, args.gradient_accumulation_steps)
-        with parallel.deciding():
+        training = parallel.training_of_rank(training, args.gradient_accumulation_steps)
+        with parallel.planners_agreeing():
             planner = plan_while_training(
                 training,
                 Resources(progress=progress, passes=passes),
@@ -323,7 +323,8 @@ class ActSwapCallback(TrainerCallback):
         now = self.applied.stats()
         if isinstance(self.applied, Planner):
             parallel = self.parallel
-            with self._console_on_rank_0(state), nullcontext() if parallel is None else parallel.deciding():
+            agreeing = nullcontext() if parallel is None else parallel.planners_agreeing()
+            with self._console_on_rank_0(state), agreeing:
                 self.applied.step_ended()
         first = not self._before.forwards
         self._step, self._before = now - self._before, now

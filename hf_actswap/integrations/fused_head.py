@@ -102,7 +102,7 @@ class _ParallelFusedForward:
         targets = labels[:, 1:] if shifted is None else shifted
         current = self._patched.region.current
         if current is not None:
-            current.lost = True
+            current.loss_computed = True
             if current.length:  # without the padding that made the length divisible by the ranks
                 kept = current.length - (shifted is None)
                 logits, targets = logits[:, :kept], targets[:, :kept]

@@ -94,11 +94,11 @@ class DividedTraining(ABC):
         """Ranks that hold one model together, and train on the same batch."""
         return self.mesh.tensor_parallel_size
 
-    def planned(self, training: PlannedTraining, micro_batches: int) -> PlannedTraining:
+    def training_of_rank(self, training: PlannedTraining, micro_batches: int) -> PlannedTraining:
         """Return ``training`` as this rank plans for it, with ``micro_batches`` in a step."""
         return training
 
-    def deciding(self) -> AbstractContextManager[None]:
+    def planners_agreeing(self) -> AbstractContextManager[None]:
         """Return the context in which the planners of all ranks decide on their plans."""
         return nullcontext()
 

@@ -51,7 +51,7 @@ from ..pipeline import (
     StagedModel,
     StageGradients,
     check_cut,
-    collected,
+    gathered_on_first_rank,
     whole_state,
 )
 from ..pipeline.runtime import Call, bubble_share, passes_in_flight, problem_of_schedule
@@ -142,7 +142,7 @@ class PipelineTraining(DividedTraining):
             "in_flight": tuple(count / vpp for count in passes),
         }
 
-    def planned(self, training: PlannedTraining, micro_batches: int) -> PlannedTraining:
+    def training_of_rank(self, training: PlannedTraining, micro_batches: int) -> PlannedTraining:
         """Return ``training`` as this stage plans for it: its plan file, layers and passes in flight."""
         layout, stage, memory = self.staged.layout, self.staged.stage, training.memory
         passes = passes_in_flight(self._schedule, micro_batches, layout.pp, layout.vpp, stage)
@@ -155,7 +155,7 @@ class PipelineTraining(DividedTraining):
         return replace(training, memory=memory, in_flight=passes / layout.vpp, chunks=layout.vpp, part=part)
 
     @contextmanager
-    def deciding(self) -> Iterator[None]:
+    def planners_agreeing(self) -> Iterator[None]:
         """Within the block the ranks of each stage decide on its plan. Every rank must call it.
 
         When the planners of all stages are stable, nothing can fail and ranks do not wait for each other.
@@ -326,7 +326,7 @@ class PipelineTraining(DividedTraining):
             for index, name in zip(settings["params"], of_group, strict=True)
             if index in state["state"] and self.staged.holders(name)[0] == self.staged.stage
         }
-        found = collected(own, self._group)
+        found = gathered_on_first_rank(own, self._group)
         full: dict[str, Any] = {"state": {}, "param_groups": []}
         count = 0
         for whole, settings in zip(self._whole(names), state["param_groups"], strict=True):

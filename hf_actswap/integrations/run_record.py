@@ -97,7 +97,7 @@ class RunRecord:
         """To be called before the first forward of a step."""
         if self._steps > TIMED_STEP:
             return
-        applied = self._applied.settled if isinstance(self._applied, Planner) else self._applied
+        applied = self._applied.final_plan if isinstance(self._applied, Planner) else self._applied
         if applied is None:
             return
         if applied is not self._watched:
@@ -165,7 +165,7 @@ class RunRecord:
             times_ms = found.step_ms, found.without_step_ms, self._stall_ms
             peak_bytes = None if planner.trials else self._peak_bytes()  # a plan file's is of another run
             return Saving(saved_bytes, found.source, peak_bytes or found.peak_bytes, *times_ms)
-        applied = self._applied.settled if isinstance(self._applied, Planner) else self._applied
+        applied = self._applied.final_plan if isinstance(self._applied, Planner) else self._applied
         if applied is None:
             return None
         if applied.plan.tiles or applied.plan.streamed:

@@ -83,7 +83,7 @@ class Decoder:
                 yield module, behind and not isinstance(module, nn.Embedding)
 
     @property
-    def reshapes(self) -> bool:
+    def forward_reshapes(self) -> bool:
         """Whether the decoder's forward reshapes tensors, maybe hidden states to a whole sequence's shape."""
         forward = inspect.unwrap(type(self.base).forward)
         return not {"view", "reshape"}.isdisjoint(forward.__code__.co_names)
@@ -152,7 +152,7 @@ def divide_layers(decoder: Decoder, region: SequenceRegion, tags: ParameterTags)
             first_dim = None if place else family.sequence_dim
             scatter = ScatterHook(layer, region, family.token_arguments, first_dim)
             layer.register_forward_pre_hook(scatter, with_kwargs=True)
-    if decoder.reshapes:
+    if decoder.forward_reshapes:
         decoder.layers[-1].register_forward_hook(WholeAgainHook(region))
 
 

@@ -54,7 +54,7 @@ class SequenceForward:
             too.
         masked: whether an attention mask was given.
         labelled: whether labels were given, so that a loss is to be computed.
-        lost: whether a loss was computed, by ours, or by the model's own from whole logits.
+        loss_computed: whether a loss was computed, by ours, or by the model's own from whole logits.
         is_cut: whether hidden states are parts now: the first layer has begun, and nothing made them whole.
     """
 
@@ -65,7 +65,7 @@ class SequenceForward:
     head_gets_padding: bool = False
     masked: bool = False
     labelled: bool = False
-    lost: bool = False
+    loss_computed: bool = False
     is_cut: bool = False
 
 

@@ -167,7 +167,7 @@ class VocabularyLoss:
         """Return the loss of logits ``[B, S, V / tp]``, or of whole ones, alike on all ranks."""
         region, group = self._region, self._region.group
         if region.current is not None:
-            region.current.lost = True
+            region.current.loss_computed = True
         if logits.shape[-1] == self._vocabulary_size:
             return self._own(logits, labels, vocab_size, **kwargs)
         if self.__name__ != _CAUSAL_LM_LOSS:
@@ -188,7 +188,7 @@ class _HeadHook:
         if current is not None and self._region.head_returns_parts:
             return output
         if current is not None:
-            current.lost = True  # the model's own loss gets whole logits
+            current.loss_computed = True  # the model's own loss gets whole logits
         return full_logits(output, self._vocabulary_size, self._region.group)
 
 
@@ -207,7 +207,7 @@ class _ModelExitHook:
                 return None
             if root.get_output_embeddings() is not region.head:
                 return None  # an earlier stage of a pipeline: the head is on another
-            if current.labelled and not current.lost:
+            if current.labelled and not current.loss_computed:
                 raise RuntimeError(
                     "the forward of a patched model computed its loss without model.loss_function (a fused "
                     "loss, such as Liger's?): it has seen this rank's part of the vocabulary only. Switch "

@@ -6,7 +6,7 @@ each stage's own parameters. The schedules are those of `torch.distributed.pipel
 
 from .check import check_cut, record_layer_outputs
 from .runtime import PipelineRuntime
-from .shared_state import StageGradients, collected, whole_state
+from .shared_state import StageGradients, gathered_on_first_rank, whole_state
 from .stages import PipelineError, StagedModel
 
 __all__ = [
@@ -15,7 +15,7 @@ __all__ = [
     "StageGradients",
     "StagedModel",
     "check_cut",
-    "collected",
+    "gathered_on_first_rank",
     "record_layer_outputs",
     "whole_state",
 ]

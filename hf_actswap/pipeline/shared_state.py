@@ -107,7 +107,7 @@ def _sum(parameters: list[torch.Tensor], group: dist.ProcessGroup, device: torch
             dist.all_reduce(parameter.grad, group=group)
 
 
-def collected(own: Mapping[str, Value], group: dist.ProcessGroup) -> dict[str, Value]:
+def gathered_on_first_rank(own: Mapping[str, Value], group: dist.ProcessGroup) -> dict[str, Value]:
     """Return the values of all ranks on the first rank of a group; on the others an empty dict.
 
     Args:
@@ -155,5 +155,5 @@ def whole_state(
             own[name] = whole.cpu()
     if tensor_group is not None and tensor_group.rank() > 0:
         own = {}  # only the first rank of each stage sends it
-    found = collected(own, group)
+    found = gathered_on_first_rank(own, group)
     return {name: found[first] for name, first in staged.entries.items()} if found else {}

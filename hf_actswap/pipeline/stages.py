@@ -365,7 +365,7 @@ class StagedModel:
                 slot.put(earlier)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def with_stand_ins(self) -> Iterator[None]:
         """Within the block stand-ins replace the modules of other stages; nothing is freed."""
         with self._arranged(self._at_rest()):
             yield

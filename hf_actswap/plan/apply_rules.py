@@ -378,7 +378,7 @@ class CommunicationRuleApplier:
         self._applier, self._swap = applier, swap
         self._communicates = any(fates.layer.communications for fates in applier.fates.values())
 
-    def again(self, table: Selection, full: tuple[int, ...]) -> None:
+    def communicate_again(self, table: Selection, full: tuple[int, ...]) -> None:
         """``select_comm_recompute``: communicate again in backward, beside the named ops.
 
         Layers that are recomputed whole follow ``mp_comm_recompute`` instead (MindFormers, LayerSetting:

@@ -281,7 +281,7 @@ class _Resolution:
         communication = CommunicationRuleApplier(applier, self._swap)
         excluded = self._drop_excluded_patterns(selections)
         applier.apply_select(selections["select_recompute"], full)
-        communication.again(selections["select_comm_recompute"], full)
+        communication.communicate_again(selections["select_comm_recompute"], full)
         applier.apply_full(full)
         applier.set_budgets(self._budgets(), full)
         applier.apply_exclude(selections["select_recompute_exclude"], excluded)

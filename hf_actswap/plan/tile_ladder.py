@@ -79,7 +79,7 @@ def tile_ladder(
         plan = resolved(tiles)
         if plan is not None and len(plan.tiles) > len(last.tiles):
             last = plan
-            asked = Adjustment("tile_config", (), named(plan.tiles), "nothing", "tiles", SECOND_CLASS)
+            asked = Adjustment("tile_config", (), tile_names(plan.tiles), "nothing", "tiles", SECOND_CLASS)
             yield tiles, replace(plan, adjustments=(*plan.adjustments, asked))
 
 
@@ -89,6 +89,6 @@ def _norms(structure: ModelStructure) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path for path in paths if "norm" in path.rpartition(".")[2].lower()))
 
 
-def named(tiles: Iterable[Tile]) -> str:
+def tile_names(tiles: Iterable[Tile]) -> str:
     """Return the names of the ops that run in tiles, each once."""
     return ", ".join(dict.fromkeys(tile.op_path or str(tile.scope) for tile in tiles))

@@ -104,7 +104,7 @@ class BucketPlans:
 
     def use_largest(self) -> None:
         """Put the largest plan on."""
-        self._run.use(self._largest)
+        self._run.suspend_for(self._largest)
 
     def step_ended(self) -> None:
         """Search plans for the buckets that had their first batch in this step."""
@@ -133,11 +133,11 @@ class BucketPlans:
         applied = self._applied.get(bucket.edge)
         if applied is None and bucket.plan is not None:
             try:
-                applied = self._applied[bucket.edge] = self._run.use(bucket.plan)
+                applied = self._applied[bucket.edge] = self._run.suspend_for(bucket.plan)
             except ActSwapError as error:
                 logger.warning("%s: %s: %s", self._run.name, _name(bucket), error)
                 self._drop(bucket)
-        self._run.use(applied or self._largest)
+        self._run.suspend_for(applied or self._largest)
         self._used.add(bucket.edge if applied else self._top)
 
     def _drop(self, bucket: ShapeBucket) -> None:

@@ -11,7 +11,7 @@ from ..config.schema import MemoryConfig
 from ..engine.stats import GIB, gib_text
 from ..errors import PlanError, Problem
 from ..plan.actions import Tile
-from ..plan.tile_ladder import named
+from ..plan.tile_ladder import tile_names
 from .profile import Limits, Profile
 
 MARGIN_SHARE = 0.03
@@ -109,7 +109,7 @@ def impossible(
         unplanned_peak_bytes: the peak of a step with only the fates that are written by hand.
         tiles: the tiles in which the step runs.
     """
-    names = named(tiles)
+    names = tile_names(tiles)
     tiled = f", with {names} in tiles" if names else ""
     error = BudgetError([_impossible(memory, budget, least_bytes, unplanned_peak_bytes, tiled)])
     error.least_bytes = least_bytes

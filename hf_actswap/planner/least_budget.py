@@ -26,7 +26,7 @@ from ..config.schema import MemoryConfig
 from ..engine.stats import gib_text
 from ..plan.actions import MemoryPlan
 from ..plan.model_structure import ModelStructure, unwrapped
-from ..plan.tile_ladder import named
+from ..plan.tile_ladder import tile_names
 from .budget import limits_of
 from .record.devices import known_device_or_default
 from .record.shapes import profile_from_shapes
@@ -87,7 +87,7 @@ class LeastBudget:
         Args:
             least_bytes: device memory that is known to be needed in any case.
         """
-        tiled = named(self._fixed().tiles)
+        tiled = tile_names(self._fixed().tiles)
         key = self._shape, self._gradients_exist, tiled
         if key not in self._known:
             self._known[key] = self._computed()

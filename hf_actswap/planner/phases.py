@@ -136,7 +136,7 @@ class Planner:
         return self._run.name
 
     @property
-    def settled(self) -> AppliedPlan | None:
+    def final_plan(self) -> AppliedPlan | None:
         """The applied plan if it runs as any other: in the stable phase without the guard; else ``None``."""
         return self._run.applied if self.phase == "stable" and not self._run.guarded else None
 
@@ -235,7 +235,7 @@ class Planner:
 
     def _stable_from(self, known: FilePlan) -> Stable:
         run = self._run
-        run.switch(known.plan, guarded=False)
+        run.replace_plans(known.plan, guarded=False)
         asked_gib, budget = run.memory.budget_gib, known.budget_bytes or run.meter.limit_bytes()
         if asked_gib is not None:
             budget = round(asked_gib * GIB)
@@ -340,7 +340,7 @@ class Planner:
         """Keep the earlier plan under the guard: nothing fits any more, but a running training goes on."""
         run = self._run
         logger.warning("%s: the plan before stays on, under the guard, which costs time: %s", run.name, error)
-        run.switch(plan, guarded=True)
+        run.replace_plans(plan, guarded=True)
         self._phase = Stable(run, run.meter.limit_bytes(), self._largest, MOST_PLANS, stays_guarded=True)
 
     def _can_try_again(self) -> str:
@@ -375,7 +375,7 @@ class Planner:
                 run.name,
                 gib_text(budget),
             )
-        run.switch(best.plan, guarded=not fits)
+        run.replace_plans(best.plan, guarded=not fits)
         task = search.task
         self.outcome = self._outcome(task, best)
         self._beyond_bytes = task.unpredicted_bytes

@@ -148,7 +148,7 @@ class Run:
         self.fixed, self._tiled = fixed, self.put_tiles(fixed.tiles)
 
     @uninterrupted()
-    def switch(self, plan: MemoryPlan | None, guarded: bool) -> None:
+    def replace_plans(self, plan: MemoryPlan | None, guarded: bool) -> None:
         """Take all plans off the model, and put ``plan`` on.
 
         Args:
@@ -161,10 +161,10 @@ class Run:
         self.applied = self._put(wanted)
         self._plans = [self.applied]
         self.wrap()
-        self.rescue(guarded)
+        self.set_guard(guarded)
 
     @uninterrupted()
-    def use(self, plan: AppliedPlan | MemoryPlan) -> AppliedPlan:
+    def suspend_for(self, plan: AppliedPlan | MemoryPlan) -> AppliedPlan:
         """Let another plan act from the next forward on, and suspend the current one.
 
         Graphs that still live keep to the plan under which they were made. Call this before the module's
@@ -197,7 +197,7 @@ class Run:
             raise
         finally:
             self._guard_calls()
-            self.rescue(self.guarded)
+            self.set_guard(self.guarded)
         return self.applied
 
     def _put(self, plan: MemoryPlan) -> AppliedPlan:
@@ -210,7 +210,7 @@ class Run:
         applied.remove()
 
     @property
-    def called(self) -> nn.Module:
+    def forward_module(self) -> nn.Module:
         """The module whose call is a forward: the model inside its wrappers, or its compiled wrapper."""
         compiled = compiled_wrapper(self.model, self.structure)
         return unwrapped(self.model) if compiled is None else compiled  # no `or`: it may have no truth value
@@ -225,13 +225,13 @@ class Run:
         """
         self.unwrap()
         self._watching = [
-            lambda: ahead_of_calls(self.called, before),
-            lambda: wrapper(self.called),
+            lambda: ahead_of_calls(self.forward_module, before),
+            lambda: wrapper(self.forward_module),
         ]
         self.wrap()
 
     @uninterrupted()
-    def rescue(self, on: bool) -> None:
+    def set_guard(self, on: bool) -> None:
         """Turn the guard against running out of memory on or off, from the next forward on."""
         self._guard(on)
         if self.applied is not None:

@@ -152,7 +152,7 @@ class SearchPhase:
         found = self._waiting.pop(0)
         self.trials.append(Trial(found.plan, found.prediction, []))
         self._trial_sizes = set()
-        self._run.switch(found.plan, guarded=True)
+        self._run.replace_plans(found.plan, guarded=True)
 
     def _learn(self, trial: Trial, fits: bool) -> bool:
         """Correct predictions by what ``trial`` used; return whether there are more plans to try."""

@@ -92,13 +92,13 @@ class Stable:
                     shape,
                 )
             self._larger = self._larger_now = True
-            self._run.rescue(True)
+            self._run.set_guard(True)
 
     def ran_out(self, failure: Failure) -> None:
         """Note that memory ran out under the plan, and run the rest of this step under the guard."""
         if self.smaller is None or not self.smaller.drop_used():
             self.missed_by_bytes = max(self.missed_by_bytes, failure.wanted_bytes or 1)
-        self._run.rescue(True)
+        self._run.set_guard(True)
 
     def step_ended(self) -> bool:
         """Return whether to plan anew; the same on every rank."""
@@ -110,7 +110,7 @@ class Stable:
             elif not self._larger_now:  # a larger batch's peak says nothing about the plan
                 self.missed_by_bytes = max(self.missed_by_bytes, over_bytes)
             if self._run.guarded:
-                self._run.rescue(False)
+                self._run.set_guard(False)
         self._larger_now = False
         if self.smaller is not None:
             self.smaller.step_ended()

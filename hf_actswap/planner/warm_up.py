@@ -145,10 +145,10 @@ class WarmUp:
         """Prepare the next step; the last two steps are recorded."""
         run = self._run
         if self._steps_left > 2:
-            run.switch(None, guarded=True)
+            run.replace_plans(None, guarded=True)
             return
         run.take_off()
-        run.rescue(True)
+        run.set_guard(True)
         self._states_bytes = run.state_bytes()
         self._recorder = recorder = StepRecorder(
             run.model,
@@ -160,7 +160,7 @@ class WarmUp:
             away_bytes=lambda: run.idle.away_bytes,
             chunks=run.chunks,
         )
-        self._held = EvictableForwards(run.called, run.pack_handler, lambda: recorder.in_forward)
+        self._held = EvictableForwards(run.forward_module, run.pack_handler, lambda: recorder.in_forward)
         self._held.start()
         recorder.start()
         run.wrap()

@@ -142,7 +142,7 @@ class ChunkedStep:
         """
 
         def too_large(kept: int) -> bool:
-            return self.under(keeping(plan, kept)).predicted(tokens).peak_bytes > device_bytes
+            return self.under(with_last_layers_kept(plan, kept)).predicted(tokens).peak_bytes > device_bytes
 
         return bisect_left(range(plan.num_layers + 1), True, key=too_large) - 1
 
@@ -201,7 +201,7 @@ class ChunkedStep:
         return rates.attention_flop_per_ms if half else full
 
 
-def keeping(plan: MemoryPlan, kept: int) -> MemoryPlan:
+def with_last_layers_kept(plan: MemoryPlan, kept: int) -> MemoryPlan:
     """Return a plan that recomputes whole layers, with the last ``kept`` of them kept."""
     layers = range(plan.num_layers - kept, plan.num_layers)
     return replace(plan, rows=tuple(row for row in plan.rows if row.op_path or row.scope not in layers))
@@ -285,7 +285,7 @@ class KeptLayers:
         kept, fits = min(item[0] for item in of_ranks), min(item[2] for item in of_ranks)
         if kept < 0:
             raise self._impossible(most_bytes, max(item[1] for item in of_ranks), fits)
-        chosen = keeping(plan, kept)
+        chosen = with_last_layers_kept(plan, kept)
         peak_bytes = step.under(chosen).predicted(longest).peak_bytes + baseline_bytes
         reason = (
             f"the most that fit: {gib_text(peak_bytes, math.ceil)} of {gib_text(most_bytes, math.floor)}, "

@@ -5,9 +5,9 @@ where they are: a second tier behind host memory would be added here.
 
 **Order.** Copies follow the contract of `engine.transfer`. `put` starts a copy to the host and keeps its
 source; compute waits for that copy after `_MAX_PENDING_OFFLOADS` later calls of `put`. So device memory holds
-the sources of a few copies only, and compute never waits for a copy that was started just before. `expect`
+the sources of a few copies only, and compute never waits for a copy that was started just before. `prefetch`
 starts a copy to the device, which the transfer orders after the copy that wrote the host block; callers start
-it for the next tensors before they compute with the present ones. `bring` makes compute wait for that copy. A
+it for the next tensors before they compute with the present ones. `fetch` makes compute wait for that copy. A
 `put` under the same key may then overwrite the block, because its last reader is done: gradients of keys and
     values
 are brought, added to, and put back. `drop` waits for copies that still run, then returns the block to the
@@ -78,7 +78,7 @@ class HostSequence:
         Raises:
             PlanError: the pool is limited to less.
         """
-        most_bytes = self._pool.most_bytes
+        most_bytes = self._pool.limit_bytes
         if most_bytes is not None and size_bytes > most_bytes:
             needed, allowed = gib_text(size_bytes), gib_text(most_bytes)
             fit = f"enough for {longest(max(most_bytes, 0)):,} tokens"
@@ -90,7 +90,7 @@ class HostSequence:
         """Start copying device tensors to the host; tensors stored under the same key are overwritten.
 
         Args:
-            key: under which `bring` returns them.
+            key: under which `fetch` returns them.
             tensors: contiguous, not written to afterwards, of the same sizes as those that they overwrite.
 
         Raises:
@@ -113,7 +113,7 @@ class HostSequence:
         while len(self._leaving) > _MAX_PENDING_OFFLOADS:
             self._has_left(self._leaving.popleft())
 
-    def expect(self, key: Key) -> None:
+    def prefetch(self, key: Key) -> None:
         """Start the copies of a key to the device, unless the key is unknown or they were started already."""
         entry = self._entries.get(key)
         if entry is None or entry.coming:
@@ -123,11 +123,11 @@ class HostSequence:
             self._counters.prefetches += 1
             self._counters.prefetched_bytes += host.size_bytes
 
-    def bring(self, key: Key) -> list[torch.Tensor]:
+    def fetch(self, key: Key) -> list[torch.Tensor]:
         """Return the tensors of a key on the device, after compute waits for their copies."""
         entry = self._entries[key]
         if not entry.coming:
-            self.expect(key)
+            self.prefetch(key)
             self._counters.late_prefetches += len(entry.coming)
         coming, entry.coming = entry.coming, []
         for _, copy in coming:

@@ -79,7 +79,7 @@ class ChunkAttention:
         self.chunk, self.second = chunk, second
         self._given.clear()
         if second:
-            self.host.expect(("output", min(self.layers), chunk))
+            self.host.prefetch(("output", min(self.layers), chunk))
 
     @property
     def positions(self) -> range:
@@ -180,7 +180,7 @@ class ChunkAttention:
         elif earlier:  # after the last layer: the first piece of the next chunk
             coming.append(("keys", min(self.layers), self.chunk))
         for piece in coming[:1]:
-            self.host.expect(piece)
+            self.host.prefetch(piece)
         left = len(self.stored_positions(self.chunk, scores.visible))
         if left:
             ends = (item[:, :, -left:].contiguous() for item in (key, value))
@@ -188,8 +188,8 @@ class ChunkAttention:
         out, total = attend(query, key, value, scores, own, own)
         for place, chunk in enumerate(earlier):
             for piece in coming[place + 1 : place + 2]:
-                self.host.expect(piece)
-            keys, values = self.host.bring(("keys", layer, chunk))
+                self.host.prefetch(piece)
+            keys, values = self.host.fetch(("keys", layer, chunk))
             there = self.stored_positions(chunk, scores.visible)
             out, total = merge(out, total, *attend(query, keys, values, scores, own, there))
         out = out.to(query.dtype)
@@ -206,12 +206,12 @@ class ChunkAttention:
         In the forward of the second pass the layer above is next. When layers are recomputed in backward,
         from the last to the first, the layer below is next, and after the first layer the chunk before.
         """
-        found, again = self.host.bring(("output", layer, self.chunk)), layer in self._given
+        found, again = self.host.fetch(("output", layer, self.chunk)), layer in self._given
         above = [] if again else [item for item in self.layers if item > layer]
         below = [item for item, trace in self.layers.items() if trace.again and (item < layer or not again)]
         following = (*above, *reversed(below))
         coming = (following[0], self.chunk) if following else (min(self.layers), self.chunk - 1)
-        self.host.expect(("output", *coming))
+        self.host.prefetch(("output", *coming))
         if again or not (above or self.layers[layer].again):  # backward through its MLP or the head is ahead
             self._expect_piece(layer, self._seen(self.layers[layer].visible)[:1])
         self._given.add(layer)
@@ -244,7 +244,7 @@ class ChunkAttention:
         of_query, of_key, of_value = (item.to(wide) for item in found)
         for place, chunk in enumerate(earlier):
             self._expect_piece(layer, earlier[place + 1 : place + 2])
-            keys, values = host.bring(("keys", layer, chunk))
+            keys, values = host.fetch(("keys", layer, chunk))
             there = self.stored_positions(chunk, scores.visible)
             found = attend_backward(upstream, query, keys, values, out, total, scores, own, there)
             of_query += found[0]
@@ -257,20 +257,20 @@ class ChunkAttention:
             return of_query.to(query.dtype), None, None
         later = ("gradients", layer, self.chunk)
         if later in host:
-            for mine, theirs in zip((of_key, of_value), host.bring(later), strict=True):
+            for mine, theirs in zip((of_key, of_value), host.fetch(later), strict=True):
                 mine[:, :, -theirs.shape[2] :] += theirs
         return of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
 
     def _expect_piece(self, layer: int, chunks: list[int]) -> None:
         """Start copying in the next piece with its gradients; without one, the chunk's own gradients."""
         for chunk in chunks:
-            self.host.expect(("keys", layer, chunk))
+            self.host.prefetch(("keys", layer, chunk))
         for chunk in chunks or [self.chunk]:
-            self.host.expect(("gradients", layer, chunk))
+            self.host.prefetch(("gradients", layer, chunk))
 
     def _add_gradients(self, key: tuple[str, int, int], dtype: torch.dtype, *found: torch.Tensor) -> None:
         if key in self.host:  # the kernel of the addition computes in fp32, and rounds to the sum's dtype
-            found = tuple(sum_.add_(item) for sum_, item in zip(self.host.bring(key), found, strict=True))
+            found = tuple(sum_.add_(item) for sum_, item in zip(self.host.fetch(key), found, strict=True))
         self.host.put(key, *(item.to(dtype).contiguous() for item in found))
 
 

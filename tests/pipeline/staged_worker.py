@@ -133,11 +133,11 @@ class WatchedPasses(PassOrder):
             self.seen.clear()
         super().begin(order)
 
-    def reached(self, now: Point) -> int:
+    def run_due(self, now: Point) -> int:
         """See `PassOrder`."""
         if self.seen[-1:] != [now[0]]:
             self.seen.append(now[0])
-        return super().reached(now)
+        return super().run_due(now)
 
 
 def tiny_model(family: str, layers: int) -> nn.Module:

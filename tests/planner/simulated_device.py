@@ -131,7 +131,7 @@ def train(
         finally:
             if planner is not None:
                 trained.planner, trained.plan_rows = planner, planner.plan.rows
-                trained.buckets, trained.guarded = planner.buckets, planner.settled is None
+                trained.buckets, trained.guarded = planner.buckets, planner.final_plan is None
                 planner.remove()
     trained.weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     return trained

@@ -368,7 +368,7 @@ class TimedRun:
     peak_bytes: int = 0
     switched: list[MemoryPlan] = field(default_factory=list)
 
-    def switch(self, plan: MemoryPlan, guarded: bool) -> None:
+    def replace_plans(self, plan: MemoryPlan, guarded: bool) -> None:
         assert guarded
         self.switched.append(plan)
 

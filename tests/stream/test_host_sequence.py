@@ -43,14 +43,14 @@ def test_put_bring_and_put_again_in_the_order_of_the_transfers_contract() -> Non
     host.put("a", torch.arange(6.0).view(2, 3), torch.ones(4))
     assert "a" in host
     assert transfer.in_flight == 2, "nobody waits for a copy that has just been asked for"
-    host.expect("a")
-    host.expect("a")
-    host.expect("of this there is nothing")
+    host.prefetch("a")
+    host.prefetch("a")
+    host.prefetch("of this there is nothing")
     assert transfer.in_flight == 4
-    numbers, ones = host.bring("a")
+    numbers, ones = host.fetch("a")
     assert torch.equal(numbers, torch.arange(6.0).view(2, 3))
     host.put("a", numbers + 1, ones + 1)
-    numbers, ones = host.bring("a")
+    numbers, ones = host.fetch("a")
     assert torch.equal(numbers, torch.arange(1.0, 7.0).view(2, 3))
     assert torch.equal(ones, torch.full((4,), 2.0))
     assert pool.used_bytes == 40
@@ -65,14 +65,14 @@ def test_sources_are_held_until_their_copies_are_done_and_few_are() -> None:
     for number in range(7):
         host.put(number, torch.full((3,), float(number)))
     assert transfer.in_flight == 4, "compute has waited for the oldest"
-    assert [float(host.bring(number)[0][0]) for number in range(7)] == list(range(7))
+    assert [float(host.fetch(number)[0][0]) for number in range(7)] == list(range(7))
 
 
 def test_what_nobody_asks_for_any_more_is_waited_for_and_given_back() -> None:
     transfer = RecordingTransfer()
     host, pool = sequence(transfer)
     host.put("a", torch.ones(3))
-    host.expect("a")
+    host.prefetch("a")
     host.put("b", torch.ones(3))
     del host
     gc.collect()

@@ -64,7 +64,7 @@ class FateTable:
         compiled = {layer.index for layer in structure.all_layers if layer.compiled}
         self.checkpointed_layers = self.recomputed.whole_layers
         modules = self.recomputed.modules
-        self.named_layers = self.recomputed.divided.intersection(modules) - compiled
+        self.named_layers = self.recomputed.scopes_with_op_rows.intersection(modules) - compiled
         """Layers in which ops must be named; in compiled ones the tracer names them (`compiled_regions`)."""
         followed = {row.scope for row in plan.rows if row.fate not in (*_TRACED, "slice")}
         followed |= {_next(row.scope) for row in plan.rows if row.fate == "slice"}

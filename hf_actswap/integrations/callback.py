@@ -28,7 +28,7 @@ from ..report import PinningBar, plan_table
 from ..report.saving import Saving
 from ..stream import ChunkBudget
 from .parallel_checkpoint import checkpoint_fact
-from .parallel_limits import rejection
+from .parallel_limits import callback_only_error
 from .parallel_training import ParallelTraining
 from .pipeline_training import PipelineTraining
 from .run_record import RunRecord
@@ -205,7 +205,9 @@ class ActSwapCallback(TrainerCallback):
                 if args.n_gpu > 1:
                     raise PlanError([_SEVERAL_DEVICES])
                 if self._divides and parallel is None:
-                    raise rejection("add_callback (parallel_config works for a callback of the constructor)")
+                    raise callback_only_error(
+                        "add_callback (parallel_config works for a callback of the constructor)"
+                    )
                 with nullcontext() if parallel is None else parallel.whole_model():
                     shape = model_structure(model)
                 plan = requested if isinstance(requested, MemoryPlan) else resolve_plan(requested, shape)

@@ -76,7 +76,7 @@ def reject_for_callback(trainer: Any, tensor_parallel_size: int) -> None:
         raise ParallelTrainingError(problems)
 
 
-def rejection(what: str) -> ParallelTrainingError:
+def callback_only_error(what: str) -> ParallelTrainingError:
     """Return the error for a call that a callback alone cannot serve."""
     problem = Problem(what, "a model that one rank holds", "a part of it", USE_OUR_TRAINER)
     return ParallelTrainingError([problem])

@@ -128,7 +128,7 @@ class DividedTraining(ABC):
         check_agreement({"batch": digest(text)}, self._timeout_s, "batch", ranks)
 
     @contextmanager
-    def gathering(self, what: str) -> Iterator[BytesBar | None]:
+    def gathering_bar(self, what: str) -> Iterator[BytesBar | None]:
         """Yield a progress bar for the gathering of ``what`` on rank 0, ``None`` on other ranks."""
         if dist.get_rank() != 0:
             yield None
@@ -215,7 +215,7 @@ class ParallelTraining(DividedTraining):
             keeps: whether this rank gets them; other ranks only take part, and get an empty dict.
         """
         rank = self.patched.group.rank()
-        with self.gathering("weights") as progress:
+        with self.gathering_bar("weights") as progress:
             # `only_rank=-1` is no rank: this rank takes part and keeps nothing.
             return self.patched.full_state_dict(only_rank=rank if keeps else -1, progress=progress)
 
@@ -225,7 +225,7 @@ class ParallelTraining(DividedTraining):
 
         Without ``keeps`` this rank's state is empty; it only takes part.
         """
-        with self.gathering("optimizer states") as progress:
+        with self.gathering_bar("optimizer states") as progress:
             full = full_optimizer_state(optimizer.optimizer, self.patched, keeps, progress)
             with patched_attribute(optimizer, "state_dict", lambda: full):
                 yield

@@ -58,7 +58,7 @@ class Prepared:
             state: dict[str, Any] = self.optimizer.state_dict()
             return state
         writes = self._accelerator.is_main_process
-        with self.parallel.gathering("optimizer states") as progress:
+        with self.parallel.gathering_bar("optimizer states") as progress:
             return full_optimizer_state(self.optimizer.optimizer, self.parallel.patched, writes, progress)
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -63,7 +63,7 @@ def gather_one_of_each(accelerator: Any, mesh: ParallelMesh) -> None:
 
 
 @contextmanager
-def declared(accelerator: Any, tensor_parallel_size: int) -> Iterator[None]:
+def parallelism_config_set(accelerator: Any, tensor_parallel_size: int) -> Iterator[None]:
     """Within the block, Accelerate's ``parallelism_config`` says how many ranks train on the same batch.
 
     The Trainer of transformers 5.17 reads only this when it counts tokens and scales the loss. It is not set

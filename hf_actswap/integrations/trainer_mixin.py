@@ -32,7 +32,7 @@ from .parallel_checkpoint import (
 )
 from .parallel_training import ParallelTraining
 from .pipeline_training import PipelineTraining
-from .replicated_batches import declared
+from .replicated_batches import parallelism_config_set
 from .trainer_setup import wrap_model
 
 NO_LABEL = -100
@@ -240,7 +240,9 @@ class ActSwapTrainerMixin:
         return nullcontext() if self.parallel is None else self.parallel.whole_model()
 
     def _declared(self) -> Any:
-        return nullcontext() if self.parallel is None else declared(self.accelerator, self._ranks_per_batch)
+        if self.parallel is None:
+            return nullcontext()
+        return parallelism_config_set(self.accelerator, self._ranks_per_batch)
 
 
 def _partly_read(model: nn.Module) -> bool:

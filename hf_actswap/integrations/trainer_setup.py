@@ -17,7 +17,7 @@ from ..config import ActSwapConfig
 from ..errors import Problem
 from ..parallel.mesh import MeshError, launch_command, started_processes
 from ..parallel.rank_agreement import failing_together, parameters_fact
-from .parallel_limits import reject_for_callback, reject_unsupported, rejection
+from .parallel_limits import callback_only_error, reject_for_callback, reject_unsupported
 from .parallel_training import ParallelTraining, begin_parallel_training
 from .pipeline_training import PipelineTraining, pipeline_of, stage_model
 from .shared_config import facts_to_compare
@@ -122,7 +122,7 @@ def _serve_training_only(trainer: Any, parallel: ParallelTraining) -> None:
         return count(batch_samples, device)
 
     def rejected(name: str, *_: Any, **__: Any) -> None:
-        raise rejection(f"Trainer.{name}")
+        raise callback_only_error(f"Trainer.{name}")
 
     trainer._wrap_model, trainer._get_num_items_in_batch = wrapped, checked
     trainer.get_tp_size = lambda: parallel.ranks_per_model

@@ -50,20 +50,21 @@ class RecomputedModules:
         return {scope: frozenset(paths) for scope, paths in found.items()}
 
     @cached_property
-    def divided(self) -> frozenset[Scope]:
+    def scopes_with_op_rows(self) -> frozenset[Scope]:
         """Scopes in which rows of the plan name single ops."""
         return frozenset(row.scope for row in self.plan.rows if row.op_path not in ("", OUTPUT))
 
     @cached_property
     def whole_layers(self) -> frozenset[Scope]:
         """Layers that are run again whole, and in which no row names single ops."""
-        return frozenset(scope for scope, paths in self.roots.items() if "" in paths) - self.divided
+        whole = frozenset(scope for scope, paths in self.roots.items() if "" in paths)
+        return whole - self.scopes_with_op_rows
 
     @cached_property
     def selective_layers(self) -> frozenset[Scope]:
         """Layers in which something is recomputed, except `whole_layers`."""
         again = {row.scope for row in self.plan.rows if row.fate == "recompute"}
-        return self.divided.intersection(again, self.modules)
+        return self.scopes_with_op_rows.intersection(again, self.modules)
 
     def row(self, call: OpCall) -> PlanRow | None:
         """Return the row that decides what ``call`` produces."""

@@ -92,7 +92,7 @@ def test_called_after_each_item() -> None:
 def test_one_rank_shows_what_is_gathered(monkeypatch: pytest.MonkeyPatch, rank: int, shows: bool) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda *_: rank)
     training: Any = SimpleNamespace(shows_bars=shows)
-    with ParallelTraining.gathering(training, "weights") as progress:
+    with ParallelTraining.gathering_bar(training, "weights") as progress:
         assert (progress is None) == (rank != 0)
         if progress is not None:
             assert progress._shown is shows

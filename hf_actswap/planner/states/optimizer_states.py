@@ -192,7 +192,7 @@ class OptimizerStates:
         for load in loads:
             key = load()
             self._residence.refresh([key], states)
-            for storage in self._residence.of(key):
+            for storage in self._residence.storages_of(key):
                 self._residence.leave(storage)
             self._residence.release(self.most_resident_bytes)
         self.take_stock()
@@ -212,7 +212,7 @@ class OptimizerStates:
         if key is None and self._checkpoints.saving:
             self._checkpoints.saving = False
             return
-        for storage in self._residence.all() if key is None else self._residence.of(key):
+        for storage in self._residence.all() if key is None else self._residence.storages_of(key):
             self._residence.bring(storage)
 
     def _step_starts(

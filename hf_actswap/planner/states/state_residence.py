@@ -54,17 +54,17 @@ class StateResidence:
         self.device_bytes = self.total_bytes = 0
         self._warned = False
 
-    def of(self, key: Hashable) -> list[StateStorage]:
+    def storages_of(self, key: Hashable) -> list[StateStorage]:
         """Return the storages of a parameter's states, as of the last `refresh`."""
         return self._of.get(key, [])
 
-    def of_all(self, keys: Iterable[Hashable]) -> list[StateStorage]:
+    def storages_of_all(self, keys: Iterable[Hashable]) -> list[StateStorage]:
         """Return the storages of several parameters' states, each once, in order."""
-        return list(dict.fromkeys(item for key in keys for item in self.of(key)))
+        return list(dict.fromkeys(item for key in keys for item in self.storages_of(key)))
 
     def all(self) -> list[StateStorage]:
         """Return every storage once."""
-        return self.of_all(self._of)
+        return self.storages_of_all(self._of)
 
     def known(self) -> list[Hashable]:
         """Return the keys whose states have storages here."""

@@ -54,7 +54,7 @@ class StreamedStep:
 
     def order(self, states: WatchedStates) -> list[StateStorage]:
         """Return the storages in the order in which the step needs them."""
-        return self._residence.of_all(key for key in of_optimizer(self._optimizer) if key in states)
+        return self._residence.storages_of_all(key for key in of_optimizer(self._optimizer) if key in states)
 
     def run(
         self,
@@ -77,10 +77,10 @@ class StreamedStep:
         try:
             for bucket in buckets:
                 keys = [parameter for parameters in bucket for parameter in parameters]
-                self._bring(self._residence.of_all(keys), ahead, resident_bytes)
+                self._bring(self._residence.storages_of_all(keys), ahead, resident_bytes)
                 self._step(step, bucket)
                 self._residence.refresh(keys, states)
-                for storage in self._residence.of_all(keys):
+                for storage in self._residence.storages_of_all(keys):
                     self._residence.leave(storage)
                 self._residence.release(resident_bytes)
         except BaseException:
@@ -135,7 +135,7 @@ class StreamedStep:
 
     def _state_bytes(self, parameter: torch.Tensor) -> int:
         """Return the bytes of a parameter's states; without any yet, twice the bytes of the parameter."""
-        known = self._residence.of(parameter)
+        known = self._residence.storages_of(parameter)
         return sum(item.size_bytes for item in known) if known else 2 * parameter.nbytes
 
 

@@ -22,14 +22,14 @@ from torch import nn
 from torch._subclasses import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..config.schema import MemoryConfig
 from ..engine.stats import gib_text
 from ..plan.actions import MemoryPlan
-from ..plan.model_structure import ModelStructure, unwrapped
+from ..plan.model_structure import unwrapped
 from ..plan.tile_ladder import tile_names
 from .budget import limits_of
 from .record.devices import known_device_or_default
 from .record.shapes import profile_from_shapes
+from .run import PlannedTraining
 from .search.find_plan import least_peak_bytes
 from .states.optimizer_kinds import expected_state_bytes, inner_optimizer
 
@@ -40,25 +40,15 @@ class LeastBudget:
     """Finds the least budget that any plan fits, from a step on fake tensors of the batch that failed.
 
     Args:
-        model: the model in training, in its wrappers.
-        structure: structure of the model.
+        training: the model and, if known, its optimizer. States not made yet are counted as Adam's would be.
         fixed: returns the fates written by hand, with the current tiles.
-        memory: the ``memory`` section of the configuration.
-        optimizer: the model's optimizer, if it is known. States not made yet are counted as Adam's would be.
         device: name of the model's device.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        structure: ModelStructure,
-        fixed: Callable[[], MemoryPlan],
-        memory: MemoryConfig,
-        optimizer: torch.optim.Optimizer | None,
-        device: str,
-    ) -> None:
+    def __init__(self, training: PlannedTraining, fixed: Callable[[], MemoryPlan], device: str) -> None:
         self._rates = known_device_or_default(device)
-        self._root, self._structure, self._fixed, self._memory = unwrapped(model), structure, fixed, memory
+        self._root, self._structure, self._fixed = unwrapped(training.model), training.structure, fixed
+        optimizer, self._memory = training.optimizer, training.memory
         self._optimizer = None if optimizer is None else inner_optimizer(optimizer)
         self._first = next((item for item in self._root.parameters() if item.requires_grad), None)
         self._call: Mapping[str, Any] | None = None

@@ -83,7 +83,7 @@ class Planner:
         known: FilePlan | None = None,
     ) -> None:
         self._run, self._made_for = run, made_for
-        self.structure: ModelStructure = run.structure
+        self.structure: ModelStructure = run.training.structure
         self.trials: list[Trial] = []
         self.planning_s: list[float] = []
         self.task: PlanningTask | None = None
@@ -97,7 +97,9 @@ class Planner:
         self._last: MemoryPlan | None = None
         self._without_tiles: Prediction | None = None
         self._impossible: list[BudgetError] = []
-        self._retry = Retry(run.model, run.idle.device, self._can_try_again, self._ran_out, self._tiles_ahead)
+        self._retry = Retry(
+            run.training.model, run.idle.device, self._can_try_again, self._ran_out, self._tiles_ahead
+        )
         self._may_tile_ahead = known is None and run.ladder is not None and world_size() > 1
         self._undo: list[Callable[[], None]] = []
         self._phase: WarmUp | SearchPhase | Stable
@@ -236,10 +238,12 @@ class Planner:
     def _stable_from(self, known: FilePlan) -> Stable:
         run = self._run
         run.replace_plans(known.plan, guarded=False)
-        asked_gib, budget = run.memory.budget_gib, known.budget_bytes or run.meter.limit_bytes()
+        asked_gib, budget = run.training.memory.budget_gib, known.budget_bytes or run.meter.limit_bytes()
         if asked_gib is not None:
             budget = round(asked_gib * GIB)
-        logger.info("%s: stable: the plan of %s, nothing is searched", run.name, run.memory.plan_file)
+        logger.info(
+            "%s: stable: the plan of %s, nothing is searched", run.name, run.training.memory.plan_file
+        )
         size = None if known.made_for is None else BatchSize.of(known.made_for.batch_shape, False)
         return Stable(run, budget, size, self._plans)
 
@@ -253,7 +257,7 @@ class Planner:
             self._warm_up_peak_bytes = self._warm_up_peak_bytes if self._without_tiles else phase.peak_bytes
         self._plans += 1
         if self.progress is not None:  # the search may take seconds
-            self.progress(SearchPhase.name, max(self._run.memory.search_steps, 1))
+            self.progress(SearchPhase.name, max(self._run.training.memory.search_steps, 1))
         try:
             self._phase = self._begin_search(step, self._largest)
         except BudgetError as error:
@@ -270,20 +274,20 @@ class Planner:
         task = agreed_task(
             step,
             run.fixed,
-            run.memory,
+            run.training.memory,
             device_bytes,
             states_bytes,
             unpredicted_bytes,
             again,
             largest,
             without,
-            run.in_flight,
+            run.training.in_flight,
         )
         try:
-            return SearchPhase(run, task, max(run.memory.search_steps, 1))
+            return SearchPhase(run, task, max(run.training.memory.search_steps, 1))
         except BudgetError as error:
             self._impossible.append(error)
-            rests = fits_outside_backward(task.profile, run.memory, task.budget_bytes)
+            rests = fits_outside_backward(task.profile, run.training.memory, task.budget_bytes)
             if rests and (anew := self._more_tiles(task.size, task.unplanned)) is not None:
                 return anew
             if largest is None or task.step is None or task.size == task.step.size:
@@ -346,7 +350,7 @@ class Planner:
     def _can_try_again(self) -> str:
         """Return the phase if it allows a retry, else ``""``. `Retry` itself excludes tiles on many ranks."""
         if isinstance(self._phase, WarmUp):
-            known, may_tile = self._largest, self._run.memory.mode == "adaptive"
+            known, may_tile = self._largest, self._run.training.memory.mode == "adaptive"
             return self.phase if may_tile and (known is None or known.tokens > AUTO_LEAST_TOKENS) else ""
         return self.phase if isinstance(self._phase, Stable) and not self._run.guarded else ""
 
@@ -379,17 +383,18 @@ class Planner:
         task = search.task
         self.outcome = self._outcome(task, best)
         self._beyond_bytes = task.unpredicted_bytes
-        alone = run.in_flight == 1  # else other micro-batches in flight may be larger
+        alone = run.training.in_flight == 1  # else other micro-batches in flight may be larger
         smaller = BucketPlans(run, task, best) if fits and alone and task.size is not None else None
         self._phase = Stable(run, budget, task.size, self._plans, not fits, smaller)
         logger.info("%s: stable: %s", run.name, _in_words(best))
-        if fits and rank() == 0 and self._made_for is not None and run.memory.plan_file is not None:
+        plan_file = run.training.memory.plan_file
+        if fits and rank() == 0 and self._made_for is not None and plan_file is not None:
             made_for = self._made_for(task.profile.batch_shape)
             try:
-                write_plan(run.memory.plan_file, best.plan, made_for, _numbers(best, budget, self.outcome))
+                write_plan(plan_file, best.plan, made_for, _numbers(best, budget, self.outcome))
             except OSError as error:
                 said = "%s: the plan is on, but cannot be written to %s (%s)"
-                logger.warning(said, run.name, run.memory.plan_file, error.strerror)
+                logger.warning(said, run.name, plan_file, error.strerror)
 
     def _outcome(self, task: PlanningTask, best: Trial) -> Outcome:
         nothing = MemoryPlan((), task.profile.num_layers, task.profile.family)

@@ -68,29 +68,23 @@ class Run:
     """One training under the planner.
 
     Args:
-        model: the model in the wrappers in which it is called.
-        structure: structure of the model inside the wrappers.
+        training: the model, its optimizer and what the user wrote for them.
         fixed: the fates that the user wrote by hand, which plans keep. Its tiles, to which the planner may
             add, are on the model under every plan.
-        memory: the ``memory`` section of the configuration.
         meter: measures device memory.
         transfer: makes time stamps, measures the link.
         guard: lets ops survive running out of memory while it is on.
         idle: the tensors that the guard can evict.
         put, put_tiles: functions that put a plan, and tiles, on the model.
         device_name: name of the device, for display.
-        optimizer: the model's optimizer, if it is known.
         states: the optimizer's states, if they are kept on the host between its steps.
         ladder: plans that may replace ``fixed``, with more and more in tiles; ``None``: no tiles are added.
-        in_flight, chunks: as in `PlannedTraining`.
         least_bytes: returns the least peak of any plan in the model's tiles, given the arguments of the
             coming forward; ``None``: it is not known.
     """
 
-    model: nn.Module
-    structure: ModelStructure
+    training: PlannedTraining
     fixed: MemoryPlan
-    memory: MemoryConfig
     meter: Meter
     transfer: Transfer
     guard: OomGuard
@@ -98,11 +92,8 @@ class Run:
     put: ApplyPlan
     put_tiles: ApplyTiles
     device_name: str
-    optimizer: torch.optim.Optimizer | None = None
     states: OptimizerStates | None = None
     ladder: Iterator[MemoryPlan] | None = None
-    in_flight: float = 1
-    chunks: int = 1
     least_bytes: Callable[[tuple[Any, ...], dict[str, Any]], int | None] = lambda _args, _kwargs: None
     applied: AppliedPlan | None = None
     guarded: bool = False
@@ -119,7 +110,7 @@ class Run:
     @property
     def name(self) -> str:
         """The planner's mode, with which its log lines begin."""
-        return self.memory.mode
+        return self.training.memory.mode
 
     @property
     def pack_handler(self) -> PackHandler:
@@ -157,8 +148,9 @@ class Run:
         """
         self.take_off()
         self.meter.give_back()
-        wanted = MemoryPlan((), len(self.structure.layers), self.structure.family) if plan is None else plan
-        self.applied = self._put(wanted)
+        structure = self.training.structure
+        empty = MemoryPlan((), len(structure.layers), structure.family)
+        self.applied = self._put(empty if plan is None else plan)
         self._plans = [self.applied]
         self.wrap()
         self.set_guard(guarded)
@@ -212,8 +204,9 @@ class Run:
     @property
     def forward_module(self) -> nn.Module:
         """The module whose call is a forward: the model inside its wrappers, or its compiled wrapper."""
-        compiled = compiled_wrapper(self.model, self.structure)
-        return unwrapped(self.model) if compiled is None else compiled  # no `or`: it may have no truth value
+        compiled = compiled_wrapper(self.training.model, self.training.structure)
+        # No `or`: a module may have no truth value.
+        return unwrapped(self.training.model) if compiled is None else compiled
 
     @uninterrupted()
     def watch(self, before: Before, wrapper: Callable[[nn.Module], list[Undo]]) -> None:
@@ -261,7 +254,7 @@ class Run:
         self._leave_guards()
 
     def _guard_calls(self) -> None:
-        self._guards = guard_compiled(self.guard, list(self.model.modules()))
+        self._guards = guard_compiled(self.guard, list(self.training.model.modules()))
 
     def _leave_guards(self) -> None:
         undo, self._guards = self._guards, []
@@ -272,7 +265,7 @@ class Run:
         """Bytes of the optimizer's states that are on the device between its steps."""
         if self.states is not None:
             return self.states.device_bytes
-        return 0 if self.optimizer is None else state_bytes_beside_weights(self.optimizer)
+        return 0 if self.training.optimizer is None else state_bytes_beside_weights(self.training.optimizer)
 
     def step_starts(self) -> None:
         """Begin to measure a step."""

@@ -75,38 +75,23 @@ def start_planner(
         PlanError: the model, its checkpointing or the allocator cannot be combined with the planner; the
             plan file is malformed; ``memory_saving`` has no optimizer, or one whose states cannot be moved.
     """
-    model, structure, fixed, memory = training.model, training.structure, training.fixed, training.memory
-    optimizer = training.optimizer
+    structure, fixed, memory = training.structure, training.fixed, training.memory
     if memory.mode == "off":
         raise ValueError("memory.mode is off: there is nothing to plan")
-    problems = problems_of_planner(model, structure, memory.mode)
+    problems = problems_of_planner(training.model, structure, memory.mode)
     if problems:
         raise PlanError(problems)
-    device = next((p.device for p in unwrapped(model).parameters()), torch.device("cpu"))
+    device = next((p.device for p in unwrapped(training.model).parameters()), torch.device("cpu"))
     transfer = transfer or transfer_of(device)
     meter = meter or _meter_of(device, training)
     pool = host.pool(device, transfer.overlaps, None)
     idle = EvictableTensors(device, pool if transfer.overlaps else None, fixed.min_tensor_bytes)
-    least = LeastBudget(model, structure, lambda: run.fixed, memory, optimizer, device_name(device))
+    name = device_name(device)
+    least = LeastBudget(training, lambda: run.fixed, name)
     guard = OomGuard(meter, idle, least.in_words)
-    run = Run(
-        model,
-        structure,
-        fixed,
-        memory,
-        meter,
-        transfer,
-        guard,
-        idle,
-        put,
-        put_tiles,
-        device_name(device),
-        optimizer,
-        ladder=None if ladder is None else iter(ladder),
-        in_flight=training.in_flight,
-        chunks=training.chunks,
-        least_bytes=least.least_bytes,
-    )
+    tiles = None if ladder is None else iter(ladder)
+    run = Run(training, fixed, meter, transfer, guard, idle, put, put_tiles, name, ladder=tiles)
+    run.least_bytes = least.least_bytes
     if memory.preference == "memory_saving":
         run.states = _states_on_host(training, transfer, pool)
 

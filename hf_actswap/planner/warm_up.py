@@ -49,8 +49,10 @@ _DEQUANTISED = 4
 
 def first_steps(run: Run) -> int:
     """Return how many steps warm-up has: ``warmup_steps``, at least `LEAST_COMPILED_STEPS` if compiled."""
-    asked = run.memory.warmup_steps
-    compiled = run.structure.compiled or any(layer.compiled for layer in run.structure.layers)
+    asked = run.training.memory.warmup_steps
+    compiled = run.training.structure.compiled or any(
+        layer.compiled for layer in run.training.structure.layers
+    )
     if not compiled or asked >= LEAST_COMPILED_STEPS:
         return asked
     logger.info(
@@ -99,12 +101,12 @@ class WarmUp:
         first = self._forwards == self._forwards_before + 1
         if self._recorder is not None and self._memory is None and first:
             self._baseline_bytes = run.meter.allocated_bytes() + run.idle.away_bytes
-            self._weights = module_weights(unwrapped(run.model), run.structure)
+            self._weights = module_weights(unwrapped(run.training.model), run.training.structure)
 
     def step_ended(self) -> RecordedStep | None:
         """End a step; after the last, return what was recorded. Every rank must call it."""
         self._steps_left -= 1
-        self._forwards_before, self._forwards = max(self._forwards - self._run.chunks, 0), 0
+        self._forwards_before, self._forwards = max(self._forwards - self._run.training.chunks, 0), 0
         recorder, profile = self._stopped(), None
         if recorder is not None and all(from_all_ranks(recorder.complete)):
             profile = self._profile(recorder)
@@ -151,14 +153,14 @@ class WarmUp:
         run.set_guard(True)
         self._states_bytes = run.state_bytes()
         self._recorder = recorder = StepRecorder(
-            run.model,
-            run.structure,
+            run.training.model,
+            run.training.structure,
             run.meter if self._memory is None else None,
             DeviceClock(run.transfer),
             run.pack_handler,
             forwards_before=self._forwards_before,
             away_bytes=lambda: run.idle.away_bytes,
-            chunks=run.chunks,
+            chunks=run.training.chunks,
         )
         self._held = EvictableForwards(run.forward_module, run.pack_handler, lambda: recorder.in_forward)
         self._held.start()
@@ -173,7 +175,9 @@ class WarmUp:
             optimizer_state_bytes=self._states_bytes,
         )
         tokens = profile.batch_shape[-1] if profile.batch_shape else 0
-        return replace(profile, frontier=variants_of(run.structure, unwrapped(run.model), tokens))
+        return replace(
+            profile, frontier=variants_of(run.training.structure, unwrapped(run.training.model), tokens)
+        )
 
     def _link(self) -> Link | None:
         from_all_ranks(0)  # start together: ranks may share a switch

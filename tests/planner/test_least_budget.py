@@ -11,7 +11,7 @@ import torch
 
 from hf_actswap import MemoryPlan, apply, model_structure
 from hf_actswap.config.schema import MemoryConfig
-from hf_actswap.planner import least_budget
+from hf_actswap.planner import PlannedTraining, least_budget
 from hf_actswap.planner.least_budget import LeastBudget
 from tests.engine.tiny_models import tiny_llama, tiny_neox
 from tests.planner.simulated_device import train
@@ -95,7 +95,8 @@ def known(model: Any, *, sharded: bool = False, autocast: bool = False, **settin
     shape = replace(model_structure(model), sharded=sharded)
     optimizer = torch.optim.AdamW(model.parameters())
     memory = MemoryConfig(mode="adaptive", **settings)
-    found = LeastBudget(model, shape, lambda: MemoryPlan((), len(shape.layers)), memory, optimizer, "cpu")
+    fixed = MemoryPlan((), len(shape.layers))
+    found = LeastBudget(PlannedTraining(model, shape, fixed, memory, optimizer), lambda: fixed, "cpu")
     ids = torch.zeros(2, 16, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found.forward_starts(model, (), {"input_ids": ids, "labels": ids})

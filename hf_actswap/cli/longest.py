@@ -135,7 +135,7 @@ class LongestAnswer:
             table.add_row(name, f"{item.tokens:,}", *sizes, step_ms_text(item.step.step_ms), item.ends)
         yield table
         if any(not item.tokens for item in self.found.values()):
-            yield f"0 tokens: {UNIT_TOKENS:,} do not fit, of which the other numbers are."
+            yield f"0 tokens: not even {UNIT_TOKENS:,} fit; the other numbers of that row are for these."
         yield heading("At the peak")
         yield memory_table({name: item.parts for name, item in self.found.items() if item.parts is not None})
         for name in (STREAMED, TILED):

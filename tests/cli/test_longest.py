@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -93,6 +94,20 @@ def test_host_memory_limits_it(run: Run, tiny: Path) -> None:
     assert found["inputs swapped"]["ends"] == "host"
     assert found["streamed in chunks"]["tokens"] == 0
     assert found["inputs swapped"]["host_bytes"] <= limit < 4 * (longest + K) * 32 * 2
+
+
+def test_it_is_shown(run: Run, tiny: Path, tmp_path: Path) -> None:
+    """Host memory ends one line, and is too small for another."""
+    config = json.loads((tiny / "config.json").read_text(encoding="utf-8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}), encoding="utf-8")
+    options = ("--longest", "--device", "H100", "--optimizer", "sgd", "--budget", "24MiB")
+    shown = run("plan", tmp_path, *options, "--host-memory-gib", "0.0005").out
+    rows = shown.splitlines()
+    lines = {name: next(row for row in rows if row.startswith(name)) for name in (*NAMES, STREAMED)}
+    assert lines["inputs swapped"].endswith("host")
+    assert lines["checkpointing"].endswith("device")
+    assert " 0 " in lines[STREAMED]
+    assert f"0 tokens: not even {K:,} fit" in shown
 
 
 @pytest.mark.slow

@@ -22,24 +22,24 @@ Findings = Mapping[str, Mapping[str, tuple[str, str]]]
 _HEAD = """\
 # Families of transformers
 
-This page says for which model families swap, recompute and tensor parallelism give right results, for users
-who want to know whether their model works. `docs/make_families.py` writes it and
-`tests/parallel/test_families.py` checks it; transformers {version}. The test takes a tiny model of each
-family of causal language models in transformers (random weights, float32, as few layers as have each kind
-of layer) and runs one training step on two sequences, one of them with padding:
+This page says for which model families swap, recompute and tensor parallelism give right results. Look for
+the `model_type` in your model's `config.json`. The page is written by `docs/make_families.py` and checked by
+`tests/parallel/test_families.py`; transformers {version}. The test takes a tiny model of each family of
+causal language models in transformers (random weights, float32, just enough layers to have one of each kind)
+and runs one training step on two sequences, one of them with padding:
 
 - **swap**, **recompute**: one process; whole layers are swapped, or recomputed. *Right*: the loss and each
   gradient are bitwise those without a plan.
 - **tp2**, **tp4**: `tensor_parallel_size` 2 and 4 (4 query heads, mostly 2 key-value heads); **sp**:
-  `sequence_parallel_enabled`, on {length} tokens, which the ranks do not divide. *Right*: the loss is
-  within 1e-5, each gradient within 1e-4 of its largest element (or of a thousandth of the model's largest),
-  replicas are bitwise equal on all ranks, and so is the state dict after it was saved whole, loaded into a
-  divided model with other weights and saved again.
-- **divided**: how much of the layers' parameters the ranks divide. Every rank has the rest whole: norms,
-  routers, low-rank projections before the divided ones, and blocks that all ranks compute alike
+  `sequence_parallel_enabled`, on {length} tokens, a number that the ranks do not divide. *Right*:
+  the loss is within 1e-5, and each gradient within 1e-4 of its largest element (or of a thousandth of the
+  model's largest); replicas are bitwise equal on all ranks; a state dict that is saved whole, loaded into a
+  divided model with other weights and saved again is bitwise the same.
+- **divided**: the share of the layers' parameters that the ranks divide. Every rank has the rest whole:
+  norms, routers, low-rank projections before the divided ones, and blocks that all ranks compute alike
   (state-space mixers).
 
-*Rejected*: the reason is below the table, and in the error.
+*Rejected*: an error before the first step says why; the reasons are below the table.
 """
 
 
@@ -65,7 +65,7 @@ def page_of(found: Findings, not_tested: Mapping[str, str], **facts: object) -> 
     for family, ways in sorted(found.items()):
         divided = ways[_DIVIDED][1] if ways[_DIVIDED][0] == "right" else ""
         lines.append(_row(f"`{family}`", *(ways[column][0] for column in COLUMNS), divided))
-    lines += ["", "## Rejections", ""]
+    lines += ["", "## Rejections", "", "What is expected of a model, and after the colon what was found:", ""]
     reasons: dict[str, dict[str, list[str]]] = {}
     for family, ways in sorted(found.items()):
         for column in COLUMNS:

@@ -157,15 +157,19 @@ _INPUTS_AROUND_TEXT = [
 ]
 
 NOT_TESTED = {
-    **dict.fromkeys(_INPUTS, "images or sound"),
-    **dict.fromkeys(_INPUTS_AROUND_TEXT, "images or sound; the language model alone (`.._text`) is above"),
-    "gemma3": "images; `tests/parallel/test_patch_ways.py` divides one between 2 ranks",
-    "llama4": "images; rejected at tp 2: pass its `language_model`, which is `llama4_text`",
+    **dict.fromkeys(_INPUTS, "it needs images or sound"),
+    **dict.fromkeys(
+        _INPUTS_AROUND_TEXT, "it needs images or sound; its language model (`..._text`) is in the table"
+    ),
+    "gemma3": "it needs images; `tests/parallel/test_patch_ways.py` divides one between 2 ranks",
+    "llama4": "it needs images; rejected at tp 2: pass its `language_model`, which is `llama4_text`",
     **dict.fromkeys(("musicgen", "musicgen_melody"), "its language model is inside another model"),
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it reads another model's states"),
-    **dict.fromkeys(("internlm3", "iquestcoder", "gpt-sw3"), "another family's classes"),
-    "reformer": "it draws numbers that no seed determines",
-    "cpmant": "its ids are not those of other models",
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"), "it reads hidden states of another model"
+    ),
+    **dict.fromkeys(("internlm3", "iquestcoder", "gpt-sw3"), "it uses the classes of another family"),
+    "reformer": "it draws random numbers that no seed determines",
+    "cpmant": "its `input_ids` have a format of their own",
     "xlstm": "its states do not follow the batch in training",
 }
 """Families of transformers that no tiny model is made of here, and why."""

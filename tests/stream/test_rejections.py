@@ -267,6 +267,13 @@ def test_a_copy_of_the_model_is_not_streamed() -> None:
     assert furthest(found, expected) < 1e-6
 
 
+def test_in_a_pipeline_it_is_rejected() -> None:
+    model = made()
+    pipeline = {"parallel_config": {"pipeline_stage": 2, "schedule": "1f1b"}}
+    with pytest.raises(PlanError, match=r"no parallel_config\.schedule"):
+        resolve_plan(load_config({**STREAMED, **pipeline}), model_structure(model))
+
+
 def test_the_plan_says_it() -> None:
     model, config = made(), load_config({"stream_config": {"tokens": "auto"}})
     plan = resolve_plan(config, model_structure(model))

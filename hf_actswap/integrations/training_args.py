@@ -30,8 +30,8 @@ class ActSwapTrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments` with the field ``actswap``.
 
     Every Trainer that gets these arguments acts on them: ``"actswap"`` is added to ``report_to``, and so the
-    Trainer makes an `ArgumentsCallback`. For a trainer with its own class of arguments, put this class in
-    front: ``class Arguments(ActSwapTrainingArguments, SFTConfig): ...``.
+    Trainer makes an `ArgumentsCallback`. For a trainer with its own class of arguments, make a dataclass with
+    this class in front: ``@dataclass class Arguments(ActSwapTrainingArguments, SFTConfig): ...``.
 
     Args:
         actswap: ``"auto"``: the planner searches a plan that may use all memory of the device. Otherwise the

@@ -75,7 +75,7 @@ UNITS: Mapping[str, str] = {
     "warmup_steps": "optimizer steps",
     "search_steps": "optimizer steps",
     "num_attn_layers_per_stage": "layers",
-    "swap_bucket_size": "bytes per stage",
+    "swap_bucket_size": "bytes",
     "min_tensor_mib": "MiB",
     "host_memory_gib": "GiB per rank",
     "target_memory": "bytes",
@@ -243,9 +243,11 @@ def _key_row(section: str, field: Any) -> tuple[str, ...]:
 
 
 def _default(value: Any, said: str) -> str:
-    """The default in words of YAML; of ``None`` what the docstring says that it means."""
+    """The default in words of YAML; for ``None`` what the docstring says that it means."""
     if value is MISSING:
         return "must be written"
+    if value == ():
+        return "none"
     if value is not None:
         return f"`{str(value).lower() if isinstance(value, bool) else value}`"
     return re.sub(r"^``None``(: )?", lambda match: "" if match[1] else "none", said).rstrip(".")

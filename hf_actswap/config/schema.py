@@ -84,7 +84,7 @@ class SwapConfig:
         op_swap: modules and functions to swap. Default ``None``: if ``layer_swap`` is not written either, the
             attention core of all layers.
         recompute_input: layers that are recomputed whole and whose input is swapped, with the windows of
-            ``default_prefetch``, in place of staying on the device (ours).
+            ``default_prefetch``; otherwise the input stays on the device (ours).
         select_recompute_input: layers in which ``layer_swap`` and ``op_swap`` may also swap what the
             recomputed ops read, which otherwise stays on the device (ours).
     """
@@ -110,8 +110,7 @@ class RecomputeConfig:
             MLP (``feed_forward\\.mul``, ``feed_forward\\.w1\\.activation\\.silu``).
         select_comm_recompute: gathers of parallel layers that are repeated in backward. If no op is named:
             those of the norms' outputs (``.*\\.norm``). Layers that are not selected save what they gathered;
-            with false these are all layers. Default ``None``: parallel layers save their part and gather
-            again.
+            false selects no layer. Default ``None``: parallel layers save their part and gather again.
         select_recompute_exclude: names of ops that are not recomputed, also in layers that are recomputed
             whole.
         select_comm_recompute_exclude: names of communications whose result is kept, also in layers that are
@@ -120,13 +119,13 @@ class RecomputeConfig:
             gathered again in backward.
         mp_comm_recompute: whether recomputed layers and modules communicate again; if false, the results of
             their communications are kept.
-        recompute_slice_activation: whether each rank keeps its part of the input of a layer that is
-            recomputed whole, and gathers the input before the layer runs again.
+        recompute_slice_activation: whether each rank keeps only its part of the input of a layer that is
+            recomputed whole, and gathers the whole input before the layer runs again.
         compile_budget: PyTorch's ``activation_memory_budget`` of each compiled layer (ours): 1 saves what the
             compiler saves by itself, 0 only the layer's inputs, as if the whole layer is recomputed. Default
             ``None``: not touched.
-        fused: whether chains of dropped pointwise ops run again in one compiled kernel, whose results may
-            differ from theirs in the last bit (ours).
+        fused: whether chains of recomputed elementwise ops run again as one compiled kernel, whose results
+            may differ in the last bit (ours).
     """
 
     recompute: LayerCounts = False
@@ -150,8 +149,9 @@ class ParallelConfig:
         sequence_parallel_enabled: whether each of these processes keeps only its part of the sequence between
             the layers.
         pipeline_stage: number of stages of the pipeline for which the tables of ``recompute_config`` are
-            written. The pipeline runs if ``schedule`` is written.
-        pp_interleave_num: number of interleaves of that pipeline, which are the rows of a table.
+            written. With ``schedule`` that pipeline also runs.
+        pp_interleave_num: number of interleaves of that pipeline: groups of layers in each stage. A table has
+            a row for each.
         offset: how many layers a stage has more, or fewer (negative), than its equal share.
         schedule: the order in which `ActSwapTrainer` runs the forwards and backwards of the pipeline, with
             ``tensor_parallel_size`` processes per stage (ours). Default ``None``: no pipeline runs.
@@ -208,8 +208,8 @@ class TileConfig:
 
     Args:
         loss: whether head and loss of a causal language model run in tiles, so that the logits never exist
-            all at once. ``auto``: tiles of at least 1,024 tokens whose logits are half as large as the
-            hidden states; a batch of no more tokens runs whole. A number: that many tiles.
+            all at once. ``auto``: tiles of at least 1,024 tokens, each with logits half as large as the
+            hidden states of the batch; a batch of one tile runs whole. A number: that many tiles.
             ``off``: whole. Default ``None``: whole, unless the planner's ``adaptive`` finds that nothing else
             fits.
         tile: modules of layers that run in tiles and save only their input; each tile runs again in
@@ -254,16 +254,18 @@ class MemoryConfig:
         preference: ``performance`` (default; ``BETTER_PERFORMANCE``): only activations are swapped;
             ``memory_saving`` (``BETTER_MEMORY_SAVING``): the optimizer's states too.
         warmup_steps: optimizer steps in which the profile is recorded (``warmup_step``). Default 2.
-        search_steps: the most optimizer steps that try plans (``stable_step - warmup_step``). Default 8.
-        num_attn_layers_per_stage: number of decoder layers of a stage, for ``swap_bucket_size``. Default 1.
-        swap_bucket_size: the most bytes that are swapped in a stage; below 0: no limit; 0: none. Default -1.
+        search_steps: in how many optimizer steps plans are tried, at most (``stable_step - warmup_step``).
+            Default 8.
+        num_attn_layers_per_stage: number of decoder layers that ``swap_bucket_size`` is for. Default 1.
+        swap_bucket_size: the most bytes that are swapped in that many layers; below 0: no limit; 0: none.
+            Default -1.
         min_tensor_mib: size in MiB under which a tensor is never swapped (``tensor_size_filter``, in bytes).
             Default ``None``: 1 KiB.
         host_memory_gib: the most host memory of a rank, in GiB. Default ``None``: its share of what is free.
         bind_numa: whether each rank and its host memory stay beside its device on a machine with several
             NUMA nodes. Default true.
-        plan_file: path of a file that is written when the plan is stable; a run that it fits reads it
-            instead of searching (``save_policy``). Default ``None``.
+        plan_file: path of the file to which the plan is written when it is stable; a later run of the same
+            training reads it instead of searching (``save_policy``). Default ``None``.
 
     ``min_tensor_mib``, ``host_memory_gib`` and ``bind_numa`` apply without the planner as well.
     """

@@ -231,7 +231,8 @@ def _missing(found: Mapping[int, str], agreement: _Agreement) -> list[Problem]:
             "ranks",
             f"answers from all of {_listed(agreement.ranks)} within {agreement.timeout_s:g} s",
             f"none from {_listed(missing)}",
-            "Look for their errors; if they are only slow, give more time (timeout_s).",
+            "Look for their errors. If they are only slow, give more time: ddp_timeout of the training "
+            "arguments, or timeout_s of patch_model.",
         )
     ]
 

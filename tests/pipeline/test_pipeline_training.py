@@ -277,10 +277,13 @@ def divided(request: pytest.FixtureRequest, runs: Path) -> Path:
 
 
 def close(found: Run, expected: Run) -> None:
-    """Every number of the log is the same but for the order of sums over the ranks."""
+    """Every number of the log is the same but for the order of sums over the ranks.
+
+    Norms, and sums of logits among the evaluations, add many more numbers than a loss.
+    """
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
     assert found.norms == pytest.approx(expected.norms, rel=1e-5)
-    assert found.evaluations == pytest.approx(expected.evaluations, rel=1e-6)
+    assert found.evaluations == pytest.approx(expected.evaluations, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", slow_among(DIVIDED, DIVIDED_SLOW))

@@ -279,11 +279,13 @@ def divided(request: pytest.FixtureRequest, runs: Path) -> Path:
 def close(found: Run, expected: Run) -> None:
     """Every number of the log is the same but for the order of sums over the ranks.
 
-    Norms, and sums of logits among the evaluations, add many more numbers than a loss.
+    Evaluations, after every second step, are losses first; then sums of logits, most of which cancel.
     """
+    count = len(expected.losses) // 2
     assert found.losses == pytest.approx(expected.losses, rel=1e-6)
     assert found.norms == pytest.approx(expected.norms, rel=1e-5)
-    assert found.evaluations == pytest.approx(expected.evaluations, rel=1e-5)
+    assert found.evaluations[:count] == pytest.approx(expected.evaluations[:count], rel=1e-6)
+    assert found.evaluations[count:] == pytest.approx(expected.evaluations[count:], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", slow_among(DIVIDED, DIVIDED_SLOW))

@@ -66,8 +66,11 @@ class FateTable:
         modules = self.recomputed.modules
         self.named_layers = self.recomputed.scopes_with_op_rows.intersection(modules) - compiled
         """Layers in which ops must be named; in compiled ones the tracer names them (`compiled_regions`)."""
-        followed = {row.scope for row in plan.rows if row.fate not in (*_TRACED, "slice")}
-        followed |= {_next(row.scope) for row in plan.rows if row.fate == "slice"}
+        followed = {
+            _next(row.scope) if row.fate == "slice" else row.scope
+            for row in plan.rows
+            if row.fate not in _TRACED
+        }
         self.traceable_scopes = frozenset({*modules, *SCOPES}) - (followed - compiled)
         """Scopes whose calls may run from a cached trace (`cached_traces`)."""
         self.all_traceable = not followed

@@ -228,6 +228,7 @@ class _Resolution:
         self._layout_failed = False
         self._layout, self._local = self._place(stage)
         self._applier = RuleApplier(structure, self._local, self._layout.num_layers, self._swap)
+        self._communication = CommunicationRuleApplier(self._applier, self._swap)
 
     def plan(self) -> MemoryPlan:
         recompute, full = self._full_layers()
@@ -245,14 +246,17 @@ class _Resolution:
         if problems:
             raise PlanError(problems, self._config.source)
         rows = (*applier.outside_rows, *self._rows())
-        section, swap = self._config.recompute_config, self._swap
+        section, memory = self._config.recompute_config, self._config.memory
         if streamed is not None and isinstance(section.recompute, bool):
             # What a chunk saves must not grow with the layers, unless a list says which are recomputed.
             named = {row.scope for row in rows}
             rows += tuple(PlanRow(own, "", "recompute") for own in self._local.values() if own not in named)
         swaps = any(row.fate == "swap" for row in rows)
-        given = (self._config, self._layout.num_layers, full, swapped_layers, swapped_ops, swaps)
-        memory = self._config.memory
+        warnings: list[str] = []
+        if self._swap:
+            warnings = conflict_warnings(
+                self._config, self._layout.num_layers, full, swapped_layers, swapped_ops, swaps
+            )
         min_tensor, host_memory = memory.min_tensor_mib, memory.host_memory_gib
         return MemoryPlan(
             rows=rows,
@@ -268,7 +272,7 @@ class _Resolution:
             tiles=tiles,
             streamed=streamed,
             lines=self._lines(recompute, selections),
-            warnings=tuple(conflict_warnings(*given)) if swap else (),
+            warnings=tuple(warnings),
             unsupported=unsupported_policies(self._config, self._structure),
             fused_recompute=section.fused,
             gather_weights_again=section.parallel_optimizer_comm_recompute and self._structure.sharded,
@@ -277,8 +281,7 @@ class _Resolution:
 
     def _apply_recompute(self, selections: dict[str, Selection], full: tuple[int, ...]) -> None:
         """Apply the recompute keys, which override swap: selective, communication, full, budgets, exclude."""
-        applier, section = self._applier, self._config.recompute_config
-        communication = CommunicationRuleApplier(applier, self._swap)
+        applier, communication = self._applier, self._communication
         excluded = self._drop_excluded_patterns(selections)
         applier.apply_select(selections["select_recompute"], full)
         communication.communicate_again(selections["select_comm_recompute"], full)
@@ -286,7 +289,7 @@ class _Resolution:
         applier.set_budgets(self._budgets(), full)
         applier.apply_exclude(selections["select_recompute_exclude"], excluded)
         communication.keep(selections["select_comm_recompute_exclude"], excluded)
-        if not section.mp_comm_recompute:
+        if not self._config.recompute_config.mp_comm_recompute:
             communication.keep_all()
 
     def _apply_inputs(self, full: tuple[int, ...]) -> None:
@@ -297,8 +300,7 @@ class _Resolution:
         applier.keep_inputs(lifted, read)
         applier.swap_inputs(lifted, swap.default_prefetch)
         if self._config.recompute_config.recompute_slice_activation and parallel.tensor_parallel_size > 1:
-            slices = CommunicationRuleApplier(applier, self._swap)
-            slices.slice_inputs(full, parallel.sequence_parallel_enabled)
+            self._communication.slice_inputs(full, parallel.sequence_parallel_enabled)
 
     def _lines(self, recompute: object, selections: dict[str, Selection]) -> tuple[str, ...]:
         """Return MindFormers' log lines."""

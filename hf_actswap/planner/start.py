@@ -90,8 +90,19 @@ def start_planner(
     least = LeastBudget(training, lambda: run.fixed, name)
     guard = OomGuard(meter, idle, least.in_words)
     tiles = None if ladder is None else iter(ladder)
-    run = Run(training, fixed, meter, transfer, guard, idle, put, put_tiles, name, ladder=tiles)
-    run.least_bytes = least.least_bytes
+    run = Run(
+        training,
+        fixed,
+        meter,
+        transfer,
+        guard,
+        idle,
+        put,
+        put_tiles,
+        name,
+        ladder=tiles,
+        least_bytes=least.least_bytes,
+    )
     if memory.preference == "memory_saving":
         run.states = _states_on_host(training, transfer, pool)
 

@@ -29,6 +29,10 @@ _PASSED_ON = frozenset(
 """Arguments that a streamed call supports."""
 
 
+_Condition = tuple[str, str, bool]
+"""(What is expected, what is found if that is violated, whether it is violated)."""
+
+
 def problems_of_model(root: nn.Module, structure: ModelStructure) -> list[Problem]:
     """Return all reasons why a model cannot be streamed, read off its configuration and classes.
 
@@ -45,10 +49,6 @@ def problems_of_model(root: nn.Module, structure: ModelStructure) -> list[Proble
     found = (*of_class, *_of_the_loss(model, text), *_of_settings(root, structure))
     hint = "Train it without stream_config."
     return [Problem("stream_config", expected, was, hint) for expected, was, violated in found if violated]
-
-
-_Condition = tuple[str, str, bool]
-"""(What is expected, what is found if that is violated, whether it is violated)."""
 
 
 def _of_the_class(model: Any, structure: ModelStructure, text: Any) -> Iterator[_Condition]:
